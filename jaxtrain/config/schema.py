@@ -1,0 +1,218 @@
+"""The typed config: every key, its type, its default and what it means, in one place.
+
+No JAX is imported here. A `Config` is frozen and fully resolved; `jaxtrain.config.load` makes one from
+YAML files, a layout and `key=value` overrides. Descriptions feed `jaxtrain schema` (JSON Schema).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
+
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+AxisSize = Annotated[int, Field(ge=-1, strict=True)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _axes(value: Any) -> Any:
+    """A rule may be written `null`, `fsdp` or `[data, fsdp]`; it is kept as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+Axes = Annotated[tuple[str, ...], BeforeValidator(_axes)]
+
+
+def key(default: Any, description: str, **kwargs: Any) -> Any:
+    """A config field with its default and its one-line description."""
+    return Field(default=default, description=description, **kwargs)
+
+
+def section(cls: type[BaseModel], description: str) -> Any:
+    """A nested section that defaults to its own defaults."""
+    return Field(default_factory=cls, description=description)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class Mesh(Section):
+    """Sizes of the mesh axes, slowest network first. One of them may be -1: it takes what is left."""
+
+    replica: AxisSize = key(1, "islands that may synchronise loosely")
+    pipeline: AxisSize = key(1, "pipeline stages")
+    data: AxisSize = key(1, "data parallel; parameters replicated")
+    fsdp: AxisSize = key(1, "data parallel; parameters sharded")
+    expert: AxisSize = key(1, "expert parallel")
+    context: AxisSize = key(1, "sequence shards (context parallel)")
+    model: AxisSize = key(1, "tensor parallel; sequence parallel rides on it")
+    dcn: dict[str, PositiveInt] = key({}, "part of an axis that spans slices or nodes, e.g. {data: 2}")
+
+
+class RopeScaling(Section):
+    """Frequency scaling of the rotary embedding, with the field names of Hugging Face configs."""
+
+    type: Literal["linear", "llama3"] = key("linear", "kind of scaling")
+    factor: PositiveFloat = key(1.0, "context length multiplier")
+    low_freq_factor: PositiveFloat = key(1.0, "llama3: below this no scaling is undone")
+    high_freq_factor: PositiveFloat = key(4.0, "llama3: above this frequencies are kept")
+    original_length: PositiveInt = key(8192, "llama3: sequence length before scaling")
+
+
+class Model(Section):
+    """The model. Sizes carry the logical names of the dims they set."""
+
+    type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
+    options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
+    vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
+    embed: PositiveInt = key(256, "width of the residual stream")
+    layers: PositiveInt = key(4, "number of blocks")
+    heads: PositiveInt = key(4, "query heads")
+    kv_heads: PositiveInt | None = key(None, "key/value heads (GQA); default: heads")
+    head_dim: PositiveInt | None = key(None, "size of a head; default: embed / heads")
+    mlp: PositiveInt = key(1024, "width of the feed-forward layer")
+    activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "feed-forward activation; *glu are gated")
+    attention_bias: bool = key(False, "biases on the q, k, v projections")
+    output_bias: bool = key(False, "bias on the attention output projection")
+    mlp_bias: bool = key(False, "biases in the feed-forward layer")
+    qk_norm: bool = key(False, "RMSNorm on each query and key head")
+    norm_epsilon: PositiveFloat = key(1e-6, "epsilon of RMSNorm")
+    norm_offset: bool = key(False, "norm scale is 1 + weight (Gemma)")
+    post_norm: bool = key(False, "a second norm after attention and feed-forward (Gemma 2)")
+    embed_scale: bool = key(False, "embeddings times sqrt(embed) (Gemma)")
+    tie_embeddings: bool = key(False, "the head is the embedding table")
+    rope_theta: PositiveFloat = key(10_000.0, "base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = key(None, "rotary frequency scaling for long contexts")
+    window: PositiveInt | None = key(None, "sliding attention window in tokens")
+    window_every: PositiveInt = key(1, "1: every layer has the window; n: every n-th layer attends globally")
+    attention_scale: PositiveFloat | None = key(None, "softmax scale; default: head_dim ** -0.5")
+    attention_softcap: PositiveFloat | None = key(None, "tanh cap of attention scores")
+    logits_softcap: PositiveFloat | None = key(None, "tanh cap of the output logits")
+    init_std: PositiveFloat = key(0.02, "standard deviation of weight initialisation")
+
+
+class Source(Section):
+    """One source of documents in a mixture."""
+
+    path: str = key("stdlib", "`stdlib`, a file, a folder or a glob")
+    format: Literal["auto", "text", "jsonl", "parquet"] = key("auto", "how the files are read")
+    field: str = key("text", "JSONL/Parquet: the column that holds the text")
+    include: tuple[str, ...] = key((), "text folders: file patterns, e.g. [*.py, *.md]; default: text-like files")
+    weight: PositiveFloat = key(1.0, "share in the mixture")
+    weights: dict[int, NonNegative] = key({}, "share from a given step on, e.g. {1000: 0.5}")
+
+
+class Data(Section):
+    """What is read, how it is tokenized, packed and ordered. Order is a pure function of (seed, step)."""
+
+    type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
+    options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
+    sources: tuple[Source, ...] = key((Source(),), "documents; several make a mixture")
+    tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
+    sequence: PositiveInt = key(1024, "tokens per sequence")
+    global_batch: PositiveInt = key(8, "sequences per step, over all devices")
+    validation: Fraction = key(0.01, "share of documents kept for validation, by hash of the name")
+    cache: str = key("~/.cache/jaxtrain", "folder of token caches")
+    workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
+    prefetch: PositiveInt = key(2, "batches kept ready")
+
+
+class Optimizer(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = key("adamw", "update rule")
+    lr: NonNegative = key(3e-4, "peak learning rate")
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = key("cosine", "shape after warm-up")
+    warmup: Annotated[int, Field(ge=0, strict=True)] = key(0, "steps of linear warm-up")
+    final: Fraction = key(0.1, "last learning rate as a share of the peak (cosine, linear, wsd)")
+    decay: Fraction = key(0.2, "wsd: share of the steps spent decaying at the end")
+    beta1: Fraction = key(0.9, "first moment (momentum for sgd and muon)")
+    beta2: Fraction = key(0.95, "second moment")
+    epsilon: PositiveFloat = key(1e-8, "added to the denominator")
+    weight_decay: NonNegative = key(0.1, "decoupled weight decay")
+    decay_all: bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
+    clip: PositiveFloat | None = key(1.0, "global gradient norm at most")
+    ema: Fraction | None = key(None, "decay of an exponential moving average of the weights")
+
+
+class Loss(Section):
+    """Terms of the language-model loss."""
+
+    z_loss: NonNegative = key(0.0, "weight of log(Z)^2")
+    label_smoothing: Fraction = key(0.0, "probability mass spread over the vocabulary")
+    chunks: PositiveInt = key(8, "vocabulary chunks; full logits never exist")
+
+
+class Step(Section):
+    """How one optimizer step is computed."""
+
+    accumulate: PositiveInt = key(1, "microbatches per step")
+    remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list saves named values")
+    attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
+
+
+class Checkpoint(Section):
+    """Asynchronous sharded checkpoints."""
+
+    every: PositiveInt | None = key(None, "steps between checkpoints; default: only at the end and on signals")
+    keep: PositiveInt = key(3, "newest checkpoints kept")
+    keep_best: Annotated[int, Field(ge=0, strict=True)] = key(0, "best checkpoints kept besides")
+    best: str = key("eval/loss", "metric that ranks `keep_best`, lower is better")
+
+
+class Eval(Section):
+    """Validation during training."""
+
+    every: PositiveInt | None = key(None, "steps between validations; default: only at the end")
+    batches: PositiveInt = key(8, "batches of each validation")
+
+
+class Log(Section):
+    """What is written and shown."""
+
+    every: PositiveInt = key(1, "steps between logged steps")
+    tensorboard: bool = key(True, "write TensorBoard events")
+    wandb: str | None = key(None, "Weights & Biases project; needs jaxtrain[wandb]")
+    mlflow: str | None = key(None, "MLflow experiment; needs jaxtrain[mlflow]")
+    peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: known chips, measured on CPU")
+    sample: Annotated[int, Field(ge=0, strict=True)] = key(0, "tokens generated at the end")
+    prompt: str = key("", "prompt of that sample")
+
+
+class Config(Section):
+    """One training run."""
+
+    name: str = key("run", "name of the run", pattern=r"^[\w.\-]+$")
+    dir: str = key("runs", "parent folder; the run writes to DIR/NAME")
+    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = key(0, "seed of initialisation, data order and dropout")
+    steps: PositiveInt = key(1000, "optimizer steps")
+    simulate: PositiveInt | None = key(None, "run on this many simulated CPU devices")
+    precision: Literal["fp32", "bf16", "bf16_pure"] = key("bf16", "dtype policy; bf16 keeps float32 masters")
+    compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
+    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh` and `rules`")
+    mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
+    rules: dict[str, Axes] = key({}, "logical name -> mesh axes; refines the layout's")
+    model: Model = section(Model, "the model")
+    data: Data = section(Data, "the data")
+    loss: Loss = section(Loss, "loss terms")
+    optimizer: Optimizer = section(Optimizer, "the optimizer")
+    step: Step = section(Step, "one step")
+    checkpoint: Checkpoint = section(Checkpoint, "checkpoints")
+    eval: Eval = section(Eval, "validation")
+    log: Log = section(Log, "logging")
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder this run writes to."""
+        return Path(self.dir).expanduser() / self.name
