@@ -1,0 +1,105 @@
+"""Shardings of parameters and activations from logical names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.mesh.rules import Names, Rules, axes_of, dims_to_axes, storage_axes, without
+
+Dims = tuple[tuple[str, ...], ...]  # mesh axes of every dim
+
+
+@dataclass(frozen=True, eq=False)
+class Sharder:
+    """Places tensors by logical names. Passed explicitly to whatever constrains an activation.
+
+    With `mesh=None` every method is the identity, so that a model runs unsharded in a plain test.
+    """
+
+    mesh: Mesh | None = None
+    rules: Rules | None = None
+
+    def spec(self, names: Sequence[str | None]) -> PartitionSpec:
+        """PartitionSpec of a tensor whose dims have these logical names."""
+        return _spec(dims_to_axes(names, self.rules or {}))
+
+    def sharding(self, names: Sequence[str | None]) -> NamedSharding:
+        """NamedSharding of the same. Raises ValueError without a mesh."""
+        if self.mesh is None:
+            raise ValueError("a sharding needs a mesh")
+        return NamedSharding(self.mesh, self.spec(names))
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """Mesh axes that shard a logical name."""
+        return axes_of(name, self.rules or {})
+
+    def size(self, name: str | None) -> int:
+        """Number of shards of a logical name."""
+        return 1 if self.mesh is None else prod(self.mesh.shape[axis] for axis in self.axes(name))
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """`x` placed by logical names, one per dim; its cotangent likewise."""
+        return self.place(x, dims_to_axes(names, self.rules or {}))
+
+    def place(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """`x` placed by mesh axes, one tuple per dim."""
+        if self.mesh is None:
+            return x
+        if len(dims) != x.ndim:
+            raise ValueError(f"{len(dims)} names for a tensor of shape {x.shape}")
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, _spec(dims)))
+
+    def boundary(self, x: jax.Array, fwd: Names, bwd: Names) -> jax.Array:
+        """Identity that places `x` by `fwd` and its cotangent by `bwd`.
+
+        A plain constraint also constrains the cotangent, which turns a reduce-scatter into an all-reduce
+        wherever forward and backward want different places.
+        """
+        rules = self.rules or {}
+        return _boundary(self, (dims_to_axes(fwd, rules),), (dims_to_axes(bwd, rules),), x.dtype, x)
+
+    def weight(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
+        """A stored parameter made ready for use: cast to `dtype`, gathered over the storage axes (FSDP).
+
+        Cast first and constrained sharded before gathered, so that `dtype` (not float32) travels, also when
+        rematerialisation gathers again; the gradient is reduced straight into the stored shards.
+        """
+        rules = self.rules or {}
+        stored = dims_to_axes(names, rules)
+        used = without(names, storage_axes(rules), rules)
+        return _boundary(self, (stored, used), (stored,), jnp.dtype(dtype), w)
+
+
+def _spec(dims: Dims) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in dims))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _boundary(sharder: Sharder, forward: tuple[Dims, ...], backward: tuple[Dims, ...], dtype: Any, x: jax.Array):
+    """Cast `x` to `dtype`, then place it by each of `forward` in turn; the cotangent by each of `backward`."""
+    x = x.astype(dtype)
+    for dims in forward:
+        x = sharder.place(x, dims)
+    return x
+
+
+def _boundary_fwd(sharder, forward, backward, dtype, x):
+    # An empty array carries the dtype to cast the cotangent back to.
+    return _boundary(sharder, forward, backward, dtype, x), jnp.zeros((0,), x.dtype)
+
+
+def _boundary_bwd(sharder, forward, backward, dtype, like, g):
+    for dims in backward:
+        g = sharder.place(g, dims)
+    return (g.astype(like.dtype),)
+
+
+_boundary.defvjp(_boundary_fwd, _boundary_bwd)
