@@ -6,19 +6,31 @@ YAML files, a layout and `key=value` overrides. Descriptions feed `jaxtrain sche
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
-PositiveInt = Annotated[int, Field(ge=1, strict=True)]
-AxisSize = Annotated[int, Field(ge=-1, strict=True)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
+Bool = Annotated[bool, Field(strict=True)]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
+Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+
+
+def _axis_size(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 is no size; expected a positive number, or -1 for what is left")
+    return value
+
+
+AxisSize = Annotated[int, Field(ge=-1, le=LARGEST, strict=True), AfterValidator(_axis_size)]
 
 
 def _axes(value: Any) -> Any:
@@ -28,7 +40,11 @@ def _axes(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Axes = Annotated[tuple[str, ...], BeforeValidator(_axes)]
+Axes = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_axes),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}),
+]
 
 
 def key(default: Any, description: str, **kwargs: Any) -> Any:
@@ -83,15 +99,15 @@ class Model(Section):
     head_dim: PositiveInt | None = key(None, "size of a head; default: embed / heads")
     mlp: PositiveInt = key(1024, "width of the feed-forward layer")
     activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "feed-forward activation; *glu are gated")
-    attention_bias: bool = key(False, "biases on the q, k, v projections")
-    output_bias: bool = key(False, "bias on the attention output projection")
-    mlp_bias: bool = key(False, "biases in the feed-forward layer")
-    qk_norm: bool = key(False, "RMSNorm on each query and key head")
+    attention_bias: Bool = key(False, "biases on the q, k, v projections")
+    output_bias: Bool = key(False, "bias on the attention output projection")
+    mlp_bias: Bool = key(False, "biases in the feed-forward layer")
+    qk_norm: Bool = key(False, "RMSNorm on each query and key head")
     norm_epsilon: PositiveFloat = key(1e-6, "epsilon of RMSNorm")
-    norm_offset: bool = key(False, "norm scale is 1 + weight (Gemma)")
-    post_norm: bool = key(False, "a second norm after attention and feed-forward (Gemma 2)")
-    embed_scale: bool = key(False, "embeddings times sqrt(embed) (Gemma)")
-    tie_embeddings: bool = key(False, "the head is the embedding table")
+    norm_offset: Bool = key(False, "norm scale is 1 + weight (Gemma)")
+    post_norm: Bool = key(False, "a second norm after attention and feed-forward (Gemma 2)")
+    embed_scale: Bool = key(False, "embeddings times sqrt(embed) (Gemma)")
+    tie_embeddings: Bool = key(False, "the head is the embedding table")
     rope_theta: PositiveFloat = key(10_000.0, "base of the rotary frequencies")
     rope_scaling: RopeScaling | None = key(None, "rotary frequency scaling for long contexts")
     window: PositiveInt | None = key(None, "sliding attention window in tokens")
@@ -122,7 +138,7 @@ class Data(Section):
     tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
     sequence: PositiveInt = key(1024, "tokens per sequence")
     global_batch: PositiveInt = key(8, "sequences per step, over all devices")
-    validation: Fraction = key(0.01, "share of documents kept for validation, by hash of the name")
+    validation: Share = key(0.01, "share of documents kept for validation, by hash of the name")
     cache: str = key("~/.cache/jaxtrain", "folder of token caches")
     workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
     prefetch: PositiveInt = key(2, "batches kept ready")
@@ -134,14 +150,14 @@ class Optimizer(Section):
     name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = key("adamw", "update rule")
     lr: NonNegative = key(3e-4, "peak learning rate")
     schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = key("cosine", "shape after warm-up")
-    warmup: Annotated[int, Field(ge=0, strict=True)] = key(0, "steps of linear warm-up")
+    warmup: Count = key(0, "steps of linear warm-up")
     final: Fraction = key(0.1, "last learning rate as a share of the peak (cosine, linear, wsd)")
     decay: Fraction = key(0.2, "wsd: share of the steps spent decaying at the end")
-    beta1: Fraction = key(0.9, "first moment (momentum for sgd and muon)")
-    beta2: Fraction = key(0.95, "second moment")
+    beta1: Share = key(0.9, "first moment (momentum for sgd and muon)")
+    beta2: Share = key(0.95, "second moment")
     epsilon: PositiveFloat = key(1e-8, "added to the denominator")
     weight_decay: NonNegative = key(0.1, "decoupled weight decay")
-    decay_all: bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
+    decay_all: Bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
     clip: PositiveFloat | None = key(1.0, "global gradient norm at most")
     ema: Fraction | None = key(None, "decay of an exponential moving average of the weights")
 
@@ -150,7 +166,7 @@ class Loss(Section):
     """Terms of the language-model loss."""
 
     z_loss: NonNegative = key(0.0, "weight of log(Z)^2")
-    label_smoothing: Fraction = key(0.0, "probability mass spread over the vocabulary")
+    label_smoothing: Share = key(0.0, "probability mass spread over the vocabulary")
     chunks: PositiveInt = key(8, "vocabulary chunks; full logits never exist")
 
 
@@ -167,7 +183,7 @@ class Checkpoint(Section):
 
     every: PositiveInt | None = key(None, "steps between checkpoints; default: only at the end and on signals")
     keep: PositiveInt = key(3, "newest checkpoints kept")
-    keep_best: Annotated[int, Field(ge=0, strict=True)] = key(0, "best checkpoints kept besides")
+    keep_best: Count = key(0, "best checkpoints kept besides")
     best: str = key("eval/loss", "metric that ranks `keep_best`, lower is better")
 
 
@@ -182,22 +198,22 @@ class Log(Section):
     """What is written and shown."""
 
     every: PositiveInt = key(1, "steps between logged steps")
-    tensorboard: bool = key(True, "write TensorBoard events")
+    tensorboard: Bool = key(True, "write TensorBoard events")
     wandb: str | None = key(None, "Weights & Biases project; needs jaxtrain[wandb]")
     mlflow: str | None = key(None, "MLflow experiment; needs jaxtrain[mlflow]")
     peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: known chips, measured on CPU")
-    sample: Annotated[int, Field(ge=0, strict=True)] = key(0, "tokens generated at the end")
+    sample: Count = key(0, "tokens generated at the end")
     prompt: str = key("", "prompt of that sample")
 
 
 class Config(Section):
     """One training run."""
 
-    name: str = key("run", "name of the run", pattern=r"^[\w.\-]+$")
+    name: str = key("run", "name of the run", pattern=r"^\w[\w.\-]*$")
     dir: str = key("runs", "parent folder; the run writes to DIR/NAME")
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = key(0, "seed of initialisation, data order and dropout")
     steps: PositiveInt = key(1000, "optimizer steps")
-    simulate: PositiveInt | None = key(None, "run on this many simulated CPU devices")
+    simulate: Annotated[int, Field(ge=1, le=4096, strict=True)] | None = key(None, "run on this many simulated CPU devices")
     precision: Literal["fp32", "bf16", "bf16_pure"] = key("bf16", "dtype policy; bf16 keeps float32 masters")
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
     layout: str = key("ddp", "name in configs/layouts or path: gives `mesh` and `rules`")
@@ -215,4 +231,4 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         """Folder this run writes to."""
-        return Path(self.dir).expanduser() / self.name
+        return Path(os.path.expanduser(self.dir)) / self.name
