@@ -1,0 +1,1 @@
+"""Optimizers, schedules and the placement of their state."""
