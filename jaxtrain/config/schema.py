@@ -16,8 +16,16 @@ USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
-PositiveInt = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
-Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
+
+
+def _whole(value: Any) -> Any:
+    """A whole number may be written 1e6."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST else value
+
+
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST, strict=True), BeforeValidator(_whole)]
+Devices = Annotated[int, Field(ge=1, le=4096, strict=True)]
+Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True), BeforeValidator(_whole)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
@@ -174,7 +182,7 @@ class Step(Section):
     """How one optimizer step is computed."""
 
     accumulate: PositiveInt = key(1, "microbatches per step")
-    remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list saves named values")
+    remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is not")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
 
@@ -213,7 +221,7 @@ class Config(Section):
     dir: str = key("runs", "parent folder; the run writes to DIR/NAME")
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = key(0, "seed of initialisation, data order and dropout")
     steps: PositiveInt = key(1000, "optimizer steps")
-    simulate: Annotated[int, Field(ge=1, le=4096, strict=True)] | None = key(None, "run on this many simulated CPU devices")
+    simulate: Devices | None = key(None, "run on this many simulated CPU devices")
     precision: Literal["fp32", "bf16", "bf16_pure"] = key("bf16", "dtype policy; bf16 keeps float32 masters")
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
     layout: str = key("ddp", "name in configs/layouts or path: gives `mesh` and `rules`")

@@ -1,0 +1,163 @@
+"""What keys must be to each other. No JAX, and nothing that needs the devices: see the mesh doctor for that."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxtrain.config.errors import did_you_mean, join, shown
+from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Model
+
+# Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
+DECODER_KEYS = tuple(name for name in Model.model_fields if name not in ("type", "options"))
+TEXT_KEYS = ("sources", "tokenizer", "validation", "cache", "workers")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A problem between keys: the key to blame first, then the others that take part."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+def cross_problems(config: Config) -> Iterator[Found]:
+    """All problems between keys of one config; its single values are valid."""
+    yield from _kinds(config)
+    if config.model.type == "decoder":
+        yield from _heads(config.model)
+        yield from _decoder(config.model)
+    yield from _batch(config)
+    yield from _schedule(config)
+    if config.data.type == "text":
+        yield from _sources(config.data)
+
+
+def path_problems(config: Config) -> Iterator[Found]:
+    """Files the config reads that are not there."""
+    data = config.data
+    if data.type != "text":
+        return
+    if data.tokenizer != "bytes" and not os.path.isfile(os.path.expanduser(data.tokenizer)):
+        hint = did_you_mean(data.tokenizer, ["bytes"]) or "; give `bytes` or the path of a tokenizer.json"
+        yield Found(("data.tokenizer",), f"no such file: {shown(data.tokenizer)}{hint}")
+    for index, source in enumerate(data.sources):
+        key = f"data.sources.{index}.path"
+        path = os.path.expanduser(source.path)
+        if source.path == "stdlib" or os.path.exists(path):
+            continue
+        root = path
+        while glob.has_magic(root):
+            root = os.path.dirname(root)
+        if root != path and os.path.isdir(root or "."):
+            continue
+        hint = did_you_mean(source.path, ["stdlib"])
+        yield Found((key,), f"no such file or folder: {shown(root or path)}{hint}")
+
+
+def _kinds(config: Config) -> Iterator[Found]:
+    """Built-in types take keys, a user's own class takes options."""
+    sections: tuple[tuple[str, Model | Data, str, tuple[str, ...]], ...] = (
+        ("model", config.model, "decoder", DECODER_KEYS),
+        ("data", config.data, "text", TEXT_KEYS),
+    )
+    for name, part, builtin, keys in sections:
+        if part.type == builtin:
+            if part.options:
+                message = f"options are for a user's own class; `{builtin}` takes its keys directly"
+                yield Found((f"{name}.options", f"{name}.type"), message)
+        elif not re.fullmatch(USER_CLASS, part.type):
+            hint = did_you_mean(part.type, [builtin])
+            message = f"expected `{builtin}` or a class as `package.module:Class`; found {shown(part.type)}{hint}"
+            yield Found((f"{name}.type",), message)
+        else:
+            given = [key for key in keys if key in part.model_fields_set]
+            if given:
+                full = tuple(f"{name}.{key}" for key in given)
+                message = f"only the built-in `{builtin}` reads {join(full, 'and')}; give {part.type} `{name}.options`"
+                yield Found((*full, f"{name}.type"), message)
+
+
+def divisors(number: int, near: int, count: int = 3) -> list[int]:
+    """The divisors of `number` nearest to `near`, ascending."""
+    number = min(number, 2**31)
+    found = {d for low in range(1, int(number**0.5) + 1) if number % low == 0 for d in (low, number // low)}
+    return sorted(sorted(found, key=lambda d: (abs(d - near), d))[:count])
+
+
+def _heads(model: Model) -> Iterator[Found]:
+    """Heads, key/value heads and the size of a head."""
+    heads, kv = model.heads, model.kv_heads
+    if kv is not None and heads % kv:
+        sizes = join(divisors(heads, kv))
+        message = f"{heads} query heads cannot be shared by {kv} key/value heads; expected a divisor, e.g. {sizes}"
+        yield Found(("model.kv_heads", "model.heads"), message)
+    if model.head_dim is None and model.embed % heads:
+        sizes = join(divisors(model.embed, heads))
+        message = f"embed {model.embed} does not split into {heads} heads; expected e.g. {sizes}, or set model.head_dim"
+        yield Found(("model.heads", "model.embed", "model.head_dim"), message)
+        return
+    size = model.head_dim or model.embed // heads
+    if size % 2:
+        keys = ("model.head_dim",) if model.head_dim else ("model.heads", "model.embed", "model.head_dim")
+        near = join(n for n in (size - 1, size + 1) if n)
+        yield Found(keys, f"rotary embeddings turn pairs, and a head of {size} is odd; expected e.g. {near}")
+
+
+def _decoder(model: Model) -> Iterator[Found]:
+    if model.window is None and model.window_every > 1:
+        yield Found(("model.window_every", "model.window"), "says which layers have the window; set model.window too")
+    scaling = model.rope_scaling
+    if scaling and scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        low, high = "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"
+        yield Found((low, high), f"{scaling.low_freq_factor:g} must be below {high} {scaling.high_freq_factor:g}")
+
+
+def _batch(config: Config) -> Iterator[Found]:
+    batch, parts = config.data.global_batch, config.step.accumulate
+    if batch % parts:
+        sizes = join(divisors(batch, parts))
+        message = f"{parts} microbatches do not divide data.global_batch {batch}; expected e.g. {sizes}"
+        yield Found(("step.accumulate", "data.global_batch"), message)
+
+
+def _schedule(config: Config) -> Iterator[Found]:
+    """Steps of the learning-rate schedule and of what hangs on validation."""
+    steps, optimizer = config.steps, config.optimizer
+    if optimizer.warmup > steps:
+        message = f"{optimizer.warmup} steps of warm-up are more than the {steps} steps of the run"
+        yield Found(("optimizer.warmup", "steps"), message)
+    elif optimizer.schedule == "wsd" and optimizer.warmup + optimizer.decay * steps > steps:
+        message = f"warm-up {optimizer.warmup} and a decay over {optimizer.decay:g} of {steps} steps do not fit the run"
+        yield Found(("optimizer.decay", "optimizer.warmup", "optimizer.schedule", "steps"), message)
+    if config.checkpoint.keep_best and config.checkpoint.best.startswith("eval/") and config.eval.every is None:
+        message = f"checkpoints are ranked by {shown(config.checkpoint.best)}, so eval.every must be set"
+        yield Found(("checkpoint.keep_best", "checkpoint.best", "eval.every"), message)
+    if config.data.type == "text" and config.eval.every is not None and config.data.validation == 0:
+        message = "nothing is kept for validation; set data.validation above 0, or eval.every to null"
+        yield Found(("data.validation", "eval.every"), message)
+
+
+def _sources(data: Data) -> Iterator[Found]:
+    """The mixture: at least one source, and at every step one of them with a weight."""
+    if not data.sources:
+        yield Found(("data.sources",), "is empty; expected at least one source, e.g. [{path: stdlib}]")
+        return
+    for index, source in enumerate(data.sources):
+        for step in source.weights:
+            if not 0 <= step <= LARGEST:
+                yield Found((f"data.sources.{index}.weights",), f"{shown(step)} is no step; expected 0 or more")
+    changes = sorted({step for source in data.sources for step in source.weights})[:200]
+    for step in changes:
+        if not any(_weight(source.weight, source.weights, step) for source in data.sources):
+            yield Found(("data.sources",), f"from step {step} on every source has weight 0; one must be above 0")
+            return
+
+
+def _weight(first: float, weights: dict[int, float], step: int) -> float:
+    """Weight of a source at a step."""
+    past = [s for s in weights if s <= step]
+    return weights[max(past)] if past else first
