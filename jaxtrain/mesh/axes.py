@@ -23,7 +23,7 @@ def fill(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
         raise ValueError(f"mesh {shape_text(full)}: only one axis may be -1, not {' and '.join(free)}")
     if free:
         if devices % fixed:
-            raise ValueError(f"mesh {shape_text(full)}: the other axes need a multiple of {fixed} devices, not {devices}")
+            raise ValueError(f"mesh {shape_text(full)}: needs a multiple of {fixed} devices, not {devices}")
         full[free[0]] = devices // fixed
     elif fixed != devices:
         raise ValueError(f"mesh {shape_text(full)} has {fixed} places for {devices} devices; set one axis to -1")

@@ -1,0 +1,140 @@
+"""The command line. Nothing here imports JAX, pydantic or rich before a command needs it: `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+Parser = argparse.ArgumentParser
+
+
+def _overrides(parser: Parser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values, e.g. layout=tp mesh.model=4")
+
+
+def _simulate(parser: Parser) -> None:
+    parser.add_argument("--simulate", type=int, metavar="N", help="run on N simulated CPU devices")
+
+
+def _train(parser: Parser) -> None:
+    parser.add_argument("config", help="YAML file")
+    _overrides(parser)
+    _simulate(parser)
+    parser.add_argument("--profile", metavar="START:STOP", help="write an XProf trace of these steps")
+
+
+def _resume(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
+    _overrides(parser)
+    _simulate(parser)
+    parser.add_argument("--profile", metavar="START:STOP", help="write an XProf trace of these steps")
+
+
+def _checkpoint(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to read; default: the newest good one")
+    _simulate(parser)
+
+
+def _eval(parser: Parser) -> None:
+    _checkpoint(parser)
+    parser.add_argument("--batches", type=int, metavar="N", help="validation batches; default: the config's")
+
+
+def _generate(parser: Parser) -> None:
+    _checkpoint(parser)
+    parser.add_argument("--prompt", required=True, help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to probability P")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+
+
+def _config(parser: Parser) -> None:
+    parser.add_argument("config", help="YAML file")
+    _overrides(parser)
+
+
+def _schema(parser: Parser) -> None:
+    del parser  # takes nothing
+
+
+def _diff(parser: Parser) -> None:
+    parser.add_argument("a", help="config file or RUN_DIR")
+    parser.add_argument("b", help="config file or RUN_DIR")
+
+
+def _data(parser: Parser) -> None:
+    parser.add_argument("action", choices=("build", "tokenizer"), help="build a token cache or train a BPE tokenizer")
+    parser.add_argument("config", help="YAML file")
+    _overrides(parser)
+    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokenizer: vocabulary size (8192)")
+    parser.add_argument("--out", default="tokenizer.json", metavar="FILE", help="tokenizer: file to write")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "train": ("train from a config", _train),
+    "resume": ("go on from the newest good checkpoint of a run", _resume),
+    "eval": ("validation loss of a checkpoint", _eval),
+    "generate": ("text from a checkpoint", _generate),
+    "config": ("print the resolved config and where each value came from", _config),
+    "schema": ("print the JSON Schema of the config", _schema),
+    "diff": ("compare two configs or runs", _diff),
+    "data": ("build a token cache or train a tokenizer", _data),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code (0 done, 1 failed, 2 bad input, 75 stopped by a signal, saved)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else EXIT_USAGE
+    name = arguments[0]
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
+        print(f"jaxtrain: no command `{name}`; {hint}", file=sys.stderr)
+        return EXIT_USAGE
+    description, arrange = COMMANDS[name]
+    parser = Parser(prog=f"jaxtrain {name}", description=description)
+    arrange(parser)
+    try:
+        args = parser.parse_intermixed_args(arguments[1:])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return _run(name, args)
+
+
+def _run(name: str, args: argparse.Namespace) -> int:
+    from jaxtrain.cli import commands
+
+    try:
+        return getattr(commands, name)(args)
+    except KeyboardInterrupt:
+        print("jaxtrain: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # e.g. `| head`: not an error
+        return 0
+    except commands.USER_ERRORS as error:
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {description}" for name, (description, _) in COMMANDS.items())
+    title = "usage: jaxtrain COMMAND [...]\n\nTrain Flax models on any device mesh from a typed config."
+    return f"{title}\n\n{rows}\n\nCOMMAND --help tells more."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

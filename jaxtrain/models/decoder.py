@@ -1,0 +1,146 @@
+"""A decoder-only transformer: Llama 2/3, Mistral, Qwen 2/3 and Gemma-like variants by config.
+
+Shapes: B batch, T tokens, D embed, H heads, K kv_heads, F mlp, V vocab, L layers. No mesh axis is named here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.config.schema import Loss, Model
+from jaxtrain.kernels.cross_entropy import cross_entropy
+from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.nn.attention import Attention, Cache
+from jaxtrain.nn.embed import Embed
+from jaxtrain.nn.env import Env, normal
+from jaxtrain.nn.mlp import MLP
+from jaxtrain.nn.norm import RMSNorm
+from jaxtrain.nn.rope import frequencies, rotation
+from jaxtrain.nn.stack import scan, stacked
+
+Terms = dict[str, tuple[jax.Array, jax.Array]]
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); post norms on the branches where configured."""
+
+    def __init__(self, model: Model, *, env: Env, rngs: nnx.Rngs):
+        self.env = env
+        kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
+        norm = {"epsilon": model.norm_epsilon, "offset": model.norm_offset}
+        std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.layers)
+        self.attention_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+        self.attention = Attention(
+            model.embed, model.heads, kv_heads, head_dim,
+            bias=model.attention_bias, output_bias=model.output_bias, norm=norm if model.qk_norm else None,
+            scale=model.attention_scale, softcap=model.attention_softcap, std=std, out_std=out_std, env=env, rngs=rngs,
+        )  # fmt: skip
+        self.mlp_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+        self.mlp = MLP(
+            model.embed, model.mlp,
+            activation=model.activation, bias=model.mlp_bias, std=std, out_std=out_std, env=env, rngs=rngs,
+        )  # fmt: skip
+        if model.post_norm:
+            self.attention_post_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+            self.mlp_post_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        turn: tuple[jax.Array, jax.Array],
+        segments_BT: jax.Array | None,
+        window: int | None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """The residual stream after this block, and the extended cache if one came in."""
+        branch, cache = self.attention(self._inner(self.attention_norm, x_BTD), turn, segments_BT, window, cache)
+        x_BTD = self._residual(x_BTD, branch, "attention_post_norm")
+        branch = self.mlp(self._inner(self.mlp_norm, x_BTD))
+        return self._residual(x_BTD, branch, "mlp_post_norm"), cache
+
+    def _inner(self, norm: RMSNorm, x_BTD: jax.Array) -> jax.Array:
+        return self.env.constrain(norm(x_BTD), BATCH, CONTEXT, None)
+
+    def _residual(self, x_BTD: jax.Array, branch_BTD: jax.Array, post_norm: str) -> jax.Array:
+        if hasattr(self, post_norm):
+            branch_BTD = getattr(self, post_norm)(branch_BTD)
+        return checkpoint_name(self.env.constrain(x_BTD + branch_BTD, BATCH, SEQUENCE, None), "residual")
+
+
+class Decoder(nnx.Module):
+    """Embedding, stacked blocks, final norm, head. `loss` trains it, `decode` extends a cache."""
+
+    def __init__(self, model: Model, loss: Loss, vocab: int, *, env: Env, rngs: nnx.Rngs):
+        self.env, self.model, self.terms, self.vocab = env, model, loss, vocab
+        self.embed = Embed(vocab, model.embed, std=model.init_std, env=env, rngs=rngs)
+        self.layers = stacked(lambda rngs: Block(model, env=env, rngs=rngs), model.layers, rngs)
+        norm = {"epsilon": model.norm_epsilon, "offset": model.norm_offset}
+        self.final_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+        if not model.tie_embeddings:
+            self.head = env.param(rngs, ("embed", "vocab"), (model.embed, vocab), normal(model.init_std))
+
+    def hidden(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array | None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """Normed last hidden states [B, T, D] (and the cache, k and v [L, B, S, K, D], extended by T)."""
+        model = self.model
+        x_BTD = self.embed(tokens_BT)
+        if model.embed_scale:
+            x_BTD = x_BTD * jnp.asarray(math.sqrt(model.embed), x_BTD.dtype)
+        head_dim = model.head_dim or model.embed // model.heads
+        turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
+        period = model.window_every
+
+        def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
+            last_of_group = period > 1 and index == period - 1
+            return block(x_BTD, turn, segments_BT, None if last_of_group else model.window, cache)
+
+        x_BTD, cache = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
+        return self.env.constrain(self.final_norm(x_BTD), BATCH, CONTEXT, None), cache
+
+    def loss(self, batch: dict[str, jax.Array], key: jax.Array) -> Terms:
+        """Loss terms of a batch (tokens, targets, positions, segments, weights, all [B, T]) as (sum, weight)."""
+        del key  # no dropout
+        x_BTD, _ = self.hidden(batch["tokens"], batch["positions"], batch["segments"])
+        return cross_entropy(
+            x_BTD, self._head(), batch["targets"], batch["weights"],
+            tied=self.model.tie_embeddings, chunks=self.terms.chunks, z_loss=self.terms.z_loss,
+            label_smoothing=self.terms.label_smoothing, softcap=self.model.logits_softcap, sharder=self.env.sharder,
+        )  # fmt: skip
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """float32 logits [B, T, V] of hidden states; for generation, on few tokens."""
+        head = self._head().astype(x_BTD.dtype)
+        equation = "btd,vd->btv" if self.model.tie_embeddings else "btd,dv->btv"
+        logits_BTV = jnp.einsum(equation, x_BTD, head, preferred_element_type=jnp.float32)
+        cap = self.model.logits_softcap
+        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+
+    def empty_cache(self, batch: int, length: int) -> Cache:
+        """A cache of `length` tokens for `batch` sequences, k and v [L, B, S, K, D] in the compute dtype."""
+        model = self.model
+        kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
+        zeros = jnp.zeros((model.layers, batch, length, kv_heads, head_dim), self.env.policy.compute)
+        zeros = self.env.constrain(zeros, "layers", BATCH, None, "kv_heads", None)
+        return Cache(zeros, zeros, jnp.zeros((model.layers,), jnp.int32))
+
+    def decode(self, tokens_BT: jax.Array, cache: Cache, length: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+        """float32 logits [B, V] after the last of T new tokens, and the extended cache.
+
+        Of right-padded tokens only the first `length` count: the logits are those of token `length - 1`, and the
+        next call overwrites the rest.
+        """
+        start = cache.length
+        length = jnp.asarray(tokens_BT.shape[1] if length is None else length, jnp.int32)
+        positions_BT = jnp.broadcast_to(start[0] + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        x_BTD, cache = self.hidden(tokens_BT, positions_BT, None, cache)
+        last_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, length - 1, 1, axis=1)
+        return self.logits(last_B1D)[:, 0], cache._replace(length=start + length)
+
+    def _head(self) -> jax.Array:
+        return self.embed.table.get_value() if self.model.tie_embeddings else self.head.get_value()

@@ -1,0 +1,125 @@
+"""Multi-head attention with grouped key/value heads, rotary positions and a cache for decoding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.kernels.attention import attention
+from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.nn.env import Env, constant, normal
+from jaxtrain.nn.norm import RMSNorm
+from jaxtrain.nn.rope import rotate
+
+
+class Cache(NamedTuple):
+    """Keys and values of past tokens, k and v [B, S, K, D]; `length` int32 scalar tokens are valid."""
+
+    k: jax.Array
+    v: jax.Array
+    length: jax.Array
+
+    def append(self, k_BTKD: jax.Array, v_BTKD: jax.Array) -> Cache:
+        """The cache with T more tokens; writing past its end is the caller's error."""
+        at = (0, self.length, 0, 0)
+        k = jax.lax.dynamic_update_slice(self.k, k_BTKD.astype(self.k.dtype), at)
+        v = jax.lax.dynamic_update_slice(self.v, v_BTKD.astype(self.v.dtype), at)
+        return Cache(k, v, self.length + k_BTKD.shape[1])
+
+
+class Attention(nnx.Module):
+    """softmax(q k' / sqrt(D)) v over heads; column-parallel q, k, v and row-parallel output."""
+
+    def __init__(
+        self,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        output_bias: bool,
+        norm: dict | None,
+        scale: float | None,
+        softcap: float | None,
+        std: float,
+        out_std: float,
+        env: Env,
+        rngs: nnx.Rngs,
+    ):
+        self.env, self.scale, self.softcap = env, scale, softcap
+        self.q = env.param(rngs, ("embed", "heads", "head_dim"), (embed, heads, head_dim), normal(std))
+        self.k = env.param(rngs, ("embed", "kv_heads", "head_dim"), (embed, kv_heads, head_dim), normal(std))
+        self.v = env.param(rngs, ("embed", "kv_heads", "head_dim"), (embed, kv_heads, head_dim), normal(std))
+        self.o = env.param(rngs, ("heads", "head_dim", "embed"), (heads, head_dim, embed), normal(out_std))
+        if bias:
+            self.q_bias = env.param(rngs, ("heads", "head_dim"), (heads, head_dim), constant(0.0))
+            self.k_bias = env.param(rngs, ("kv_heads", "head_dim"), (kv_heads, head_dim), constant(0.0))
+            self.v_bias = env.param(rngs, ("kv_heads", "head_dim"), (kv_heads, head_dim), constant(0.0))
+        if output_bias:
+            self.o_bias = env.param(rngs, (None,), (embed,), constant(0.0))
+        if norm is not None:
+            self.q_norm = RMSNorm(head_dim, **norm, env=env, rngs=rngs)
+            self.k_norm = RMSNorm(head_dim, **norm, env=env, rngs=rngs)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        segments_BT: jax.Array | None,
+        window: int | None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """[B, T, D] -> [B, T, D] on the residual stream's placement, and the extended cache if one came in."""
+        q_BTHD, k_BTKD = (rotate(self._normed(x_BTD, name), *rotation) for name in ("q", "k"))
+        q_BTHD, k_BTKD = self._placed(q_BTHD, "q"), self._placed(k_BTKD, "k")
+        v_BTKD = self._placed(self._project(x_BTD, "v"), "v")
+        options = {"window": window, "softcap": self.softcap, "scale": self.scale}
+        if cache is None:
+            out_BTHD = attention(
+                q_BTHD, k_BTKD, v_BTKD, segments_BT=segments_BT, causal=True, **options,
+                kernel=self.env.attention, sharder=self.env.sharder,
+            )  # fmt: skip
+        else:
+            cache = cache.append(k_BTKD, v_BTKD)
+            out_BTHD = _attend(q_BTHD, cache, **options)
+        out_BTHD = checkpoint_name(self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None), "attention")
+        out_BTD = jnp.einsum("bthk,hkd->btd", out_BTHD, self.env.weight(self.o))
+        out_BTD = self.env.sharder.boundary(out_BTD, (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None))
+        return (out_BTD + self.env.weight(self.o_bias) if hasattr(self, "o_bias") else out_BTD), cache
+
+    def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        out_BTHD = jnp.einsum("btd,dhk->bthk", x_BTD, self.env.weight(getattr(self, name)))
+        bias = getattr(self, f"{name}_bias", None)
+        return out_BTHD if bias is None else out_BTHD + self.env.weight(bias)
+
+    def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        out_BTHD = self._project(x_BTD, name)
+        norm = getattr(self, f"{name}_norm", None)
+        return out_BTHD if norm is None else norm(out_BTHD)
+
+    def _placed(self, x_BTHD: jax.Array, name: str) -> jax.Array:
+        heads = "heads" if name == "q" else "kv_heads"
+        return checkpoint_name(self.env.constrain(x_BTHD, BATCH, CONTEXT, heads, None), name)
+
+
+def _attend(
+    q_BTHD: jax.Array, cache: Cache, *, window: int | None, softcap: float | None, scale: float | None
+) -> jax.Array:
+    """Attention of the last T tokens of a cache to all of it, softmax in float32; [B, T, H, D]."""
+    B, T, H, D = q_BTHD.shape
+    K = cache.k.shape[2]
+    q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
+    scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, cache.k, preferred_element_type=jnp.float32)
+    scores *= D**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    query = (cache.length - T + jnp.arange(T))[:, None]
+    key = jnp.arange(cache.k.shape[1])[None, :]
+    seen = (key <= query) & (True if window is None else query - key < window)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(cache.v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, cache.v).reshape(B, T, H, D)

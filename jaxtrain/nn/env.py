@@ -1,0 +1,62 @@
+"""What a module needs to know of its surroundings: placement, dtypes and the attention kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.precision.policy import POLICIES, Policy
+
+Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Env:
+    """Passed to every model's constructor. The default runs unsharded in float32.
+
+    remat: `none`, `full`, `dots`, or the names of values to save (see `nn.stack`).
+    """
+
+    sharder: Sharder = field(default_factory=Sharder)
+    policy: Policy = POLICIES["fp32"]
+    attention: str = "auto"
+    remat: str | tuple[str, ...] = "none"
+
+    def param(self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init) -> nnx.Param:
+        """A parameter in the storage dtype whose dims carry logical names."""
+        if len(names) != len(shape):
+            raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
+        return nnx.Param(init(rngs.params(), shape, self.policy.params), names=names)
+
+    def weight(self, param: nnx.Param) -> jax.Array:
+        """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""
+        return self.sharder.weight(param.get_value(), param.names, self.policy.compute)
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """`x` placed by the logical names of its dims."""
+        return self.sharder.constrain(x, *names)
+
+
+def normal(std: float) -> Init:
+    """Normal initialisation truncated at three standard deviations, drawn in float32."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return (std * jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32)).astype(dtype)
+
+    return init
+
+
+def constant(value: float) -> Init:
+    """Every element the same; the key is not used."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        del key
+        return jnp.full(shape, value, dtype)
+
+    return init

@@ -1,0 +1,50 @@
+"""Feed-forward layer: SwiGLU, GeGLU (Shazeer 2020, arXiv 2002.05202) or GELU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.nn.env import Env, constant, normal
+
+GATES = {"swiglu": jax.nn.silu, "geglu": partial(jax.nn.gelu, approximate=True)}
+
+
+class MLP(nnx.Module):
+    """down(act(gate x) * up x), or down(gelu(up x)); column-parallel up, row-parallel down."""
+
+    def __init__(
+        self, embed: int, mlp: int, *, activation: str, bias: bool, std: float, out_std: float, env: Env, rngs: nnx.Rngs
+    ):
+        self.env, self.activation = env, activation
+        if activation in GATES:
+            self.gate = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
+        self.up = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
+        self.down = env.param(rngs, ("mlp", "embed"), (mlp, embed), normal(out_std))
+        if bias:
+            if activation in GATES:
+                self.gate_bias = env.param(rngs, ("mlp",), (mlp,), constant(0.0))
+            self.up_bias = env.param(rngs, ("mlp",), (mlp,), constant(0.0))
+            self.down_bias = env.param(rngs, (None,), (embed,), constant(0.0))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D] on the residual stream's placement."""
+        up_BTF = self._column(x_BTD, "up")
+        if self.activation in GATES:
+            hidden_BTF = GATES[self.activation](self._column(x_BTD, "gate")) * up_BTF
+        else:
+            hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        out_BTD = jnp.einsum("btf,fd->btd", hidden_BTF, self.env.weight(self.down))
+        out_BTD = self.env.sharder.boundary(out_BTD, (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None))
+        return out_BTD + self.env.weight(self.down_bias) if hasattr(self, "down_bias") else out_BTD
+
+    def _column(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        out_BTF = jnp.einsum("btd,df->btf", x_BTD, self.env.weight(getattr(self, name)))
+        if hasattr(self, f"{name}_bias"):
+            out_BTF = out_BTF + self.env.weight(getattr(self, f"{name}_bias"))
+        return checkpoint_name(self.env.constrain(out_BTF, BATCH, CONTEXT, "mlp"), name)

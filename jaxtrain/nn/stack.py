@@ -1,0 +1,99 @@
+"""Layers stacked on a leading dim and scanned, with rematerialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxtrain.mesh.rules import Names
+from jaxtrain.nn.env import Env
+
+LAYERS = "layers"
+
+Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, index in its group) -> (carry, y)
+
+
+def stacked(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any:
+    """A module like `make(rngs)` whose parameters hold `layers` independent layers on a leading dim `layers`."""
+    keys = jax.random.split(rngs.params(), layers)
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+    return nnx.merge(graphdef, _renamed(state, lambda names: (LAYERS, *names)))
+
+
+def scan(stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period: int = 1) -> tuple[Any, Any]:
+    """Runs `step` over the layers of a stack; compile time does not grow with their number.
+
+    Args:
+        stack: a module made by `stacked`.
+        step: called with a one-layer module, the carry, the layer's slice of `xs` (or None) and the layer's index
+            modulo `period` (a Python int, so that layers of a group may differ statically).
+        xs: pytree with a leading dim of one entry per layer (a KV cache), or None.
+        period: layers per group; a remainder runs unrolled after the scan.
+
+    Returns:
+        The last carry and the ys stacked over layers.
+    """
+    graphdef, state = nnx.split(stack)
+    layers = jax.tree.leaves(state)[0].shape[0]
+    remat = _rematerialised(env.remat)
+
+    def one(carry: Any, inputs: tuple[Any, Any], index: int) -> tuple[Any, Any]:
+        params, x = inputs
+        return step(nnx.merge(graphdef, _renamed(params, lambda names: names[1:])), carry, x, index)
+
+    bodies = [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
+    groups = layers // period
+    if period == 1:
+        return jax.lax.scan(bodies[0], carry, (state, xs))
+
+    def group(carry: Any, inputs: Any) -> tuple[Any, Any]:
+        ys = []
+        for index, body in enumerate(bodies):
+            carry, y = body(carry, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
+            ys.append(y)
+        return carry, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *ys)
+
+    head = jax.tree.map(lambda leaf: leaf[: groups * period].reshape(groups, period, *leaf.shape[1:]), (state, xs))
+    carry, ys = jax.lax.scan(group, carry, head)
+    ys = jax.tree.map(lambda leaf: leaf.reshape(groups * period, *leaf.shape[2:]), ys)
+    for layer in range(groups * period, layers):
+        carry, y = bodies[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], (state, xs)))
+        ys = jax.tree.map(lambda all_ys, last: jax.numpy.concatenate([all_ys, last[None]]), ys, y)
+    return carry, ys
+
+
+def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
+    """A copy of the state whose parameters carry changed logical names; unnamed dims are None."""
+
+    def rename(param: nnx.Variable) -> nnx.Variable:
+        names = param.get_metadata().get("names") or (None,) * param.get_value().ndim
+        return param.replace(names=change(names))
+
+    return jax.tree.map(rename, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _rematerialised(policy: str | tuple[str, ...]) -> Callable[[Callable], Callable]:
+    """`jax.checkpoint` under the named policy; `none` leaves the function as it is.
+
+    `dots` saves matmul outputs without batch dims. A tuple saves the values so named with `checkpoint_name`;
+    the name `attention` saves the attention kernel's own residuals, since naming only its output would still
+    recompute the softmax statistics.
+    """
+    if policy == "none":
+        return lambda fn: fn
+    policies = jax.checkpoint_policies
+    if policy == "full":
+        chosen = None
+    elif policy == "dots":
+        chosen = policies.dots_with_no_batch_dims_saveable
+    else:
+        chosen = policies.save_only_these_names(*policy)
+        if "attention" in policy:
+            chosen = policies.save_from_both_policies(
+                chosen, lambda prim, *_, **__: prim.name == "dot_product_attention_fwd_wrapper"
+            )
+    return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=False)

@@ -1,0 +1,51 @@
+"""From host rows to a device batch: each process reads only the rows its devices hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.mesh.rules import BATCH, CONTEXT
+from jaxtrain.mesh.sharding import Sharder
+
+Fetch = Callable[[int, Any], Mapping[str, np.ndarray]]  # (step, rows) -> arrays with a leading dim of rows
+
+
+def batch_sharding(sharder: Sharder, ndim: int, sequence: bool) -> jax.sharding.NamedSharding:
+    """Rows over the batch axes; the second dim of a token batch over the context axes."""
+    names = (BATCH, CONTEXT if sequence else None, *(None,) * (ndim - 2))
+    return sharder.sharding(names[:ndim])
+
+
+class Placer:
+    """Turns `fetch(step, rows)` into global device arrays."""
+
+    def __init__(self, fetch: Fetch, sharder: Sharder, global_batch: int, sequence: bool):
+        self._fetch, self._sharder, self._rows, self._sequence = fetch, sharder, global_batch, sequence
+        spans = batch_sharding(sharder, 1, False).addressable_devices_indices_map((global_batch,)).values()
+        mine = {row for (span,) in spans for row in range(*span.indices(global_batch))}
+        self._local = np.array(sorted(mine))
+        self._position = np.full(global_batch, -1)
+        self._position[self._local] = np.arange(len(self._local))
+
+    def __call__(self, step: int) -> dict[str, jax.Array]:
+        """The device batch of a step: arrays of `global_batch` rows."""
+        everything = len(self._local) == self._rows
+        host = self._fetch(step, slice(None) if everything else self._local)
+        return {name: self._place(np.asarray(rows)) for name, rows in host.items()}
+
+    def _place(self, rows: np.ndarray) -> jax.Array:
+        sharding = batch_sharding(self._sharder, rows.ndim, self._sequence)
+        if rows.shape[0] != len(self._local):
+            raise ValueError(f"the data gave {rows.shape[0]} rows where {len(self._local)} were asked for")
+        if len(self._local) == self._rows:
+            return jax.device_put(rows, sharding)
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            local = self._position[index[0]]
+            return rows[(slice(local[0], local[-1] + 1), *index[1:])]
+
+        return jax.make_array_from_callback((self._rows, *rows.shape[1:]), sharding, shard)

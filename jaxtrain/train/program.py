@@ -1,0 +1,70 @@
+"""Everything compiled once for a run: mesh, model, optimizer, shardings, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.config.schema import Config
+from jaxtrain.mesh import check
+from jaxtrain.mesh.devices import make_mesh
+from jaxtrain.mesh.layout import Layout, resolve
+from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.models.define import Definition, define, make_env
+from jaxtrain.optim.optimizers import optimizer
+from jaxtrain.optim.schedules import schedule
+from jaxtrain.train import state as states
+from jaxtrain.train.step import eval_step, train_step
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A run's compiled parts. `state` is abstract: shapes, dtypes and shardings of what `step` takes."""
+
+    config: Config
+    layout: Layout
+    sharder: Sharder
+    definition: Definition
+    state: State
+    step: Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Any], dict[str, tuple[jax.Array, jax.Array]]]
+    init: Callable[[], State]
+
+
+def build(config: Config, vocab: int | None, devices: Sequence[jax.Device]) -> Program:
+    """The program of a config on these devices; nothing is allocated yet.
+
+    Raises:
+        ValueError: the layout does not fit the devices or the model's tensors.
+    """
+    layout = resolve(config, len(devices))
+    sharder = Sharder(make_mesh(layout, devices), layout.rules)
+    definition = define(config, make_env(config, sharder), vocab)
+    check_layout(config, definition, len(devices))
+    tx = optimizer(config.optimizer, config.steps, definition.names, definition.params)
+    abstract = states.abstract(definition, tx, config.optimizer.ema is not None)
+    placed = states.shardings(abstract, definition, tx, sharder)
+    step = train_step(
+        definition, tx, schedule(config.optimizer, config.steps), sharder,
+        accumulate=config.step.accumulate, max_norm=config.optimizer.clip, ema=config.optimizer.ema,
+    )  # fmt: skip
+    everywhere = sharder.sharding(())
+    return Program(
+        config, layout, sharder, definition, states.with_shardings(abstract, placed),
+        step=jax.jit(step, donate_argnums=0, out_shardings=(placed, everywhere)),
+        evaluate=jax.jit(eval_step(definition), out_shardings=everywhere),
+        init=lambda: states.init(definition, tx, config, placed),
+    )  # fmt: skip
+
+
+def check_layout(config: Config, definition: Definition, devices: int) -> None:
+    """The mesh doctor on the model's real tensors: what a user's own model only shows once it is defined."""
+    activations = {"batch": config.data.global_batch // config.step.accumulate, "sequence": config.data.sequence}
+    problems = check.check(config.mesh, config.rules, definition.tensors(), activations, devices)
+    if problems:
+        raise ValueError("\n".join(str(problem) for problem in problems))

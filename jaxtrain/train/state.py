@@ -1,0 +1,59 @@
+"""The train state: abstract, then shardings, then a jitted initialisation. Three pure functions in a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.config.schema import Config
+from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.models.define import Definition
+from jaxtrain.optim.partition import state_names
+
+State = dict[str, Any]
+
+
+def abstract(definition: Definition, optimizer: optax.GradientTransformation, ema: bool) -> State:
+    """Shapes and dtypes of {step, params, opt_state, rng, ema}: ShapeDtypeStructs without shardings."""
+    return jax.eval_shape(lambda: _make(definition, optimizer, ema, 0))
+
+
+def shardings(state: State, definition: Definition, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
+    """NamedSharding of every leaf: parameters and EMA by their names, optimizer state by its parameter's."""
+    everywhere = sharder.sharding(())
+    named = _by_names(state["params"], definition.names, sharder)
+    placed = {"step": everywhere, "rng": everywhere, "params": named}
+    placed["opt_state"] = _by_names(
+        state["opt_state"], state_names(optimizer, definition.params, definition.names), sharder
+    )
+    return placed | ({"ema": named} if "ema" in state else {})
+
+
+def with_shardings(state: State, placed: State) -> State:
+    """The abstract state with its shardings: what a checkpoint is restored into."""
+    return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, placed)
+
+
+def init(definition: Definition, optimizer: optax.GradientTransformation, config: Config, placed: State) -> State:
+    """The state of step 0, each shard made where it lives."""
+    make = jax.jit(_make, static_argnums=(0, 1, 2), out_shardings=placed)
+    return make(definition, optimizer, config.optimizer.ema is not None, config.seed)
+
+
+def _make(definition: Definition, optimizer: optax.GradientTransformation, ema: bool, seed: int | jax.Array) -> State:
+    key = jax.random.key(seed)
+    params = definition.init(jax.random.fold_in(key, 0))
+    state: State = {
+        "step": jnp.zeros((), jnp.int32),
+        "params": params,
+        "opt_state": optimizer.init(params),
+        "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
+    }
+    return state | ({"ema": jax.tree.map(jnp.copy, params)} if ema else {})
+
+
+def _by_names(tree: Any, names: Any, sharder: Sharder) -> Any:
+    return jax.tree.map(lambda _, n: sharder.sharding(n or ()), tree, names)

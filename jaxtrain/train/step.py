@@ -1,0 +1,119 @@
+"""The train step and the evaluation step: pure functions, jitted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.mesh.rules import BATCH
+from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.models.define import Definition, Tree
+from jaxtrain.optim.optimizers import clip, ema_update
+from jaxtrain.train.loss import scales, total
+
+Batch = Mapping[str, jax.Array]
+State = dict[str, Any]
+Metrics = dict[str, jax.Array]
+
+
+def train_step(
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[jax.Array], jax.Array],
+    sharder: Sharder,
+    *,
+    accumulate: int = 1,
+    max_norm: float | None = None,
+    ema: float | None = None,
+) -> Callable[[State, Batch], tuple[State, Metrics]]:
+    """One optimizer update on one global batch: (state, batch) -> (state, metrics).
+
+    Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
+    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping) and `lr`.
+    """
+    gradients = _accumulated if accumulate > 1 else _whole
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
+        grads, sums, weights = gradients(definition, sharder, state["params"], batch, key, accumulate)
+        grads, norm = clip(grads, max_norm)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {**state, "step": state["step"] + 1, "params": params, "opt_state": opt_state}
+        if ema is not None:
+            new["ema"] = ema_update(state["ema"], params, ema)
+        means = {name: sums[name] * scale for name, scale in scales(weights).items()}
+        return new, {
+            **means,
+            "loss": sum(means.values()),
+            "tokens": jnp.max(jnp.stack(list(weights.values()))),
+            "grad_norm": norm,
+            "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
+        }
+
+    return step
+
+
+def eval_step(definition: Definition) -> Callable[[Tree, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
+    """(params, batch) -> loss terms as (sum, weight), to be added up over batches."""
+    return lambda params, batch: definition.bind(params).loss(batch, jax.random.key(0))
+
+
+def _split(terms: Mapping) -> tuple[dict, dict]:
+    return {k: v[0] for k, v in terms.items()}, {k: jax.lax.stop_gradient(v[1]) for k, v in terms.items()}
+
+
+def _whole(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, _: int):
+    """Gradients, sums and weights of the whole batch at once."""
+
+    def loss(params: Tree) -> tuple[jax.Array, tuple[dict, dict]]:
+        terms = definition.bind(params).loss(batch, key)
+        sums, weights = _split(terms)
+        return total(terms, scales(weights)), (sums, weights)
+
+    grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
+    return _stored(definition, sharder, grads), sums, weights
+
+
+def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, count: int):
+    """The same, over `count` microbatches in a scan.
+
+    Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights. They do not
+    depend on activations: the compiler drops all of the forward pass from it but the counting.
+    """
+    micro = jax.tree.map(lambda x: _microbatches(sharder, x, count), dict(batch))
+    keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
+
+    def weigh(_: None, inputs: tuple) -> tuple[None, dict]:
+        return None, _split(definition.bind(params).loss(*inputs))[1]
+
+    weights = jax.tree.map(lambda w: w.sum(0), jax.lax.scan(weigh, None, (micro, keys))[1])
+    scale = scales(weights)
+
+    def add(grads: Tree, inputs: tuple) -> tuple[Tree, dict]:
+        def loss(params: Tree) -> tuple[jax.Array, dict]:
+            terms = definition.bind(params).loss(*inputs)
+            return total(terms, scale), _split(terms)[0]
+
+        more, sums = jax.grad(loss, has_aux=True)(params)
+        grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more)
+        return _stored(definition, sharder, grads), sums
+
+    zeros = _stored(definition, sharder, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    grads, sums = jax.lax.scan(add, zeros, (micro, keys))
+    return grads, jax.tree.map(lambda s: s.sum(0), sums), weights
+
+
+def _microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
+    """[B, ...] -> [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that no row changes device."""
+    x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+    return sharder.constrain(x, None, BATCH, *(None,) * (x.ndim - 2))
+
+
+def _stored(definition: Definition, sharder: Sharder, grads: Tree) -> Tree:
+    """Gradients placed like the parameters they belong to."""
+    return jax.tree.map(lambda g, names: sharder.constrain(g, *names), grads, definition.names)
