@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D embed, H heads, K kv_heads, F mlp, V vocab, L layer
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ class Decoder(nnx.Module):
 
     def hidden(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array | None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, Any]:
         """Normed last hidden states [B, T, D] (and the cache, k and v [L, B, S, K, D], extended by T)."""
         model = self.model
         x_BTD = self.embed(tokens_BT)
@@ -138,9 +139,9 @@ class Decoder(nnx.Module):
         start = cache.length
         length = jnp.asarray(tokens_BT.shape[1] if length is None else length, jnp.int32)
         positions_BT = jnp.broadcast_to(start[0] + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        x_BTD, cache = self.hidden(tokens_BT, positions_BT, None, cache)
+        x_BTD, longer = self.hidden(tokens_BT, positions_BT, None, cache)
         last_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, length - 1, 1, axis=1)
-        return self.logits(last_B1D)[:, 0], cache._replace(length=start + length)
+        return self.logits(last_B1D)[:, 0], longer._replace(length=start + length)
 
     def _head(self) -> jax.Array:
         return self.embed.table.get_value() if self.model.tie_embeddings else self.head.get_value()

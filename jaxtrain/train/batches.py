@@ -26,7 +26,7 @@ class Placer:
     def __init__(self, fetch: Fetch, sharder: Sharder, global_batch: int, sequence: bool):
         self._fetch, self._sharder, self._rows, self._sequence = fetch, sharder, global_batch, sequence
         spans = batch_sharding(sharder, 1, False).addressable_devices_indices_map((global_batch,)).values()
-        mine = {row for (span,) in spans for row in range(*span.indices(global_batch))}
+        mine = {row for index in spans if index for row in range(*index[0].indices(global_batch))}
         self._local = np.array(sorted(mine))
         self._position = np.full(global_batch, -1)
         self._position[self._local] = np.arange(len(self._local))
@@ -44,7 +44,7 @@ class Placer:
         if len(self._local) == self._rows:
             return jax.device_put(rows, sharding)
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             local = self._position[index[0]]
             return rows[(slice(local[0], local[-1] + 1), *index[1:])]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxtrain.config.schema import Config
 
 
-def start(config: Config) -> list[jax.Device]:
+def start(config: Config) -> list[Any]:
     """Devices of this run.
 
     Raises:

@@ -36,7 +36,7 @@ class Program:
     init: Callable[[], State]
 
 
-def build(config: Config, vocab: int | None, devices: Sequence[jax.Device]) -> Program:
+def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     """The program of a config on these devices; nothing is allocated yet.
 
     Raises:

@@ -49,7 +49,7 @@ def train_step(
         means = {name: sums[name] * scale for name, scale in scales(weights).items()}
         return new, {
             **means,
-            "loss": sum(means.values()),
+            "loss": jnp.sum(jnp.stack(list(means.values()))),
             "tokens": jnp.max(jnp.stack(list(weights.values()))),
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
