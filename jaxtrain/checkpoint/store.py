@@ -1,0 +1,164 @@
+"""The folder of a run's checkpoints: which steps are whole, which go, what a crash left behind. No JAX.
+
+    DIR/40/              a step: orbax's files and, last, the marker jaxtrain.json
+    DIR/60.orbax-...     a save in flight, or litter of a killed one
+    DIR/bad-20/          a damaged step, set aside
+    DIR/.trash/20.<ns>/  a step being deleted: renamed first, so that no half-deleted step is ever listed
+    DIR/.lock            held by the one writing run
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint.files import MARKER, CheckpointError, fsync, problem_of, read_marker
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A committed step: its metrics, its bytes on disk and its commit time (Unix seconds)."""
+
+    step: int
+    path: Path
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+    time: float = 0.0
+
+
+class Store:
+    """Reads and tidies one folder of checkpoints. It opens nothing and holds no state, so that anyone may look."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory).expanduser()
+
+    def path(self, step: int) -> Path:
+        """Folder of a step."""
+        return self.directory / str(step)
+
+    def folders(self) -> list[int]:
+        """Step folders, committed or not, ascending."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(name) for name in os.listdir(self.directory) if name.isdecimal())
+
+    def marked(self) -> list[int]:
+        """Steps that have a marker, whole or damaged, ascending."""
+        return [step for step in self.folders() if (self.path(step) / MARKER).exists()]
+
+    def steps(self) -> list[StepInfo]:
+        """Committed steps (valid marker), ascending. Their files are not read: `problems` does that."""
+        found = []
+        for step in self.marked():
+            try:
+                content = read_marker(self.path(step))
+            except (CheckpointError, OSError):
+                continue  # damaged or just deleted: not committed; restore names it and sets it aside
+            found.append(
+                StepInfo(step, self.path(step), content["metrics"] or {}, content["bytes"], content["time"])
+            )
+        return found
+
+    def latest(self) -> int | None:
+        """Newest committed step, or None."""
+        steps = self.steps()
+        return steps[-1].step if steps else None
+
+    def marker(self, step: int) -> dict[str, Any]:
+        """Content of a step's marker. Raises CheckpointError naming the step when absent or damaged."""
+        try:
+            return read_marker(self.path(step))
+        except FileNotFoundError:
+            have = ", ".join(str(info.step) for info in self.steps()) or "none"
+            raise CheckpointError(f"no checkpoint {step} in {self.directory}: there is {have}") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {step} in {self.directory} is damaged: {error}") from None
+
+    def problem(self, step: int, share: tuple[int, int] = (0, 1)) -> str | None:
+        """What is wrong with a step, in words, or None: its marker, and every `count`-th file from `index` on.
+
+        Args:
+          share: (index, count): this process reads the files at index, index + count, ... by descending size.
+        """
+        try:
+            content = read_marker(self.path(step))
+        except FileNotFoundError:
+            return f"{MARKER} is missing"
+        except CheckpointError as error:
+            return str(error)
+        files = sorted(content["files"].items(), key=lambda item: (-item[1][0], item[0]))
+        index, count = share
+        problems = (problem_of(self.path(step), name, expected) for name, expected in files[index::count])
+        return next((problem for problem in problems if problem), None)
+
+    def set_aside(self, step: int, prefix: str) -> Path:
+        """Renames a step to PREFIX-N (PREFIX-N.1, ... when that exists) and returns the new path."""
+        target, count = self.directory / f"{prefix}-{step}", 0
+        while target.exists():
+            count += 1
+            target = self.directory / f"{prefix}-{step}.{count}"
+        os.rename(self.path(step), target)
+        fsync(self.directory)
+        return target
+
+    def delete(self, *names: str) -> None:
+        """Deletes entries of the folder: renames each into .trash (atomic), then removes what is there."""
+        trash = self.directory / ".trash"
+        trash.mkdir(exist_ok=True)
+        for name in names:
+            os.rename(self.directory / name, trash / f"{name}.{time.time_ns()}")
+        if names:
+            fsync(self.directory)
+        for entry in trash.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def clean(self, step: int | None = None) -> list[str]:
+        """Deletes what killed or failed saves left: temporaries, half-deleted steps, steps without marker.
+
+        With `step`, only that step's leavings. Returns the names. Only the holder of the lock may call it.
+        """
+        litter = [
+            name
+            for name in os.listdir(self.directory)
+            if (name.isdecimal() and not (self.directory / name / MARKER).exists()) or ".orbax-checkpoint-tmp" in name
+        ]
+        if step is not None:
+            litter = [name for name in litter if name.split(".")[0] == str(step)]
+        self.delete(*litter)
+        return litter
+
+    def prune(self, keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:
+        """Deletes committed steps beyond the newest `keep` and the `keep_best` lowest in metric `best`.
+
+        Returns the deleted steps. The newest committed step always stays; a metric that is absent or not finite
+        never counts as best.
+        """
+        steps = self.steps()
+        kept = {info.step for info in steps[-max(keep, 1) :]}
+        ranked = [info for info in steps if best is not None and _finite(info.metrics.get(best))]
+        ranked.sort(key=lambda info: (info.metrics[best or ""], info.step))
+        kept |= {info.step for info in ranked[:keep_best]}
+        gone = [info.step for info in steps if info.step not in kept]
+        self.delete(*map(str, gone))
+        return gone
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read_manifest(directory: str | os.PathLike[str], step: int | None = None) -> tuple[int, dict[str, Any]]:
+    """(step, manifest) of a committed step, the newest by default. Imports no JAX.
+
+    Raises CheckpointError when there is none or its marker is damaged.
+    """
+    store = Store(directory)
+    chosen = store.latest() if step is None else step
+    if chosen is None:
+        raise CheckpointError(f"no checkpoint in {store.directory}")
+    return chosen, store.marker(chosen)["manifest"]
