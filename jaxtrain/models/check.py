@@ -1,0 +1,32 @@
+"""The mesh doctor on a whole config, before JAX starts. No JAX."""
+
+from __future__ import annotations
+
+from jaxtrain.config.errors import Problem
+from jaxtrain.config.schema import Config
+from jaxtrain.mesh.check import check
+from jaxtrain.models.tensors import decoder_tensors
+
+
+def check_config(config: Config, devices: int | None = None, vocab: int | None = None) -> list[Problem]:
+    """All problems of the config's mesh and rules for its model.
+
+    The parameters of a user's own model are not known before JAX starts; then only what does not need them is checked.
+
+    Args:
+        config: a loaded config.
+        devices: number of devices; default: those of `simulate`, else not known.
+        vocab: size of the vocabulary where `model.vocab` leaves it to the tokenizer; its dim is not checked for None.
+
+    Returns:
+        Problems with dotted keys and no places; `jaxtrain.config.locate` fills these in.
+    """
+    model, data = config.model, config.data
+    activations = {"batch": data.global_batch // config.step.accumulate}
+    if model.type == "decoder" or data.type == "text":
+        activations |= {"sequence": data.sequence, "context": data.sequence}
+    tensors = None
+    if model.type == "decoder":
+        # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
+        tensors = decoder_tensors(model, model.vocab or vocab or 0)
+    return check(config.mesh, config.rules, tensors, activations, devices or config.simulate)

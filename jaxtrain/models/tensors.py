@@ -1,0 +1,85 @@
+"""The parameter table of the decoder: path -> shape and logical names. No JAX.
+
+The mesh doctor, the parameter count and `plan` read it before JAX starts; the decoder's own parameters are tested
+against it. Letters: L layers, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from jaxtrain.config.schema import Model
+
+Names = tuple[str | None, ...]
+Table = dict[str, tuple[tuple[int, ...], Names]]
+
+
+def head_dim(model: Model) -> int:
+    """Size of one head."""
+    return model.head_dim or model.embed // model.heads
+
+
+def decoder_tensors(model: Model, vocab: int) -> Table:
+    """Every parameter of the decoder.
+
+    Args:
+        model: the sizes.
+        vocab: rows of the embedding table (the tokenizer's, where `model.vocab` is not set).
+
+    Returns:
+        path, e.g. `layers/attention/q` -> (shape, logical names). Layers are stacked on a first dim `layers`.
+    """
+    D, V = model.embed, vocab
+    table: Table = {"embed/table": ((V, D), ("vocab", "embed"))}
+    for path, (shape, names) in {**_attention(model), **_mlp(model), **_norms(model)}.items():
+        table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
+    table["final_norm/scale"] = ((D,), (None,))
+    if not model.tie_embeddings:
+        table["head"] = ((D, V), ("embed", "vocab"))
+    return table
+
+
+def parameter_count(model: Model, vocab: int) -> int:
+    """Number of parameters of the decoder, embeddings included."""
+    return sum(prod(shape) for shape, _ in decoder_tensors(model, vocab).values())
+
+
+def _attention(model: Model) -> Table:
+    """Projections of one layer, without the `layers` dim."""
+    D, H, K, h = model.embed, model.heads, model.kv_heads or model.heads, head_dim(model)
+    table: Table = {
+        "attention/q": ((D, H, h), ("embed", "heads", "head_dim")),
+        "attention/k": ((D, K, h), ("embed", "kv_heads", "head_dim")),
+        "attention/v": ((D, K, h), ("embed", "kv_heads", "head_dim")),
+        "attention/o": ((H, h, D), ("heads", "head_dim", "embed")),
+    }
+    if model.attention_bias:
+        table["attention/q_bias"] = ((H, h), ("heads", "head_dim"))
+        table["attention/k_bias"] = ((K, h), ("kv_heads", "head_dim"))
+        table["attention/v_bias"] = ((K, h), ("kv_heads", "head_dim"))
+    if model.output_bias:
+        table["attention/o_bias"] = ((D,), (None,))
+    if model.qk_norm:
+        table["attention/q_norm/scale"] = ((h,), (None,))
+        table["attention/k_norm/scale"] = ((h,), (None,))
+    return table
+
+
+def _mlp(model: Model) -> Table:
+    """Feed-forward of one layer; `gelu` has no gate."""
+    D, F = model.embed, model.mlp
+    inner = ("up",) if model.activation == "gelu" else ("gate", "up")
+    table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
+    table["mlp/down"] = ((F, D), ("mlp", "embed"))
+    if model.mlp_bias:
+        table |= {f"mlp/{name}_bias": ((F,), ("mlp",)) for name in inner}
+        table["mlp/down_bias"] = ((D,), (None,))
+    return table
+
+
+def _norms(model: Model) -> Table:
+    """Norm scales of one layer; never sharded."""
+    names = ["attention_norm", "mlp_norm"]
+    if model.post_norm:
+        names += ["attention_post_norm", "mlp_post_norm"]
+    return {f"{name}/scale": ((model.embed,), (None,)) for name in names}
