@@ -1,0 +1,27 @@
+"""Data: sources, tokenizers, token cache, pure order, packing, mixtures, prefetching. NumPy only, no JAX."""
+
+from jaxtrain.data.build import build_cache
+from jaxtrain.data.cache import TokenCache, open_cache, unigram_entropy
+from jaxtrain.data.commands import BuildResult, TokenizerResult, build, train_tokenizer
+from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset
+from jaxtrain.data.errors import DataError
+from jaxtrain.data.loader import Prefetcher
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "BuildResult",
+    "DataError",
+    "Dataset",
+    "Prefetcher",
+    "TextDataset",
+    "TokenCache",
+    "Tokenizer",
+    "TokenizerResult",
+    "build",
+    "build_cache",
+    "load_tokenizer",
+    "open_cache",
+    "open_dataset",
+    "train_tokenizer",
+    "unigram_entropy",
+]

@@ -1,0 +1,242 @@
+"""Batches of packed text as a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxtrain.config.schema import Data
+from jaxtrain.data.build import Progress, build_cache
+from jaxtrain.data.cache import Split, TokenCache
+from jaxtrain.data.errors import DataError
+from jaxtrain.data.mixture import Mixture, weight_segments
+from jaxtrain.data.packing import Packer, Pieces
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+
+Rows = slice | Sequence[int] | np.ndarray | None
+VALIDATION_SEED = 0  # validation is the same for every seed of a run
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """What training needs of data; a user's class has to have this much.
+
+    It is made as `Class(split=..., seed=..., global_batch=..., **options)`. It may also have `batches: int` (of the
+    validation split), `fingerprint: str` (what the data is, compared on resume), `unigram_entropy: float` and
+    `advise(step, rows)` (called a step ahead).
+    """
+
+    def batch(self, step: int, rows: slice | np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Rows (places in the global batch; default all) of the batch of a step: a pure function of its arguments."""
+        ...
+
+
+class TextDataset:
+    """Packed documents of a mixture of sources.
+
+    Batches are dicts of [rows, sequence] arrays:
+      `tokens` int32; 0 where the row is padded (only in the last row of an epoch of a source).
+      `targets` int32: the token that follows in the document, also where the row ends; 0 where there is none.
+      `positions` int32: place in the document. `segments` int32: 1, 2, 3 ... per row, 0 for padding.
+      `weights` float32: 1, or 0 where there is no target (eos ends a document) or padding. In an epoch each token of
+      a document but its first is a target exactly once.
+
+    Training: global row step * global_batch + i is a row of the source that the mixture names; each source counts its
+    own epochs, a new permutation each. Validation: every row of every source once, in an order that is fixed for all
+    seeds, interleaved in proportion, the last batch padded; `batch(i)` is `batch(i % batches)`.
+
+    Attributes:
+      batches: number of validation batches; None for training.
+      tokenizer, vocab, eos; documents, tokens: of this split, one epoch of all sources.
+      unigram_entropy: nats per token, of the token frequencies of all sources weighted as at step 0.
+      fingerprint: changes with the content of the sources, the tokenizer and the share kept for validation.
+    """
+
+    def __init__(
+        self, data: Data, seed: int, split: str, caches: Sequence[TokenCache], tokenizer: Tokenizer | None = None
+    ) -> None:
+        self.sequence, self.global_batch, self.name = data.sequence, data.global_batch, split
+        self.tokenizer = tokenizer or load_tokenizer(data.tokenizer)
+        self.vocab, self.eos = caches[0].vocab, caches[0].eos
+        self.splits: list[Split] = [c.split(split) for c in caches]
+        train = split == "train"
+        for source, part, cache in zip(data.sources, self.splits, caches):
+            if not part.documents and (train or not any(s.documents for s in self.splits)):
+                total = cache.train.documents + cache.validation.documents
+                share = f"data.validation is {data.validation:g}"
+                raise DataError(f"{source.path}: none of its {total} documents is in the {split} split ({share})")
+        self._packers = [
+            Packer(part.lengths, data.sequence, seed if train else VALIDATION_SEED) if part.documents else None
+            for part in self.splits
+        ]
+        weights = [s.weight for s in data.sources]
+        self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
+        self.unigram_entropy = float(np.average([s.entropy for s in self.splits], weights=weights))
+        self.fingerprint = "-".join(c.key for c in caches)
+        self.batches: int | None = None
+        self._mixture: Mixture | None = None
+        if train:
+            self._mixture = Mixture(weight_segments(weights, [s.weights for s in data.sources], data.global_batch))
+        else:
+            self._order = _proportional([p.rows if p else 0 for p in self._packers])
+            self.batches = -(-len(self._order[0]) // data.global_batch)
+
+    def epoch(self, step: int) -> float:
+        """Epochs of the first source begun before `step`, with the part done: 1.5 is half-way in the second."""
+        if self._mixture is None or self._packers[0] is None:
+            return 0.0
+        source, local = self._mixture.locate(np.arange(step * self.global_batch, (step + 1) * self.global_batch))
+        mine = local[source == 0]
+        return float(mine[0]) / self._packers[0].rows if mine.size else 0.0
+
+    def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
+        """The batch of a step, or some rows of it: a slice or array of places in [0, global_batch).
+
+        Raises:
+          IndexError: a row outside the global batch, or a negative step.
+        """
+        pieces, source, empty = self._pieces(step, rows)
+        return _assemble(self.splits, pieces, source, self.sequence, empty)
+
+    def advise(self, step: int, rows: Rows = None) -> None:
+        """Ask the kernel to read what `batch(step, rows)` needs; returns at once."""
+        pieces, source, _ = self._pieces(step, rows)
+        for k, split in enumerate(self.splits):
+            mine = source == k
+            shard, start = split.locate(pieces.document[mine])
+            split.advise(shard, start + pieces.offset[mine], pieces.length[mine])
+
+    def _pieces(self, step: int, rows: Rows) -> tuple[Pieces, np.ndarray, int]:
+        """(pieces sorted by row, source of each piece int64[P], number of rows) of rows of a batch."""
+        if step < 0:
+            raise IndexError(f"step {step}: must be 0 or more")
+        places = np.arange(self.global_batch)
+        picked = places if rows is None else places[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
+        if self._mixture is not None:
+            at = np.arange(len(picked))
+            source, local = self._mixture.locate(picked + step * self.global_batch)
+        else:
+            index = picked + step % (self.batches or 1) * self.global_batch
+            at = np.flatnonzero(index < len(self._order[0]))
+            source, local = (column[index[at]] for column in self._order)
+        found: list[tuple[Pieces, np.ndarray]] = []
+        for k, packer in enumerate(self._packers):
+            mine = np.flatnonzero(source == k)
+            if packer is not None and mine.size:
+                pieces = packer.pieces(local[mine])
+                found.append((pieces._replace(row=at[mine][pieces.row]), np.full(len(pieces.row), k)))
+        if len(found) == 1:
+            return (*found[0], len(picked))
+        if not found:
+            none = np.zeros(0, np.int64)
+            return Pieces(none, none, none, none), none, len(picked)
+        columns = [np.concatenate(c) for c in zip(*((*pieces, source) for pieces, source in found))]
+        order = np.argsort(columns[0], kind="stable")
+        *columns, source = (c[order] for c in columns)
+        return Pieces(*columns), source, len(picked)
+
+
+def _proportional(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Every row of every source once, evenly interleaved: (source int64[sum], its row int64[sum])."""
+    source = np.repeat(np.arange(len(rows)), rows)
+    local = np.concatenate([np.arange(n) for n in rows])
+    order = np.argsort((local + 0.5) / np.repeat(np.array(rows), rows), kind="stable")
+    return source[order], local[order]
+
+
+def _assemble(
+    splits: Sequence[Split], pieces: Pieces, source: np.ndarray, sequence: int, rows: int
+) -> dict[str, np.ndarray]:
+    """Copy pieces (sorted by row, each row filled from the left) into the arrays of a batch."""
+    row, document, offset, length = pieces
+    filled = np.bincount(row, length, minlength=rows).astype(np.int64)
+    ends = np.cumsum(length)
+    first = np.searchsorted(row, np.arange(rows + 1))  # first piece of each row
+    before = np.concatenate(([0], ends))[first]  # tokens in earlier rows
+    begin = row * sequence + (ends - length) - before[row]  # place of each piece in the flat batch
+    padded = np.flatnonzero(filled < sequence)
+    runs, values, shift = length, np.arange(len(row)) - first[row] + 1, offset - begin
+    if padded.size:  # the rest of a row is a piece of nothing
+        runs = np.insert(runs, first[padded + 1], sequence - filled[padded])
+        values = np.insert(values, first[padded + 1], 0)
+        shift = np.insert(shift, first[padded + 1], 0)
+
+    size = rows * sequence
+    tokens = np.zeros(size, np.int32) if padded.size else np.empty(size, np.int32)
+    total = np.empty(len(row), np.int64)  # length of each piece's document
+    follows = np.zeros(len(row), np.int32)  # the token after a piece, where the document goes on
+    for k, split in enumerate(splits):
+        mine = np.flatnonzero(source == k)
+        if mine.size:
+            total[mine] = split.lengths[document[mine]]
+            goes_on = offset[mine] + length[mine] < total[mine]
+            shard, start = split.locate(document[mine])
+            _copy(split, tokens, shard, start + offset[mine], begin[mine], length[mine])
+            for p, s, t in zip(mine[goes_on], shard[goes_on], (start + offset[mine] + length[mine])[goes_on]):
+                follows[p] = split.shard(int(s))[1][t]
+
+    segments = np.repeat(values.astype(np.int32), runs)
+    positions = np.arange(size, dtype=np.int32)
+    positions += np.repeat(shift.astype(np.int32), runs)
+    targets = np.empty(size, np.int32)
+    targets[:-1] = tokens[1:]
+    weights = np.ones(size, np.float32)
+    last = begin + length - 1
+    targets[last] = follows
+    weights[last] = offset + length < total
+    for r in padded.tolist():
+        nothing = slice(r * sequence + int(filled[r]), (r + 1) * sequence)
+        positions[nothing], targets[nothing], weights[nothing] = 0, 0, 0.0
+    batch = {"tokens": tokens, "targets": targets, "positions": positions, "segments": segments, "weights": weights}
+    return {name: array.reshape(rows, sequence) for name, array in batch.items()}
+
+
+def _copy(
+    split: Split, out: np.ndarray, shard: np.ndarray, start: np.ndarray, begin: np.ndarray, length: np.ndarray
+) -> None:
+    """out[begin : begin + length] = tokens of shard[start : start + length], for each piece."""
+    ends, stops = (begin + length).tolist(), (start + length).tolist()
+    if len(shard) and (shard == shard[0]).all():
+        tokens = split.shard(int(shard[0]))[1]
+        for b, e, s, t in zip(begin.tolist(), ends, start.tolist(), stops):
+            out[b:e] = tokens[s:t]
+        return
+    maps = {int(s): split.shard(int(s))[1] for s in np.unique(shard)}
+    for i, b, e, s, t in zip(shard.tolist(), begin.tolist(), ends, start.tolist(), stops):
+        out[b:e] = maps[i][s:t]
+
+
+def open_dataset(data: Data, seed: int, split: str = "train", progress: Progress | None = None) -> Any:
+    """The dataset of a config: `TextDataset`, its caches built if missing, or the user's class that `data.type` names.
+
+    Args:
+      data: the `data` section.
+      seed: selects the order.
+      split: `train` or `validation`.
+      progress: called with (bytes done, bytes in all) while a cache is built.
+
+    Raises:
+      DataError: bad input, a damaged cache, a user's class that cannot be loaded or has no `batch`.
+    """
+    if data.type != "text":
+        return _user_dataset(data, seed, split)
+    caches = [build_cache(s, data.tokenizer, data.validation, data.cache, data.workers, progress) for s in data.sources]
+    return TextDataset(data, seed, split, caches)
+
+
+def _user_dataset(data: Data, seed: int, split: str) -> Dataset:
+    module, _, name = data.type.partition(":")
+    if not name:
+        raise DataError(f"data.type: `{data.type}` is neither `text` nor `package.module:Class`")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise DataError(f"data.type: `{data.type}`: no module {error.name}; is its folder on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise DataError(f"data.type: `{data.type}`: the module {module} has no {name}") from error
+    if not callable(getattr(cls, "batch", None)):
+        raise DataError(f"data.type: `{data.type}` has no method `batch(step, rows)`")
+    return cls(split=split, seed=seed, global_batch=data.global_batch, **data.options)

@@ -1,0 +1,23 @@
+"""Errors of the data room, and lazy imports of its optional packages."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class DataError(ValueError):
+    """Bad input data. One line: what is wrong, in which file, what would be right."""
+
+
+def require(module: str, purpose: str) -> Any:
+    """Import an optional package of the `data` extra.
+
+    Raises:
+      DataError: the package is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise DataError(f"{purpose} needs the package {package}: pip install 'jaxtrain[data]'") from error

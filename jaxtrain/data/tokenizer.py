@@ -1,0 +1,158 @@
+"""Tokenizers: bytes, and Hugging Face `tokenizer.json` files; training of a byte-level BPE."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxtrain.data.errors import DataError, require
+
+EOS = "<|endoftext|>"  # what `train_bpe` names its end-of-document token
+EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+      name: short, fit for a file name.
+      vocab: ids are in [0, vocab).
+      eos: id that ends a document; no text encodes to it.
+      fingerprint: hex; equal fingerprints encode equally.
+    """
+
+    name: str
+    vocab: int
+    eos: int
+    fingerprint: str
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, `smallest_dtype(vocab)`[n], without special tokens."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; ids that are not text (eos of bytes) are left out, invalid UTF-8 becomes U+FFFD."""
+        ...
+
+
+def smallest_dtype(vocab: int) -> np.dtype:
+    """uint8, uint16 or uint32: the smallest that holds ids below `vocab`."""
+    return np.dtype(np.uint8 if vocab <= 1 << 8 else np.uint16 if vocab <= 1 << 16 else np.uint32)
+
+
+class ByteTokenizer:
+    """256 bytes of UTF-8 and an end-of-document id."""
+
+    name = "bytes"
+    vocab = 257
+    eos = 256
+    fingerprint = "bytes-1"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(t.encode(), np.uint8).astype(np.uint16) for t in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`, read by the tokenizers library. A special token spelled in a text stays plain text.
+
+    Raises:
+      DataError: unreadable file, or no end-of-document token.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        tokenizers = require("tokenizers", f"{path}: a tokenizer.json")
+        file = Path(path).expanduser()
+        try:
+            data = file.read_bytes()
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(data.decode())
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; data.tokenizer is `bytes` or a tokenizer.json") from error
+        except Exception as error:  # the library raises bare Exception
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({reason})") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        name = file.parent.name if file.stem == "tokenizer" else file.stem
+        self.name = "".join(c if c.isalnum() else "_" for c in name) or "tokenizer"
+        self.vocab = max(ids.values()) + 1
+        self.eos = ids[_find_eos(file, ids)]
+        self.fingerprint = hashlib.sha256(data + f" eos={self.eos}".encode()).hexdigest()[:32]
+        self._dtype = smallest_dtype(self.vocab)
+        text = self._tokenizer.id_to_token(self.eos)
+        if self.eos in self.encode_batch([text])[0]:
+            raise DataError(f"{path}: the text {text!r} encodes to the end-of-document token; mark it `special` there")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, self._dtype) for e in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def _find_eos(file: Path, ids: dict[str, int]) -> str:
+    """The end-of-document token: as `tokenizer_config.json` beside the file says, else a well-known name."""
+    beside = file.with_name("tokenizer_config.json")
+    if beside.exists():
+        try:
+            named = json.loads(beside.read_text()).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{beside}: not a JSON object") from error
+        named = named.get("content") if isinstance(named, dict) else named
+        if named in ids:
+            return named
+    for name in EOS_NAMES:
+        if name in ids:
+            return name
+    known = ", ".join(EOS_NAMES[:5])
+    raise DataError(f"{file}: no end-of-document token (looked for {known} ...); name it `eos_token` in {beside.name}")
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json. Raises DataError."""
+    return ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
+
+
+def train_bpe(texts: Iterator[str], vocab: int, out: str | Path) -> Path:
+    """Train a byte-level BPE (GPT-2's splitting, any text representable) and write it as a tokenizer.json.
+
+    Args:
+      texts: the documents.
+      vocab: size with the 256 bytes and the end-of-document token, so at least 257.
+      out: path of the file, or a folder to hold `tokenizer.json`. Written atomically.
+
+    Raises:
+      DataError: vocab below 257.
+    """
+    if vocab < 257:
+        raise DataError(f"vocabulary of {vocab}: a byte-level BPE has 256 bytes and an end token, so 257 at least")
+    tokenizers = require("tokenizers", "training a tokenizer")
+    models, pre_tokenizers, decoders = tokenizers.models, tokenizers.pre_tokenizers, tokenizers.decoders
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    path = Path(out).expanduser()
+    path = path if path.suffix == ".json" else path / "tokenizer.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(tokenizer.to_str(pretty=True))
+    os.replace(temporary, path)
+    return path
