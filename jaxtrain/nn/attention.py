@@ -86,7 +86,13 @@ class Attention(nnx.Module):
             )  # fmt: skip
         else:
             cache = cache.append(k_BTKD, v_BTKD)
-            out_BTHD = _attend(q_BTHD, cache, **options)
+            kv_positions_BS = jnp.broadcast_to(jnp.arange(cache.k.shape[1]), cache.k.shape[:2])
+            last = cache.length - q_BTHD.shape[1]
+            positions_BT = jnp.broadcast_to(last + jnp.arange(q_BTHD.shape[1]), q_BTHD.shape[:2])
+            out_BTHD = attention(
+                q_BTHD, cache.k, cache.v, positions_BT=positions_BT, kv_positions_BS=kv_positions_BS, causal=True,
+                **options, kernel="reference", sharder=self.env.sharder,
+            )  # fmt: skip
         out_BTHD = checkpoint_name(self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None), "attention")
         out_BTD = jnp.einsum("bthk,hkd->btd", out_BTHD, self.env.weight(self.o))
         out_BTD = self.env.sharder.boundary(out_BTD, (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None))
@@ -105,21 +111,3 @@ class Attention(nnx.Module):
     def _placed(self, x_BTHD: jax.Array, name: str) -> jax.Array:
         heads = "heads" if name == "q" else "kv_heads"
         return checkpoint_name(self.env.constrain(x_BTHD, BATCH, CONTEXT, heads, None), name)
-
-
-def _attend(
-    q_BTHD: jax.Array, cache: Cache, *, window: int | None, softcap: float | None, scale: float | None
-) -> jax.Array:
-    """Attention of the last T tokens of a cache to all of it, softmax in float32; [B, T, H, D]."""
-    B, T, H, D = q_BTHD.shape
-    K = cache.k.shape[2]
-    q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
-    scores = jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, cache.k, preferred_element_type=jnp.float32)
-    scores *= D**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    query = (cache.length - T + jnp.arange(T))[:, None]
-    key = jnp.arange(cache.k.shape[1])[None, :]
-    seen = (key <= query) & (True if window is None else query - key < window)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(cache.v.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, cache.v).reshape(B, T, H, D)

@@ -1,0 +1,115 @@
+"""The decoder written again in NumPy float64, token by token and head by head: the reference of the tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jaxtrain.config.schema import Model
+
+
+def logits(params: dict, model: Model, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """float64 logits [B, T, V]."""
+    params = _float64(params)
+    return np.stack([_row(params, model, *row) for row in zip(tokens, positions, segments)])
+
+
+def _float64(tree):
+    return {k: _float64(v) for k, v in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
+
+
+def _row(params, model, tokens, positions, segments):
+    x = params["embed"]["table"][tokens]
+    if model.embed_scale:
+        x = x * math.sqrt(model.embed)
+    for layer in range(model.layers):
+        weights = _slice(params["layers"], layer)
+        is_global = model.window_every > 1 and layer % model.window_every == model.window_every - 1
+        window = None if is_global else model.window
+        branch = _attention(
+            weights["attention"], model, _norm(x, weights["attention_norm"], model), positions, segments, window
+        )
+        x = x + (_norm(branch, weights["attention_post_norm"], model) if model.post_norm else branch)
+        branch = _mlp(weights["mlp"], model, _norm(x, weights["mlp_norm"], model))
+        x = x + (_norm(branch, weights["mlp_post_norm"], model) if model.post_norm else branch)
+    x = _norm(x, params["final_norm"], model)
+    out = x @ (params["embed"]["table"].T if model.tie_embeddings else params["head"])
+    cap = model.logits_softcap
+    return out if cap is None else cap * np.tanh(out / cap)
+
+
+def _slice(tree, layer):
+    return {k: _slice(v, layer) for k, v in tree.items()} if isinstance(tree, dict) else tree[layer]
+
+
+def _norm(x, weights, model):
+    scale = weights["scale"] + (1.0 if model.norm_offset else 0.0)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon) * scale
+
+
+def _rope(x, position, model):
+    half = len(x) // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        frequency = model.rope_theta ** (-2 * i / len(x))
+        scaling = model.rope_scaling
+        if scaling is not None and scaling.type == "linear":
+            frequency /= scaling.factor
+        elif scaling is not None:
+            wavelength = 2 * math.pi / frequency
+            if wavelength > scaling.original_length / scaling.low_freq_factor:
+                frequency /= scaling.factor
+            elif wavelength > scaling.original_length / scaling.high_freq_factor:
+                smooth = scaling.original_length / wavelength - scaling.low_freq_factor
+                smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        out[i] = x[i] * cos - x[i + half] * sin
+        out[i + half] = x[i + half] * cos + x[i] * sin
+    return out
+
+
+def _attention(weights, model, x, positions, segments, window):
+    heads, kv_heads = model.heads, model.kv_heads or model.heads
+
+    def project(name, head):
+        out = x @ weights[name][:, head]
+        return out + weights[f"{name}_bias"][head] if f"{name}_bias" in weights else out
+
+    def turned(name, head):
+        out = project(name, head)
+        if model.qk_norm:
+            out = _norm(out, weights[f"{name}_norm"], model)
+        return np.stack([_rope(row, position, model) for row, position in zip(out, positions)])
+
+    total = np.zeros_like(x)
+    for head in range(heads):
+        q, k, v = turned("q", head), turned("k", head * kv_heads // heads), project("v", head * kv_heads // heads)
+        scores = q @ k.T * (model.attention_scale or q.shape[-1] ** -0.5)
+        if model.attention_softcap:
+            scores = model.attention_softcap * np.tanh(scores / model.attention_softcap)
+        for t in range(len(x)):
+            seen = [
+                s for s in range(t + 1) if segments[s] == segments[t] > 0 and (window is None or t - s < window)
+            ]  # fmt: skip
+            if seen:
+                p = np.exp(scores[t, seen] - scores[t, seen].max())
+                total[t] += (p / p.sum()) @ v[seen] @ weights["o"][head]
+    return total + weights["o_bias"] if "o_bias" in weights else total
+
+
+def _mlp(weights, model, x):
+    def up(name):
+        return x @ weights[name] + weights.get(f"{name}_bias", 0.0)
+
+    def gelu(z):
+        return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+    if model.activation == "swiglu":
+        hidden = up("gate") / (1 + np.exp(-up("gate"))) * up("up")
+    elif model.activation == "geglu":
+        hidden = gelu(up("gate")) * up("up")
+    else:
+        hidden = gelu(up("up"))
+    return hidden @ weights["down"] + weights.get("down_bias", 0.0)
