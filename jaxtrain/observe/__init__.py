@@ -1,0 +1,1 @@
+"""What a run tells: trackers, the live screen, the loss plot, FLOPs and rates."""

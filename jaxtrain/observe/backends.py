@@ -1,0 +1,160 @@
+"""Trackers on other people's formats: TensorBoard, Weights & Biases, MLflow. Each imports its package when made."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.observe.tracker import valid
+
+
+class TensorBoard:
+    """Event files in RUN_DIR/tensorboard.
+
+    Written in this thread: tensorboardX's own SummaryWriter hands events to a thread through a short queue, and when
+    that thread dies of a full disk the next `add_scalar` waits for ever.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._folder = Path(run_dir) / "tensorboard"
+        self._files = _import("tensorboardX.event_file_writer", "")
+        self._events = _import("tensorboardX.proto.event_pb2", "")
+        self._summaries = _import("tensorboardX.proto.summary_pb2", "")
+        self._writer: Any = None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # The process id keeps apart two starts within a second.
+        self._writer = self._files.EventsWriter(str(self._folder / "events"), f".{os.getpid()}")
+        # Tells TensorBoard to forget what a dead run wrote for later steps.
+        session = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(step=int(info.get("step", 0)) + 1, session_log=session)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        value = self._summaries.Summary.Value
+        scalars = [value(tag=k, simple_value=float(v)) for k, v in values.items() if k != "step"]
+        self._write(step=step, summary=self._summaries.Summary(value=scalars))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """TensorBoard shows numbers only."""
+
+    def artifact(self, path: Path) -> None:
+        """TensorBoard shows numbers only."""
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, **fields: Any) -> None:
+        if self._writer is None:
+            raise RuntimeError("not started")
+        self._writer.write_event(self._events.Event(wall_time=time.time(), **fields))
+        self._writer.flush()
+
+
+class WandB:
+    """A Weights & Biases run in RUN_DIR/wandb. A resumed run joins the same one by the id kept beside it.
+
+    Steps that the server has already are ignored by it, with those of a dead run the same numbers anyway. Works
+    without a network under WANDB_MODE=offline.
+    """
+
+    def __init__(self, project: str, name: str, run_dir: Path):
+        self._wandb = _import("wandb", "wandb")
+        self._project, self._name, self._dir, self._run = project, name, Path(run_dir), None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._dir.mkdir(parents=True, exist_ok=True)
+        known = _remembered(self._dir / "wandb.id")
+        self._run = self._wandb.init(
+            project=self._project, name=self._name, dir=str(self._dir), id=known, resume="allow" if known else None,
+            config=valid(info.get("config", {})),
+        )  # fmt: skip
+        (self._dir / "wandb.id").write_text(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._started().log({k: v for k, v in values.items() if k != "step"}, step=step)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._started().summary[f"last_{kind}"] = {k: str(v) for k, v in fields.items()}
+
+    def artifact(self, path: Path) -> None:
+        self._started().save(str(path), base_path=str(Path(path).parent), policy="now")
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _started(self) -> Any:
+        if self._run is None:
+            raise RuntimeError("not started")
+        return self._run
+
+
+class MLflow:
+    """An MLflow run at MLFLOW_TRACKING_URI, by default a file store in RUN_DIR/mlflow. Resumes join the same run."""
+
+    def __init__(self, experiment: str, name: str, run_dir: Path):
+        self._mlflow = _import("mlflow", "mlflow")
+        self._experiment, self._name, self._dir, self._run = experiment, name, Path(run_dir), None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._dir.mkdir(parents=True, exist_ok=True)
+        local = (self._dir / "mlflow").absolute().as_uri()
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
+        self._run = _remembered(self._dir / "mlflow.id")
+        if self._run is None:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+            self._run = self._client.create_run(experiment, run_name=self._name).info.run_id
+            (self._dir / "mlflow.id").write_text(self._run)
+            for key, value in _flat(info.get("config", {})).items():
+                self._client.log_param(self._run, key, str(value)[:500])
+        else:
+            self._client.update_run(self._run, status="RUNNING")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [Metric(k, float(v), now, step) for k, v in values.items() if k != "step"])
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._client.set_tag(self._run, f"last_{kind}", str(valid(fields))[:500])
+
+    def artifact(self, path: Path) -> None:
+        self._client.log_artifact(self._run, str(path))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._client.set_terminated(self._run)
+            self._run = None
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        hint = f"jaxtrain[{extra}]" if extra else "jaxtrain"
+        raise ImportError(f"log.{extra or 'tensorboard'} needs {error.name or module}: pip install '{hint}'") from None
+
+
+def _remembered(path: Path) -> str | None:
+    """The id of the run to join, or None."""
+    return path.read_text().strip() or None if path.exists() else None
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,122 @@
+"""FLOPs of a train step, counted from the config. No JAX.
+
+The convention, stated with every run: only matrix multiplications count, [m, k] x [k, n] as 2 m n k; causal
+attention counts the keys a query may see, (T + 1) / 2 of a sequence of T on average, fewer with a window; packed
+sequences count as one document; the embedding lookup is free, the head counts; backward is twice forward.
+*Hardware* FLOPs add what is computed again in the backward pass: by rematerialisation, and the logits, which the
+fused cross-entropy never stores. Recomputation inside an attention kernel does not count. PaLM (Chowdhery et al.
+2022, arXiv 2204.02311, appendix B) defines MFU and HFU so, but for causality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.config.schema import Model
+
+CONVENTION = "matmuls 2mnk, causal attention as causal, window respected, head counted, backward 2x forward"
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs per token (per item of a user's model): `model` for MFU, `hardware` for HFU or None when unknown."""
+
+    model: float
+    hardware: float | None
+    convention: str = CONVENTION
+
+
+def decoder_flops(model: Model, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none") -> Flops:
+    """FLOPs of a train step of the decoder, per token.
+
+    Args:
+        model: the `model` section.
+        vocab: size of the head.
+        sequence: tokens per sequence, T.
+        remat: `none`, `full`, `dots` or the saved names, as in `step.remat`.
+    """
+    head = 2 * model.embed * vocab
+    forward, again = float(head), float(head)
+    for layers, window in layer_windows(model):
+        terms = layer_matmuls(model, attended(sequence, window))
+        forward += layers * sum(terms.values())
+        again += layers * sum(terms[name] for name in recomputed(model, remat))
+    return Flops(3 * forward, 3 * forward + again)
+
+
+def layer_windows(model: Model) -> list[tuple[int, int | None]]:
+    """(number of layers, their window): of every `window_every` layers the last attends globally."""
+    everywhere = 0 if model.window_every == 1 else model.layers // model.window_every
+    return [(model.layers - everywhere, model.window), (everywhere, None)]
+
+
+def attended(sequence: int, window: int | None) -> float:
+    """Keys that a query sees, averaged over the positions of a sequence."""
+    near = min(window or sequence, sequence)
+    return (near * (near + 1) / 2 + (sequence - near) * near) / sequence
+
+
+def layer_matmuls(model: Model, keys: float) -> dict[str, float]:
+    """Forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query."""
+    head_dim = model.head_dim or model.embed // model.heads
+    queries, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
+    terms = {
+        "q": 2.0 * model.embed * queries,
+        "k": 2.0 * model.embed * kv,
+        "v": 2.0 * model.embed * kv,
+        "scores": 2.0 * queries * keys,
+        "attention": 2.0 * queries * keys,
+        "o": 2.0 * queries * model.embed,
+        "up": 2.0 * model.embed * model.mlp,
+        "down": 2.0 * model.mlp * model.embed,
+    }
+    return terms if model.activation == "gelu" else terms | {"gate": 2.0 * model.embed * model.mlp}
+
+
+def recomputed(model: Model, remat: str | tuple[str, ...]) -> set[str]:
+    """The matrix multiplications of a layer that backward computes again.
+
+    Whatever backward needs and is not saved: the outputs of o and down are needed by a following norm only (the
+    second residual of a layer is the next layer's input, which the scan saves), those of q and k before their norm.
+    """
+    if remat == "none":
+        return set()
+    if remat == "dots":  # matmuls with batch dims are not saved
+        return {"scores", "attention"}
+    saved = set() if remat == "full" else set(remat)
+    needed = {"q", "k", "v", "scores", "attention", "o", "up"}
+    if model.activation != "gelu":
+        needed.add("gate")
+    needed -= saved - ({"q", "k"} if model.qk_norm else set())
+    if "attention" in saved:
+        needed.discard("scores")
+    if model.post_norm:
+        return needed | {"o", "down"}
+    return needed - {"o"} if "residual" in saved else needed
+
+
+def user_flops(model: Any, shapes: Mapping[str, tuple[int, ...]], items: int) -> Flops | None:
+    """FLOPs of a user's model, from its optional method `flops(shapes) -> float`; None without one.
+
+    The method gets the shapes of a global batch and returns the FLOPs of a train step on it (forward and backward)
+    by whatever convention it likes. Nothing is guessed: without the method there is no MFU.
+
+    Args:
+        model: the module, or its class if `flops` is a static method.
+        shapes: batch key -> shape.
+        items: tokens or items of the global batch.
+    """
+    count = getattr(model, "flops", None)
+    if not callable(count):
+        return None
+    value: Any = count(dict(shapes))
+    return Flops(float(value) / items, None, "as counted by the model")
+
+
+def utilisation(flops_per_token: float | None, tokens_per_sec: float, peak_flops: float | None) -> float | None:
+    """Share of the peak in use, 0 to 1, for a rate and a peak of one device; None where something is unknown."""
+    if flops_per_token is None or not peak_flops:
+        return None
+    return flops_per_token * tokens_per_sec / peak_flops

@@ -1,0 +1,219 @@
+"""The live screen: one line that tells how training goes, and lines printed above it. No JAX."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+PLAIN_EVERY = 10.0  # seconds between lines where nothing can be redrawn
+SHORTEST_BAR, LONGEST_BAR = 4, 40
+SMOOTHING = 0.9  # of the step time behind the ETA
+
+
+@dataclass
+class Status:
+    """What the live line shows."""
+
+    total: int
+    step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    step_time: float | None = None  # seconds, smoothed
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to go."""
+        return None if self.step_time is None else (self.total - self.step) * self.step_time
+
+
+class Screen:
+    """A tracker that shows the run: a bar with ETA, loss, lr, grad norm, tokens/s, MFU and data wait.
+
+    On a terminal one line is redrawn in place, never wrapping from 60 columns on; elsewhere (a log file, CI) a plain
+    line is printed every ten seconds and at the end. Everything else is printed above.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        console: Console | None = None,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+            steps: of the whole run.
+            console: where to; stdout by default.
+            live: whether to redraw a line; by default if the console is a terminal.
+            clock: seconds, for the plain lines.
+        """
+        self.console = console or Console(highlight=False, soft_wrap=False)
+        isatty = getattr(self.console.file, "isatty", lambda: False)()
+        self._is_live = isatty and not self.console.is_dumb_terminal if live is None else live
+        self._clock, self._shown, self._live = clock, -math.inf, None
+        self.status = Status(steps)
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self.status.step = int(info.get("step", 0))
+        if self.status.step:
+            self.print(f"resuming after step {self.status.step:,} of {self.status.total:,}")
+        if self._is_live:
+            line = _Line(self.status)
+            self._live = Live(line, console=self.console, refresh_per_second=4, vertical_overflow="crop")
+            self._live.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if "loss" not in values:
+            return
+        status = self.status
+        status.step, status.values = step, dict(values)
+        took = values.get("step_time")
+        if took is not None:
+            old = took if status.step_time is None else status.step_time
+            status.step_time = SMOOTHING * old + (1 - SMOOTHING) * took
+        now = self._clock()
+        if not self._is_live and (now - self._shown >= PLAIN_EVERY or step >= status.total):
+            self._shown = now
+            self.print(plain_line(status))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.print(event_line(kind, fields))
+
+    def artifact(self, path: Path) -> None:
+        self.print(f"wrote {path}")
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def print(self, *what: RenderableType) -> None:
+        """Prints above the live line; plain text is not wrapped, so that paths and commands can be copied."""
+        for item in what:
+            self.console.print(item, soft_wrap=isinstance(item, (str, Text)), markup=False)
+
+
+class _Line:
+    """Draws the status as wide as the console is now."""
+
+    def __init__(self, status: Status):
+        self._status = status
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
+        # One column less than there is: some terminals wrap a full line.
+        yield from live_line(self._status, options.max_width - 1).__rich_console__(console, options)
+
+
+def live_line(status: Status, width: int) -> Text:
+    """The status in one line of at most `width` columns: what matters least is left out first."""
+    done = min(1.0, status.step / max(status.total, 1))
+    cells = _cells(status)
+    ranks = sorted(rank for rank, _ in cells)
+    ways = [(f"{status.step:,}/{status.total:,}", len(cells))]
+    ways += [(f"{100 * done:.0f}%", most) for most in range(len(cells), 0, -1)]
+    for steps, most in ways:
+        tail = " ".join([steps, *(text for rank, text in cells if rank in ranks[:most])])
+        if len(tail) + 1 + SHORTEST_BAR <= width:
+            return _bar(done, min(LONGEST_BAR, width - len(tail) - 1)).append(f" {tail}", style="default")
+    return Text(f"{100 * done:.0f}%"[:width])
+
+
+def _cells(status: Status) -> list[tuple[int, str]]:
+    """(rank, text) in the order shown; a higher rank is left out earlier."""
+    values = status.values
+    if not values:
+        return [(0, "waiting for the first step")]
+    cells = [
+        (1, "eta " + duration(status.eta)),
+        (0, f"loss {number(values.get('loss'))}"),
+        (4, f"lr {small(values.get('lr'))}"),
+        (5, f"|g| {short(values.get('grad_norm'))}"),
+        (2, f"{count(values.get('tokens_per_sec'))} tok/s"),
+        (3, f"mfu {percent(values.get('mfu'))}"),
+        (6, f"wait {percent(_wait(values))}"),
+    ]
+    return [cell for cell in cells if not (cell[0] == 3 and "mfu" not in values)]
+
+
+def _wait(values: Mapping[str, Any]) -> float | None:
+    """Share of the step time spent waiting for data."""
+    wait, step = values.get("data_wait"), values.get("step_time")
+    return None if wait is None or not step else wait / step
+
+
+def _bar(done: float, width: int) -> Text:
+    filled = round(done * width)
+    return Text("━" * filled, style="green").append("─" * (width - filled), style="bright_black")
+
+
+def plain_line(status: Status) -> str:
+    """The status for a log file."""
+    cells = "  ".join(text for _, text in _cells(status))
+    return f"step {status.step:,}/{status.total:,}  {cells}"
+
+
+def event_line(kind: str, fields: Mapping[str, Any]) -> str:
+    """An event in one line: step first, then the kind, then the rest as key value pairs."""
+    step = f"step {fields['step']:,}  " if isinstance(fields.get("step"), int) else ""
+    rest = "  ".join(f"{key} {_value(value)}" for key, value in fields.items() if key != "step" and value is not None)
+    return f"{step}{kind}  {rest}".rstrip()
+
+
+def _value(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as m:ss, h:mm:ss or days."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-:--"
+    left = max(0, round(seconds))
+    minutes, secs = divmod(left, 60)
+    hours, mins = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours / 24:.0f}d"
+    return f"{hours}:{mins:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def number(value: float | None) -> str:
+    """Four decimals below ten (a loss), fewer above."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 10_000 else f"{value:.3g}"
+
+
+def short(value: float | None) -> str:
+    """Two decimals where that says something, else two digits and an exponent."""
+    return f"{value:.2f}" if value is not None and (0.01 <= abs(value) < 100 or value == 0) else small(value)
+
+
+def small(value: float | None) -> str:
+    """Two digits and a short exponent: 3.0e-4."""
+    return "-" if value is None else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def count(value: float | None) -> str:
+    """45.1k, 1.23M."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * 0.9995:
+            return f"{value / size:.3g}{unit}" if abs(value) < 999.5 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def percent(share: float | None) -> str:
+    """0 to 1 as whole percents, one decimal below ten."""
+    if share is None or not math.isfinite(share):
+        return "-"
+    return f"{100 * share:.0f}%" if share >= 0.0995 or share == 0 else f"{100 * share:.1f}%"

@@ -1,0 +1,182 @@
+"""Trackers: where metrics and events of a run go. No JAX.
+
+A tracker is told what happens; it never decides anything, and one that fails never stops training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtrain.config.schema import Config
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+
+
+class Tracker(Protocol):
+    """What the train loop speaks to. Only process 0 has trackers."""
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        """The run starts, or goes on, after `info["step"]` finished steps (0: afresh).
+
+        Other keys, all optional: `name`, `steps`, `config` (resolved, a plain dict), `unigram_entropy` (nats per
+        token), `flops` and `peak` (as stated), `mesh`, `versions`...
+        """
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers at `step` finished steps, read from the device already."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something happened: save, eval, stop..., with `step` and what else is known."""
+
+    def artifact(self, path: Path) -> None:
+        """A file worth keeping with the run, such as the loss plot."""
+
+    def close(self) -> None:
+        """The run ends, for whatever reason."""
+
+
+class Observers:
+    """Passes everything on to several trackers; one that raises is reported in one line and dropped."""
+
+    def __init__(self, members: Iterable[Tracker], report: Callable[[str], None] = print):
+        self.members, self._report = list(members), report
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._each("start", info)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._each("log", step, values)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._each("event", kind, **fields)
+
+    def artifact(self, path: Path) -> None:
+        self._each("artifact", path)
+
+    def close(self) -> None:
+        self._each("close")
+
+    def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
+        for member in list(self.members):
+            try:
+                getattr(member, method)(*args, **kwargs)
+            except Exception as error:  # whatever a disk, a network or a library raises: training goes on
+                self.members.remove(member)
+                said = " ".join(str(error).split()) or type(error).__name__
+                self._report(f"{type(member).__name__} tracker dropped, training goes on: {method}: {said[:200]}")
+
+
+class Files:
+    """RUN_DIR/metrics.jsonl (an object per logged step) and events.jsonl ({time, kind, ...} per event).
+
+    Every line is one write to an appending file: a killed process loses none and leaves at most the last one broken,
+    which the next start removes. A start after step N cuts the lines of later steps, which a dead run had written
+    and this one will write again; the start event says how many (`cut`). Numbers that are not finite become the
+    strings "nan", "inf" and "-inf", which Python's float() reads back: JSON has no others.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._dir, self._files = Path(run_dir), {}
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._dir.mkdir(parents=True, exist_ok=True)
+        step = int(info.get("step", 0))
+        cut = cut_after(self._dir / METRICS, step)
+        cut_after(self._dir / EVENTS, None)
+        for name in (METRICS, EVENTS):
+            self._files[name] = os.open(self._dir / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fields = {key: value for key, value in info.items() if key != "config"}
+        self.event("resume" if step else "start", **fields, **({"cut": cut} if cut else {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(METRICS, {"step": step, **values})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._write(EVENTS, {"time": now, "kind": kind, **fields})
+
+    def artifact(self, path: Path) -> None:
+        """Artifacts are in the run's folder already."""
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+        line = (json.dumps(valid(record), allow_nan=False, default=str) + "\n").encode()
+        written = os.write(self._files[name], line)
+        if written != len(line):
+            raise OSError(f"{self._dir / name}: only {written} of {len(line)} bytes written, is the disk full?")
+
+
+def valid(value: Any) -> Any:
+    """`value` with floats that are not finite as strings, and NumPy or JAX scalars as Python numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): valid(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [valid(item) for item in value]
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """(line, its object) of a JSON-lines file that may end in a broken line, or not exist; None for a broken one."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                record = None
+            yield line, record if isinstance(record, dict) else None
+
+
+def cut_after(path: Path, step: int | None) -> int:
+    """Removes broken lines and, unless None, those of steps after `step`; returns how many of the latter.
+
+    The file is replaced at once, so that a kill leaves the old or the new one.
+    """
+
+    def later(record: dict[str, Any]) -> bool:
+        return step is not None and record.get("step", 0) > step
+
+    bad = cut = 0
+    for _, record in read_lines(path):
+        bad, cut = bad + (record is None), cut + (record is not None and later(record))
+    if bad or cut:
+        fresh = path.with_name(path.name + ".new")
+        with fresh.open("wb") as file:
+            file.writelines(line for line, record in read_lines(path) if record is not None and not later(record))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    return cut
+
+
+def trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
+    """The trackers that the config asks for; none on processes other than 0.
+
+    Raises:
+        ImportError: a tracker whose package is missing, in one line with the extra to install.
+    """
+    from jaxtrain.observe.backends import MLflow, TensorBoard, WandB
+
+    if not is_main:
+        return []
+    log = config.log
+    members: list[Tracker] = [Files(run_dir)]
+    if log.tensorboard:
+        members.append(TensorBoard(run_dir))
+    if log.wandb is not None:
+        members.append(WandB(log.wandb, config.name, run_dir))
+    if log.mlflow is not None:
+        members.append(MLflow(log.mlflow, config.name, run_dir))
+    return members
