@@ -1,0 +1,117 @@
+"""Two processes (gloo, four simulated devices each): each writes its own shards, both agree on what to read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import Reader, Store, files
+
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+port, index, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address = f"127.0.0.1:{port}"
+jax.distributed.initialize(address, 2, index, coordinator_bind_address=address, initialization_timeout=60)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxtrain.checkpoint import Checkpointer, Committed, SetAside, Signals
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+specs = {"w": NamedSharding(mesh, P("fsdp", "model")), "scale": NamedSharding(mesh, P())}
+
+@jax.jit
+def init(seed):
+    return jax.lax.with_sharding_constraint(
+        {"w": jnp.arange(1 << 18, dtype=jnp.float32).reshape(512, 512) + seed, "scale": jnp.float32(seed)}, specs)
+
+like = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=specs["w"]),
+        "scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=specs["scale"])}
+checkpoints = Checkpointer(folder, keep=3, timeout=60)
+for step in (10, 20):
+    checkpoints.save(step, init(step), manifest={"step": step})
+checkpoints.wait()
+events = checkpoints.poll()
+assert [type(event) for event in events] == [Committed] * 2, events
+assert checkpoints.save(20, init(20), manifest={}) is False
+if index == 0:  # flip a bit of what process 1 wrote
+    names = [p for p in (folder / "20").rglob("*") if p.is_file() and "process_1" in str(p)]
+    data = max(names, key=lambda p: p.stat().st_size)
+    raw = bytearray(data.read_bytes()); raw[len(raw) // 2] ^= 4; data.write_bytes(raw)
+state, manifest = checkpoints.restore(None, like)
+assert manifest == {"step": 10}, manifest
+for ours, expected in zip(jax.tree.leaves(state), jax.tree.leaves(init(10))):
+    for a, b in zip(ours.addressable_shards, expected.addressable_shards):
+        np.testing.assert_array_equal(a.data, b.data)
+(event,) = checkpoints.poll()
+assert isinstance(event, SetAside) and event.step == 20 and "another checksum" in event.reason, event
+checkpoints.save(30, init(30), manifest={"step": 30})
+checkpoints.close()
+with Signals() as signals:  # one process is told to stop, both stop at the same step
+    for step in range(200):
+        if index == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        if signals.stop_at(step):
+            break
+        time.sleep(0.05)
+print(json.dumps({"stopped": step}), flush=True)
+jax.distributed.shutdown()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_write_their_shards_and_agree(tmp_path: Path):
+    port = free_port()
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "4"}
+    command = [sys.executable, "-c", WORKER, str(port)]
+    workers = [
+        subprocess.Popen(
+            [*command, str(index), str(tmp_path)], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=120) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, err) in zip(workers, outputs):
+        assert worker.returncode == 0, err[-3000:]
+    stopped = {out.strip().splitlines()[-1] for out, _ in outputs}
+    assert len(stopped) == 1
+    assert stopped != {'{"stopped": 199}'}
+
+    store = Store(tmp_path)
+    assert [info.step for info in store.steps()] == [10, 30]
+    assert (tmp_path / "bad-20").is_dir()
+    sizes = {0: 0, 1: 0}
+    for name, (size, _) in store.marker(30)["files"].items():
+        for index in sizes:
+            if f"ocdbt.process_{index}/d/" in name:
+                sizes[index] += size
+    half = 512 * 512 * 4 // 2
+    assert all(half <= size < 1.2 * half for size in sizes.values()), sizes
+    assert not list((tmp_path / "30").glob(files.PART.format("*")))
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    like = {
+        "w": jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=NamedSharding(mesh, P("a", "b"))),
+        "scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P())),
+    }
+    state, _ = Reader(tmp_path).restore(None, like)
+    np.testing.assert_array_equal(state["w"], np.arange(1 << 18, dtype=np.float32).reshape(512, 512) + 30)
+    assert float(state["scale"]) == 30
