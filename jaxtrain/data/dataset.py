@@ -10,13 +10,14 @@ import numpy as np
 
 from jaxtrain.config.schema import Data
 from jaxtrain.data.build import Progress, build_cache
-from jaxtrain.data.cache import Split, TokenCache
+from jaxtrain.data.cache import CHECKED, Split, TokenCache
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 Rows = slice | Sequence[int] | np.ndarray | None
+AHEAD = 1 << 18  # tokens asked of the disk ahead of their use: some hundred documents, enough to keep its queue full
 VALIDATION_SEED = 0  # validation is the same for every seed of a run
 
 
@@ -25,8 +26,7 @@ class Dataset(Protocol):
     """What training needs of data; a user's class has to have this much.
 
     It is made as `Class(split=..., seed=..., global_batch=..., **options)`. It may also have `batches: int` (of the
-    validation split), `fingerprint: str` (what the data is, compared on resume), `unigram_entropy: float` and
-    `advise(step, rows)` (called a step ahead).
+    validation split), `fingerprint: str` (what the data is, compared on resume) and `unigram_entropy: float`.
     """
 
     def batch(self, step: int, rows: slice | np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -76,6 +76,8 @@ class TextDataset:
         self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
         self.unigram_entropy = float(np.average([s.entropy for s in self.splits], weights=weights))
         self.fingerprint = "-".join(c.key for c in caches)
+        self._cold = sum(c.bytes for c in caches) > CHECKED  # a smaller one was just read whole, and is in memory
+        self._asked = (b"", 0, 0)  # (places, first step, step after the last) of the last read-ahead
         self.batches: int | None = None
         self._mixture: Mixture | None = None
         if train:
@@ -98,28 +100,40 @@ class TextDataset:
         Raises:
           IndexError: a row outside the global batch, or a negative step.
         """
-        pieces, source, empty = self._pieces(step, rows)
-        return _assemble(self.splits, pieces, source, self.sequence, empty)
+        if step < 0:
+            raise IndexError(f"step {step}: must be 0 or more")
+        places = np.arange(self.global_batch)
+        if rows is not None:
+            places = places[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
+        if self._cold and len(places):
+            self._read_ahead(step, places)
+        pieces, source = self._pieces(step * self.global_batch + places)
+        return _assemble(self.splits, pieces, source, self.sequence, len(places))
 
-    def advise(self, step: int, rows: Rows = None) -> None:
-        """Ask the kernel to read what `batch(step, rows)` needs; returns at once."""
-        pieces, source, _ = self._pieces(step, rows)
+    def _read_ahead(self, step: int, places: np.ndarray) -> None:
+        """Ask the kernel for what the next batches need. What was asked for is remembered only to ask once."""
+        asker = places.tobytes()
+        window = max(AHEAD // (len(places) * self.sequence), 1)
+        known, begin, end = self._asked
+        if known != asker or not begin <= step < end:
+            begin = end = step
+        if step + window <= end:
+            return
+        self._asked = (asker, begin, step + 2 * window)
+        steps = np.arange(end, step + 2 * window)
+        pieces, source = self._pieces((steps[:, None] * self.global_batch + places).reshape(-1))
         for k, split in enumerate(self.splits):
             mine = source == k
             shard, start = split.locate(pieces.document[mine])
             split.advise(shard, start + pieces.offset[mine], pieces.length[mine])
 
-    def _pieces(self, step: int, rows: Rows) -> tuple[Pieces, np.ndarray, int]:
-        """(pieces sorted by row, source of each piece int64[P], number of rows) of rows of a batch."""
-        if step < 0:
-            raise IndexError(f"step {step}: must be 0 or more")
-        places = np.arange(self.global_batch)
-        picked = places if rows is None else places[rows if isinstance(rows, slice) else np.asarray(rows, np.int64)]
+    def _pieces(self, index: np.ndarray) -> tuple[Pieces, np.ndarray]:
+        """(pieces sorted by row, source of each piece int64[P]) of the global rows int64[R]."""
+        at = np.arange(len(index))
         if self._mixture is not None:
-            at = np.arange(len(picked))
-            source, local = self._mixture.locate(picked + step * self.global_batch)
+            source, local = self._mixture.locate(index)
         else:
-            index = picked + step % (self.batches or 1) * self.global_batch
+            index = index % ((self.batches or 1) * self.global_batch)
             at = np.flatnonzero(index < len(self._order[0]))
             source, local = (column[index[at]] for column in self._order)
         found: list[tuple[Pieces, np.ndarray]] = []
@@ -129,14 +143,14 @@ class TextDataset:
                 pieces = packer.pieces(local[mine])
                 found.append((pieces._replace(row=at[mine][pieces.row]), np.full(len(pieces.row), k)))
         if len(found) == 1:
-            return (*found[0], len(picked))
+            return found[0]
         if not found:
             none = np.zeros(0, np.int64)
-            return Pieces(none, none, none, none), none, len(picked)
+            return Pieces(none, none, none, none), none
         columns = [np.concatenate(c) for c in zip(*((*pieces, source) for pieces, source in found))]
         order = np.argsort(columns[0], kind="stable")
         *columns, source = (c[order] for c in columns)
-        return Pieces(*columns), source, len(picked)
+        return Pieces(*columns), source
 
 
 def _proportional(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
