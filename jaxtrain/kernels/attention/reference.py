@@ -1,0 +1,39 @@
+"""Plain attention in float32: what every other kernel is tested against."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxtrain.kernels.attention.case import MASKED, Case, Tokens, visible
+
+
+def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: Tokens) -> Array:
+    """Attention [batch, time, heads, head_dim] with all scores at once, everything in float32."""
+    mask_BTS = visible(case, tokens, slice(0, q_BTHD.shape[1]), slice(0, k_BSKD.shape[1]))
+    out = attend(q_BTHD.astype(jnp.float32), k_BSKD.astype(jnp.float32), v_BSKD.astype(jnp.float32), mask_BTS, case)
+    return out.astype(q_BTHD.dtype)
+
+
+def attend(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, mask_BTS: Array | None, case: Case) -> Array:
+    """Attention of a block of queries to a block of keys. Softmax in float32; matmuls in the dtype of `q`.
+
+    Grouped query heads meet their key head in one einsum, so that keys and values are never repeated. A row
+    that sees nothing gives 0, and its gradients are 0.
+    """
+    B, T, H, D = q_BTHD.shape
+    K = k_BSKD.shape[2]
+    q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
+    scores = case.scale * jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, preferred_element_type=jnp.float32)
+    if case.softcap is not None:
+        scores = case.softcap * jnp.tanh(scores / case.softcap)
+    if mask_BTS is not None:
+        mask = mask_BTS[:, None, None]
+        scores = jnp.where(mask, scores, MASKED)
+    p = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    if mask_BTS is not None:
+        p = jnp.where(mask, p, 0.0)
+    total = p.sum(-1, keepdims=True)
+    p = p / jnp.where(total > 0, total, 1.0)
+    out = jnp.einsum("bkgts,bskd->btkgd", p.astype(v_BSKD.dtype), v_BSKD, preferred_element_type=jnp.float32)
+    return out.reshape(B, T, H, v_BSKD.shape[-1]).astype(q_BTHD.dtype)

@@ -1,0 +1,361 @@
+"""Every attention kernel on every case, forward and gradients, against the reference; and that against NumPy."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxtrain.kernels import attention as room
+from jaxtrain.kernels.attention import attention, cudnn, save_residuals, splash, xla
+from jaxtrain.kernels.attention.case import Case, Tokens
+from jaxtrain.mesh.sharding import Sharder
+
+HEAD_DIM = 8
+QUICK = {"xla_backend_optimization_level": 0}  # compile in half the time
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+
+
+@dataclass(frozen=True)
+class Want:
+    causal: bool
+    window: int | None
+    segments: str | None  # packed: documents and a padded tail; masked: also a row of nothing but padding
+    heads: str
+    softcap: float | None
+
+    def __str__(self):
+        order = "causal" if self.causal else "both"
+        return f"{order}-w{self.window}-{self.segments}-{self.heads}-cap{self.softcap}"
+
+    @property
+    def options(self):
+        return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+
+
+EVERY = [Want(*w) for w in itertools.product((True, False), (None, 5), (None, "packed", "masked"), HEADS, (None, 3.0))]
+# For the kernels that are slow to compile here: each mask with and without segments, heads and caps in turn.
+SOME = [
+    Want(c, w, s, heads, cap)
+    for (c, w, s), heads, cap in zip(
+        itertools.product((True, False), (None, 5), (None, "masked")),
+        itertools.cycle(HEADS),
+        itertools.cycle((3.0, None, None, 3.0)),
+    )
+]
+
+
+def segments_of(kind, batch, time):
+    if kind is None:
+        return None
+    ids = np.zeros((batch, time), np.int32)
+    ids[0, : time // 3] = 1
+    ids[0, time // 3 : time - 4] = 2
+    ids[1, :1] = 1  # a document of one token
+    ids[1, 1:] = 2
+    if kind == "masked":
+        ids[1] = 0
+    return ids
+
+
+@cache
+def inputs(time, heads, dtype="float32", batch=2):
+    H, K = HEADS[heads]
+    rng = np.random.default_rng(time)
+    shapes = [(batch, time, n, HEAD_DIM) for n in (H, K, K, H)]
+    return tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+
+
+def numpy_attention(q, k, v, g, want, segments):
+    """Outputs and gradients by loops over rows and heads in float64."""
+    q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
+    B, T, H, D = q.shape
+    group = H // k.shape[2]
+    o, dq, dk, dv = np.zeros_like(q), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for b, t, h in itertools.product(range(B), range(T), range(H)):
+        seen = [
+            s
+            for s in range(T)
+            if (not want.causal or s <= t)
+            and (want.window is None or abs(t - s) < want.window)
+            and (segments is None or segments[b, t] == segments[b, s] != 0)
+        ]
+        if not seen:
+            continue
+        key, value = k[b, seen, h // group], v[b, seen, h // group]
+        raw = key @ q[b, t, h] / np.sqrt(D)
+        capped = raw if want.softcap is None else want.softcap * np.tanh(raw / want.softcap)
+        p = np.exp(capped - capped.max())
+        p /= p.sum()
+        o[b, t, h] = p @ value
+        dp = value @ g[b, t, h]
+        ds = p * (dp - p @ dp)
+        if want.softcap is not None:
+            ds *= 1 - (capped / want.softcap) ** 2
+        dq[b, t, h] = ds @ key / np.sqrt(D)
+        np.add.at(dk, (b, seen, h // group), ds[:, None] * q[b, t, h] / np.sqrt(D))
+        np.add.at(dv, (b, seen, h // group), p[:, None] * g[b, t, h])
+    return o, dq, dk, dv
+
+
+def outputs(call, q, k, v, g):
+    out, pull = jax.vjp(call, q, k, v)
+    return (out, *pull(g.astype(out.dtype)))
+
+
+def by_kernel(kernel, want, segments):
+    ids = None if segments is None else jnp.asarray(segments)
+    if kernel == "blocks":  # as `xla` does long sequences, with blocks small enough for a test
+        case = Case(want.causal, want.window, want.softcap, HEAD_DIM**-0.5)
+        return lambda q, k, v: xla.attention(q, k, v, case, Tokens(ids, ids), block=4)
+    return lambda q, k, v: attention(q, k, v, segments_BT=ids, kernel=kernel, **want.options)
+
+
+def check(got, expected, tolerance):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, expected):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.isfinite(a).all(), f"{name} is not finite"
+        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+        assert error < tolerance, f"{name} is off by {error:.1e} of its largest value"
+
+
+@pytest.mark.parametrize("want", EVERY, ids=str)
+def test_reference_and_xla_match_numpy(want):
+    time = 14
+    segments = segments_of(want.segments, 2, time)
+    arrays = inputs(time, want.heads)
+    expected = numpy_attention(*arrays, want, segments)
+    for kernel in ("reference", "xla"):
+        check(outputs(by_kernel(kernel, want, segments), *arrays), expected, 3e-6)
+
+
+@pytest.mark.parametrize("want", SOME, ids=str)
+@pytest.mark.parametrize(("kernel", "time"), [("blocks", 22), ("splash", 200)])
+def test_kernel_matches_numpy(kernel, time, want, monkeypatch):
+    monkeypatch.setattr(splash, "BLOCK", 128)  # two tiles, the second partly padding
+    segments = segments_of(want.segments, 2, time)
+    arrays = inputs(time, want.heads)
+    run = jax.jit(partial(outputs, by_kernel(kernel, want, segments)), compiler_options=QUICK)
+    check(run(*arrays), numpy_attention(*arrays, want, segments), 3e-6)
+
+
+def gpu():
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.skipif(gpu() is None, reason="no GPU for cuDNN attention")
+@pytest.mark.parametrize("want", [w for w in EVERY if w.softcap is None and (w.causal or not w.window)], ids=str)
+def test_cudnn_matches_reference(want):
+    with jax.default_device(gpu()):
+        segments = segments_of(want.segments, 2, 256)
+        arrays = [jax.device_put(np.asarray(x), gpu()) for x in inputs(256, want.heads, "bfloat16")]
+        expected = outputs(by_kernel("reference", want, segments), *(x.astype(jnp.float32) for x in arrays))
+        check(jax.jit(partial(outputs, by_kernel("cudnn", want, segments)))(*arrays), expected, 2e-2)
+
+
+def test_bfloat16_stays_near_float32():
+    want = Want(True, None, "packed", "gqa", None)
+    segments = segments_of("packed", 2, 14)
+    expected = numpy_attention(*inputs(14, "gqa"), want, segments)
+    got = outputs(by_kernel("xla", want, segments), *inputs(14, "gqa", "bfloat16"))
+    assert all(x.dtype == jnp.bfloat16 for x in got)
+    check(got, expected, 2e-2)
+
+
+def test_segments_hide_the_other_document():
+    q, k, v, _ = inputs(14, "gqa")
+    ids = jnp.asarray(segments_of("packed", 2, 14))
+    other = k.at[0, :4].add(100.0), v.at[0, :4].add(100.0)
+    for kernel in ("reference", "xla", "splash"):
+        run = partial(attention, segments_BT=ids, kernel=kernel)
+        a, b = run(q, k, v), run(q, *other)
+        np.testing.assert_array_equal(a[0, 4:], b[0, 4:])
+        np.testing.assert_array_equal(a[0, 10:], 0)
+        assert np.abs(np.asarray(a - b)[0, :4]).max() > 1
+
+
+@pytest.mark.parametrize("kernel", ["reference", "xla"])
+def test_cache_gives_what_the_whole_sequence_gives(kernel):
+    q, k, v, _ = inputs(14, "gqa")
+    whole = attention(q, k, v, window=6, kernel="reference")
+    # A cache of 20 slots in any order, 14 of them filled; the last 3 tokens ask.
+    order = np.random.default_rng(0).permutation(20)
+    slots = np.argsort(order)[:14]
+    key, value = (jnp.full((2, 20, 2, HEAD_DIM), jnp.nan).at[:, slots].set(x) for x in (k, v))
+    filled = jnp.zeros((2, 20), jnp.int32).at[:, slots].set(1)
+    positions = jnp.full((2, 20), 99, jnp.int32).at[:, slots].set(np.arange(14))
+    got = attention(
+        q[:, 11:],
+        jnp.nan_to_num(key),
+        jnp.nan_to_num(value),
+        segments_BT=jnp.ones((2, 3), jnp.int32),
+        positions_BT=jnp.broadcast_to(jnp.arange(11, 14), (2, 3)),
+        kv_segments_BS=filled,
+        kv_positions_BS=positions,
+        window=6,
+        kernel=kernel,
+    )
+    np.testing.assert_allclose(got, whole[:, 11:], atol=2e-6)
+
+
+def test_window_may_differ_from_layer_to_layer():
+    q, k, v, _ = inputs(14, "gqa")
+    one = jax.jit(lambda window: attention(q, k, v, window=window, kernel="xla"))
+    np.testing.assert_allclose(one(jnp.int32(5)), attention(q, k, v, window=5, kernel="reference"), atol=2e-6)
+    np.testing.assert_allclose(one(jnp.int32(2**30)), attention(q, k, v, kernel="reference"), atol=2e-6)
+    case = Case(True, jnp.int32(5), None, HEAD_DIM**-0.5)
+    blocks = jax.jit(lambda: xla.attention(q, k, v, case, Tokens(), block=4))()
+    np.testing.assert_allclose(blocks, one(jnp.int32(5)), atol=2e-6)
+
+
+def eight():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    return Sharder(mesh, {"batch": ("data", "fsdp"), "heads": ("model",), "kv_heads": ("model",)})
+
+
+@pytest.mark.parametrize("kernel", ["reference", "xla", "splash"])
+def test_eight_devices_give_what_one_gives(kernel):
+    sharder = eight()
+    time = 130 if kernel == "splash" else 14
+    arrays = inputs(time, "gqa", batch=8)
+    ids = np.tile(segments_of("masked", 2, time), (4, 1))
+    expected = numpy_attention(*arrays, Want(True, None, "masked", "gqa", None), ids)
+    names = ("batch", None, "heads", None), *[("batch", None, "kv_heads", None)] * 2, ("batch", None, "heads", None)
+    placed = [jax.device_put(x, sharder.sharding(n)) for x, n in zip(arrays, names)]
+    rows = jax.device_put(ids, sharder.sharding(("batch", None)))
+    run = partial(attention, kernel=kernel, sharder=sharder)
+    got = jax.jit(lambda ids, *a: outputs(partial(run, segments_BT=ids), *a), compiler_options=QUICK)(rows, *placed)
+    check(got, expected, 3e-6)
+    assert got[0].addressable_shards[0].data.shape == (2, time, 2, HEAD_DIM)
+
+
+def test_long_sequences_never_hold_all_scores():
+    shape = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)
+
+    def temporaries(kernel):
+        run = jax.grad(lambda q, k, v: attention(q, k, v, kernel=kernel).sum(), argnums=(0, 1, 2))
+        return jax.jit(run).lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+    scores = 4 * 4096 * 4096 * 4
+    assert temporaries("reference") > scores
+    assert temporaries("xla") < scores / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kernel": "flash"}, "no kernel `flash`"),
+        ({"kernel": "cudnn"}, "`cudnn` runs on NVIDIA GPUs, not on cpu; `xla`"),
+        ({"kernel": "splash", "window": jnp.int32(4)}, "`splash` needs a window known when tracing"),
+        ({"kernel": "splash", "kv_segments_BS": jnp.ones((2, 14), jnp.int32)}, "`splash` does self-attention"),
+        ({"window": 0}, "window is 0; at least 1"),
+        ({"kv_positions_BS": jnp.ones((2, 14), jnp.int32)}, "kv_positions_BS needs positions_BT"),
+    ],
+)
+def test_refusals_are_one_line(options, says):
+    q, k, v, _ = inputs(14, "gqa")
+    with pytest.raises(ValueError, match=says) as error:
+        attention(q, k, v, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_shapes_are_checked():
+    q, k, v, _ = inputs(14, "gqa")
+    with pytest.raises(ValueError, match="heads that divide"):
+        attention(q[:, :, :3], k, v)
+    with pytest.raises(ValueError, match="have no common order"):
+        attention(q[:, :3], k, v)
+    with pytest.raises(ValueError, match="7 batch over 4 shards"):
+        attention(*(x[jnp.zeros(7, int)] for x in (q, k, v)), kernel="splash", sharder=eight())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, None),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"softcap": 2.0}, "softcap"),
+        ({"head_dim": 12}, "multiple of 8"),
+        ({"head_dim": 320}, "at most 256"),
+        ({"head_dim": 256, "hopper": False}, "at most 128"),
+        ({"causal": False, "window": 3}, "causal=True"),
+        ({"source": 9}, "as many keys"),
+    ],
+)
+def test_cudnn_says_what_it_can_not_do(options, says):
+    o = {"dtype": "bfloat16", "softcap": None, "head_dim": 64, "hopper": True, "causal": True, "window": None} | options
+    case = Case(o["causal"], o["window"], o["softcap"], 1.0)
+    shapes = (2, 14, 4, o["head_dim"]), (2, o.get("source", 14), 2, o["head_dim"])
+    reason = cudnn.refusal(case, *shapes, o["dtype"], o["hopper"])
+    assert reason is None if says is None else says in reason
+
+
+def test_auto_takes_the_platform_kernel_or_xla():
+    class Gpu:
+        platform, compute_capability = "gpu", "9.0"
+
+    q, k, _, _ = inputs(14, "gqa", "bfloat16")
+    plain, capped = Case(True, None, None, 1.0), Case(True, None, 3.0, 1.0)
+    assert room._choose("auto", plain, True, q, k, Gpu()) == "cudnn"
+    assert room._choose("auto", capped, True, q, k, Gpu()) == "xla"
+    assert room._choose("auto", plain, False, q, k, Gpu()) == "xla"
+    assert room._choose("auto", plain, True, q, k, jax.devices()[0]) == "xla"
+
+
+@pytest.mark.parametrize(
+    "want", [w for w in EVERY if w.segments and not w.softcap and (w.causal or not w.window)], ids=str
+)
+def test_cudnn_packing(want, monkeypatch):
+    """The sequences handed to cuDNN, with cuDNN replaced by what its interface says it does."""
+    from jax._src.cudnn import fused_attention_stablehlo as interface
+
+    def stand_in(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
+        if not cudnn._grouped_offsets_are_right():
+            assert q.shape == k.shape  # else JAX would read the keys of other tokens
+        starts, sizes = q_offsets[:, None, :-1], q_seqlen[:, None]
+        token = jnp.arange(q.shape[1])[None, :, None]
+        inside = (sizes > 0) & (token >= starts) & (token < starts + sizes)
+        assert q_offsets.shape == (q.shape[0], q_seqlen.shape[1] + 1)
+        ids = jnp.where(inside.any(-1), jnp.argmax(inside, axis=-1) + 1, 0)
+        causal = mask_type == interface.MaskType.PADDING_CAUSAL
+        return attention(
+            q, k, v, segments_BT=ids, causal=causal, window=sliding_window_length, scale=scale, kernel="reference"
+        )
+
+    monkeypatch.setattr(interface, "dot_product_attention", stand_in)
+    time = 14
+    segments = segments_of(want.segments, 2, time)
+    case = Case(want.causal, want.window, None, HEAD_DIM**-0.5)
+    arrays = inputs(time, want.heads)
+    run = partial(cudnn.attention, segments_BT=jnp.asarray(segments), case=case, hopper=True)
+    check(outputs(run, *arrays), outputs(by_kernel("reference", want, segments), *arrays), 3e-6)
+
+
+def test_cudnn_more_documents_than_the_packed_layout_holds(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo as interface
+
+    monkeypatch.setattr(interface, "dot_product_attention", lambda q, *_, **__: jnp.full_like(q, jnp.nan))
+    q, k, v, _ = inputs(43, "gqa")
+    segments = jnp.tile(jnp.arange(43, dtype=jnp.int32) // 2 + 1, (2, 1))
+    run = partial(cudnn.attention, case=Case(True, None, None, HEAD_DIM**-0.5), hopper=True)
+    expected = attention(q, k, v, segments_BT=segments, kernel="reference")
+    np.testing.assert_allclose(run(q, k, v, segments), expected, atol=2e-6)
+    assert np.isnan(run(q, k, v, segments // 4)).any()  # few enough: goes to cuDNN
+
+
+def test_saved_residuals_spare_the_second_forward():
+    q, k, v, g = inputs(128, "mha")
+
+    def kernels(policy):
+        layer = jax.checkpoint(lambda q, k, v: jnp.sin(attention(q, k, v, kernel="splash")), policy=policy)
+        text = str(jax.make_jaxpr(partial(outputs, layer))(q, k, v, g))
+        return text.count("name=splash_mha_fwd_residuals")
+
+    assert kernels(None) > kernels(save_residuals) == 1

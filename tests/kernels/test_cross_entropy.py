@@ -1,0 +1,218 @@
+"""The chunked, fused cross-entropy against plain log-softmax in float64, on one device and on eight."""
+
+import re
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxtrain.kernels.cross_entropy import cross_entropy
+from jaxtrain.mesh.sharding import Sharder
+
+BATCH, TIME, EMBED, VOCAB = 8, 6, 16, 100
+
+
+@dataclass(frozen=True)
+class Want:
+    name: str
+    chunks: int = 4
+    vocab: int = VOCAB
+    tied: bool = False
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+
+    @property
+    def options(self):
+        return {
+            "chunks": self.chunks,
+            "tied": self.tied,
+            "z_loss": self.z_loss,
+            "label_smoothing": self.label_smoothing,
+            "softcap": self.softcap,
+        }
+
+
+ALL = {"z_loss": 0.02, "label_smoothing": 0.1, "softcap": 3.0}
+WANTS = [
+    Want("plain"),
+    Want("one_chunk", chunks=1),
+    Want("more_chunks_than_ids", chunks=128),
+    Want("tied", tied=True),
+    Want("z_loss", z_loss=0.02),
+    Want("smoothing", label_smoothing=0.1),
+    Want("softcap", softcap=3.0),
+    Want("odd_vocab", vocab=97),
+    Want("odd_vocab_all", vocab=97, **ALL),
+    Want("odd_vocab_all_tied", vocab=97, tied=True, **ALL),
+]
+
+
+def inputs(want, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH, TIME, EMBED))
+    head = rng.normal(size=(EMBED, want.vocab)) * 0.5
+    targets = rng.integers(0, want.vocab, (BATCH, TIME)).astype(np.int32)
+    weights = (rng.random((BATCH, TIME)) > 0.3).astype(np.float32)
+    weights[0] = 0  # a row that does not count
+    targets[0] = -1  # and whose targets are no ids
+    return x.astype(dtype), (head.T if want.tied else head).astype(dtype), targets, weights
+
+
+def plain(x, head, targets, weights, want):
+    """Mean loss, its terms, and gradients w.r.t. x and head, by log-softmax in float64."""
+    x, head = x.astype(np.float64), head.astype(np.float64)
+    head = head.T if want.tied else head
+    raw = x @ head
+    logits = want.softcap * np.tanh(raw / want.softcap) if want.softcap else raw
+    top = logits.max(-1, keepdims=True)
+    z = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    goal = (1 - want.label_smoothing) * np.eye(want.vocab)[targets] + want.label_smoothing / want.vocab
+    nll = -(goal * (logits - z[..., None])).sum(-1)
+    total = weights.sum()
+    terms = {"cross_entropy": (weights * nll).sum()}
+    if want.z_loss:
+        terms["z_loss"] = want.z_loss * (weights * z**2).sum()
+    p = np.exp(logits - z[..., None])
+    d = (p - goal + 2 * want.z_loss * z[..., None] * p) * weights[..., None] / total
+    if want.softcap:
+        d *= 1 - (logits / want.softcap) ** 2
+    dhead = np.einsum("btd,btv->dv", x, d)
+    return sum(terms.values()) / total, terms, d @ head.T, dhead.T if want.tied else dhead
+
+
+def run(want, sharder=None, names=None):
+    def loss(x, head, targets, weights):
+        terms = cross_entropy(x, head, targets, weights, sharder=sharder, names=names, **want.options)
+        return sum(s / w for s, w in terms.values()), terms
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def close(got, expected, tolerance):
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def check(result, arrays, want, tolerance=1e-6):
+    (loss, terms), (dx, dhead) = result
+    expected, sums, dx_expected, dhead_expected = plain(*arrays, want)
+    close(loss, expected, tolerance)
+    assert terms.keys() == sums.keys()
+    for name, (total, weight) in terms.items():
+        assert total.dtype == weight.dtype == jnp.float32
+        close(total, sums[name], tolerance)
+        assert weight == arrays[3].sum()
+    close(dx, dx_expected, tolerance)
+    close(dhead, dhead_expected, tolerance)
+
+
+@pytest.mark.parametrize("want", WANTS, ids=lambda w: w.name)
+def test_matches_log_softmax(want):
+    arrays = inputs(want)
+    check(run(want)(*arrays), arrays, want)
+
+
+def test_bfloat16_keeps_float32_sums_and_the_dtype_of_the_master():
+    want = Want("bf16", **ALL)
+    x, head, targets, weights = arrays = inputs(want)
+    _, (dx, dhead) = result = run(want)(jnp.asarray(x, jnp.bfloat16), head, targets, weights)
+    assert dx.dtype == jnp.bfloat16
+    assert dhead.dtype == jnp.float32
+    check(result, arrays, want, tolerance=2**-7)
+
+
+def test_large_logits_do_not_overflow():
+    want = Want("large")
+    x, head, targets, weights = inputs(want)
+    arrays = (x * 200, head, targets, weights)
+    check(run(want)(*arrays), arrays, want, tolerance=1e-5)
+
+
+def sharder_of(sizes, rules):
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    return Sharder(mesh, rules)
+
+
+FSDP_TP = {"batch": ("fsdp",), "embed": ("fsdp",), "vocab": ("model",), "sequence": ("model",)}
+ALL_AXES = {**FSDP_TP, "batch": ("data", "fsdp")}
+LAYOUTS = {
+    "fsdp8": ({"fsdp": 8}, FSDP_TP | {"vocab": (), "sequence": ()}),
+    "fsdp4_model2": ({"fsdp": 4, "model": 2}, FSDP_TP),
+    "data2_fsdp2_model2": ({"data": 2, "fsdp": 2, "model": 2}, ALL_AXES),
+    "context2_fsdp2_model2": (
+        {"fsdp": 2, "context": 2, "model": 2},
+        FSDP_TP | {"context": ("context",), "sequence": ("context", "model")},
+    ),
+    "vocab_on_fsdp_too": ({"fsdp": 4, "model": 2}, FSDP_TP | {"embed": (), "vocab": ("model", "fsdp")}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_eight_devices_give_what_one_gives(layout, tied):
+    sharder = sharder_of(*LAYOUTS[layout])
+    want = Want(layout, vocab=104, chunks=3, tied=tied, **ALL)  # 3 chunks of 52: the last overlaps
+    arrays = inputs(want)
+    stored = ("vocab", "embed") if tied else ("embed", "vocab")
+    names = (("batch", "context", None), stored, ("batch", "context"), ("batch", "context"))
+    placed = [jax.device_put(a, sharder.sharding(n)) for a, n in zip(arrays, names)]
+    result = run(want, sharder)(*placed)
+    check(result, arrays, want)
+    assert result[1][1].sharding.is_equivalent_to(sharder.sharding(stored), 2)
+
+
+def test_vocab_that_the_shards_do_not_divide():
+    sharder = sharder_of({"fsdp": 4, "model": 2}, FSDP_TP | {"table": ("model", "fsdp")})
+    want = Want("odd", vocab=97, tied=True, **ALL)
+    arrays = inputs(want)
+    stored = (None, "table")  # an embedding table cut along its width alone
+    table = jax.device_put(arrays[1], sharder.sharding(stored))
+    result = run(want, sharder, stored)(arrays[0], table, *arrays[2:])
+    check(result, arrays, want)
+    assert result[1][1].sharding.is_equivalent_to(sharder.sharding(stored), 2)
+
+
+def test_logits_of_the_batch_never_exist():
+    batch, time, embed, vocab = 2, 64, 32, 8192
+    shapes = [(batch, time, embed), (embed, vocab), (batch, time), (batch, time)]
+    dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32]
+    args = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes)]
+    compiled = run(Want("memory", chunks=16)).lower(*args).compile()
+    assert not re.search(rf"f32\[({batch},{time}|{batch * time}),(1,)?{vocab}\]", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < batch * time * vocab * 4 / 2
+
+
+def test_each_chunk_of_a_stored_head_is_gathered_once_a_pass():
+    sharder = sharder_of({"fsdp": 8}, FSDP_TP | {"vocab": (), "sequence": ()})
+    want = Want("gathers", vocab=4096, chunks=4)
+    names = (("batch", None, None), ("embed", "vocab"), ("batch", None), ("batch", None))
+    shapes = [(BATCH, TIME, EMBED), (EMBED, 4096), (BATCH, TIME), (BATCH, TIME)]
+    dtypes = [jnp.float32, jnp.float32, jnp.int32, jnp.float32]
+    args = [jax.ShapeDtypeStruct(s, d, sharding=sharder.sharding(n)) for s, d, n in zip(shapes, dtypes, names)]
+    text = run(want, sharder).lower(*args).compile().as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather", text)
+    sizes = [int(np.prod([int(n) for n in s.split(",")])) for s in gathered]
+    assert sizes == [EMBED * 1024] * 2  # a chunk in the forward loop, a chunk in the backward loop
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"chunks": 0}, "chunks is 0; at least 1"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
+        ({"tied": True}, r"head \(16, 100\) does not fit"),
+        ({"targets_BT": jnp.zeros((8, 5), jnp.int32)}, r"must be \(8, 6\)"),
+    ],
+)
+def test_errors_are_one_line(change, says):
+    names = ("x_BTD", "head", "targets_BT", "weights_BT")
+    with pytest.raises(ValueError, match=says) as error:
+        cross_entropy(**{**dict(zip(names, inputs(Want("errors")))), **change})
+    assert "\n" not in str(error.value)
