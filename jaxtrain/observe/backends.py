@@ -28,8 +28,8 @@ class TensorBoard:
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # The process id keeps apart two starts within a second.
-        self._writer = self._files.EventsWriter(str(self._folder / "events"), f".{os.getpid()}")
+        # File names tell seconds; the suffix keeps apart two starts within one.
+        self._writer = self._files.EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{time.time_ns()}")
         # Tells TensorBoard to forget what a dead run wrote for later steps.
         session = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=int(info.get("step", 0)) + 1, session_log=session)
@@ -108,8 +108,12 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         self._dir.mkdir(parents=True, exist_ok=True)
-        local = (self._dir / "mlflow").absolute().as_uri()
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            # MLflow 3 wants a database for new work, which mlflow-skinny can not open; this is its own way to opt out.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (self._dir / "mlflow").absolute().as_uri()
+        self._client = MlflowClient(uri)
         self._run = _remembered(self._dir / "mlflow.id")
         if self._run is None:
             found = self._client.get_experiment_by_name(self._experiment)

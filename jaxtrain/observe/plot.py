@@ -48,6 +48,7 @@ def loss_plot(run_dir: Path, out: Path | None = None) -> Path:
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
+    figure.align_ylabels()
     path = Path(out) if out else run_dir / "loss.png"
     figure.savefig(path, dpi=150)
     return path
@@ -69,7 +70,7 @@ def _draw_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, entropy: flo
     low, high = _limits(loss[:, 1], smooth, validation, entropy)
     if low < high:
         axes.set_ylim(low, high)
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
 
 
 def _limits(raw: np.ndarray, smooth: np.ndarray, validation: np.ndarray, entropy: float | None) -> tuple[float, float]:
