@@ -20,12 +20,17 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> Any:
+        """Line ends of any kind and control characters are escaped, which only double quotes can."""
+        return self.represent_scalar(f"{TAG}str", data, None if data.isprintable() else '"')
+
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
         """Lists of scalars stay on one line."""
         nested = any(isinstance(item, (dict, list, tuple)) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style if nested else True)
 
 
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _kind, _pattern in (("float", FLOAT), ("int", INT)):
     _whole = re.compile(rf"^(?:{_pattern.pattern})$", re.ASCII)
     _Dumper.add_implicit_resolver(TAG + _kind, _whole, list("-+.0123456789"))

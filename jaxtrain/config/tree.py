@@ -133,5 +133,6 @@ def put(root: Node, path: Sequence[str], leaf: Node, defaults: Any, problems: li
         return Node(items, root.where, root.origin)
     default = defaults.get(head) if isinstance(defaults, dict) else None
     child = value.get(head) if isinstance(value, dict) else None
+    noted = len(problems)
     child = put(child or Node(None, leaf.where, leaf.origin), rest, leaf, default, problems)
-    return merge(root, Node({head: child}, leaf.where, leaf.origin))
+    return root if len(problems) > noted else merge(root, Node({head: child}, leaf.where, leaf.origin))

@@ -46,6 +46,7 @@ def _note(
 ) -> None:
     """Notes each error of pydantic once for its key, and drops that key from `values`."""
     seen: set[Path] = set()
+    read = {(problem.where, problem.key) for problem in problems}
     for detail in error.errors(include_url=False, include_context=False):
         location = tuple(detail["loc"])
         node, path = deepest(tree, location)
@@ -56,8 +57,9 @@ def _note(
                 seen.add(())
             continue
         seen.add(path)
-        is_key = location[-1] == "[key]"
-        problems.append(Problem(node.where, _key(path), _message(detail, path, plain(node), is_key)))
+        if (node.where, dotted(path)) not in read:  # else the reader has said what is wrong
+            is_key = location[-1] == "[key]"
+            problems.append(Problem(node.where, _key(path), _message(detail, path, plain(node), is_key)))
         dropped.add(_drop(values, path))
 
 
@@ -123,7 +125,7 @@ def unknown_key(path: Path) -> str:
 @functools.cache
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a config file, for editors; the keys only a file may have are included."""
-    schema = Config.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
     paths = {"type": "string"}
     schema["properties"] |= {
         "extends": {

@@ -85,7 +85,9 @@ def _sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list
         return {**known, free[0]: devices // fixed}, []
     if not free and devices == fixed:
         return known, []
-    text = shape_text({axis: size for axis, size in given.items() if size != -1})
+    text = shape_text({axis: size for axis, size in given.items() if size != -1}).replace(
+        "of 1 device", "a mesh of ones"
+    )
     need = f"needs a multiple of {fixed} devices" if free else f"needs {_devices(fixed)}"
     message = f"{text} {need}, and there {'is' if devices == 1 else 'are'} {devices}; {_fitting(given, devices)}"
     return known, [Problem("", "mesh", message)]
@@ -103,14 +105,14 @@ def _fitting(given: Mapping[str, int], devices: int) -> str:
     for axis, size in given.items():
         rest = fixed // size
         if size > 1 and devices % rest == 0:
-            choices = [d for d in divisors(devices // rest, size) if d != size] if free else [devices // rest]
-            fits += [f"mesh.{axis}={choice}" for choice in choices[:2]]
+            choices = divisors(devices // rest, size, count=2) if free else [devices // rest]
+            fits += [f"mesh.{axis}={choice}" for choice in choices]
     if fits:
         return f"would fit: {join(fits[:4])}"
     if free:
         return f"nearest number of devices: {max(1, round(devices / fixed)) * fixed}"
-    largest = max((axis for axis in given), key=lambda axis: given[axis])
-    return f"set the sizes to a product of {devices}, or one of them, e.g. mesh.{largest}, to -1"
+    largest = max(given, key=lambda axis: (given[axis], axis == "data"))
+    return f"set mesh.{largest} to -1 and the others to a divisor of {devices}"
 
 
 def _dcn(mesh: Mesh, sizes: Mapping[str, int | None]) -> Iterable[Problem]:
@@ -202,7 +204,9 @@ def _indivisible(
         what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"
         above = -(-size // shards) * shards
         nearest = join([above - shards, above] if above > shards else [above])
-        message = f"{size} {what} cannot be split into {shards} ({split}); sizes that work: {nearest}; shards that work: "
+        message = (
+            f"{size} {what} cannot be split into {shards} ({split}); sizes that work: {nearest}; shards that work: "
+        )
         yield Problem("", f"rules.{name}", message + join(divisors(size, shards)))
 
 

@@ -1,0 +1,242 @@
+"""What the errors say: each problem in one line, with its place, and what would be right; all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.config import ConfigError, Problem, locate, resolve
+from jaxtrain.models.check import check_config
+
+
+def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
+    file = path / "c.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        resolve(file, *overrides, **kwargs)
+    assert len(str(error.value).split("\n")) == len(error.value.problems)
+    return [line.replace(f"{file}", "c.yaml") for line in str(error.value).split("\n")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps: many", 'steps: expected a whole number of at least 1; found "many"'),
+        ("steps: 0", "steps: expected a whole number of at least 1; found 0"),
+        ("steps: 1.5", "steps: expected a whole number of at least 1; found 1.5"),
+        ("steps: true", "steps: expected a whole number of at least 1; found true"),
+        ("steps: 9999999999", "steps: expected a whole number of at least 1 and at most 2147483647; found 9999999999"),
+        (f"steps: {'9' * 5000}", "steps: the number has more than 40 digits"),
+        ("optimizer: {lr: .nan}", "optimizer.lr: expected a number of at least 0; found nan"),
+        ("optimizer: {ema: 1.5}", "optimizer.ema: expected a number from 0 to 1 or null; found 1.5"),
+        ("optimizer: {beta1: 1}", "optimizer.beta1: expected a number of at least 0 and below 1; found 1"),
+        ("model: {qk_norm: yes}", 'model.qk_norm: expected true or false; found "yes"'),
+        (
+            "name: 5",
+            "name: expected a name of letters, digits, `_`, `.` and `-`, that starts with a letter or digit; found 5",
+        ),
+        (
+            "name: ../x",
+            "name: expected a name of letters, digits, `_`, `.` and `-`, that starts with a letter or digit;"
+            ' found "../x"',
+        ),
+        ("dir: 5", "dir: expected text (in quotes if it looks like a number); found 5"),
+        ("eval:", "eval: expected a section with keys such as every and batches; found nothing (null)"),
+        ("data: {sources: stdlib}", 'data.sources: expected a list of sections; found "stdlib"'),
+        (
+            "data: {sources: [{weights: {x: 1}}]}",
+            'data.sources.0.weights.x: the keys of `data.sources.0.weights` are whole numbers (steps), not "x"',
+        ),
+        (
+            "optimizer: {name: adam}",
+            'optimizer.name: expected one of adamw, adafactor, lion, sgd or muon; found "adam" (did you mean `adamw`?)',
+        ),
+        (
+            "step: {remat: ful}",
+            'step.remat: expected one of none, full or dots or a list of words; found "ful" (did you mean `full`?)',
+        ),
+        ("rules: {batch: 5}", "rules.batch: expected a list of words, text or null; found 5"),
+        ("mesh: {data: 0}", "mesh.data: 0 is no size; expected a positive number, or -1 for what is left"),
+        ("lr: 1", "lr: unknown key here; `lr` lives at optimizer.lr"),
+        (
+            "data: {every: 1}",
+            "data.every: unknown key here; `every` lives at checkpoint.every, eval.every or log.every",
+        ),
+        ("optimizr: {}", "optimizr: unknown key (did you mean `optimizer`?)"),
+        ("model: {embd: 3}", "model.embd: unknown key (did you mean `embed`?)"),
+        (
+            "learnrate_lr: 1",
+            "learnrate_lr: unknown key; the config has name, dir, seed, steps, simulate, precision,"
+            " compile_cache, layout, mesh, rules, model, data, loss, optimizer, step, checkpoint, eval,"
+            " log, extends and"
+            " resolved",
+        ),
+        ("optimizer.lr: 1", "optimizer.lr: unknown key; write it nested, as optimizer: {lr: ...}"),
+        ("model: {embed: 8, heads: 1, embed: 10}", "model.embed: given twice; first in line 1"),
+        ("model: {true: 1}", "model: a key is a word, not true; put it in quotes if it is meant as text"),
+        ("model: {[a]: 1}", "model: a key is a word, not a section or a list"),
+        ("name: a\n b: c", "is not valid YAML: mapping values are not allowed here"),
+        (
+            "layout: fsdp_pt",
+            'layout: no layout "fsdp_pt"; there is 3d, ddp, fsdp, fsdp_tp, hsdp, tp and tp_sp'
+            " (did you mean `fsdp_tp` or `fsdp`?)",
+        ),
+    ],
+)
+def test_messages(tmp_path: Path, text: str, expected: str) -> None:
+    line = 2 if "\n" in text else 1
+    assert lines(text, tmp_path) == [f"c.yaml:{line}: {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "model: {heads: 6, embed: 96, kv_heads: 4}",
+            "model.kv_heads: 6 query heads cannot be shared by 4 key/value heads; expected a divisor, e.g. 2, 3 or 6",
+        ),
+        (
+            "model: {embed: 100, heads: 3}",
+            "model.heads: embed 100 does not split into 3 heads; expected e.g. 1, 2 or 4, or set model.head_dim",
+        ),
+        (
+            "model: {head_dim: 7}",
+            "model.head_dim: rotary embeddings turn pairs, and a head of 7 is odd; expected e.g. 6 or 8",
+        ),
+        (
+            "model: {embed: 20, heads: 4}",
+            "model.heads: rotary embeddings turn pairs, and a head of 5 is odd; expected e.g. 4 or 6",
+        ),
+        ("model: {window_every: 2}", "model.window_every: says which layers have the window; set model.window too"),
+        (
+            "model: {rope_scaling: {type: llama3, low_freq_factor: 4}}",
+            "model.rope_scaling.low_freq_factor: 4 must be below model.rope_scaling.high_freq_factor 4",
+        ),
+        (
+            "step: {accumulate: 3}",
+            "step.accumulate: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
+        ),
+        (
+            "steps: 5\noptimizer: {warmup: 6}",
+            "optimizer.warmup: 6 steps of warm-up are more than the 5 steps of the run",
+        ),
+        (
+            "steps: 10\noptimizer: {warmup: 9, schedule: wsd}",
+            "optimizer.decay: warm-up 9 and a decay over 0.2 of 10 steps do not fit the run",
+        ),
+        (
+            "model: {type: decodr}",
+            "model.type: expected `decoder` or a class as `package.module:Class`;"
+            ' found "decodr" (did you mean `decoder`?)',
+        ),
+        ("data: {type: 'a b:C'}", 'data.type: expected `text` or a class as `package.module:Class`; found "a b:C"'),
+        (
+            "model: {type: 'a.b:C', heads: 4, mlp: 3}",
+            "model.heads: only the built-in `decoder` reads model.heads and model.mlp; give a.b:C `model.options`",
+        ),
+        (
+            "model: {options: {a: 1}}",
+            "model.options: options are for a user's own class; `decoder` takes its keys directly",
+        ),
+        ("data: {tokenizer: byte}", 'data.tokenizer: no such file: "byte" (did you mean `bytes`?)'),
+        (
+            "data: {tokenizer: /nope/t.json}",
+            'data.tokenizer: no such file: "/nope/t.json"; give `bytes` or the path of a tokenizer.json',
+        ),
+        ("data: {sources: [{path: /nope/x}]}", 'data.sources.0.path: no such file or folder: "/nope/x"'),
+        ("data: {sources: [{path: /nope/*.py}]}", 'data.sources.0.path: no such file or folder: "/nope"'),
+        ("data: {sources: []}", "data.sources: is empty; expected at least one source, e.g. [{path: stdlib}]"),
+        (
+            "data: {sources: [{weights: {5: 0}}]}",
+            "data.sources: from step 5 on every source has weight 0; one must be above 0",
+        ),
+        (
+            "checkpoint: {keep_best: 1}",
+            'checkpoint.keep_best: checkpoints are ranked by "eval/loss", so eval.every must be set',
+        ),
+        (
+            "data: {validation: 0}\neval: {every: 5}",
+            "data.validation: nothing is kept for validation; set data.validation above 0, or eval.every to null",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(tmp_path: Path, text: str, expected: str) -> None:
+    found = lines(text, tmp_path)
+    assert len(found) == 1
+    assert found[0].split(": ", 1)[1] == expected
+
+
+def test_what_goes_together_passes(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "t.json").write_text("{}")
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        f"data: {{tokenizer: {tmp_path}/t.json, sources: [{{path: {tmp_path}/corpus}}, {{path:"
+        f" '{tmp_path}/*/**.py'}}]}}\n"
+        "model: {window: 64, window_every: 2, heads: 6, embed: 96, kv_heads: 3}\n"
+    )
+    assert resolve(file)[0].model.kv_heads == 3
+    file.write_text("data: {tokenizer: gone.json, sources: [{path: /nope}]}\n")
+    assert resolve(file, paths=False)[0].data.tokenizer == "gone.json"
+
+
+def test_all_problems_at_once_and_no_false_ones(tmp_path: Path) -> None:
+    text = """\
+lr: 1
+model:
+  headz: 3
+  heads: none
+  embed: 100
+optimizer: {warmup: 9}
+steps: 5
+step: {accumulate: 3}
+layout: 3d
+"""
+    found = lines(text, tmp_path, "data.sources.4.weight=1", "seed", "mesh.data=[", checks=[check_config])
+    assert found == [
+        "c.yaml:1: lr: unknown key here; `lr` lives at optimizer.lr",
+        "c.yaml:3: model.headz: unknown key (did you mean `heads` or `kv_heads`?)",
+        'c.yaml:4: model.heads: expected a whole number of at least 1; found "none"',
+        "c.yaml:6: optimizer.warmup: 9 steps of warm-up are more than the 5 steps of the run",
+        "c.yaml:8: step.accumulate: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
+        'command line: expected key=value; found "seed" (did you mean `seed`?)',
+        "command line: mesh.data: is not valid YAML: while parsing a flow node expected the node content, but found"
+        " '<stream end>'",
+        "command line: data.sources.4.weight: `4` is no item of this list; its items are 0 to 0",
+    ]
+
+
+def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
+    text = "layout: tp\nsimulate: 8\nmodel: {heads: 8, kv_heads: 4}\nrules:\n  mlpp: model\nsteps: 0\n"
+    found = lines(text, tmp_path, checks=[check_config])
+    assert [line.split(": ")[:2] for line in found] == [
+        ["c.yaml:5", "rules.mlpp"],
+        ["c.yaml:6", "steps"],
+        ["layout tp", "rules.kv_heads"],
+    ]
+    assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
+
+
+def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
+    (tmp_path / "layouts").mkdir()
+    (tmp_path / "layouts" / "own.yaml").write_text("mesh:\n  modl: 2\nrule: {}\n")
+    found = lines("layout: own\n", tmp_path)
+    assert [line.rpartition("/")[2] for line in found] == [
+        "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
+        "own.yaml:3: rule: a layout holds mesh and rules only (did you mean `rules`?)",
+    ]
+
+
+def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
+    text = "".join(f"k{i}: 1\n" for i in range(80))
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        resolve(tmp_path / "c.yaml")
+    assert str(error.value).endswith("... and 30 more")
+    assert len(error.value.problems) == 80
+
+
+def test_lines_stay_lines() -> None:
+    problem = Problem("a\nb", "k\x1b[0m", "m\u2028\udcff")
+    assert str(problem) == "a\\nb: k\\x1b[0m: m\\u2028\\udcff"
