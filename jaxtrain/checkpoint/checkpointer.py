@@ -201,9 +201,7 @@ class Checkpointer(Reader):
             self._thread.join()
             self._thread = None
 
-    def save(
-        self, step: int, state: Any, *, manifest: dict[str, Any], metrics: dict[str, float] | None = None
-    ) -> bool:
+    def save(self, step: int, state: Any, *, manifest: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
         """Starts saving; the state may be donated to the next step as soon as this returns.
 
         One process: the copy to the host is dispatched, not waited for. Several: orbax copies this process's shards
@@ -332,7 +330,10 @@ class Checkpointer(Reader):
         return save.content["bytes"]
 
     def _await_commit(self, step: int) -> int:
-        _await(lambda: step in self.store.marked(), self._timeout, "process 0 did not commit it")
+        def settled() -> bool:  # committed, or deleted by process 0 because it failed there
+            return step in self.store.marked() or not self.store.path(step).exists()
+
+        _await(settled, self._timeout, f"process 0 did not commit it within {self._timeout:.0f} s")
         return self.store.marker(step)["bytes"]
 
     def _fail(self, step: int, error: Exception) -> None:
@@ -346,9 +347,7 @@ class Checkpointer(Reader):
         self._events.append(Failed(step, reason, self.store.latest()))
 
 
-def _content(
-    step: int, saved: Tensors, manifest: dict[str, Any], metrics: dict[str, float] | None
-) -> dict[str, Any]:
+def _content(step: int, saved: Tensors, manifest: dict[str, Any], metrics: dict[str, float] | None) -> dict[str, Any]:
     """The marker before its files are known. Raises CheckpointError when manifest or metrics are not JSON-able."""
     content = {
         "format": FORMAT, "step": step, "time": time.time(), "bytes": 0, "files": {},

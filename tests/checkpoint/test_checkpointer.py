@@ -185,6 +185,19 @@ def test_a_snapshot_copies_each_shard_once():
     np.testing.assert_array_equal(copies["x"], x)
 
 
+def test_a_snapshot_follows_any_device_order():
+    devices = np.array(jax.devices())[np.random.default_rng(0).permutation(8)].reshape(2, 2, 2)
+    mesh = Mesh(devices, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    x = jnp.arange(4 * 4 * 4.0).reshape(4, 4, 4)
+    specs = P("model", "data", "fsdp"), P("fsdp", None, "data"), P(None, ("model", "data")), P(None, None, "model")
+    for spec in specs:
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        copy = snapshot({"x": placed})["x"]
+        np.testing.assert_array_equal(copy, x)
+        assert copy.sharding.shard_shape(x.shape) == placed.sharding.shard_shape(x.shape)
+        assert all(shard.replica_id == 0 for shard in copy.addressable_shards)
+
+
 def test_partial_restore_and_manifest(tmp_path):
     save_steps(tmp_path, 4)
     like = {"params": abstract(make_state(mesh_of(2, 2, 2), seed=4))["params"]}
