@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data.build import build_cache
+from jaxtrain.data.builder import build_cache
 from jaxtrain.data.cache import ShardWriter, finish, open_cache
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.data.order import permute

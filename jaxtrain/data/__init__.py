@@ -1,6 +1,6 @@
 """Data: sources, tokenizers, token cache, pure order, packing, mixtures, prefetching. NumPy only, no JAX."""
 
-from jaxtrain.data.build import build_cache
+from jaxtrain.data.builder import build_cache
 from jaxtrain.data.cache import TokenCache, open_cache, unigram_entropy
 from jaxtrain.data.commands import BuildResult, TokenizerResult, build, train_tokenizer
 from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset

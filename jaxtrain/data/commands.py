@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data.build import Progress, build_cache
+from jaxtrain.data.builder import Progress, build_cache
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources import list_files, plan_shards, read_shard, split_of
 from jaxtrain.data.tokenizer import train_bpe

@@ -57,8 +57,8 @@ def hash_files(files: list[File], memory: Path) -> list[tuple[str, list[int]]]:
     known: dict[str, list] = {}
     if memory.exists():
         try:
-            known = json.loads(memory.read_text())
-        except (OSError, ValueError):
+            known = dict(json.loads(memory.read_text()))
+        except (OSError, ValueError, TypeError):
             known = {}  # a lost memory only costs time
     states = {f.path: state(f.path) for f in files}
     stale = [p for p, s in states.items() if known.get(p, [None])[0] != s]

@@ -116,6 +116,8 @@ class Mixture:
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source int64[R], row of that source int64[R]) of global rows int64[R]; each source counts on from 0."""
         rows = np.asarray(rows, np.int64)
+        if len(self.segments) == 1:
+            return self.segments[0].locate(rows)
         source, local = np.empty_like(rows), np.empty_like(rows)
         which = np.searchsorted(self.starts, rows, side="right") - 1
         for i in np.unique(which):

@@ -11,7 +11,7 @@ import numpy as np
 
 ROUNDS = 6  # even, so that the two halves end with the widths they began with; fewer than 4 fail chi-square tests
 CHUNK = 1 << 15  # indices permuted together: the temporaries stay in the L2 cache
-MIN_BITS = 6  # smaller halves would show in chi-square tests; a small n walks a little longer instead
+MIN_BITS = 6  # smaller halves would show in chi-square tests; of a small n the whole domain is permuted instead
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -59,7 +59,10 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
     flat = wanted.reshape(-1).astype(np.uint64)
     out = np.empty(flat.shape, np.int64)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint32)
-    bits = max((n - 1).bit_length(), MIN_BITS)
+    bits = (n - 1).bit_length()
+    if bits < MIN_BITS:
+        whole = _feistel(np.arange(1 << MIN_BITS, dtype=np.uint64), MIN_BITS, keys).astype(np.int64)
+        return whole[whole < n][wanted]
     for start in range(0, flat.size, CHUNK):
         y = _feistel(flat[start : start + CHUNK], bits, keys)
         outside = np.flatnonzero(y >= n)

@@ -1,18 +1,21 @@
 """Packing documents into rows of fixed length so that any row can be asked for directly.
 
 In each epoch the documents stand in a permuted order (`order.permute`) and are cut into blocks of K documents.
-The stream of their tokens has T tokens, so an epoch has ceil(T / S) rows whatever the permutation: the epoch of
-a row is a division. Block b owns the rows from ceil(start_b / S) up to ceil(start_{b+1} / S), start_b being the
-tokens before it: it gives the first tokens of its first document to the block before, and takes as many from the
-block after as fill its last row. All blocks but the last are therefore full to the last token.
+A row holds S tokens and is given Q = S (1 - 1/SLACK) of them, so that an epoch of T tokens has ceil(T / Q) rows
+whatever the permutation: the epoch of a row is a division. Block b owns the rows from ceil(start_b / Q) up to
+ceil(start_{b+1} / Q), start_b being the tokens before it: it gives the first tokens of its first document to the
+block before, and takes as many from the block after as its last row is given.
 
 Inside a block documents are laid best-fit-decreasing (Johnson 1973) into exactly its rows; what fits nowhere whole
-is split over the holes that remain. One cumulative sum per epoch (8 bytes a block) finds the block of a row.
+is split over the largest holes. The slack of 0.024% is what makes this gentle: it leaves the holes of a few tokens
+empty which else would have to be filled with crumbs of documents (3 to 6% more pieces against 0.02%). One
+cumulative sum per epoch (8 bytes a block) finds the block of a row.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from jaxtrain.data.order import permute
 
 BLOCK_DOCUMENTS = 4096  # documents packed together: with more, hardly fewer are cut
 BLOCK_TOKENS = 1 << 23  # long documents: fewer together, so that a random row stays a matter of milliseconds
+SLACK = 4096  # one token in so many may stay empty
 INDEX_CHUNK = 1 << 18  # documents whose lengths are summed together while an epoch is indexed
 
 
@@ -45,6 +49,15 @@ class _Block(NamedTuple):
     offset: np.ndarray
     length: np.ndarray
     bounds: np.ndarray
+
+
+def groups(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """(value, where it stands int64[m]) of the distinct values of int64[n], ascending."""
+    if values.size and (values == values[0]).all():  # the usual case, and much cheaper
+        yield int(values[0]), np.arange(values.size)
+        return
+    for value in np.unique(values).tolist():
+        yield value, np.flatnonzero(values == value)
 
 
 def best_fit(lengths: np.ndarray, rows: int, sequence: int) -> tuple[np.ndarray, np.ndarray]:
@@ -129,27 +142,35 @@ class Packer:
         self.lengths, self.sequence, self.seed = lengths, sequence, seed
         self.documents = len(lengths)
         self.tokens = int(lengths.sum(dtype=np.int64))
-        self.rows = -(-self.tokens // sequence)  # of an epoch
+        self.rows = int(self._first_row(np.array([self.tokens]))[0])  # of an epoch
         mean = max(self.tokens // self.documents, 1)
         self.block = block or min(max(BLOCK_TOKENS // mean, 64), BLOCK_DOCUMENTS)
         self._index = lru_cache(maxsize=2)(self._count)
         self._pack = lru_cache(maxsize=4)(self._pack_block)
+
+    def _first_row(self, start: np.ndarray) -> np.ndarray:
+        """First row that is given no token before `start` int64[n] of the epoch's stream."""
+        return -(-start * SLACK // (self.sequence * (SLACK - 1)))
+
+    def _first_token(self, row: int) -> int:
+        """Where in the stream the tokens given to a row begin."""
+        return min(row * self.sequence * (SLACK - 1) // SLACK, self.tokens)
 
     def pieces(self, rows: np.ndarray) -> Pieces:
         """Pieces of the rows int64[R], in that order."""
         rows = np.asarray(rows, np.int64)
         epoch, row = np.divmod(rows, self.rows)
         found: list[Pieces] = []
-        for e in np.unique(epoch).tolist():
-            at = np.flatnonzero(epoch == e)
-            start = self._index(e)
-            first = -(-start // self.sequence)  # first row of each block, and the rows of the epoch at the end
+        for e, at in groups(epoch):
+            first = self._first_row(self._index(e))  # of each block; the last entry is the rows of the epoch
             block = np.searchsorted(first, row[at], side="right") - 1
-            for b in np.unique(block).tolist():
-                mine = at[block == b]
+            for b, place in groups(block):
+                mine = at[place]
                 found.append(self._pick(self._pack(e, b), row[mine] - first[b], mine))
         if len(found) == 1:
             return found[0]
+        if not found:
+            return Pieces(*np.zeros((4, 0), np.int64))
         columns = [np.concatenate(c) for c in zip(*found)]
         order = np.argsort(columns[0], kind="stable")
         return Pieces(*(c[order] for c in columns))
@@ -174,8 +195,8 @@ class Packer:
 
     def _pack_block(self, epoch: int, block: int) -> _Block:
         start = self._index(epoch)
-        lo, hi = (-(-int(s) // self.sequence) for s in start[block : block + 2])
-        rows, lo, hi = hi - lo, lo * self.sequence, min(hi * self.sequence, self.tokens)
+        begin, end = (int(r) for r in self._first_row(start[block : block + 2]))
+        rows, lo, hi = end - begin, self._first_token(begin), self._first_token(end)
         # The documents of this block, and as many of the next as reach the end of the last row.
         first, last = block * self.block, min((block + 1) * self.block, self.documents)
         document = permute(np.arange(first, last), self.documents, self.seed, epoch)

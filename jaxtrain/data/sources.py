@@ -33,6 +33,7 @@ TEXT = tuple(f"*.{suffix}" for suffix in TEXT_SUFFIXES.split())
 JSONL = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.ndjson", "*.ndjson.gz", "*.ndjson.zst")
 PARQUET = ("*.parquet",)
 SPLITS = ("train", "validation")
+COUNTED = 1 << 22  # bytes whose lines are counted at a time
 MAGIC = frozenset("*?[")
 
 
@@ -187,11 +188,14 @@ def _spans(file: File, target: int) -> Iterator[Span]:
         with open(file.path, "rb") as f:
             begin, line = 0, 1
             while begin < file.size:
-                chunk = f.read(target)
-                chunk += f.readline()
-                yield Span(file, begin, begin + len(chunk), line, len(chunk))
-                begin += len(chunk)
-                line += chunk.count(b"\n")
+                newlines, left = 0, target
+                while left > 0 and (chunk := f.read(min(left, COUNTED))):
+                    newlines += chunk.count(b"\n")
+                    left -= len(chunk)
+                newlines += f.readline().count(b"\n")
+                end = f.tell()
+                yield Span(file, begin, end, line, end - begin)
+                begin, line = end, line + newlines
     else:
         yield whole
 

@@ -1,4 +1,4 @@
-"""A process that tokenizes shards: `python -m jaxtrain.data.worker`, driven by `build` over its standard streams.
+"""A process that tokenizes shards: `python -m jaxtrain.data.worker`, driven by `builder` over its standard streams.
 
 It is started as a program of its own rather than by multiprocessing: no fork of a process that runs JAX, and no
 second import of the user's main script. One JSON object per line comes in (first the job, then shards), one per
@@ -8,6 +8,7 @@ shard goes out. When the driver dies its standard input ends, and so does it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,7 +116,10 @@ def main() -> None:
 
 
 def _answer(out: Any, message: dict[str, Any]) -> None:
-    print(json.dumps(message), file=out, flush=True)
+    try:
+        print(json.dumps(message), file=out, flush=True)
+    except BrokenPipeError:
+        os._exit(1)  # the driver is gone; the next one takes up what is missing
 
 
 if __name__ == "__main__":

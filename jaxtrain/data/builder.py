@@ -7,6 +7,7 @@ of a finished cache do not depend on the number of processes or on how often the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -74,7 +75,10 @@ def build_cache(
             return open_cache(folder)
         folder.mkdir(parents=True, exist_ok=True)
         job = Job(str(folder), key, tokenizer, encoder.fingerprint, source.field, validation)
-        with _locked(folder):
+        with _locked(folder) as alone:
+            if alone:
+                for litter in folder.glob("*.tmp"):  # of killed builds
+                    litter.unlink(missing_ok=True)
             if check or not (folder / "cache.json").exists():  # another process may have finished it meanwhile
                 states = {f.path: s for f, (_, s) in zip(files, hashes)}
                 _build(job, _plan(files, target, states), encoder, workers, progress)
@@ -99,22 +103,30 @@ def _plan(files: list[File], target: int, states: dict[str, list[int]]) -> list[
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One builder at a time; the lock ends with the process that holds it."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """One builder at a time; the lock ends with the process that holds it.
+
+    Yields whether there is a lock: some network file systems and Windows have none. Several builders then write
+    the same bytes to temporaries of their own, which costs time and harms nothing.
+    """
     try:
         import fcntl
-    except ImportError:  # not on Windows; two builders then write the same bytes twice
-        yield
+    except ImportError:
+        yield False
         return
     with open(folder / ".lock", "wb") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            yield False
+        else:
+            yield True
 
 
 def _build(job: Job, shards: list[Shard], encoder: Tokenizer, workers: int | None, progress: Progress | None) -> None:
     folder = Path(job.folder)
-    for litter in folder.glob("*.tmp"):  # of killed builds: nobody else is writing, as we hold the lock
-        litter.unlink(missing_ok=True)
     todo = [s for s in shards if not _intact(folder, s.index, job.key)]
     total, done = sum(s.size for s in shards), sum(s.size for s in shards) - sum(s.size for s in todo)
 
@@ -164,7 +176,10 @@ def _run_workers(job: Job, todo: list[Shard], count: int, report: Callable[[Shar
     }
     command = [sys.executable, "-m", "jaxtrain.data.worker"]
     pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, text=True) for _ in range(count)]
+    processes = [  # in sessions of their own: Ctrl-C is for this process, which ends them
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env, text=True, start_new_session=True)
+        for _ in range(count)
+    ]
     threads = [threading.Thread(target=_feed, args=(p, job, waiting, results), daemon=True) for p in processes]
     try:
         for thread in threads:
