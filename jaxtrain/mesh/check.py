@@ -172,7 +172,8 @@ def _twice(
                     continue
                 first, first_name = owner.setdefault(axis, (dim, name or ""))
                 if first != dim:
-                    cause = (axis, *sorted((first_name, name or "")))
+                    low, high = sorted((first_name, name or ""))
+                    cause = (axis, low, high)
                     found.setdefault(cause, []).append(f"{path} (dims {first} and {dim})")
     for (axis, first_name, name), paths in found.items():
         who = f"both `{first_name}` and `{name}`" if first_name != name else f"two dims `{name}`"
@@ -195,12 +196,12 @@ def _indivisible(
             if name is not None:
                 found.setdefault((name, size), []).append(f"{path} (dim {dim})")
     for (name, size), paths in found.items():
-        axes = [axis for axis in rules.get(name, ()) if sizes[axis] != 1]
-        counts = [sizes[axis] for axis in axes]
-        shards = prod(count or 1 for count in counts)
-        if None in counts or size % shards == 0:
+        # An axis of unknown size only multiplies the shards: what the others do not divide stays wrong.
+        counts = {axis: sizes[axis] or 1 for axis in rules.get(name, ()) if sizes[axis] != 1}
+        shards = prod(counts.values())
+        if size % shards == 0:
             continue
-        split = " x ".join(f"{axis} {count}" for axis, count in zip(axes, counts))
+        split = " x ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
         what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"
         above = -(-size // shards) * shards
         nearest = join([above - shards, above] if above > shards else [above])

@@ -177,6 +177,7 @@ def test_what_goes_together_passes(tmp_path: Path) -> None:
         "model: {window: 64, window_every: 2, heads: 6, embed: 96, kv_heads: 3}\n"
     )
     assert resolve(file)[0].model.kv_heads == 3
+    assert resolve(file, "model.embed=100", "model.head_dim=16")[0].model.embed == 100
     file.write_text("data: {tokenizer: gone.json, sources: [{path: /nope}]}\n")
     assert resolve(file, paths=False)[0].data.tokenizer == "gone.json"
 

@@ -74,6 +74,10 @@ def test_a_layout_replaces_earlier_mesh_and_rules_and_later_ones_refine(write) -
     moved = load("moved.yaml")
     assert moved.mesh == load(None).mesh
     assert moved.rules == load(None).rules
+    write("layouts/bare.yaml", "mesh: {data: 2}\n")
+    bare = load("parent.yaml", "layout=bare")
+    assert bare.rules == {}
+    assert bare.mesh.model == 1
 
 
 def test_a_layout_on_the_command_line_moves_wholly_in_any_order(write) -> None:

@@ -96,6 +96,9 @@ def test_only_one_axis_fills() -> None:
 
 def test_unknown_devices_check_what_is_known() -> None:
     assert found({"data": -1, "model": 2}, None) == []
+    lines = found({"data": -1, "fsdp": 3}, None, tensors={})
+    assert len(lines) == 1
+    assert "cannot be split into 3 (fsdp 3)" in lines[0]
     assert [line.split(":")[0] for line in found({"data": -1, "model": 4}, None)] == ["rules.kv_heads"]
 
 
