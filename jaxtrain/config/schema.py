@@ -182,7 +182,7 @@ class Step(Section):
     """How one optimizer step is computed."""
 
     accumulate: PositiveInt = key(1, "microbatches per step")
-    remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is not")
+    remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is saved")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
 
