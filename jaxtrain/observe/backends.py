@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.observe.tracker import valid
+from jaxtrain.observe.tracker import APPEND, append, valid
 
 
 class TensorBoard:
-    """Event files in RUN_DIR/tensorboard.
+    """Event files in RUN_DIR/tensorboard, made of tensorboardX's messages.
 
-    Written in this thread: tensorboardX's own SummaryWriter hands events to a thread through a short queue, and when
-    that thread dies of a full disk the next `add_scalar` waits for ever.
+    Every event is one write to an appending file in this thread. tensorboardX's SummaryWriter hands events to a
+    thread through a short queue, and when that thread dies of a full disk the next `add_scalar` waits for ever; its
+    file writer syncs the disk with every flush, milliseconds a step.
     """
 
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "tensorboard"
-        self._files = _import("tensorboardX.event_file_writer", "")
         self._events = _import("tensorboardX.proto.event_pb2", "")
         self._summaries = _import("tensorboardX.proto.summary_pb2", "")
-        self._writer: Any = None
+        self._checksum = _import("tensorboardX.record_writer", "").masked_crc32c
+        self._file: int | None = None
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # File names tell seconds; the suffix keeps apart two starts within one.
-        self._writer = self._files.EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{time.time_ns()}")
+        # TensorBoard reads files in the order of their names: seconds first. The rest keeps two starts apart.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self._file = os.open(self._folder / name, APPEND, 0o644)
+        self._write(file_version="brain.Event:2")
         # Tells TensorBoard to forget what a dead run wrote for later steps.
         session = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=int(info.get("step", 0)) + 1, session_log=session)
@@ -46,15 +51,18 @@ class TensorBoard:
         """TensorBoard shows numbers only."""
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _write(self, **fields: Any) -> None:
-        if self._writer is None:
+        """Appends an event in TFRecord framing: length, its checksum, data, its checksum."""
+        if self._file is None:
             raise RuntimeError("not started")
-        self._writer.write_event(self._events.Event(wall_time=time.time(), **fields))
-        self._writer.flush()
+        data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
+        head = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", self._checksum(part)) for part in (head, data)]
+        append(self._file, head + sums[0] + data + sums[1])
 
 
 class WandB:
@@ -103,6 +111,7 @@ class MLflow:
     def __init__(self, experiment: str, name: str, run_dir: Path):
         self._mlflow = _import("mlflow", "mlflow")
         self._experiment, self._name, self._dir, self._run = experiment, name, Path(run_dir), None
+        self._sent: Any = None
 
     def start(self, info: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
@@ -129,7 +138,9 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [Metric(k, float(v), now, step) for k, v in values.items() if k != "step"])
+        metrics = [Metric(k, float(v), now, step) for k, v in values.items() if k != "step"]
+        # Sent by a thread of MLflow's, in order: the loop does not wait for a server.
+        self._sent = self._client.log_batch(self._run, metrics, synchronous=False)
 
     def event(self, kind: str, **fields: Any) -> None:
         self._client.set_tag(self._run, f"last_{kind}", str(valid(fields))[:500])
@@ -138,9 +149,11 @@ class MLflow:
         self._client.log_artifact(self._run, str(path))
 
     def close(self) -> None:
-        if self._run is not None:
-            self._client.set_terminated(self._run)
-            self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            if self._sent is not None:
+                self._sent.wait()
+            self._client.set_terminated(run)
 
 
 def _import(module: str, extra: str) -> Any:

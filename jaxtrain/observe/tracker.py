@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from jaxtrain.config.schema import Config
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # flags of a file that lines are appended to
 
 
 class Tracker(Protocol):
@@ -90,7 +91,7 @@ class Files:
         cut = cut_after(self._dir / METRICS, step)
         cut_after(self._dir / EVENTS, None)
         for name in (METRICS, EVENTS):
-            self._files[name] = os.open(self._dir / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._files[name] = os.open(self._dir / name, APPEND, 0o644)
         fields = {key: value for key, value in info.items() if key != "config"}
         self.event("resume" if step else "start", **fields, **({"cut": cut} if cut else {}))
 
@@ -109,10 +110,14 @@ class Files:
             os.close(self._files.popitem()[1])
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
-        line = (json.dumps(valid(record), allow_nan=False, default=str) + "\n").encode()
-        written = os.write(self._files[name], line)
-        if written != len(line):
-            raise OSError(f"{self._dir / name}: only {written} of {len(line)} bytes written, is the disk full?")
+        append(self._files[name], (json.dumps(valid(record), allow_nan=False, default=str) + "\n").encode())
+
+
+def append(file: int, data: bytes) -> None:
+    """One write to a descriptor: what a killed process wrote is complete. Raises OSError when the disk is full."""
+    written = os.write(file, data)
+    if written != len(data):
+        raise OSError(f"only {written} of {len(data)} bytes written, is the disk full?")
 
 
 def valid(value: Any) -> Any:
