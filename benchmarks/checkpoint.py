@@ -5,8 +5,9 @@
 `stall` is how long `Checkpointer.save` keeps its caller, on a state that a training step then donates; `copy` is a
 plain blocking device-to-host copy of the same state (every shard of the first replica into fresh NumPy memory),
 interleaved with it: the yardstick is stall <= copy. `next step` is the donating step right after a save, `step` one
-without, so that nothing hides there. `write` runs from `save` to the commit (data, checksums, fsync, marker);
-`restore` reads with checksums from a warm page cache, `cold` after it was dropped. Times are medians.
+without; `blocked` is the stall plus what the save adds to that step, so that nothing hides there. `write` runs from
+`save` to the commit (data, checksums, fsync, marker); `restore` reads with checksums from a warm page cache, `cold`
+after it was dropped. Times are medians.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ def measure(size: int, leaves: int, repeats: int, folder: Path) -> dict[str, flo
         "copy ms": middle(copies[1:]) * 1e3,
         "step ms": middle(plain[1:]) * 1e3,
         "next step ms": middle(after[1:]) * 1e3,
+        "blocked ms": (middle(stalls[1:]) + max(0.0, middle(after[1:]) - middle(plain[1:]))) * 1e3,
         "write MiB/s": size / middle(writes[1:]),
         "restore MiB/s": size / min(warm),
         "cold MiB/s": size / min(cold),

@@ -266,13 +266,13 @@ class Checkpointer(Reader):
         self._events.append(SetAside(step, problem, path))
 
     def _admits(self, step: int) -> bool:
-        """Whether a save of this step is due; the same on every process. Leavings of a failed one are deleted."""
+        """Whether a save of this step is due; the same on every process."""
         newest = -1
         if self._first:
             newest = self.store.latest()
             newest = -1 if newest is None else newest
             if newest < step:
-                self.store.clean(step)
+                self._clear(step)
         newest = agreed(newest)
         if newest > step:
             raise CheckpointError(
@@ -280,6 +280,13 @@ class Checkpointer(Reader):
             )
         self._passed.discard(step)
         return newest != step
+
+    def _clear(self, step: int) -> None:
+        """Makes way for a save: leavings of a failed one are deleted, a step with a damaged marker is set aside."""
+        self.store.clean(step)
+        if self.store.path(step).exists():
+            reason = self.store.problem(step) or "it is saved anew"
+            self._events.append(SetAside(step, reason, str(self.store.set_aside(step, "bad"))))
 
     def _start(self, path: Path, flat: dict[str, jax.Array]) -> Callable[[], None]:
         if jax.process_count() > 1:

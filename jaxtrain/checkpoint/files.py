@@ -22,7 +22,7 @@ PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the mar
 _CHUNK = 4 << 20
 
 
-class CheckpointError(Exception):
+class CheckpointError(ValueError):
     """A checkpoint cannot be written, found, read or used; the message is one line."""
 
 

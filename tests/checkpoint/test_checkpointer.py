@@ -292,6 +292,21 @@ def test_a_damaged_newest_step_is_set_aside_and_saved_again(tmp_path):
     assert (tmp_path / "bad-20").is_dir()
 
 
+def test_a_step_with_a_damaged_marker_makes_way_for_its_own_save(tmp_path):
+    save_steps(tmp_path, 10, 20)
+    damage_truncate(tmp_path / "20" / "jaxtrain.json", np.random.default_rng(0))
+    state = make_state(mesh_of(2, 2, 2), seed=5)
+    with Checkpointer(tmp_path) as checkpoints:
+        assert checkpoints.latest() == 10
+        assert checkpoints.save(20, state, manifest=MANIFEST)
+        checkpoints.wait()
+        first, second = checkpoints.poll()
+        assert isinstance(first, SetAside)
+        assert isinstance(second, Committed)
+        assert_equal(checkpoints.restore(20, abstract(state))[0], state)
+    assert (tmp_path / "bad-20").is_dir()
+
+
 def test_when_all_are_damaged_it_says_which(tmp_path):
     save_steps(tmp_path, 10, 20)
     for step in (10, 20):
