@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtrain.mesh.axes import AXES
 from jaxtrain.mesh.layout import Layout
 
 
-def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """Devices laid out by the axis sizes, the inner axes on the fastest network.
 
     Axes named in `dcn` span slices (TPU) or processes (elsewhere) by that factor; the rest stays inside one.
@@ -39,7 +40,7 @@ def make_mesh(layout: Layout, devices: Sequence[jax.Device] | None = None) -> Me
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _hybrid(inner: list[int], outer: list[int], devices: list[jax.Device]) -> np.ndarray:
+def _hybrid(inner: list[int], outer: list[int], devices: list[Any]) -> np.ndarray:
     """Slices (or, without slices, processes; or, under simulation, equal runs of devices) in the outer factor."""
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) == int(np.prod(outer)):

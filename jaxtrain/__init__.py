@@ -1,0 +1,39 @@
+"""jaxtrain: train Flax models on any device mesh from a typed config.
+
+    import jaxtrain
+    config = jaxtrain.load("configs/quickstart.yaml", "mesh.model=4")
+    result = jaxtrain.train(config)
+
+Nothing is imported before it is used, so that flags can be set before JAX starts.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtrain.config import Config, ConfigError
+
+__all__ = ["Config", "ConfigError", "load", "train"]
+
+
+def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, Any] | None = None) -> Config:
+    """The config of a YAML file with `key=value` overrides, checked whole: values, mesh, rules and the model's dims.
+
+    Raises:
+        ConfigError: with every problem, one line each.
+    """
+    from jaxtrain.config import resolve
+    from jaxtrain.models.check import check_config
+
+    return resolve(path, *overrides, base=base, checks=[check_config])[0]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":
+        return import_module("jaxtrain.train")
+    if name in ("Config", "ConfigError"):
+        return getattr(import_module("jaxtrain.config"), name)
+    raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

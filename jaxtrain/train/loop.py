@@ -1,0 +1,163 @@
+"""The train loop, one screen long: next batch, step, log the step before, maybe evaluate, maybe save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import Committed, Signals
+from jaxtrain.config import Config
+from jaxtrain.data.loader import Prefetcher
+from jaxtrain.observe.profile import Profile
+from jaxtrain.observe.progress import Screen
+from jaxtrain.train.program import Program, State
+from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command
+
+Reading = tuple[int, dict[str, jax.Array]]  # steps done, and the metrics of the last one, still on the device
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. `metrics` are those of the last step, with `eval/...` where there was a validation."""
+
+    run_dir: Path
+    step: int
+    metrics: dict[str, float]
+    stopped_by: str | None
+    resume: str
+    state: State
+    program: Program
+    data: Any
+
+
+def train(
+    config: Config,
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = False,
+    profile: tuple[int, int] | None = None,
+    screen: Screen | None = None,
+) -> Result:
+    """Trains to `config.steps` and returns when the last checkpoint is on disk.
+
+    Args:
+        config: from `jaxtrain.load`.
+        run_dir: where to write; default: a new folder DIR/NAME.
+        resume: go on from the newest good checkpoint in `run_dir`.
+        profile: (first, last) steps to trace for XProf into RUN_DIR/profile.
+        screen: where progress is shown; default: the terminal.
+
+    Raises:
+        ValueError: bad input, in one line for each problem.
+    """
+    directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
+    screen = screen or Screen(config.steps)
+    run, state, done = open_run(config, directory, screen=screen, resume=resume)
+    try:
+        with Signals() as signals:
+            state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile))
+            run.checkpoints.wait()
+            report_checkpoints(run)
+        run.observers.event("stop", step=done, reason=stopped_by or "finished")
+        return Result(directory, done, dict(run.latest), stopped_by, resume_command(run, done), state, run.program, run.data)
+    except BaseException as error:
+        run.observers.event("stop", reason=f"{type(error).__name__}: {error}".strip())
+        raise
+    finally:
+        run.observers.close()
+        run.checkpoints.close()
+
+
+def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -> tuple[State, int, str | None]:
+    """Steps until the config's last one or a signal: (state, steps done, signal or None)."""
+    config, meter, first = run.config, run.meter, done
+    before: Reading | None = None
+    stopped_by = None
+    with Prefetcher(run.place(run.data), done, config.steps, config.data.prefetch) as batches:
+        while done < config.steps and stopped_by is None:
+            report_profile(run, profile.at(done))
+            with meter.data():
+                _, batch = next(batches)
+            state, metrics = run.program.step(state, batch)
+            log(run, before)  # the step before, while this one runs
+            done += 1
+            before = (done, metrics)
+            if done == first + 1:
+                jax.block_until_ready(metrics)
+                run.observers.event("compiled", step=done, seconds=round(meter.compiled(done), 2))
+            stopped_by = signals.stop_at(done)
+            is_end = done == config.steps
+            if run.validation is not None and (is_end or due(config.eval.every, done)):
+                log(run, before)
+                before = None
+                evaluate(run, state, done)
+            if is_end or stopped_by or due(config.checkpoint.every, done):
+                run.checkpoints.save(done, state, manifest=run.manifest, metrics=finite(run.latest))
+            report_checkpoints(run)
+    log(run, before, is_last=True)
+    report_profile(run, profile.close())
+    return state, done, stopped_by
+
+
+def due(every: int | None, done: int) -> bool:
+    """Whether something happens after `done` steps that happens every so many."""
+    return every is not None and done % every == 0
+
+
+def log(run: Run, reading: Reading | None, is_last: bool = False) -> None:
+    """Reads a finished step's metrics and hands them on. Waits for that step, never for a later one."""
+    if reading is None:
+        return
+    done, metrics = reading
+    if not is_last and not due(run.config.log.every, done):
+        jax.block_until_ready(metrics)  # bounds the steps in flight
+        return
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    run.latest |= values
+    run.observers.log(done, run.meter.record(done, values))
+
+
+def evaluate(run: Run, state: State, done: int) -> None:
+    """Loss terms over the validation batches, of the averaged weights where there are such."""
+    with run.meter.pause():
+        means = validate(run, state.get("ema", state["params"]), run.config.eval.batches)
+    run.latest |= means
+    run.observers.log(done, means)
+    run.observers.event("eval", step=done, **means)
+
+
+def validate(run: Any, params: Any, batches: int) -> dict[str, float]:
+    """`eval/loss` and `eval/TERM`: sums over weights, over all batches together."""
+    place = run.place(run.validation)
+    sums: dict[str, Any] = {}
+    for index in range(min(batches, getattr(run.validation, "batches", None) or batches)):
+        terms = run.program.evaluate(params, place(index))
+        sums = terms if not sums else jax.tree.map(jax.numpy.add, sums, terms)
+    host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(sums).items()}
+    means = {f"eval/{name}": s / w if w else 0.0 for name, (s, w) in host.items()}
+    return {"eval/loss": sum(means.values()), **means}
+
+
+def finite(values: dict[str, float]) -> dict[str, float]:
+    """The values that JSON can hold."""
+    return {name: value for name, value in values.items() if abs(value) < float("inf")}
+
+
+def report_checkpoints(run: Run) -> None:
+    """Passes on what became of the checkpoints."""
+    for event in run.checkpoints.poll():
+        if isinstance(event, Committed):
+            size = f"{event.bytes / 2**20:.1f} MiB"
+            times = {"seconds": round(event.seconds, 3), "stall": round(event.stall, 4)}
+            run.observers.event("checkpoint", step=event.step, size=size, **times)
+        else:
+            run.observers.event("warning", text=str(event))
+
+
+def report_profile(run: Run, path: Path | None) -> None:
+    """Says where a trace was written."""
+    if path is not None:
+        run.observers.artifact(path)

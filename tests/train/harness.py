@@ -1,0 +1,61 @@
+"""A tiny model, a packed batch and a run on any layout, for the tests of the step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jaxtrain.config.schema import Config
+from jaxtrain.train.program import Program, build
+
+RULES = {
+    "batch": ["data", "fsdp"], "embed": "fsdp", "heads": "model", "kv_heads": "model", "mlp": "model",
+    "vocab": "model", "sequence": "model",
+}  # fmt: skip
+MODEL = {
+    "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256, "qk_norm": True,
+    "attention_bias": True, "mlp_bias": True, "window": 24, "window_every": 2,
+}  # fmt: skip
+ROWS, LENGTH = 8, 32
+
+
+def config(**changes) -> Config:
+    base = {
+        "model": MODEL, "precision": "fp32", "steps": 100, "loss": {"z_loss": 1e-3},
+        "data": {"sequence": LENGTH, "global_batch": ROWS},
+        "optimizer": {"lr": 3e-3, "schedule": "constant", "epsilon": 1e-4},
+    }  # fmt: skip
+    return Config(**{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in (base | changes).items()})
+
+
+def program(mesh: dict | None = None, rules: dict = RULES, **changes) -> Program:
+    """On as many simulated devices as the mesh has places; without a mesh on one, unsharded."""
+    cfg = config(mesh=mesh or {}, rules=rules if mesh else {}, **changes)
+    count = int(np.prod(list((mesh or {}).values()) or [1]))
+    return build(cfg, 256, jax.devices()[:count])
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    """Packed documents of random lengths; one row is mostly padding, so that weights differ a lot between rows."""
+    rng = np.random.default_rng(step)
+    out = {name: np.zeros((ROWS, LENGTH), np.int32) for name in ("tokens", "targets", "positions", "segments")}
+    out["weights"] = np.zeros((ROWS, LENGTH), np.float32)
+    for row in range(ROWS):
+        end = LENGTH if row else 5
+        cuts = [0, *sorted(rng.choice(np.arange(1, end), size=2, replace=False)), end]
+        for segment, (a, b) in enumerate(zip(cuts, cuts[1:]), start=1):
+            document = rng.integers(0, 250, b - a + 1)
+            out["tokens"][row, a:b], out["targets"][row, a:b] = document[:-1], document[1:]
+            out["positions"][row, a:b] = np.arange(b - a)
+            out["segments"][row, a:b] = segment
+            out["weights"][row, a : b - 1] = 1.0
+    return out
+
+
+def run(program: Program, steps: int) -> tuple[dict, dict[str, np.ndarray]]:
+    """The last state and the metrics of every step."""
+    state, rows = program.init(), []
+    for step in range(steps):
+        state, metrics = program.step(state, batch(step))
+        rows.append(metrics)
+    return state, {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}

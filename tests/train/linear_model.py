@@ -1,0 +1,25 @@
+"""A user's own model and data, with gradients known by formula: y ~ x w, weighted squares."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.nn.env import constant
+
+
+class Linear(nnx.Module):
+    def __init__(self, size: int, *, env, rngs):
+        self.env = env
+        self.w = env.param(rngs, ("features",), (size,), constant(0.0))
+
+    def loss(self, batch, key):
+        error = batch["x"] @ self.env.weight(self.w) - batch["y"]
+        return {"square": (jnp.sum(batch["count"] * error**2), jnp.sum(batch["count"]))}
+
+
+def batch(rows: int, size: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(rows, size)), rng.normal(size=rows)
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32), "count": np.arange(1, rows + 1, dtype=np.float32)}

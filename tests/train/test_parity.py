@@ -1,0 +1,88 @@
+"""The layout never changes the result: every layout against one device, gradients included."""
+
+from __future__ import annotations
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.train.step import _accumulated, _whole
+
+LAYOUTS = {
+    "ddp": {"data": 8},
+    "fsdp": {"fsdp": 8},
+    "hsdp": {"data": 2, "fsdp": 4},
+    "tp_sp": {"model": 2},
+    "fsdp_tp": {"fsdp": 4, "model": 2},
+    "3d": {"data": 2, "fsdp": 2, "model": 2},
+}
+NO_SEQUENCE = {k: v for k, v in harness.RULES.items() if k != "sequence"}
+
+
+@functools.cache
+def one_device():
+    return harness.run(harness.program(), 20)
+
+
+def close_trees(a, b, tolerance: float) -> None:
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        scale = max(np.linalg.norm(x), 1e-6)
+        assert np.linalg.norm(x - y) <= tolerance * scale, (jax.tree_util.keystr(path), np.linalg.norm(x - y) / scale)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_twenty_steps_equal_one_device(name: str):
+    program = harness.program(LAYOUTS[name])
+    state, metrics = harness.run(program, 20)
+    expected_state, expected = one_device()
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-4)
+    close_trees(expected_state["params"], state["params"], 1e-4)
+
+
+def gradients(program, accumulate: int = 1):
+    compute = _accumulated if accumulate > 1 else _whole
+    params = program.init()["params"]
+    run = jax.jit(lambda p, b, k: compute(program.definition, program.sharder, p, b, k, accumulate))
+    return run(params, harness.batch(0), jax.random.key(0))
+
+
+@functools.cache
+def one_device_gradients():
+    return gradients(harness.program())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("rules", [harness.RULES, NO_SEQUENCE], ids=["sp", "no_sp"])
+def test_every_gradient_equals_one_device(name: str, rules: dict):
+    got, expected = gradients(harness.program(LAYOUTS[name], rules)), one_device_gradients()
+    close_trees(expected, got, 1e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, LAYOUTS["3d"]], ids=["one", "3d"])
+@pytest.mark.parametrize("accumulate", [2, 8])
+def test_accumulation_is_weighted_by_tokens(mesh, accumulate: int):
+    """Rows carry very different numbers of targets: a mean of microbatch means would be far off."""
+    if mesh and accumulate == 8:
+        mesh = {"data": 1, "model": 2}  # microbatches of one row
+    program = harness.program(mesh, step={"accumulate": accumulate})
+    close_trees(one_device_gradients(), gradients(program, accumulate), 1e-5)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", ("attention", "residual")], ids=str)
+def test_remat_does_not_change_the_result(remat):
+    program = harness.program(LAYOUTS["3d"], step={"remat": remat})
+    close_trees(one_device_gradients(), gradients(program), 1e-5)
+
+
+def test_state_lives_in_shards():
+    state = harness.program(LAYOUTS["3d"]).init()
+    gate = state["params"]["layers"]["mlp"]["gate"]
+    assert gate.sharding.shard_shape(gate.shape) == (2, 16, 32)
+    moments = [leaf for leaf in jax.tree.leaves(state["opt_state"]) if leaf.shape == gate.shape]
+    assert len(moments) >= 2
+    assert all(leaf.sharding.is_equivalent_to(gate.sharding, gate.ndim) for leaf in moments)
