@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.attention import xla
 from jaxtrain.kernels.attention.case import Case, Tokens, visible
 
 HOPPER = (9, 0)
 RUNS = 16  # at least so many documents a row; longer rows hold more, see `_most_runs`
-TOKENS_PER_RUN = 128
+TOKENS_PER_RUN = 512  # cuDNN keeps a float32 statistic per run, head and token
+MASKED_QUERIES = 4096  # queries that a mask is made for at a time
 PRIMITIVE = "dot_product_attention_fwd_wrapper"  # saved by remat policies: naming the output saves nothing
 
 
@@ -38,9 +38,9 @@ def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtyp
 def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segments_BT: Array | None, case: Case, hopper: bool):
     """Self-attention [batch, time, heads, head_dim]; causal order is the index. All mesh axes must be manual.
 
-    Packed documents go to cuDNN as sequences of their own (Hopper and later; an earlier GPU takes a bias of
-    [batch, 1, time, time]). Their number a row is bounded when compiling: a batch with more of them takes the
-    XLA kernel, chosen on the device.
+    Packed documents go to cuDNN as sequences of their own (Hopper and later). How many a row may hold is fixed
+    when compiling; a batch with more of them takes cuDNN with a mask instead, chosen on the device, and so do
+    earlier GPUs always.
     """
     if segments_BT is None:
         return _plain(q_BTHD, k_BSKD, v_BSKD, case)
@@ -50,16 +50,12 @@ def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segments_BT: Array | 
         out = lax.cond(
             runs_BT.max() < most,
             lambda q, k, v: _packed(q, k, v, runs_BT, most, case),
-            lambda q, k, v: xla.attention(q, k, v, case, Tokens(segments_BT, segments_BT), block=128),
+            lambda q, k, v: _masked(q, k, v, segments_BT, case),
             *(q_BTHD, k_BSKD, v_BSKD),
         )
     else:
-        size = slice(0, segments_BT.shape[1])
-        # Causality and window are cuDNN's own; the mask adds the documents.
-        documents = replace(case, causal=False, window=None)
-        mask = visible(documents, Tokens(segments_BT, segments_BT), size, size)
-        out = _plain(q_BTHD, k_BSKD, v_BSKD, case, None if mask is None else mask[:, None])
-    # Padding saw itself: a select gives 0, and takes its gradient away.
+        out = _masked(q_BTHD, k_BSKD, v_BSKD, segments_BT, case)
+    # Padding saw itself or everything: a select gives 0, and takes its gradient away.
     return jnp.where((segments_BT != 0)[:, :, None, None], out, jnp.zeros((), out.dtype))
 
 
@@ -68,6 +64,31 @@ def _plain(q: Array, k: Array, v: Array, case: Case, mask: Array | None = None) 
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=case.scale, is_causal=case.causal, local_window_size=window, implementation="cudnn"
     )
+
+
+def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Array:
+    """Documents by a mask, which cuDNN takes as a bias [batch, 1, queries, keys] and differentiates.
+
+    So that it stays small, long sequences come in equal blocks of queries, each against all keys.
+    """
+    B, T = segments_BT.shape
+    count = max(n for n in range(1, max(1, T // MASKED_QUERIES) + 1) if T % n == 0)
+    if count == 1:  # causality and window are cuDNN's own
+        mask = visible(
+            replace(case, causal=False, window=None), Tokens(segments_BT, segments_BT), slice(0, T), slice(0, T)
+        )
+        return _plain(q, k, v, case, None if mask is None else mask[:, None])
+    block = T // count
+    plain = replace(case, causal=False, window=None)
+
+    def one(_, xs):
+        first, q, segments = xs
+        mask = visible(case, Tokens(segments, segments_BT), slice(0, block), slice(0, T), first)
+        return None, _plain(q, k, v, plain, None if mask is None else mask[:, None])
+
+    split = (jnp.moveaxis(x.reshape(B, count, block, *x.shape[2:]), 1, 0) for x in (q, segments_BT))
+    _, out = lax.scan(one, None, (block * jnp.arange(count, dtype=jnp.int32), *split))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
 
 def _most_runs(time: int) -> int:
