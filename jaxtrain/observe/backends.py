@@ -139,7 +139,7 @@ class MLflow:
 
         now = int(time.time() * 1000)
         metrics = [Metric(k, float(v), now, step) for k, v in values.items() if k != "step"]
-        # Sent by a thread of MLflow's, in order: the loop does not wait for a server.
+        # Sent by MLflow's own threads: the loop does not wait for a server.
         self._sent = self._client.log_batch(self._run, metrics, synchronous=False)
 
     def event(self, kind: str, **fields: Any) -> None:

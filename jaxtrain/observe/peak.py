@@ -67,26 +67,24 @@ def device_peak(device: Any, local_devices: int, dtype: Any, tflops: float | Non
     return known_peak(device.device_kind)
 
 
-def measure_cpu(dtype: Any, device: Any = None, seconds: float = 0.25) -> float:
+def measure_cpu(dtype: Any, device: Any = None, seconds: float = 0.4) -> float:
     """Best FLOP/s of square matmuls of `dtype` on this host's CPU.
 
-    One device runs on all cores. Sizes double from 256 while `seconds` last, so that a slow dtype (bfloat16 where
-    the CPU has none) stays quick.
+    One device runs on all cores. Each of three sizes is repeated for a third of the time, so that the best falls into
+    a moment in which nothing else ran; a slow dtype (bfloat16 where the CPU has none) stops at a smaller size.
     """
     import jax
     import jax.numpy as jnp
 
     device = device or jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(lambda a, b: a @ b)
-    best, size, start = 0.0, 256, time.perf_counter()
-    while size <= 2048 and time.perf_counter() - start < seconds:
+    best, start = 0.0, time.perf_counter()
+    for size in (256, 512, 1024):
         a = jax.device_put(jnp.ones((size, size), dtype), device)
         multiply(a, a).block_until_ready()
-        for _ in range(3):
-            began = time.perf_counter()
+        turn = began = time.perf_counter()
+        while not best or (began - turn < seconds / 3 and began - start < seconds):
             multiply(a, a).block_until_ready()
-            best = max(best, 2 * size**3 / (time.perf_counter() - began))
-            if time.perf_counter() - start > seconds:
-                break
-        size *= 2
+            now = time.perf_counter()
+            best, began = max(best, 2 * size**3 / (now - began)), now
     return best
