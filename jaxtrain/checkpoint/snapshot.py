@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+_TRIM = 64 << 20  # bytes freed between two calls of malloc_trim
 
 
 def snapshot(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -72,11 +75,23 @@ def rematerialise(flat: dict[str, jax.Array]) -> None:
 
     Freshly read CPU arrays may alias NumPy memory of the reader, which XLA must not reuse: 5-27% of the buffers were
     not donated. Accelerators always copy into buffers of their own, so nothing is done there. The original is deleted
-    before the next copy: one tensor more than the state is alive at a time.
+    before the next copy, and its pages are handed back at once: glibc would keep them for the reader's threads, and
+    the peak would be 2.2 times the state instead of 1.4.
     """
+    freed = 0
     for name, array in flat.items():
         if next(iter(array.sharding.device_set)).platform != "cpu":
             continue
-        copy = jax.block_until_ready(jax.device_put(array, array.sharding, may_alias=False))
-        flat[name] = copy
+        flat[name] = jax.block_until_ready(jax.device_put(array, array.sharding, may_alias=False))
+        freed += sum(shard.data.nbytes for shard in array.addressable_shards)
         array.delete()
+        if freed > _TRIM:
+            _trim()
+            freed = 0
+
+
+def _trim() -> None:
+    """Returns freed heap pages to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
