@@ -28,6 +28,7 @@ Term = tuple[Array, Array]  # (sum, weight), float32 scalars
 
 MASKED = -1e30  # finite, so that a wholly masked chunk gives no NaN
 LANES = 128  # chunks of the vocabulary are multiples of this, for the matrix units
+SMALLEST = 512  # a smaller chunk costs more in steps of the loop than it saves
 
 
 def cross_entropy(
@@ -53,8 +54,8 @@ def cross_entropy(
             is cast chunk by chunk.
         targets_BT: int token ids [batch, time].
         weights_BT: float32 [batch, time]; 0 leaves a token out. Not differentiated.
-        chunks: chunks of each shard's part of the vocabulary; memory is about batch * time * vocab / chunks * 4
-            bytes per device.
+        chunks: chunks of each shard's part of the vocabulary, fewer where they would be smaller than 512 ids; a
+            float32 chunk of logits, 4 * batch * time * vocab / chunks bytes, is what the loss needs in memory.
         tied: `head` is an embedding table. No transposed copy is made.
         z_loss: coefficient of log(Z)^2; 0 leaves the term out.
         label_smoothing: probability spread evenly over the vocabulary.
@@ -76,7 +77,8 @@ def cross_entropy(
     plan = _Plan.make(sharder or Sharder(), tuple(names), vocab, chunks, tied, label_smoothing, softcap)
     weights_BT = lax.stop_gradient(weights_BT.astype(jnp.float32))
     with jax.named_scope("cross_entropy"):
-        total, squares = _sums(plan, x_BTD, head, targets_BT, weights_BT)
+        sums: Any = _sums(plan, x_BTD, head, targets_BT, weights_BT)
+        total, squares = sums
         weight = weights_BT.sum()
     terms = {"cross_entropy": (total, weight)}
     if z_loss:
@@ -124,9 +126,7 @@ class _Plan:
         held = tuple(a for dim in parameter for a in dim if a in gathered)  # FSDP axes, kept on embed until used
         shards = prod(sharder.mesh.shape[a] for a in over) if sharder.mesh is not None else 1
         part = -(-vocab // shards)
-        size = -(-part // chunks)
-        if size > 4 * LANES:
-            size = min(part, -(-size // LANES) * LANES)
+        size = min(part, max(SMALLEST, -(-part // (chunks * LANES)) * LANES))
         order = (lambda embed: (over, (), embed)) if tied else (lambda embed: (embed, over, ()))
         return cls(
             sharder=sharder,

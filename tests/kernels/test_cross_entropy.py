@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.mesh.sharding import Sharder
 
-BATCH, TIME, EMBED, VOCAB = 8, 6, 16, 100
+BATCH, TIME, EMBED, VOCAB = 8, 6, 16, 2048
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ ALL = {"z_loss": 0.02, "label_smoothing": 0.1, "softcap": 3.0}
 WANTS = [
     Want("plain"),
     Want("one_chunk", chunks=1),
-    Want("more_chunks_than_ids", chunks=128),
+    Want("small_vocab", vocab=97, chunks=128, **ALL),
     Want("tied", tied=True),
     Want("z_loss", z_loss=0.02),
     Want("smoothing", label_smoothing=0.1),
     Want("softcap", softcap=3.0),
-    Want("odd_vocab", vocab=97),
-    Want("odd_vocab_all", vocab=97, **ALL),
-    Want("odd_vocab_all_tied", vocab=97, tied=True, **ALL),
+    Want("odd_vocab", vocab=2099),
+    Want("odd_vocab_all", vocab=2099, **ALL),
+    Want("odd_vocab_all_tied", vocab=2099, tied=True, **ALL),
 ]
 
 
@@ -158,7 +158,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_eight_devices_give_what_one_gives(layout, tied):
     sharder = sharder_of(*LAYOUTS[layout])
-    want = Want(layout, vocab=104, chunks=3, tied=tied, **ALL)  # 3 chunks of 52: the last overlaps
+    want = Want(layout, vocab=2104, chunks=3, tied=tied, **ALL)  # 512 + 512 + 512 of 1052: the last overlaps
     arrays = inputs(want)
     stored = ("vocab", "embed") if tied else ("embed", "vocab")
     names = (("batch", "context", None), stored, ("batch", "context"), ("batch", "context"))
@@ -170,7 +170,7 @@ def test_eight_devices_give_what_one_gives(layout, tied):
 
 def test_vocab_that_the_shards_do_not_divide():
     sharder = sharder_of({"fsdp": 4, "model": 2}, FSDP_TP | {"table": ("model", "fsdp")})
-    want = Want("odd", vocab=97, tied=True, **ALL)
+    want = Want("odd", vocab=2099, tied=True, **ALL)
     arrays = inputs(want)
     stored = (None, "table")  # an embedding table cut along its width alone
     table = jax.device_put(arrays[1], sharder.sharding(stored))
@@ -207,7 +207,7 @@ def test_each_chunk_of_a_stored_head_is_gathered_once_a_pass():
     [
         ({"chunks": 0}, "chunks is 0; at least 1"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
-        ({"tied": True}, r"head \(16, 100\) does not fit"),
+        ({"tied": True}, r"head \(16, 2048\) does not fit"),
         ({"targets_BT": jnp.zeros((8, 5), jnp.int32)}, r"must be \(8, 6\)"),
     ],
 )

@@ -60,12 +60,10 @@ def visible(case: Case, tokens: Tokens, query: slice, source: slice, first: Arra
         else:
             q, k = tokens.order_BT, tokens.kv_order_BS[:, source]
         ahead = q[:, :, None] - k[:, None, :]  # how far the key lies behind
-        if case.causal:
-            mask = ahead >= 0
-            if case.window is not None:
-                mask &= ahead < case.window
-        else:
-            mask = jnp.abs(ahead) < case.window
+        mask = ahead >= 0 if case.causal else None
+        if case.window is not None:
+            near = (ahead if case.causal else jnp.abs(ahead)) < case.window
+            mask = near if mask is None else mask & near
     if tokens.segments_BT is not None and tokens.kv_segments_BS is not None:
         q, k = tokens.segments_BT[:, :, None], tokens.kv_segments_BS[:, None, source]
         same = (q == k) & (q != 0)

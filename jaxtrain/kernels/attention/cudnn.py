@@ -118,7 +118,7 @@ def _packed(q: Array, k: Array, v: Array, runs_BT: Array, most: int, case: Case)
         groups = q.shape[2] // k.shape[2]
         k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     kind = cudnn.MaskType.PADDING_CAUSAL if case.causal else cudnn.MaskType.PADDING
-    return cudnn.dot_product_attention(
+    out: Any = cudnn.dot_product_attention(
         q,
         k,
         v,
@@ -130,6 +130,7 @@ def _packed(q: Array, k: Array, v: Array, runs_BT: Array, most: int, case: Case)
         mask_type=kind,
         sliding_window_length=case.span,
     )
+    return out
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -50,7 +52,8 @@ def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segments_BT: Array | 
             residual_checkpoint_name=RESIDUALS,
             interpret=interpret,
         )
-    out = jax.vmap(kernel)(q, k, v, ids).swapaxes(1, 2)[:, :T]
+    out: Any = jax.vmap(kernel)(q, k, v, ids)
+    out = out.swapaxes(1, 2)[:, :T]
     if segments_BT is None:
         return out
     # Padding saw itself: a select gives 0, and takes its gradient away.

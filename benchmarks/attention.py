@@ -1,0 +1,125 @@
+"""Memory and time of the attention kernels that run here, forward and backward.
+
+    python benchmarks/attention.py [--batch 2] [--time 1024] [--heads 8] [--kv-heads 2] [--head-dim 64]
+                                   [--window N] [--documents N] [--dtype bfloat16] [--kernels reference xla cudnn]
+                                   [--repeats 5] [--out attention.json]
+
+A kernel that can not do the case says why. `temporaries` is what the compiled program needs besides arguments and
+results; time is the median of interleaved runs; TFLOP/s counts visible pairs only (half of them when causal), 4 x
+head_dim forward and 10 x head_dim backward each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.kernels.attention import KERNELS, attention
+
+
+def machine() -> dict[str, object]:
+    """Names the machine: processor, cores, devices, versions."""
+    processor = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+    }
+
+
+def segments(args: argparse.Namespace) -> np.ndarray | None:
+    """Ids of equally long documents [batch, time]."""
+    if not args.documents:
+        return None
+    ids = np.arange(args.time) * args.documents // args.time + 1
+    return np.tile(ids.astype(np.int32), (args.batch, 1))
+
+
+def pairs(args: argparse.Namespace, ids: np.ndarray | None) -> int:
+    """Query-key pairs that are visible."""
+    q, k = np.arange(args.time)[:, None], np.arange(args.time)[None]
+    seen = (q >= k) & (q - k < (args.window or args.time))
+    if ids is not None:
+        seen &= ids[0][:, None] == ids[0][None]
+    return args.batch * int(seen.sum())
+
+
+def both(run, q, k, v, g):
+    """Output and gradients."""
+    out, pull = jax.vjp(run, q, k, v)
+    return out, pull(g)
+
+
+def programs(args: argparse.Namespace, arrays: tuple, ids: np.ndarray | None) -> dict[str, jax.stages.Compiled]:
+    """Output and gradients, compiled, by kernel; prints why a kernel is left out."""
+    compiled = {}
+    for kernel in args.kernels:
+        options = {"segments_BT": None if ids is None else jnp.asarray(ids), "window": args.window, "kernel": kernel}
+
+        try:
+            compiled[kernel] = jax.jit(partial(both, partial(attention, **options))).lower(*arrays).compile()
+        except ValueError as error:
+            print(f"{kernel:12} left out: {error}")
+    return compiled
+
+
+def main() -> None:
+    """Prints the table and writes the JSON."""
+    on_cpu = jax.default_backend() == "cpu"
+    kernels = [k for k in KERNELS if k != "splash" or not on_cpu]  # interpreted on CPU: a test, not a speed
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("batch", 2), ("time", 1024), ("heads", 8), ("kv-heads", 2), ("head-dim", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--documents", type=int, default=0, help="documents a row; 0 without segments")
+    parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")
+    parser.add_argument("--kernels", nargs="+", default=kernels, choices=KERNELS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    where = machine()
+    print(", ".join(f"{key}: {value}" for key, value in where.items()))
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
+    arrays = tuple(
+        jax.random.normal(key, (args.batch, args.time, n, args.head_dim), args.dtype) for key, n in zip(keys, heads)
+    )
+    ids = segments(args)
+    flops = pairs(args, ids) * args.heads * args.head_dim * 14
+    compiled = programs(args, arrays, ids)
+    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    for turn in range(args.repeats + 1):
+        for name, program in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+    print(f"{'kernel':12}{'temporaries MiB':>18}{'ms':>10}{'TFLOP/s':>10}")
+    results = []
+    for name, program in compiled.items():
+        taken = statistics.median(seconds[name])
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        results.append({"kernel": name, "temporaries": temporaries, "seconds": taken, "flops": flops})
+        print(f"{name:12}{temporaries / 2**20:18.1f}{taken * 1e3:10.1f}{flops / taken / 1e12:10.3f}")
+    if args.out:
+        settings = {k: v for k, v in vars(args).items() if k != "out"}
+        args.out.write_text(json.dumps({"machine": where, "settings": settings, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

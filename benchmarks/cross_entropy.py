@@ -1,0 +1,125 @@
+"""Memory and time of the vocabulary-chunked cross-entropy against full logits: loss and both gradients.
+
+    python benchmarks/cross_entropy.py [--rows 8192] [--embed 2048] [--vocab 128256] [--chunks 1 4 8 16]
+                                       [--dtype bfloat16] [--repeats 5] [--measure] [--out cross_entropy.json]
+
+`temporaries` is what the compiled program needs besides its arguments and results (`memory_analysis`), so it needs
+no run; `logits` is the size of one float32 copy of the full logits, for scale. Time, with `--measure`, is the
+median of interleaved runs. `full` is the plain form: logits, log-softmax, automatic differentiation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels.cross_entropy import cross_entropy
+
+
+def machine() -> dict[str, object]:
+    """Names the machine: processor, cores, devices, versions."""
+    processor = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+    }
+
+
+def full(x, head, targets, weights):
+    """Mean loss with the logits of the whole batch in memory."""
+    logits = jnp.einsum("btd,dv->btv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+    label = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - label)) / weights.sum()
+
+
+def chunked(chunks: int):
+    """Mean loss by the fused kernel."""
+
+    def loss(x, head, targets, weights):
+        total, weight = cross_entropy(x, head, targets, weights, chunks=chunks)["cross_entropy"]
+        return total / weight
+
+    return loss
+
+
+def programs(args: argparse.Namespace) -> dict[str, jax.stages.Compiled]:
+    """Loss and gradients, compiled, by name."""
+    shapes = (
+        jax.ShapeDtypeStruct((1, args.rows, args.embed), args.dtype),
+        jax.ShapeDtypeStruct((args.embed, args.vocab), jnp.float32),
+        jax.ShapeDtypeStruct((1, args.rows), jnp.int32),
+        jax.ShapeDtypeStruct((1, args.rows), jnp.float32),
+    )
+    losses = {"full": full} | {f"chunks {n}": chunked(n) for n in args.chunks}
+    return {
+        name: jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+        for name, loss in losses.items()
+    }
+
+
+def measure(compiled: dict[str, jax.stages.Compiled], args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of each program; the runs of different programs take turns."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = (
+        jax.random.normal(keys[0], (1, args.rows, args.embed), args.dtype),
+        jax.random.normal(keys[1], (args.embed, args.vocab)) * args.embed**-0.5,
+        jax.random.randint(keys[2], (1, args.rows), 0, args.vocab, jnp.int32),
+        jnp.ones((1, args.rows), jnp.float32),
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    for turn in range(args.repeats + 1):
+        for name, program in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def main() -> None:
+    """Prints the table and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8192, help="tokens")
+    parser.add_argument("--embed", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--dtype", default="bfloat16", help="compute dtype; the head is float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--measure", action="store_true", help="also run the programs")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    compiled = programs(args)
+    seconds = measure(compiled, args) if args.measure else {}
+    logits = args.rows * args.vocab * 4
+    where = machine()
+    print(", ".join(f"{key}: {value}" for key, value in where.items()))
+    print(f"{args.rows} tokens x {args.embed} -> {args.vocab} ids, {args.dtype}; full logits {logits / 2**20:.0f} MiB")
+    print(f"{'':12}{'temporaries MiB':>18}{'of the logits':>16}{'ms':>10}{'tokens/s':>12}")
+    results = []
+    for name, program in compiled.items():
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        row = {"name": name, "temporaries": temporaries, "seconds": seconds.get(name)}
+        results.append(row)
+        speed = f"{row['seconds'] * 1e3:10.1f}{args.rows / row['seconds']:12.0f}" if row["seconds"] else ""
+        print(f"{name:12}{temporaries / 2**20:18.0f}{temporaries / logits:16.2f}{speed}")
+    if args.out:
+        settings = {k: v for k, v in vars(args).items() if k != "out"}
+        args.out.write_text(json.dumps({"machine": where, "settings": settings, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
