@@ -113,6 +113,25 @@ def test_close_ends_a_waiting_thread_and_drops_items() -> None:
     assert not any(ref() for ref in alive)
 
 
+def test_an_item_taken_is_not_kept_by_the_thread() -> None:
+    class Item:
+        pass
+
+    go_on = threading.Event()
+
+    def fetch(i: int) -> Item:
+        if i == 1:
+            go_on.wait(10)
+        return Item()
+
+    with Prefetcher(fetch, 0, 3, depth=1) as items:
+        _, item = next(items)
+        ref = weakref.ref(item)
+        del item
+        assert wait_for(lambda: ref() is None)  # while the next is being fetched
+        go_on.set()
+
+
 def test_exception_in_the_consumer_closes() -> None:
     def consume() -> None:
         with Prefetcher(lambda i: i, 0, 10, depth=1) as items:

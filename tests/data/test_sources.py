@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.schema import Source
+from jaxtrain.data import content
 from jaxtrain.data.content import hash_files
 from jaxtrain.data.errors import DataError, require
 from jaxtrain.data.sources import documents, list_files, plan_shards, read_shard, split_of
@@ -178,6 +180,23 @@ def test_content_hashes_follow_the_content(tmp_path: Path) -> None:
     (folder / "a.txt").write_text("c" * 10)
     assert [h for h, _ in hash_files(files, memory)] == [hash_files(files[:1], tmp_path / "m2")[0][0], first[1]]
     assert hash_files(files, memory)[0][0] != first[0]
+
+
+def test_content_hashes_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, memory = tmp_path / "a.txt", tmp_path / "memory.json"
+    path.write_text("a" * 10)
+    files = list_files(Source(path=str(path)))
+    first = hash_files(files, memory)
+    assert json.loads(memory.read_text()) == {}  # too young: it could change again within a clock tick
+    monkeypatch.setattr(content, "SETTLED", -60.0)
+    assert hash_files(files, memory) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(content, "hash_file", lambda path: pytest.fail("read again"))
+        assert hash_files(files, memory) == first
+    before = path.stat()
+    path.write_text("b" * 10)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same mtime
+    assert hash_files(files, memory)[0][0] != first[0][0]
 
 
 def test_a_missing_package_names_the_extra() -> None:

@@ -155,6 +155,9 @@ def test_large_caches_are_checked_on_demand(corpus: Path, tmp_path: Path, monkey
     large = open_cache(cache.folder)
     with pytest.raises(DataError, match=r"train-00000\.bin: damaged"):
         large.verify()
+    path.write_bytes(data[:-2])
+    with pytest.raises(DataError, match=r"train-00000\.bin: damaged token cache: has \d+ bytes instead of \d+"):
+        open_cache(cache.folder)
 
 
 def test_errors_in_workers_reach_the_caller(tmp_path: Path) -> None:
@@ -166,6 +169,20 @@ def test_errors_in_workers_reach_the_caller(tmp_path: Path) -> None:
     for workers in (1, 2):
         with pytest.raises(DataError, match=r"data\.jsonl:1501: field `text` is not text"):
             build_cache(Source(path=str(folder)), "bytes", 0.1, tmp_path / "root", workers, shard_bytes=20_000)
+
+
+def test_a_file_changed_during_the_build_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(5):
+        (folder / f"{i}.txt").write_text("x" * 1000)
+
+    def meddle(done: int, total: int) -> None:
+        (folder / "4.txt").write_text("y" * 1000)
+
+    with pytest.raises(DataError, match=r"4\.txt: changed while it was read; run again"):
+        make(folder, tmp_path, progress=meddle, shard_bytes=1000)
+    assert not list(tmp_path.glob("tokens/*/cache.json"))
 
 
 def test_a_dead_worker_is_reported(
