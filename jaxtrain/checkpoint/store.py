@@ -1,10 +1,10 @@
 """The folder of a run's checkpoints: which steps are whole, which go, what a crash left behind. No JAX.
 
-    DIR/40/              a step: orbax's files and, last, the marker jaxtrain.json
-    DIR/60.orbax-...     a save in flight, or litter of a killed one
-    DIR/bad-20/          a damaged step, set aside
-    DIR/.trash/20.<ns>/  a step being deleted: renamed first, so that no half-deleted step is ever listed
-    DIR/.lock            held by the one writing run
+DIR/40/              a step: orbax's files and, last, the marker jaxtrain.json
+DIR/60.orbax-...     a save in flight, or litter of a killed one
+DIR/bad-20/          a damaged step, set aside
+DIR/.trash/20.<ns>/  a step being deleted: renamed first, so that no half-deleted step is ever listed
+DIR/.lock            held by the one writing run
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Store:
     """Reads and tidies one folder of checkpoints. It opens nothing and holds no state, so that anyone may look."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory).expanduser()
+        self.directory = Path(directory).expanduser().absolute()  # orbax takes no relative path
 
     def path(self, step: int) -> Path:
         """Folder of a step."""
@@ -59,9 +59,7 @@ class Store:
                 content = read_marker(self.path(step))
             except (CheckpointError, OSError):
                 continue  # damaged or just deleted: not committed; restore names it and sets it aside
-            found.append(
-                StepInfo(step, self.path(step), content["metrics"] or {}, content["bytes"], content["time"])
-            )
+            found.append(StepInfo(step, self.path(step), content["metrics"] or {}, content["bytes"], content["time"]))
         return found
 
     def latest(self) -> int | None:

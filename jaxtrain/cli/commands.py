@@ -102,10 +102,15 @@ def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *
     from jaxtrain.checkpoint import EXIT_SAVED
     from jaxtrain.cli.runs import finish
     from jaxtrain.observe.progress import Screen
+    from jaxtrain.train.loop import NotSaved
     from jaxtrain.train.loop import train as run
 
     screen = Screen(resolved.steps)
-    result = run(resolved, directory, resume=resume, profile=_span(args.profile), screen=screen)
+    try:
+        result = run(resolved, directory, resume=resume, profile=_span(args.profile), screen=screen)
+    except NotSaved as error:
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return 1
     finish(resolved, result, screen)
     return EXIT_SAVED if result.stopped_by else 0
 

@@ -19,6 +19,10 @@ from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command
 Reading = tuple[int, dict[str, jax.Array]]  # steps done, and the metrics of the last one, still on the device
 
 
+class NotSaved(RuntimeError):
+    """Training ended, and its last checkpoint is not on disk."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run came to. `metrics` are those of the last step, with `eval/...` where there was a validation."""
@@ -52,6 +56,7 @@ def train(
 
     Raises:
         ValueError: bad input, in one line for each problem.
+        NotSaved: the last checkpoint could not be written.
     """
     directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
     screen = screen or Screen(config.steps)
@@ -61,8 +66,12 @@ def train(
             state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile))
             run.checkpoints.wait()
             report_checkpoints(run)
+        if run.checkpoints.latest() != done:
+            raise NotSaved(f"the last checkpoint (step {done}) could not be written, see above")
         run.observers.event("stop", step=done, reason=stopped_by or "finished")
-        return Result(directory, done, dict(run.latest), stopped_by, resume_command(run, done), state, run.program, run.data)
+        return Result(
+            directory, done, dict(run.latest), stopped_by, resume_command(run, done), state, run.program, run.data
+        )
     except BaseException as error:
         run.observers.event("stop", reason=f"{type(error).__name__}: {error}".strip())
         raise
@@ -90,12 +99,13 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
                 run.observers.event("compiled", step=done, seconds=round(meter.compiled(done), 2))
             stopped_by = signals.stop_at(done)
             is_end = done == config.steps
+            scores: dict[str, float] = {}
             if run.validation is not None and (is_end or due(config.eval.every, done)):
                 log(run, before)
                 before = None
-                evaluate(run, state, done)
+                scores = evaluate(run, state, done)
             if is_end or stopped_by or due(config.checkpoint.every, done):
-                run.checkpoints.save(done, state, manifest=run.manifest, metrics=finite(run.latest))
+                run.checkpoints.save(done, state, manifest=run.manifest, metrics=finite(scores))
             report_checkpoints(run)
     log(run, before, is_last=True)
     report_profile(run, profile.close())
@@ -120,13 +130,14 @@ def log(run: Run, reading: Reading | None, is_last: bool = False) -> None:
     run.observers.log(done, run.meter.record(done, values))
 
 
-def evaluate(run: Run, state: State, done: int) -> None:
+def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
     """Loss terms over the validation batches, of the averaged weights where there are such."""
     with run.meter.pause():
         means = validate(run, state.get("ema", state["params"]), run.config.eval.batches)
     run.latest |= means
     run.observers.log(done, means)
     run.observers.event("eval", step=done, **means)
+    return means
 
 
 def validate(run: Any, params: Any, batches: int) -> dict[str, float]:

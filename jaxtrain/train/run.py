@@ -132,7 +132,7 @@ def describe(run: Run, info: dict[str, Any]) -> None:
         counts = f"{run.data.documents:,} documents, {run.data.tokens:,} tokens"
         screen.print(f"data  {counts}; unigram entropy {run.data.unigram_entropy:.4f} nats per token")
     if info.get("flops"):
-        screen.print(f"mfu   {info['flops']} FLOPs per token; peak {info['peak']}")
+        screen.print(f"flops {info['flops']}", f"peak  {info['peak']}")
 
 
 def resume_command(run: Run, done: int) -> str:
@@ -146,18 +146,17 @@ def resume_command(run: Run, done: int) -> str:
 
 def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
     """The newest good state, and what the resumed run may promise; afresh where nothing was saved yet."""
-    newest = run.checkpoints.latest()
-    if newest is None:
-        run.screen.print(f"no checkpoint in {run.checkpoints.directory} yet: starting from step 0")
+    checkpoints = run.checkpoints
+    if not checkpoints.store.marked():
+        run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
         return run.program.init(), 0
-    state, saved = run.checkpoints.restore(None, run.program.state)
+    # Compared before the state is read: a changed model is better told by its key than by its tensors.
+    _refuse(run, *read_manifest(checkpoints.directory))
+    state, saved = checkpoints.restore(None, run.program.state)
+    for event in checkpoints.poll():
+        run.screen.print(f"warning  {event}")
     done = int(jax.device_get(state["step"]))
-    changes, refused = compare_configs(saved["config"], run.manifest["config"], done)
-    if refused:
-        raise ConfigError([Problem("", "", line) for line in refused])
-    if saved.get("data") != run.manifest.get("data"):
-        raise ConfigError([Problem("", "data", "the documents or the tokenizer are not those the run began with")])
-    for line in changes:
+    for line in _refuse(run, done, saved):
         run.screen.print(f"changed  {line}")
     level, reasons = promise(saved, run.manifest)
     info |= {"promise": level, "reasons": reasons}
@@ -166,17 +165,22 @@ def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
     return state, done
 
 
+def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:
+    """What the config changed since a checkpoint. Raises ConfigError where the run cannot go on with it."""
+    changes, refused = compare_configs(saved["config"], run.manifest["config"], step)
+    if saved.get("data") != run.manifest.get("data") and not refused:
+        refused = ["data: the documents or the tokenizer are not those the run began with; give them back"]
+    if refused:
+        raise ConfigError([Problem(str(run.dir), "", f"{line}; or train under a new name") for line in refused])
+    return changes
+
+
 def saved_config(directory: Path) -> Path:
     """config.yaml of a run's folder. Raises ValueError where it is not one."""
     path = directory / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{directory}: not a run (no config.yaml); expected the folder that `jaxtrain train` printed")
     return path
-
-
-def saved_manifest(directory: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it."""
-    return read_manifest(directory / "checkpoints", step)
 
 
 def _has_validation(config: Config) -> bool:
@@ -215,6 +219,6 @@ def _info(run: Run, flops: Flops | None, peak: Peak | None) -> dict[str, Any]:
     return {
         "name": run.config.name, "steps": run.config.steps, "config": run.manifest["config"],
         "unigram_entropy": getattr(run.data, "unigram_entropy", None),
-        "flops": f"{flops.model:.4g} ({flops.convention})" if known else None, "peak": str(peak) if known else None,
+        "flops": f"{flops.model:.4g} per token ({flops.convention})" if known else None, "peak": str(peak) if known else None,
         "mesh": run.manifest["mesh"], "versions": run.manifest["versions"], "processes": run.manifest["processes"],
     }  # fmt: skip

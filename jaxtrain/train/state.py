@@ -11,6 +11,7 @@ import optax
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition
+from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.partition import state_names
 
 State = dict[str, Any]
@@ -52,7 +53,7 @@ def _make(definition: Definition, optimizer: optax.GradientTransformation, ema: 
         "opt_state": optimizer.init(params),
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
-    return state | ({"ema": jax.tree.map(jnp.copy, params)} if ema else {})
+    return state | ({"ema": ema_init(params)} if ema else {})
 
 
 def _by_names(tree: Any, names: Any, sharder: Sharder) -> Any:

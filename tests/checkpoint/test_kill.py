@@ -29,6 +29,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpoints:
         state = add(state)
 """
 
+
 def start(code: str, *args: object, **options) -> subprocess.Popen:
     command = [sys.executable, "-c", code, *map(str, args)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)

@@ -44,12 +44,17 @@ def test_state_is_donated():
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_half_precision_stays_near_float32(precision: str):
     """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8, and the stored dtypes are the policy's."""
+
     def grads(precision):
         from jaxtrain.train.step import _whole
 
         program = harness.program({"fsdp": 2, "model": 2}, precision=precision)
-        params = jax.tree.map(lambda p: p.astype(jnp.float32), harness.program({"fsdp": 2, "model": 2}).init()["params"])
-        params = jax.tree.map(lambda p, s: jax.device_put(p.astype(s.dtype), s.sharding), params, program.state["params"])
+        params = jax.tree.map(
+            lambda p: p.astype(jnp.float32), harness.program({"fsdp": 2, "model": 2}).init()["params"]
+        )
+        params = jax.tree.map(
+            lambda p, s: jax.device_put(p.astype(s.dtype), s.sharding), params, program.state["params"]
+        )
         run = jax.jit(lambda p, b: _whole(program.definition, program.sharder, p, b, jax.random.key(0), 1)[0])
         return run(params, harness.batch(0))
 
@@ -97,6 +102,7 @@ def test_clipping_bounds_the_update():
 
 def test_accumulation_computes_the_forward_pass_once_per_microbatch():
     """The pass that counts the weights must cost nothing: compare matmuls of 1 x 8 rows with 4 x 2 rows."""
+
     def dots(accumulate: int) -> int:
         program = harness.program(step={"accumulate": accumulate})
         batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in harness.batch(0).items()}

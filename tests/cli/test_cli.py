@@ -1,0 +1,92 @@
+"""The command line: instant help, one-line errors, no traceback on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def jaxtrain(*arguments: str, cwd=None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jaxtrain.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from jaxtrain.cli.main import main; main(['--help']); main(['train', '--help']);"
+        "print([m for m in ('jax', 'pydantic', 'rich', 'numpy', 'yaml') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert "usage: jaxtrain" in out
+
+
+def test_help_answers_at_once():
+    def seconds() -> float:
+        begin = time.perf_counter()
+        assert jaxtrain("--help").returncode == 0
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "did you mean `train`"),
+        (["train", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "configs/quickstart.yaml", "optimizer.lrr=1"], "did you mean"),
+        (["train", "configs/quickstart.yaml", "layout=fdsp"], "fsdp"),
+        (["train", "configs/quickstart.yaml", "mesh.model=3"], "mesh"),
+        (["train", "configs/quickstart.yaml", "mesh.data=1", "mesh.model=4"], "kv_heads"),
+        (["train", "configs/quickstart.yaml", "--profile", "3"], "START:STOP"),
+        (["resume", "nowhere"], "not a run"),
+        (["eval", "nowhere"], "not a run"),
+        (["generate", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["diff", "configs/quickstart.yaml", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said):
+    result = jaxtrain(*arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert all(": " in line and len(line) < 400 for line in result.stderr.strip().splitlines())
+
+
+def test_config_shows_where_values_come_from():
+    out = jaxtrain("config", "configs/quickstart.yaml", "layout=fsdp", "optimizer.lr=1e-4").stdout
+    lines = {line.split(":")[0]: line for line in out.splitlines()}
+    assert lines["optimizer.lr"].endswith("# command line")
+    assert lines["mesh.fsdp"].endswith("# layout fsdp")
+    assert "configs/quickstart.yaml:" in lines["model.embed"]
+    assert lines["log.every"].endswith("# default")
+
+
+def test_schema_and_diff():
+    assert "properties" in json.loads(jaxtrain("schema").stdout)
+    same = jaxtrain("diff", "configs/quickstart.yaml", "configs/quickstart.yaml").stdout
+    assert same.strip() == "no difference"
+
+
+def test_data_commands(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(30):
+        (folder / f"{index}.txt").write_text(f"some words number {index} " * 30)
+    file = tmp_path / "c.yaml"
+    file.write_text(f"data: {{sources: [{{path: {folder}}}], cache: {tmp_path}/cache, workers: 1}}\n")
+    built = jaxtrain("data", "build", os.fspath(file))
+    assert built.returncode == 0, built.stderr
+    assert "training and" in built.stdout
+    out = tmp_path / "tokenizer.json"
+    made = jaxtrain("data", "tokenizer", os.fspath(file), "--vocab", "300", "--out", os.fspath(out))
+    assert made.returncode == 0, made.stderr
+    assert out.exists()
+    again = jaxtrain("data", "build", os.fspath(file), f"data.tokenizer={out}")
+    assert again.returncode == 0, again.stderr

@@ -1,0 +1,142 @@
+"""Runs that are really killed, through the command line: resume twice, bitwise; signals; refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+name: run
+dir: {dir}/runs
+simulate: 4
+steps: 40
+precision: bf16
+layout: fsdp
+mesh: {{data: 2, fsdp: 2}}
+model: {{embed: 32, layers: 2, heads: 2, mlp: 64}}
+data:
+  sources: [{{path: {dir}/corpus}}]
+  sequence: 64
+  global_batch: 8
+  validation: 0.1
+  cache: {dir}/cache
+  workers: 1
+optimizer: {{lr: 1.0e-3, warmup: 2}}
+checkpoint: {{every: 3}}
+eval: {{every: 8, batches: 1}}
+compile_cache: {dir}/xla
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("resume")
+    (place / "corpus").mkdir()
+    rng = random.Random(1)
+    for index in range(200):
+        text = " ".join(rng.choice("abcdefgh") * rng.randint(1, 9) for _ in range(rng.randint(10, 300)))
+        (place / "corpus" / f"{index}.txt").write_text(text)
+    (place / "config.yaml").write_text(CONFIG.format(dir=place))
+    return place
+
+
+def start(place: Path, *arguments: str) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    command = [sys.executable, "-m", "jaxtrain.cli.main", *arguments]
+    return subprocess.Popen(
+        command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process: subprocess.Popen, expected: int = 0) -> str:
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == expected, output
+    return output
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def until(process: subprocess.Popen, run: Path, step: int) -> None:
+    """Waits until a run has logged a step."""
+    deadline = time.monotonic() + 240
+    while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> dict[int, float]:
+    finish(start(place, "train", "config.yaml", "name=whole"))
+    found = losses(place / "runs/whole")
+    assert list(found) == list(range(1, 41))
+    return found
+
+
+def test_killed_twice_and_resumed_is_bitwise_the_same(place: Path, whole: dict[int, float]):
+    run = place / "runs/killed"
+    process = start(place, "train", "config.yaml", "name=killed")
+    for step in (7, 17):
+        until(process, run, step)
+        process.kill()
+        process.wait()
+        process = start(place, "resume", "runs/killed")
+    output = finish(process)
+    assert "losses bitwise those of an uninterrupted run" in output
+    assert losses(run) == whole
+
+
+def test_sigterm_saves_and_says_so_with_its_exit_code(place: Path, whole: dict[int, float]):
+    run = place / "runs/stopped"
+    process = start(place, "train", "config.yaml", "name=stopped", "checkpoint.every=null")
+    until(process, run, 5)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, 75)
+    assert "resume runs/stopped" in output.replace(f"{place}/", "")
+    saved = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit()]
+    assert len(saved) == 1
+    assert saved[0] >= 5
+    finish(start(place, "resume", "runs/stopped"))
+    assert losses(run) == whole
+
+
+def test_what_cannot_be_resumed_is_refused_in_one_line(place: Path, whole: dict[int, float]):
+    output = finish(start(place, "resume", "runs/whole", "model.embed=64", "steps=50"), 2)
+    lines = [line for line in output.splitlines() if line.strip()]
+    assert any("model.embed: 32 -> 64" in line or "does not fit this model" in line for line in lines), output
+    assert "Traceback" not in output
+
+
+def test_eval_and_generate_read_a_run(place: Path, whole: dict[int, float]):
+    shown = json.loads(finish(start(place, "eval", "runs/whole")).splitlines()[-1])
+    assert shown["step"] == 40
+    evals = [json.loads(line) for line in (place / "runs/whole/metrics.jsonl").read_text().splitlines()]
+    logged = [r["eval/loss"] for r in evals if "eval/loss" in r][-1]
+    assert shown["eval/loss"] == pytest.approx(logged, rel=1e-6)
+    options = ["--prompt", "aaa ", "--tokens", "8", "--temperature", "0"]
+    one = finish(start(place, "generate", "runs/whole", *options))
+    other = finish(start(place, "generate", "runs/whole", *options, "--simulate", "1"))
+    assert one.startswith("aaa ")
+    assert len(one) > 5
+    assert one == other or "mesh" in other
+
+
+def test_a_run_that_is_being_written_is_not_resumed(place: Path):
+    run = place / "runs/busy"
+    process = start(place, "train", "config.yaml", "name=busy", "steps=2000")
+    until(process, run, 3)
+    output = finish(start(place, "resume", "runs/busy"), 2)
+    assert "Traceback" not in output
+    process.kill()
+    process.wait()

@@ -1,0 +1,136 @@
+"""Whole runs: files written, the host never waiting, a user's own model, resume on another mesh."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+
+import jax
+import pytest
+from rich.console import Console
+
+import jaxtrain
+from jaxtrain.observe.progress import Screen
+from jaxtrain.train import loop
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    rng = random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    for index in range(60):
+        (folder / f"{index}.txt").write_text(" ".join(rng.choices(words, k=rng.randint(20, 200))))
+    return folder
+
+
+def config(tmp_path, corpus, *overrides):
+    base = {
+        "dir": str(tmp_path / "runs"), "steps": 8, "precision": "fp32", "simulate": 8, "compile_cache": None,
+        "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64},
+        "data": {"sources": [{"path": str(corpus)}], "sequence": 64, "global_batch": 8, "validation": 0.2,
+                 "cache": str(tmp_path / "cache"), "workers": 1},
+        "optimizer": {"lr": 1e-3, "warmup": 2}, "checkpoint": {"every": 4}, "eval": {"every": 4, "batches": 2},
+    }  # fmt: skip
+    return jaxtrain.load(None, "layout=3d", *overrides, base=base)
+
+
+def quiet(steps: int = 8) -> Screen:
+    return Screen(steps, console=Console(file=io.StringIO(), width=100), live=False)
+
+
+def losses(run_dir) -> dict[int, float]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["loss"] for r in records if "loss" in r}
+
+
+def test_a_run_writes_what_it_promises(tmp_path, corpus):
+    result = jaxtrain.train(config(tmp_path, corpus), screen=quiet())
+    assert result.step == 8
+    assert result.stopped_by is None
+    assert result.metrics["eval/loss"] > 0
+    records = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    last = [r for r in records if "loss" in r][-1]
+    wanted = {
+        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_sec", "tokens_per_sec_per_device", "step_time",
+        "data_wait", "mfu", "hfu", "memory",
+    }  # fmt: skip
+    assert wanted <= last.keys()
+    assert last["tokens"] == 8 * 8 * 64
+    kinds = [json.loads(line)["kind"] for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "stop"
+    assert kinds.count("eval") == kinds.count("checkpoint") == 2
+    assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)
+    again = jaxtrain.train(config(tmp_path, corpus, "steps=2", "optimizer.warmup=0"), screen=quiet())
+    assert again.run_dir != result.run_dir  # a run is never written over another
+
+
+def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):
+    """No `.item()`, no NumPy on device arrays: every transfer in the loop is an explicit one."""
+    real = loop.fit
+
+    def guarded(*args):
+        with jax.transfer_guard("disallow"):
+            return real(*args)
+
+    monkeypatch.setattr(loop, "fit", guarded)
+    assert jaxtrain.train(config(tmp_path, corpus), screen=quiet()).step == 8
+
+
+def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
+    """Step n is dispatched before the metrics of step n - 1 are read."""
+    order, real = [], loop.log
+
+    def spy(run, reading, is_last=False):
+        if reading is not None:
+            order.append((run.dispatched, reading[0]))
+        return real(run, reading, is_last)
+
+    def counted(config, directory, **kwargs):
+        run, state, done = open_run(config, directory, **kwargs)
+        step = run.program.step
+
+        def dispatch(state, batch):
+            run.dispatched += 1
+            return step(state, batch)
+
+        run.dispatched = done
+        run.program = type("Program", (), {**vars(run.program), "step": staticmethod(dispatch)})()
+        return run, state, done
+
+    open_run = loop.open_run
+    monkeypatch.setattr(loop, "log", spy)
+    monkeypatch.setattr(loop, "open_run", counted)
+    jaxtrain.train(config(tmp_path, corpus, "eval.every=null", "checkpoint.every=null"), screen=quiet())
+    assert order[:-1] == [(n + 1, n) for n in range(1, 8)]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
+    whole = jaxtrain.train(config(tmp_path, corpus, "name=whole"), screen=quiet())
+    half = jaxtrain.train(config(tmp_path, corpus, "name=half", "steps=4"), screen=quiet())
+    again = jaxtrain.load(half.run_dir / "config.yaml", f"layout={layout}", "steps=8")
+    screen = quiet()
+    jaxtrain.train(again, half.run_dir, resume=True, screen=screen)
+    shown = screen.console.file.getvalue()
+    assert "changed  layout: 3d ->" in shown
+    assert "equal to float32 rounding" in shown
+    expected, got = losses(whole.run_dir), losses(half.run_dir)
+    # The schedule of the first half was that of a run of 4 steps, so only the state's restoration is compared.
+    assert got.keys() == expected.keys()
+    assert got[5] == pytest.approx(expected[5], rel=0.05)
+
+
+def test_a_users_own_model_trains_on_any_layout(tmp_path):
+    found = []
+    for layout in ("3d", "fsdp"):
+        cfg = jaxtrain.load(
+            "configs/recipes/spirals.yaml", f"layout={layout}", f"dir={tmp_path}", f"name={layout}", "steps=60",
+            "checkpoint.every=null", "compile_cache=null",
+        )  # fmt: skip
+        found.append(jaxtrain.train(cfg, screen=quiet(60)).metrics)
+    assert found[0]["eval/loss"] < 0.2
+    assert found[0]["eval/loss"] == pytest.approx(found[1]["eval/loss"], rel=1e-3)
