@@ -9,6 +9,7 @@ by this process alone, pinned to one core. Goals: 50 million packed tokens/s war
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -70,6 +71,7 @@ def evict(folder: Path) -> bool:
     """Drop a folder's files from the page cache; False where the system has no such call."""
     if not hasattr(os, "posix_fadvise"):
         return False
+    gc.collect()  # pages that are still mapped would stay
     for path in folder.iterdir():
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)

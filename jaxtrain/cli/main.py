@@ -36,6 +36,7 @@ def _resume(parser: Parser) -> None:
 
 def _checkpoint(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
+    _overrides(parser)
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to read; default: the newest good one")
     _simulate(parser)
 

@@ -124,7 +124,8 @@ def describe(run: Run, info: dict[str, Any]) -> None:
     """Prints the run's folder, the mesh and the parameters by tensor."""
     program, screen = run.program, run.screen
     sizes, device = program.layout.sizes, jax.devices()[0]
-    rows = tensors(program.definition.params, program.definition.names, program.sharder.spec, sizes)
+    axes = lambda names: tuple(program.sharder.spec(names))  # noqa: E731
+    rows = tensors(program.definition.params, program.definition.names, axes, sizes)
     kind = device.device_kind if device.platform != "cpu" else "simulated cpu" if run.config.simulate else "cpu"
     screen.print(f"run   {run.dir}", mesh_line(program.layout.name, sizes, kind))
     screen.print(parameter_table(rows, screen.console.width))
@@ -215,10 +216,8 @@ def _peak(config: Config, program: Program) -> Peak | None:
 
 def _info(run: Run, flops: Flops | None, peak: Peak | None) -> dict[str, Any]:
     """The start event."""
-    known = flops is not None and peak is not None
-    return {
-        "name": run.config.name, "steps": run.config.steps, "config": run.manifest["config"],
-        "unigram_entropy": getattr(run.data, "unigram_entropy", None),
-        "flops": f"{flops.model:.4g} per token ({flops.convention})" if known else None, "peak": str(peak) if known else None,
-        "mesh": run.manifest["mesh"], "versions": run.manifest["versions"], "processes": run.manifest["processes"],
-    }  # fmt: skip
+    info: dict[str, Any] = {"name": run.config.name, "steps": run.config.steps, "config": run.manifest["config"]}
+    info["unigram_entropy"] = getattr(run.data, "unigram_entropy", None)
+    if flops is not None and peak is not None:
+        info |= {"flops": f"{flops.model:.4g} per token ({flops.convention})", "peak": str(peak)}
+    return info | {key: run.manifest[key] for key in ("mesh", "versions", "processes")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 
@@ -43,7 +45,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
     for row in range(ROWS):
         end = LENGTH if row else 5
         cuts = [0, *sorted(rng.choice(np.arange(1, end), size=2, replace=False)), end]
-        for segment, (a, b) in enumerate(zip(cuts, cuts[1:]), start=1):
+        for segment, (a, b) in enumerate(itertools.pairwise(cuts), start=1):
             document = rng.integers(0, 250, b - a + 1)
             out["tokens"][row, a:b], out["targets"][row, a:b] = document[:-1], document[1:]
             out["positions"][row, a:b] = np.arange(b - a)
