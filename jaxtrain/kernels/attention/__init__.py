@@ -83,7 +83,7 @@ def attention(
         if kernel == "xla":
             return xla.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens)
         if kernel == "cudnn":
-            run = partial(cudnn.attention, case=case, hopper=_hopper(device))
+            run = partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
         else:
             run = partial(splash.attention, case=case, interpret=device.platform == "cpu")
         return _on_shards(run, sharder, q_BTHD, k_BSKD, v_BSKD, segments_BT)
@@ -138,14 +138,15 @@ def _refusal(kernel: str, case: Case, own: bool, q: Array, k: Array, device: Any
         if device.platform not in ("tpu", "cpu"):
             return f"runs on TPU (and, interpreted, on CPU), not on {device.platform}"
         return splash.refusal(case, q.shape, k.shape)
-    if device.platform not in ("gpu", "cuda"):
+    if not _capability(device):
         return f"runs on NVIDIA GPUs, not on {device.platform}"
-    return cudnn.refusal(case, q.shape, k.shape, q.dtype, _hopper(device))
+    return cudnn.refusal(case, q.shape, k.shape, q.dtype, _capability(device) >= cudnn.HOPPER)
 
 
-def _hopper(device: Any) -> bool:
-    capability = str(getattr(device, "compute_capability", "0.0")).split(".")
-    return tuple(int(n) for n in capability if n.isdigit()) >= cudnn.HOPPER
+def _capability(device: Any) -> tuple[int, ...]:
+    """CUDA compute capability, e.g. (9, 0); () for anything but an NVIDIA GPU."""
+    parts = str(getattr(device, "compute_capability", "")).split(".")
+    return tuple(map(int, parts)) if device.platform in ("gpu", "cuda") and all(p.isdigit() for p in parts) else ()
 
 
 def _on_shards(run: Any, sharder: Sharder, q: Array, k: Array, v: Array, segments: Array | None) -> Array:

@@ -30,6 +30,8 @@ def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtyp
         return f"needs a head_dim that is a multiple of 8 and at most {most}, not {q_shape[-1]}"
     if q_shape[1] != k_shape[1]:
         return f"needs as many keys as queries, not {q_shape[1]} queries and {k_shape[1]} keys"
+    if q_shape[1] % 2:
+        return f"needs an even number of tokens a row, not {q_shape[1]}"
     if case.window is not None and (case.span is None or not case.causal):
         return "needs causal=True and a window known when tracing (an int) for a window"
     return None
