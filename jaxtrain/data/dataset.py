@@ -17,6 +17,8 @@ from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, groups
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 
+KEYS = ("tokens", "targets", "positions", "segments", "weights")
+FILLED = 1 << 16  # tokens of a batch that are computed together
 Rows = slice | Sequence[int] | np.ndarray | None
 AHEAD = 1 << 18  # tokens asked of the disk ahead of their use: some hundred documents, enough to keep its queue full
 VALIDATION_SEED = 0  # validation is the same for every seed of a run
@@ -164,22 +166,38 @@ def _proportional(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 def _assemble(
     splits: Sequence[Split], pieces: Pieces, source: np.ndarray, sequence: int, rows: int
 ) -> dict[str, np.ndarray]:
-    """Copy pieces (sorted by row, each row filled from the left) into the arrays of a batch."""
+    """The arrays of a batch from its pieces (sorted by row, each row filled from the left).
+
+    One allocation holds them all: from 4 MiB on NumPy then asks for huge pages, which saves thousands of page faults
+    a batch. A few rows are filled at a time, so that what is computed on the way stays in the processor's cache.
+    """
+    buffer = np.empty((len(KEYS), rows, sequence), np.int32)
+    together = max(FILLED // sequence, 1)
+    bounds = np.searchsorted(pieces.row, np.arange(0, rows + together, together)).tolist()
+    for first, lo, hi in zip(range(0, rows, together), bounds, bounds[1:]):
+        row, document, offset, length = (column[lo:hi] for column in pieces)
+        _fill(splits, Pieces(row - first, document, offset, length), source[lo:hi], buffer[:, first : first + together])
+    return {k: array.view(np.float32) if k == "weights" else array for k, array in zip(KEYS, buffer)}
+
+
+def _fill(splits: Sequence[Split], pieces: Pieces, source: np.ndarray, out: np.ndarray) -> None:
+    """Fill int32[5, rows, sequence] (`KEYS`) from pieces."""
+    _, rows, sequence = out.shape
     row, document, offset, length = pieces
+    tokens, targets, positions, segments, weights = (array.reshape(-1) for array in out)  # views
+    weights = weights.view(np.float32)
     filled = np.bincount(row, length, minlength=rows).astype(np.int64)
     ends = np.cumsum(length)
     first = np.searchsorted(row, np.arange(rows + 1))  # first piece of each row
     before = np.concatenate(([0], ends))[first]  # tokens in earlier rows
-    begin = row * sequence + (ends - length) - before[row]  # place of each piece in the flat batch
+    begin = row * sequence + (ends - length) - before[row]  # place of each piece
     padded = np.flatnonzero(filled < sequence)
-    runs, values, shift = length, np.arange(len(row)) - first[row] + 1, offset - begin
+    runs, numbers, shift = length, np.arange(len(row)) - first[row] + 1, offset - begin
     if padded.size:  # the rest of a row is a piece of nothing
         runs = np.insert(runs, first[padded + 1], sequence - filled[padded])
-        values = np.insert(values, first[padded + 1], 0)
+        numbers = np.insert(numbers, first[padded + 1], 0)
         shift = np.insert(shift, first[padded + 1], 0)
 
-    size = rows * sequence
-    tokens = np.zeros(size, np.int32) if padded.size else np.empty(size, np.int32)
     total = np.empty(len(row), np.int64)  # length of each piece's document
     follows = np.zeros(len(row), np.int32)  # the token after a piece, where the document goes on
     for k, mine in groups(source):
@@ -192,20 +210,17 @@ def _assemble(
         for i in np.flatnonzero(offset[mine] + length[mine] < total[mine]).tolist():
             follows[mine[i]] = split.shard(int(shard[i]))[1][stop[i]]
 
-    segments = np.repeat(values.astype(np.int32), runs)
-    positions = np.arange(size, dtype=np.int32)
+    segments[:] = np.repeat(numbers.astype(np.int32), runs)
+    positions[:] = np.arange(rows * sequence, dtype=np.int32)
     positions += np.repeat(shift.astype(np.int32), runs)
-    targets = np.empty(size, np.int32)
     targets[:-1] = tokens[1:]
-    weights = np.ones(size, np.float32)
+    weights[:] = 1.0
     last = begin + length - 1
     targets[last] = follows
     weights[last] = offset + length < total
     for r in padded.tolist():
         nothing = slice(r * sequence + int(filled[r]), (r + 1) * sequence)
-        positions[nothing], targets[nothing], weights[nothing] = 0, 0, 0.0
-    batch = {"tokens": tokens, "targets": targets, "positions": positions, "segments": segments, "weights": weights}
-    return {name: array.reshape(rows, sequence) for name, array in batch.items()}
+        tokens[nothing], targets[nothing], positions[nothing], weights[nothing] = 0, 0, 0, 0.0
 
 
 def _copy(

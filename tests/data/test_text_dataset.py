@@ -82,7 +82,10 @@ def epoch_batches(dataset: TextDataset, start: int, rows: int) -> dict[str, np.n
 
 
 @pytest.mark.parametrize(("sequence", "longest"), [(128, 400), (64, 30), (1000, 300)])
-def test_batches_are_the_documents(tmp_path: Path, sequence: int, longest: int) -> None:
+def test_batches_are_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequence: int, longest: int
+) -> None:
+    monkeypatch.setattr("jaxtrain.data.dataset.FILLED", 3 * 128)  # so that a batch is filled in several parts
     texts = write_texts(tmp_path / "a", 150, 0, longest)
     dataset = open_dataset(config(tmp_path, tmp_path / "a", sequence=sequence), seed=3)
     train = [t for n, t in texts.items() if split_of(n, 0.2) == "train"]
