@@ -109,6 +109,7 @@ def reading(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         for step in first:
             data = dataset(folder, args)
             first[step].append(timed(lambda d=data, s=step: d.batch(s)))
+        data = None  # unmapped, so that it can be evicted
     for split in open_cache(folder).train, open_cache(folder).validation:
         split.verify()  # reads it all: warm from here on
     data = dataset(folder, args)
