@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.kernels import attention as room
-from jaxtrain.kernels.attention import attention, cudnn, save_residuals, splash, xla
+from jaxtrain.kernels.attention import RESIDUALS, attention, cudnn, splash, xla
 from jaxtrain.kernels.attention.case import Case, Tokens
 from jaxtrain.mesh.sharding import Sharder
 
@@ -382,4 +382,4 @@ def test_saved_residuals_spare_the_second_forward():
         return jax.jit(partial(outputs, layer)).lower(q, k, v, g).compile(QUICK).as_text().count(" while(")
 
     assert loops(None) == 4
-    assert loops(save_residuals) == 3
+    assert loops(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 3

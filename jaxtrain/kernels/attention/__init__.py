@@ -1,7 +1,10 @@
 """Attention: one entry, several kernels that agree.
 
 `reference` is plain float32; `xla` runs anywhere in linear memory; `cudnn` and `splash` are the fast ones on
-NVIDIA GPUs and TPUs. tests/kernels/test_attention.py runs every kernel on every case against the reference.
+NVIDIA GPUs and TPUs. Under `jax.checkpoint`, `save_only_these_names(RESIDUALS)` keeps what these two need for their
+backward pass, so that a rematerialised layer does not run its attention twice.
+
+tests/kernels/test_attention.py runs every kernel on every case against the reference.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import jax
 from jax import Array
 
 from jaxtrain.kernels.attention import cudnn, reference, splash, xla
-from jaxtrain.kernels.attention.case import Case, Tokens
+from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens
 from jaxtrain.mesh.sharding import Sharder
 
+__all__ = ["KERNELS", "RESIDUALS", "attention"]
+
 KERNELS = ("reference", "xla", "cudnn", "splash")
-RESIDUALS = splash.RESIDUALS
 
 
 def attention(
@@ -87,13 +91,6 @@ def attention(
         else:
             run = partial(splash.attention, case=case, interpret=device.platform == "cpu")
         return _on_shards(run, sharder, q_BTHD, k_BSKD, v_BSKD, segments_BT)
-
-
-def save_residuals(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy that keeps what the fused kernels' backward pass needs, so that a
-    rematerialised layer does not run its attention twice. Costs one output and one log-sum-exp a layer."""
-    named = primitive.name == "name" and params.get("name") == RESIDUALS
-    return named or primitive.name == cudnn.PRIMITIVE
 
 
 def _check(q: Array, k: Array, v: Array, causal: bool, window: Any, positions: Any, kv_positions: Any) -> None:

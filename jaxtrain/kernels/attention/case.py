@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+RESIDUALS = "attention"  # checkpoint name of what a fused kernel keeps: its output and its statistics
 MASKED = -1e30  # finite: -inf gives NaN in rows that see nothing
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention.case import Case, Tokens, visible
+from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens, visible
 
 HOPPER = (9, 0)
 RUNS = 16  # at least so many documents a row; longer rows hold more, see `_most_runs`
 TOKENS_PER_RUN = 512  # cuDNN keeps a float32 statistic per run, head and token
 MASKED_QUERIES = 4096  # queries that a mask is made for at a time
-PRIMITIVE = "dot_product_attention_fwd_wrapper"  # saved by remat policies: naming the output saves nothing
 
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, hopper: bool) -> str | None:
@@ -45,20 +46,85 @@ def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segments_BT: Array | 
     earlier GPUs always.
     """
     if segments_BT is None:
-        return _plain(q_BTHD, k_BSKD, v_BSKD, case)
+        return _whole(case, q_BTHD, k_BSKD, v_BSKD)
     if hopper:
-        most = _most_runs(segments_BT.shape[1])
-        runs_BT = _runs(segments_BT)
-        out = lax.cond(
-            runs_BT.max() < most,
-            lambda q, k, v: _packed(q, k, v, runs_BT, most, case),
-            lambda q, k, v: _masked(q, k, v, segments_BT, case),
-            *(q_BTHD, k_BSKD, v_BSKD),
-        )
+        if q_BTHD.shape[2] != k_BSKD.shape[2] and not _grouped_offsets_are_right():
+            groups = q_BTHD.shape[2] // k_BSKD.shape[2]
+            k_BSKD, v_BSKD = (jnp.repeat(x, groups, axis=2) for x in (k_BSKD, v_BSKD))
+        out: Any = _documents(case, q_BTHD, k_BSKD, v_BSKD, segments_BT)
     else:
         out = _masked(q_BTHD, k_BSKD, v_BSKD, segments_BT, case)
     # Padding saw itself or everything: a select gives 0, and takes its gradient away.
     return jnp.where((segments_BT != 0)[:, :, None, None], out, jnp.zeros((), out.dtype))
+
+
+def _differentiate(run: Callable, inputs: tuple[Array, ...]) -> tuple[Array, list[Array], Callable]:
+    """Output, what its backward pass needs besides it and `inputs`, and how to make the pull-back of all three."""
+    out, pull = jax.vjp(run, *inputs)
+    leaves, tree = jax.tree.flatten(pull)
+    source = [next((i for i, x in enumerate((*inputs, out)) if x is leaf), None) for leaf in leaves]
+    others = [leaf for leaf, i in zip(leaves, source) if i is None]
+
+    def rebuild(others: list[Array], *known: Array) -> Callable:
+        rest = iter(others)
+        return tree.unflatten([next(rest) if i is None else known[i] for i in source])
+
+    return out, others, rebuild
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _whole(case: Case, q: Array, k: Array, v: Array) -> Array:
+    """Attention without segments. A derivative of its own, to name what it keeps for remat policies."""
+    return _plain(q, k, v, case)
+
+
+def _whole_fwd(case, q, k, v):
+    out, others, rebuild = _differentiate(partial(_plain, case=case), (q, k, v))
+    out, *others = (checkpoint_name(x, RESIDUALS) for x in (out, *others))
+    return out, rebuild(others, q, k, v, out)
+
+
+_whole.defvjp(_whole_fwd, lambda case, pull, g: pull(g))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _documents(case: Case, q: Array, k: Array, v: Array, segments_BT: Array) -> Array:
+    """Attention within segments: packed if the runs are few enough, masked if not.
+
+    A derivative of its own, because `lax.cond` would keep what the backward passes of *both* branches need; the
+    masked one keeps nothing and runs again.
+    """
+    return _documents_fwd(case, q, k, v, segments_BT)[0]
+
+
+def _documents_fwd(case, q, k, v, segments_BT):
+    most = _most_runs(segments_BT.shape[1])
+    runs_BT = _runs(segments_BT)
+    few = runs_BT.max() < most
+    rebuilds = []  # not an array, so it leaves the branch by the side; the last trace is the one that counts
+
+    def packed(q, k, v):
+        out, others, rebuild = _differentiate(partial(_packed, runs_BT=runs_BT, most=most, case=case), (q, k, v))
+        rebuilds.append(rebuild)
+        return out, others
+
+    nothing = jax.eval_shape(packed, q, k, v)[1]
+
+    def masked(q, k, v):
+        return _masked(q, k, v, segments_BT, case), [jnp.zeros(x.shape, x.dtype) for x in nothing]
+
+    out, others = lax.cond(few, packed, masked, q, k, v)
+    out, *others = (checkpoint_name(x, RESIDUALS) for x in (out, *others))
+    return out, (few, q, k, v, segments_BT, rebuilds[-1](others, q, k, v, out))
+
+
+def _documents_bwd(case, saved, g):
+    few, q, k, v, segments_BT, pull = saved
+    masked = partial(_masked, segments_BT=segments_BT, case=case)
+    return *lax.cond(few, pull, lambda g: jax.vjp(masked, q, k, v)[1](g), g), None
+
+
+_documents.defvjp(_documents_fwd, _documents_bwd)
 
 
 def _plain(q: Array, k: Array, v: Array, case: Case, mask: Array | None = None) -> Array:
@@ -83,6 +149,7 @@ def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Arr
     block = T // count
     plain = replace(case, causal=False, window=None)
 
+    @jax.checkpoint  # or the scan would keep every block's mask
     def one(_, xs):
         first, q, segments = xs
         mask = visible(case, Tokens(segments, segments_BT), slice(0, block), slice(0, T), first)
@@ -116,9 +183,6 @@ def _packed(q: Array, k: Array, v: Array, runs_BT: Array, most: int, case: Case)
     from jax._src.cudnn import fused_attention_stablehlo as cudnn  # no public way to give offsets in jax 0.10
 
     sizes, offsets = _layout(runs_BT, most)
-    if q.shape[2] != k.shape[2] and not _grouped_offsets_are_right():
-        groups = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
     kind = cudnn.MaskType.PADDING_CAUSAL if case.causal else cudnn.MaskType.PADDING
     out: Any = cudnn.dot_product_attention(
         q,

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtrain.kernels.attention.case import Case
+from jaxtrain.kernels.attention.case import RESIDUALS, Case
 
 LANES = 128
 BLOCK = 512
-RESIDUALS = "attention"  # checkpoint name of the output and the log-sum-exp
 
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> str | None:
