@@ -1,7 +1,11 @@
-"""Eight simulated CPU devices for every test, set before JAX is imported."""
+"""Eight simulated CPU devices for every test, set before JAX is imported.
+
+On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs one.
+"""
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAXTRAIN_TEST_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")
+# Compiling is most of a test's time: the cheapest code generation halves it and changes no HLO.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()

@@ -57,14 +57,16 @@ class Sharder:
             raise ValueError(f"{len(dims)} names for a tensor of shape {x.shape}")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, _spec(dims)))
 
-    def boundary(self, x: jax.Array, fwd: Names, bwd: Names) -> jax.Array:
-        """Identity that places `x` by `fwd` and its cotangent by `bwd`.
+    def boundary(self, x: jax.Array, fwd: Sequence[Names], bwd: Sequence[Names]) -> jax.Array:
+        """Identity that places `x` by each of `fwd` in turn, and its cotangent by each of `bwd`.
 
         A plain constraint also constrains the cotangent, which turns a reduce-scatter into an all-reduce
-        wherever forward and backward want different places.
+        wherever forward and backward want different places. Naming the place before a gather pins what travels:
+        without it the partitioner may gather ahead of a cast, in float32.
         """
         rules = self.rules or {}
-        return _boundary(self, (dims_to_axes(fwd, rules),), (dims_to_axes(bwd, rules),), x.dtype, x)
+        forward, backward = (tuple(dims_to_axes(names, rules) for names in side) for side in (fwd, bwd))
+        return _boundary(self, forward, backward, x.dtype, x)
 
     def weight(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
         """A stored parameter made ready for use: cast to `dtype`, gathered over the storage axes (FSDP).

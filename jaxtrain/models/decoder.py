@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import Loss, Model
 from jaxtrain.kernels.cross_entropy import cross_entropy
-from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, SEQUENCE
 from jaxtrain.nn.attention import Attention, Cache
 from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env, normal
@@ -59,13 +59,10 @@ class Block(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """The residual stream after this block, and the extended cache if one came in."""
-        branch, cache = self.attention(self._inner(self.attention_norm, x_BTD), turn, segments_BT, window, cache)
+        branch, cache = self.attention(self.env.enter(self.attention_norm(x_BTD)), turn, segments_BT, window, cache)
         x_BTD = self._residual(x_BTD, branch, "attention_post_norm")
-        branch = self.mlp(self._inner(self.mlp_norm, x_BTD))
+        branch = self.mlp(self.env.enter(self.mlp_norm(x_BTD)))
         return self._residual(x_BTD, branch, "mlp_post_norm"), cache
-
-    def _inner(self, norm: RMSNorm, x_BTD: jax.Array) -> jax.Array:
-        return self.env.constrain(norm(x_BTD), BATCH, CONTEXT, None)
 
     def _residual(self, x_BTD: jax.Array, branch_BTD: jax.Array, post_norm: str) -> jax.Array:
         if hasattr(self, post_norm):
@@ -102,7 +99,7 @@ class Decoder(nnx.Module):
             return block(x_BTD, turn, segments_BT, None if last_of_group else model.window, cache)
 
         x_BTD, cache = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
-        return self.env.constrain(self.final_norm(x_BTD), BATCH, CONTEXT, None), cache
+        return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None), cache
 
     def loss(self, batch: dict[str, jax.Array], key: jax.Array) -> Terms:
         """Loss terms of a batch (tokens, targets, positions, segments, weights, all [B, T]) as (sum, weight)."""

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import attention
-from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.nn.env import Env, constant, normal
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import rotate
@@ -93,9 +93,9 @@ class Attention(nnx.Module):
                 q_BTHD, cache.k, cache.v, positions_BT=positions_BT, kv_positions_BS=kv_positions_BS, causal=True,
                 **options, kernel="reference", sharder=self.env.sharder,
             )  # fmt: skip
-        out_BTHD = checkpoint_name(self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None), "attention")
+        out_BTHD = self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None)
         out_BTD = jnp.einsum("bthk,hkd->btd", out_BTHD, self.env.weight(self.o))
-        out_BTD = self.env.sharder.boundary(out_BTD, (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None))
+        out_BTD = self.env.leave(out_BTD)
         return (out_BTD + self.env.weight(self.o_bias) if hasattr(self, "o_bias") else out_BTD), cache
 
     def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:

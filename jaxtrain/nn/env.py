@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.precision.policy import POLICIES, Policy
 
@@ -41,6 +42,17 @@ class Env:
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """`x` placed by the logical names of its dims."""
         return self.sharder.constrain(x, *names)
+
+    def enter(self, x_BTD: jax.Array) -> jax.Array:
+        """From the residual stream (by `sequence`) to where matmuls want it (by `context`): an all-gather under
+        sequence parallelism, whose transpose is a reduce-scatter."""
+        stream, inside = (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None)
+        return self.sharder.boundary(x_BTD, (stream, inside), (stream,))
+
+    def leave(self, x_BTD: jax.Array) -> jax.Array:
+        """Back to the residual stream after a row-parallel matmul: the transpose of `enter`."""
+        stream, inside = (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None)
+        return self.sharder.boundary(x_BTD, (stream,), (stream, inside))
 
 
 def normal(std: float) -> Init:

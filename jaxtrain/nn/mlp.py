@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.nn.env import Env, constant, normal
 
 GATES = {"swiglu": jax.nn.silu, "geglu": partial(jax.nn.gelu, approximate=True)}
@@ -40,7 +40,7 @@ class MLP(nnx.Module):
         else:
             hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
         out_BTD = jnp.einsum("btf,fd->btd", hidden_BTF, self.env.weight(self.down))
-        out_BTD = self.env.sharder.boundary(out_BTD, (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None))
+        out_BTD = self.env.leave(out_BTD)
         return out_BTD + self.env.weight(self.down_bias) if hasattr(self, "down_bias") else out_BTD
 
     def _column(self, x_BTD: jax.Array, name: str) -> jax.Array:

@@ -80,8 +80,8 @@ def _rematerialised(policy: str | tuple[str, ...]) -> Callable[[Callable], Calla
     """`jax.checkpoint` under the named policy; `none` leaves the function as it is.
 
     `dots` saves matmul outputs without batch dims. A tuple saves the values so named with `checkpoint_name`;
-    the name `attention` saves the attention kernel's own residuals, since naming only its output would still
-    recompute the softmax statistics.
+    the name `attention` is that of all the attention kernel keeps, softmax statistics included, so that the backward
+    pass does not run it again.
     """
     if policy == "none":
         return lambda fn: fn
@@ -92,8 +92,4 @@ def _rematerialised(policy: str | tuple[str, ...]) -> Callable[[Callable], Calla
         chosen = policies.dots_with_no_batch_dims_saveable
     else:
         chosen = policies.save_only_these_names(*policy)
-        if "attention" in policy:
-            chosen = policies.save_from_both_policies(
-                chosen, lambda prim, *_, **__: prim.name == "dot_product_attention_fwd_wrapper"
-            )
     return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=False)

@@ -40,7 +40,14 @@ def with_shardings(state: State, placed: State) -> State:
 
 def init(definition: Definition, optimizer: optax.GradientTransformation, config: Config, placed: State) -> State:
     """The state of step 0, each shard made where it lives."""
-    make = jax.jit(_make, static_argnums=(0, 1, 2), out_shardings=placed)
+    on_cpu = jax.tree.leaves(placed)[0].mesh.devices.flat[0].platform == "cpu"
+    make = jax.jit(
+        _make,
+        static_argnums=(0, 1, 2),
+        out_shardings=placed,
+        # Runs once: optimised code for the random bits would take 5 times as long to compile.
+        compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
+    )
     return make(definition, optimizer, config.optimizer.ema is not None, config.seed)
 
 

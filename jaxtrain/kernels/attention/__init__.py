@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import cudnn, reference, splash, xla
 from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens
@@ -83,9 +84,9 @@ def attention(
     kernel = _choose(kernel, case, own, q_BTHD, k_BSKD, device)
     with jax.named_scope(f"attention_{kernel}"):
         if kernel == "reference":
-            return reference.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens)
+            return checkpoint_name(reference.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens), RESIDUALS)
         if kernel == "xla":
-            return xla.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens)
+            return checkpoint_name(xla.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens), RESIDUALS)
         if kernel == "cudnn":
             run = partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
         else:
