@@ -1,0 +1,311 @@
+"""Speed of dense decoders on one GPU: tokens/s, TFLOP/s, MFU, peak memory, and where the time of a step goes.
+
+    python benchmarks/gpu_mfu.py [--shapes 0.4b 1.3b 7b] [--rows N] [--accumulate N] [--remat none full dots ...]
+                                 [--attention auto xla] [--flags default no-triton] [--sweep] [--out gpu_mfu.json]
+    python benchmarks/gpu_mfu.py --target h200      # no GPU: compiles the same steps for one, and reads their memory
+
+It times `program.step`, the step that `jaxtrain train` runs, on packed batches of `--documents` random documents a
+row, sequence 4096, bf16 with float32 masters and AdamW in float32 (7b on 80 GiB: all bf16). Every point is a fresh
+process, so that the memory peak is its own. MFU is in jaxtrain's own convention (jaxtrain.observe.flops: a row counts
+as one causal document, nothing recomputed counts); `mfu, attended` counts only the pairs of tokens that may see each
+other, which is what packed documents leave to do. The peak is that of jaxtrain.observe.peak: dense bf16.
+
+Where the time goes is read from a profile of three steps (per kernel, by the scope its operation comes from):
+attention, matmul, loss (head matmul and cross-entropy), optimizer (with the clip), rest (norms, rotary, activations,
+copies) and idle. `--breakdown ablation` times pieces on their own instead: forward, forward + backward, the loss, the
+optimizer.
+
+XLA flags: `default` is jaxtrain's, none. Where JAX has no GPU it says so and ends with status 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import breakdown
+import common
+import numpy as np
+
+MODELS = {"tiny": "llama_tiny", "0.4b": "llama_400m", "1.3b": "llama_1b", "7b": "llama2_7b"}
+VOCAB, LENGTH = 32000, 4096
+# By GPU memory in GiB: (at least, rows, microbatches, remat, precision). The first that the GPU is large enough for.
+# Chosen by what `--target` says fits; `--sweep` looks for better.
+DEFAULTS: dict[str, list[tuple[int, int, int, Any, str]]] = {
+    "tiny": [(0, 2, 1, "none", "bf16")],
+    "0.4b": [(120, 12, 1, "none", "bf16"), (70, 6, 1, "none", "bf16"), (0, 4, 1, "full", "bf16")],
+    "1.3b": [(120, 6, 1, "none", "bf16"), (70, 2, 1, "none", "bf16"), (0, 1, 1, "full", "bf16")],
+    "7b": [(120, 2, 1, "full", "bf16"), (70, 2, 1, "full", "bf16_pure")],
+}
+FLAGS = {
+    "default": "",
+    "no-triton": "--xla_gpu_enable_triton_gemm=false",
+    "no-graphs": "--xla_gpu_enable_command_buffer=",
+    "cudnn-fusion": "--xla_gpu_cudnn_gemm_fusion_level=1",
+}
+SWEEP = {"rows": [2, 4, 8, 12], "remat": ["none", ["attention", "q", "k", "v"], "dots", "full"],
+         "attention": ["cudnn", "xla"]}  # fmt: skip
+CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "models"
+
+
+def make_config(spec: dict[str, Any]) -> Any:
+    """The config of a point."""
+    import jaxtrain
+
+    base = {
+        "precision": spec["precision"], "steps": 1000,
+        "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
+        "optimizer": {"lr": 1e-4, "schedule": "constant"},
+        "step": {"remat": spec["remat"], "accumulate": spec["accumulate"], "attention": spec["attention"]},
+        "model": {"vocab": VOCAB},
+    }  # fmt: skip
+    return jaxtrain.load(CONFIGS / f"{MODELS[spec['shape']]}.yaml", base=base)
+
+
+def attended(batch: dict[str, np.ndarray]) -> float:
+    """Keys that a query sees in its own document, on average."""
+    return float(batch["positions"].mean() + 1)
+
+
+def flops_per_token(config: Any, batch: dict[str, np.ndarray]) -> dict[str, float]:
+    """By jaxtrain's convention, and with only the attended pairs."""
+    from jaxtrain.observe.flops import decoder_flops, layer_matmuls
+
+    whole = decoder_flops(config.model, VOCAB, config.data.sequence).model
+    matmuls = layer_matmuls(config.model, attended(batch))
+    return {
+        "mfu": whole,
+        "attended": 3.0 * (config.model.layers * sum(matmuls.values()) + 2 * config.model.embed * VOCAB),
+    }
+
+
+def timed_steps(step: Any, state: Any, batch: Any, seconds: float) -> tuple[Any, list[float], float]:
+    """State, seconds per step of several blocks, the last loss. Each step is sent off before the one before is done."""
+    import jax
+
+    def block(state: Any, count: int) -> tuple[Any, Any, float]:
+        begin, before, metrics = time.perf_counter(), None, None
+        for _ in range(count):
+            state, metrics = step(state, batch)
+            if before is not None:
+                jax.block_until_ready(before)
+            before = metrics
+        jax.block_until_ready(metrics)
+        return state, metrics, (time.perf_counter() - begin) / count
+
+    state, metrics, _ = block(state, 2)
+    state, metrics, once = block(state, 2)
+    count = max(2, min(50, round(seconds / 4 / once)))
+    times = []
+    for _ in range(4):
+        state, metrics, took = block(state, count)
+        times.append(took)
+    return state, times, float(metrics["loss"])
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """One point, in this process."""
+    import jax
+
+    from jaxtrain.observe.peak import device_peak
+    from jaxtrain.train.batches import batch_sharding
+    from jaxtrain.train.program import build
+
+    device = jax.devices()[0]
+    if device.platform != spec["platform"]:
+        raise SystemExit(f"JAX has no {spec['platform']} here, only {device.platform}")
+    config = make_config(spec)
+    program = build(config, VOCAB, [device])
+    host = common.packed_batch(0, spec["rows"], spec["length"], VOCAB, spec["documents"])
+    batch = jax.device_put(host, batch_sharding(program.sharder, 2, True))
+    state = program.init()
+    begin = time.perf_counter()
+    compiled = program.step.lower(state, batch).compile()
+    compile_seconds = time.perf_counter() - begin
+    state, times, loss = timed_steps(compiled, state, batch, spec["seconds"])
+    seconds = common.spread(times)
+    tokens = spec["rows"] * spec["length"]
+    flops = flops_per_token(config, host)
+    peak = device_peak(device, 1, None if device.platform != "cpu" else np.float32)
+    out = {
+        "machine": common.machine(), "device": device.device_kind, "compile_seconds": compile_seconds,
+        "seconds": seconds, "tokens_per_sec": tokens / seconds["median"], "loss": loss,
+        "flops_per_token": flops, "tflops": flops["mfu"] * tokens / seconds["median"] / 1e12,
+        "peak": str(peak), "memory": memory(compiled, device), "calls": breakdown.custom_calls(compiled.as_text()),
+    }  # fmt: skip
+    if peak is not None:
+        rate = out["tokens_per_sec"] / peak.flops
+        out |= {"mfu": flops["mfu"] * rate, "mfu_attended": flops["attended"] * rate}
+    if spec["breakdown"] == "trace":
+        with tempfile.TemporaryDirectory() as folder:
+            out["breakdown"] = breakdown.of_steps(compiled, state, batch, Path(folder), steps=3)
+    elif spec["breakdown"] == "ablation":
+        out["ablation"] = breakdown.ablation(program, state, batch)
+    return out
+
+
+def memory(compiled: Any, device: Any) -> dict[str, Any]:
+    """Bytes: what the compiler plans for the step, and the allocator's peak where it tells."""
+    plan = compiled.memory_analysis()
+    stats = device.memory_stats() or {}
+    return {
+        "arguments": plan.argument_size_in_bytes, "temporaries": plan.temp_size_in_bytes,
+        "planned_peak": getattr(plan, "peak_memory_in_bytes", None), "peak": stats.get("peak_bytes_in_use"),
+        "limit": stats.get("bytes_limit"),
+    }  # fmt: skip
+
+
+def compile_only(spec: dict[str, Any]) -> dict[str, Any]:
+    """The step of a point, compiled for a GPU that is not here."""
+    import jax
+    import targets
+
+    from jaxtrain.train.batches import batch_sharding
+    from jaxtrain.train.program import build
+
+    devices = targets.devices(spec["target"])
+    config = make_config(spec)
+    program = build(config, VOCAB, devices)
+    sharding = batch_sharding(program.sharder, 2, True)
+    host = common.packed_batch(0, 1, spec["length"], VOCAB, spec["documents"])
+    batch = {
+        name: jax.ShapeDtypeStruct((spec["rows"], *rows.shape[1:]), rows.dtype, sharding=sharding)
+        for name, rows in host.items()
+    }
+    begin = time.perf_counter()
+    compiled = program.step.lower(program.state, batch).compile()
+    return {
+        "machine": common.machine(), "device": f"{devices[0].device_kind}, absent",
+        "compile_seconds": time.perf_counter() - begin,
+        "memory": memory(compiled, devices[0]) | targets.limit(spec["target"]),
+        "calls": breakdown.custom_calls(compiled.as_text()), "flops_per_token": flops_per_token(config, host),
+    }  # fmt: skip
+
+
+def probe() -> dict[str, Any]:
+    """What JAX finds here, and its memory in GiB."""
+    import jax
+
+    device = jax.devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return {"platform": device.platform, "kind": device.device_kind, "gib": limit / 2**30, "machine": common.machine()}
+
+
+def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str, Any]]:
+    """The default of every shape, or the grid of what was given."""
+    out = []
+    for shape in args.shapes:
+        fits = [row for row in DEFAULTS[shape] if gib >= row[0]]
+        _, rows, accumulate, remat, precision = fits[0] if fits else DEFAULTS[shape][-1]
+        grid = {
+            "rows": args.rows or (SWEEP["rows"] if args.sweep else [rows]),
+            "accumulate": args.accumulate or [accumulate],
+            "remat": args.remat or (SWEEP["remat"] if args.sweep else [remat]),
+            "attention": args.attention or (SWEEP["attention"] if args.sweep else ["auto"]),
+            "flags": args.flags, "precision": args.precision or [precision],
+        }  # fmt: skip
+        for values in itertools.product(*grid.values()):
+            spec = dict(zip(grid, values))
+            out.append(spec | {
+                "shape": shape, "length": args.length, "documents": args.documents, "seconds": args.seconds,
+                "platform": platform, "target": args.target, "breakdown": args.breakdown,
+            })  # fmt: skip
+    return out
+
+
+def shown(result: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table."""
+    spec = result["point"]
+    remat = spec["remat"] if isinstance(spec["remat"], str) else "+".join(spec["remat"])
+    row: dict[str, Any] = {"shape": spec["shape"], "rows": spec["rows"], "micro": spec["accumulate"], "remat": remat,
+           "attention": spec["attention"], "flags": spec["flags"], "precision": spec["precision"]}  # fmt: skip
+    if "error" in result:
+        return row | {"error": result["error"][:120]}
+    gib = {name: value / 2**30 for name, value in result["memory"].items() if value}
+    if spec["target"]:
+        fits = gib.get("planned_peak", 0.0) < 0.94 * gib["limit"]
+        calls = sum(count for name, count in result["calls"].items() if "fmha" in name)
+        return row | {
+            "planned GiB": gib.get("planned_peak"), "fits": "yes" if fits else "no", "cuDNN attention calls": calls,
+            "compile s": result["compile_seconds"],
+        }  # fmt: skip
+    row |= {
+        "ms": result["seconds"]["median"] * 1e3, "tokens/s": result["tokens_per_sec"], "TFLOP/s": result["tflops"],
+        "MFU %": 100 * result["mfu"] if "mfu" in result else None,
+        "attended %": 100 * result["mfu_attended"] if "mfu" in result else None,
+        "peak GiB": gib.get("peak", gib.get("planned_peak")), "compile s": result["compile_seconds"],
+    }  # fmt: skip
+    shares = result.get("breakdown", {}).get("shares", {})
+    return row | {f"{name} %": 100 * share for name, share in shares.items()}
+
+
+def environment(spec: dict[str, Any]) -> dict[str, str]:
+    """Flags must be set before JAX starts: each point is a process."""
+    if spec["target"]:
+        return {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    return {"XLA_FLAGS": FLAGS[spec["flags"]], "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
+
+
+def arguments() -> argparse.Namespace:
+    """Parsed; `--quick` is the tiny shape on whatever JAX has."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["0.4b", "1.3b", "7b"])
+    parser.add_argument("--rows", type=int, nargs="+", help="sequences per step")
+    parser.add_argument("--accumulate", type=int, nargs="+", help="microbatches per step")
+    parser.add_argument("--remat", nargs="+", type=lambda text: text.split("+") if "+" in text else text,
+                        help="none, full, dots, or saved names joined by +")  # fmt: skip
+    parser.add_argument("--attention", nargs="+", choices=("auto", "cudnn", "xla", "reference"))
+    parser.add_argument("--precision", nargs="+", choices=("bf16", "bf16_pure", "fp32"))
+    parser.add_argument("--flags", nargs="+", choices=FLAGS, default=["default"], help="sets of XLA flags")
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--documents", type=int, default=4, help="a row")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of measured steps, about")
+    parser.add_argument("--breakdown", choices=("trace", "ablation", "none"), default="trace")
+    parser.add_argument("--sweep", action="store_true", help="rows x remat x attention")
+    parser.add_argument("--target", choices=("h100", "h200"), help="compile for this GPU, absent")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.shapes, args.length, args.seconds = ["tiny"], 128, 0.1
+    return args
+
+
+def main() -> None:
+    """Prints the table and, with --out, writes the JSON."""
+    args = arguments()
+    if args.child:
+        spec = json.loads(args.child)
+        run = {"probe": lambda _: probe(), "compile": compile_only, "measure": measure}[spec["what"]]
+        print(json.dumps(run(spec)))
+        return
+    if args.target:
+        here: dict[str, Any] = {"platform": "gpu", "gib": {"h100": 79.0, "h200": 139.0}[args.target]}
+        reason = None if importlib.util.find_spec("jax_plugins") else "gpu_mfu --target needs jax-cuda13-plugin"
+    else:
+        here = common.in_child(__file__, {"what": "probe"})
+        no_gpu = f"gpu_mfu needs a GPU: JAX has {here.get('kind', here.get('error'))} here"
+        reason = None if here.get("platform") == "gpu" or (args.quick and "error" not in here) else no_gpu
+    if reason:
+        common.report("gpu_mfu", args, [], common.machine(), reason, skipped=reason)
+        return
+    results = []
+    for spec in points(args, here["gib"], here["platform"]):
+        what = "compile" if args.target else "measure"
+        results.append({"point": spec, **common.in_child(__file__, spec | {"what": what}, environment(spec))})
+        print(shown(results[-1]), file=sys.stderr, flush=True)
+        where = next((r["machine"] for r in results if "machine" in r), here.get("machine", common.machine()))
+        common.report("gpu_mfu", args, results, where, xla_flags={name: FLAGS[name] for name in args.flags})
+    print(common.title(where))
+    for shape in args.shapes:
+        print(common.table([shown(result) for result in results if result["point"]["shape"] == shape]))
+
+
+if __name__ == "__main__":
+    main()
