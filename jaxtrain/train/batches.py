@@ -27,21 +27,21 @@ class Placer:
         self._fetch, self._sharder, self._rows, self._sequence = fetch, sharder, global_batch, sequence
         spans = batch_sharding(sharder, 1, False).addressable_devices_indices_map((global_batch,)).values()
         mine = {row for index in spans if index for row in range(*index[0].indices(global_batch))}
-        self._local = np.array(sorted(mine))
+        self.local = np.array(sorted(mine))
         self._position = np.full(global_batch, -1)
-        self._position[self._local] = np.arange(len(self._local))
+        self._position[self.local] = np.arange(len(self.local))
 
     def __call__(self, step: int) -> dict[str, jax.Array]:
         """The device batch of a step: arrays of `global_batch` rows."""
-        everything = len(self._local) == self._rows
-        host = self._fetch(step, slice(None) if everything else self._local)
+        everything = len(self.local) == self._rows
+        host = self._fetch(step, slice(None) if everything else self.local)
         return {name: self._place(np.asarray(rows)) for name, rows in host.items()}
 
     def _place(self, rows: np.ndarray) -> jax.Array:
         sharding = batch_sharding(self._sharder, rows.ndim, self._sequence)
-        if rows.shape[0] != len(self._local):
-            raise ValueError(f"the data gave {rows.shape[0]} rows where {len(self._local)} were asked for")
-        if len(self._local) == self._rows:
+        if rows.shape[0] != len(self.local):
+            raise ValueError(f"the data gave {rows.shape[0]} rows where {len(self.local)} were asked for")
+        if len(self.local) == self._rows:
             return jax.device_put(rows, sharding)
 
         def shard(index: Any) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Starts JAX the way a config asks for: simulated devices, compilation cache."""
+"""Starts JAX the way a config and the environment ask for: simulated devices, several processes, compilation cache."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,54 @@ import jax
 
 from jaxtrain.config.schema import Config
 
+# Names that JAX itself and cluster launchers use.
+COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
 
 def start(config: Config) -> list[Any]:
-    """Devices of this run.
+    """Devices of this run, those of all processes.
+
+    Several processes are joined where `JAX_COORDINATOR_ADDRESS` (host:port), `JAX_NUM_PROCESSES` and
+    `JAX_PROCESS_ID` are set; simulated devices are then shared out equally.
 
     Raises:
-        ValueError: JAX runs already, with other devices than `simulate` asks for.
+        ValueError: JAX runs already, with other devices than `simulate` asks for, or the environment is incomplete.
     """
     if config.compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
+    count = processes()
     if config.simulate is not None:
-        _simulate(config.simulate)
-    return jax.devices()
+        if config.simulate % count:
+            raise ValueError(f"simulate: {config.simulate} devices cannot be shared out among {count} processes")
+        _simulate(config.simulate // count)
+    if count > 1 and not jax.distributed.is_initialized():
+        _join(count)
+    devices = jax.devices()
+    if config.simulate is not None and (devices[0].platform != "cpu" or len(devices) != config.simulate):
+        raise ValueError(
+            f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {config.simulate} "
+            "simulated ones; set simulate before anything else uses JAX"
+        )
+    return devices
+
+
+def processes() -> int:
+    """Number of processes of this run, from the environment."""
+    text = os.environ.get(PROCESSES, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{PROCESSES}: expected a positive number; found {text!r}")
+    return int(text)
+
+
+def _join(count: int) -> None:
+    index, address = os.environ.get(PROCESS, ""), os.environ.get(COORDINATOR, "")
+    if not index.isdecimal() or int(index) >= count or ":" not in address:
+        raise ValueError(
+            f"{count} processes need {COORDINATOR}=host:port and {PROCESS} from 0 to {count - 1}; "
+            f"found {address!r} and {index!r}"
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, count, int(index))
 
 
 def _simulate(count: int) -> None:
@@ -28,10 +65,4 @@ def _simulate(count: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        pass  # JAX runs already: what counts is the devices it has, checked below.
-    devices = jax.devices()
-    if devices[0].platform != "cpu" or len(devices) != count:
-        raise ValueError(
-            f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {count} "
-            "simulated ones; set simulate before anything else uses JAX"
-        )
+        pass  # JAX runs already: what counts is the devices it has, which the caller checks.

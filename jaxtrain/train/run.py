@@ -72,6 +72,7 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     """
     program, data, validation = prepare(config, screen)
     is_main = jax.process_index() == 0
+    screen.console.quiet = not is_main
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint
@@ -111,8 +112,13 @@ def vocabulary(config: Config, data: Any) -> int | None:
 
 
 def fresh_directory(config: Config) -> Path:
-    """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another."""
+    """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another.
+
+    With several processes it is DIR/NAME, which must be new: they could not agree on a number before they have met.
+    """
     directory = config.run_dir
+    if platform.processes() > 1:
+        return directory
     number = 2
     while directory.exists() and any(directory.iterdir()):
         directory = config.run_dir.with_name(f"{config.name}-{number}")
