@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py [--batch 2] [--time 1024] [--heads 8] [--kv-heads 2] [--head-dim 64]
                                    [--window N] [--documents N] [--dtype bfloat16] [--kernels reference xla cudnn]
-                                   [--repeats 5] [--out attention.json]
+                                   [--repeats 5] [--quick] [--out attention.json]
 
 A kernel that can not do the case says why. `temporaries` is what the compiled program needs besides arguments and
 results; time is the median of interleaved runs; TFLOP/s counts visible pairs only (half of them when causal), 4 x
@@ -12,33 +12,16 @@ head_dim forward and 10 x head_dim backward each.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.kernels.attention import KERNELS, attention
-
-
-def machine() -> dict[str, object]:
-    """Names the machine: processor, cores, devices, versions."""
-    processor = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
-    }
 
 
 def segments(args: argparse.Namespace) -> np.ndarray | None:
@@ -81,7 +64,7 @@ def main() -> None:
     """Prints the table and writes the JSON."""
     on_cpu = jax.default_backend() == "cpu"
     kernels = [k for k in KERNELS if k != "splash" or not on_cpu]  # interpreted on CPU: a test, not a speed
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     for name, default in (("batch", 2), ("time", 1024), ("heads", 8), ("kv-heads", 2), ("head-dim", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--window", type=int)
@@ -89,11 +72,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32" if on_cpu else "bfloat16")
     parser.add_argument("--kernels", nargs="+", default=kernels, choices=KERNELS)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.quick:
+        args.time, args.heads, args.repeats = 128, 2, 1
 
-    where = machine()
-    print(", ".join(f"{key}: {value}" for key, value in where.items()))
+    where = common.machine()
+    print(common.title(where))
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (args.heads, args.kv_heads, args.kv_heads, args.heads)
     arrays = tuple(
@@ -116,9 +100,7 @@ def main() -> None:
         temporaries = program.memory_analysis().temp_size_in_bytes
         results.append({"kernel": name, "temporaries": temporaries, "seconds": taken, "flops": flops})
         print(f"{name:12}{temporaries / 2**20:18.1f}{taken * 1e3:10.1f}{flops / taken / 1e12:10.3f}")
-    if args.out:
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
-        args.out.write_text(json.dumps({"machine": where, "settings": settings, "results": results}, indent=1) + "\n")
+    common.report("attention", args, results, where)
 
 
 if __name__ == "__main__":

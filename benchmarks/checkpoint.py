@@ -1,6 +1,7 @@
 """What a checkpoint costs: stall per save against size and leaf count, write and restore throughput.
 
-    python benchmarks/checkpoint.py [--sizes 16 64 256 1024] [--leaves 32 256] [--repeats 5] [--out checkpoint.json]
+    python benchmarks/checkpoint.py [--sizes 16 64 256 1024] [--leaves 32 256] [--repeats 5] [--quick]
+                                    [--out checkpoint.json]
 
 `stall` is how long `Checkpointer.save` keeps its caller, on a state that a training step then donates; `copy` is a
 plain blocking device-to-host copy of the same state (every shard of the first replica into fresh NumPy memory),
@@ -12,10 +13,7 @@ after it was dropped. Times are medians.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
+import common
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -30,22 +29,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtrain.checkpoint import Checkpointer, Committed
 
 MIB = 2**20
-
-
-def machine() -> dict[str, object]:
-    """Names the machine: processor, cores, devices, versions."""
-    processor = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
-    device = jax.devices()[0]
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "devices": f"{jax.device_count()} x {device.device_kind}",
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def make_state(size: int, leaves: int) -> dict[str, jax.Array]:
@@ -133,14 +116,15 @@ def measure(size: int, leaves: int, repeats: int, folder: Path) -> dict[str, flo
 
 def main() -> None:
     """Prints the table and, with --out, writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256, 1024], help="MiB")
     parser.add_argument("--leaves", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", help="folder on the disk to measure; default: the temporary folder")
-    parser.add_argument("--out", help="JSON file")
     args = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    if args.quick:
+        args.sizes, args.leaves, args.repeats = [4], [8], 1
+    print(common.title(common.machine()))
     rows = []
     for size in args.sizes:
         for leaves in args.leaves:
@@ -150,8 +134,7 @@ def main() -> None:
                 print(" ".join(f"{name:>13}" for name in row))
             rows.append(row)
             print(" ".join(f"{value:13.1f}" if isinstance(value, float) else f"{value:13d}" for value in row.values()))
-    if args.out:
-        Path(args.out).write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+    common.report("checkpoint", args, rows, common.machine())
 
 
 if __name__ == "__main__":

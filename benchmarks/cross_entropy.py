@@ -1,7 +1,7 @@
 """Memory and time of the vocabulary-chunked cross-entropy against full logits: loss and both gradients.
 
     python benchmarks/cross_entropy.py [--rows 8192] [--embed 2048] [--vocab 128256] [--chunks 1 4 8 16]
-                                       [--dtype bfloat16] [--repeats 5] [--measure] [--out cross_entropy.json]
+                                       [--dtype bfloat16] [--repeats 5] [--measure] [--quick] [--out cross_entropy.json]
 
 `temporaries` is what the compiled program needs besides its arguments and results (`memory_analysis`), so it needs
 no run; `logits` is the size of one float32 copy of the full logits, for scale. Time, with `--measure`, is the
@@ -11,31 +11,14 @@ median of interleaved runs. `full` is the plain form: logits, log-softmax, autom
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
-from pathlib import Path
 
+import common
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.cross_entropy import cross_entropy
-
-
-def machine() -> dict[str, object]:
-    """Names the machine: processor, cores, devices, versions."""
-    processor = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
-    }
 
 
 def full(x, head, targets, weights):
@@ -91,7 +74,7 @@ def measure(compiled: dict[str, jax.stages.Compiled], args: argparse.Namespace) 
 
 def main() -> None:
     """Prints the table and writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--rows", type=int, default=8192, help="tokens")
     parser.add_argument("--embed", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=128256)
@@ -99,14 +82,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="compute dtype; the head is float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--measure", action="store_true", help="also run the programs")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.quick:
+        args.rows, args.embed, args.vocab, args.chunks, args.repeats = 64, 64, 2048, [1, 4], 1
 
     compiled = programs(args)
     seconds = measure(compiled, args) if args.measure else {}
     logits = args.rows * args.vocab * 4
-    where = machine()
-    print(", ".join(f"{key}: {value}" for key, value in where.items()))
+    where = common.machine()
+    print(common.title(where))
     print(f"{args.rows} tokens x {args.embed} -> {args.vocab} ids, {args.dtype}; full logits {logits / 2**20:.0f} MiB")
     print(f"{'':12}{'temporaries MiB':>18}{'of the logits':>16}{'ms':>10}{'tokens/s':>12}")
     results = []
@@ -116,9 +100,7 @@ def main() -> None:
         results.append(row)
         speed = f"{row['seconds'] * 1e3:10.1f}{args.rows / row['seconds']:12.0f}" if row["seconds"] else ""
         print(f"{name:12}{temporaries / 2**20:18.0f}{temporaries / logits:16.2f}{speed}")
-    if args.out:
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
-        args.out.write_text(json.dumps({"machine": where, "settings": settings, "results": results}, indent=1) + "\n")
+    common.report("cross_entropy", args, results, where)
 
 
 if __name__ == "__main__":

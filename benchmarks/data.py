@@ -1,6 +1,7 @@
 """How fast packed batches come: warm and cold token cache, first batch, permutation, tokenizers, waste.
 
     python benchmarks/data.py [--out data.json] [--tokens 300e6] [--sequence 4096] [--batch 64] [--dir FOLDER]
+                              [--quick]
 
 A synthetic corpus (log-normal documents of 1400 tokens in the mean, fixed seed) is written as a token cache, then read
 by this process alone, pinned to one core. Goals: 50 million packed tokens/s warm, 30 cold.
@@ -10,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 
 from jaxtrain.config.schema import Data, Source
@@ -32,20 +32,6 @@ from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tr
 
 VOCAB, MEAN, SIGMA, SHARDS = 32_000, 1400, 1.2, 8
 GOALS = {"packed tokens/s, warm": 50e6, "packed tokens/s, cold": 30e6}
-
-
-def machine() -> dict[str, Any]:
-    """Processor model, cores, memory and versions."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": names[0].split(":")[1].strip() if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory, 1),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
 
 
 class SyntheticTokenizer(ByteTokenizer):
@@ -91,7 +77,7 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def rate(data: TextDataset, first: int, seconds: float = 2.0) -> float:
+def rate(data: TextDataset, first: int, seconds: float) -> float:
     """Packed tokens per second of consecutive batches from step `first`."""
     begin, step = time.perf_counter(), first
     while time.perf_counter() - begin < seconds:
@@ -102,10 +88,11 @@ def rate(data: TextDataset, first: int, seconds: float = 2.0) -> float:
 
 def reading(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     out: dict[str, float] = {}
+    seconds = 0.1 if args.quick else 2.0
     cold, first = [], {0: [], 1_000_000: []}
     for repeat in range(3):
         if evict(folder):
-            cold.append(rate(dataset(folder, args), repeat * 10_000))
+            cold.append(rate(dataset(folder, args), repeat * 10_000, seconds))
         for step in first:
             data = dataset(folder, args)
             first[step].append(timed(lambda d=data, s=step: d.batch(s)))
@@ -113,11 +100,11 @@ def reading(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     for split in open_cache(folder).train, open_cache(folder).validation:
         split.verify()  # reads it all: warm from here on
     data = dataset(folder, args)
-    out["packed tokens/s, warm"] = max(rate(data, repeat * 1000) for repeat in range(3))
+    out["packed tokens/s, warm"] = max(rate(data, repeat * 1000, seconds) for repeat in range(3))
     if cold:
         out["packed tokens/s, cold"] = max(cold)
-    for step, seconds in first.items():
-        out[f"first batch, step {step:,}, ms"] = min(seconds) * 1e3
+    for step, times in first.items():
+        out[f"first batch, step {step:,}, ms"] = min(times) * 1e3
     packer = data._packers[0]
     if packer is not None:
         every = packer.pieces(np.arange(packer.rows))
@@ -129,22 +116,24 @@ def reading(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     return out
 
 
-def permutation() -> dict[str, float]:
-    index = np.arange(1_000_000)
+def permutation(quick: bool) -> dict[str, float]:
+    index = np.arange(10_000 if quick else 1_000_000)
     sizes = {"1e6": 10**6, "1e9": 10**9}
     return {
-        f"permutation of {k}, ns/index": min(timed(lambda n=n: permute(index, n, 0, 0)) for _ in range(3)) * 1e3
+        f"permutation of {k}, ns/index": min(timed(lambda n=n: permute(index, n, 0, 0)) for _ in range(3))
+        / len(index)
+        * 1e9
         for k, n in sizes.items()
     }
 
 
-def tokenizing(folder: Path) -> dict[str, float]:
+def tokenizing(folder: Path, quick: bool) -> dict[str, float]:
     """On the standard library's source text; the BPE is trained on a part of it."""
     from jaxtrain.data.sources import documents
 
-    texts = [d.text for d in documents(Source())][::8]
+    texts = [d.text for d in documents(Source())][:: 400 if quick else 8]
     out = {}
-    path = train_bpe(iter(texts[::4]), 8192, folder)
+    path = train_bpe(iter(texts[::4]), 512 if quick else 8192, folder)
     encoders: dict[str, Tokenizer] = {"bytes": load_tokenizer("bytes"), "BPE of 8192": load_tokenizer(str(path))}
     for name, encoder in encoders.items():
         begin = time.perf_counter()
@@ -160,13 +149,15 @@ def tokenizing(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="write the figures here as JSON")
+    parser = common.parser(__doc__)
     parser.add_argument("--tokens", type=float, default=300e6, help="size of the corpus")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--dir", help="folder for the corpus, on the disk to be measured; default: a temporary one")
     args = parser.parse_args()
+    if args.quick:
+        args.tokens, args.sequence, args.batch = 20e6, 256, 8
+    host = common.machine("tokenizers")
     if hasattr(os, "sched_setaffinity"):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -175,19 +166,15 @@ def main() -> None:
         corpus = folder / "corpus"
         corpus.mkdir()
         write_corpus(corpus, int(args.tokens))
-        figures = {**reading(corpus, args), **permutation(), **tokenizing(folder)}
+        figures = {**reading(corpus, args), **permutation(args.quick), **tokenizing(folder, args.quick)}
     finally:
         shutil.rmtree(folder)
-    host = machine()
     shape = f"{args.batch} rows of {args.sequence}, corpus of {args.tokens:,.0f} tokens"
-    print(f"{host['cpu']}, {host['cores']} cores (one used); {shape}")
+    print(f"{common.title(host)}; one core used; {shape}")
     for name, value in figures.items():
         goal = f"   goal {GOALS[name]:,.0f}: {'met' if value >= GOALS[name] else 'MISSED'}" if name in GOALS else ""
         print(f"  {name:<48}{value:>16,.{0 if value > 1e4 else 4}f}{goal}")
-    if args.out:
-        Path(args.out).write_text(
-            json.dumps({"benchmark": "data", "machine": host, "args": vars(args), "figures": figures}, indent=1)
-        )
+    common.report("data", args, figures, host)
 
 
 if __name__ == "__main__":

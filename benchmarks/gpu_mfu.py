@@ -36,13 +36,25 @@ import numpy as np
 
 MODELS = {"tiny": "llama_tiny", "0.4b": "llama_400m", "1.3b": "llama_1b", "7b": "llama2_7b"}
 VOCAB, LENGTH = 32000, 4096
-# By GPU memory in GiB: (at least, rows, microbatches, remat, precision). The first that the GPU is large enough for.
-# Chosen by what `--target` says fits; `--sweep` looks for better.
-DEFAULTS: dict[str, list[tuple[int, int, int, Any, str]]] = {
-    "tiny": [(0, 2, 1, "none", "bf16")],
-    "0.4b": [(120, 12, 1, "none", "bf16"), (70, 6, 1, "none", "bf16"), (0, 4, 1, "full", "bf16")],
-    "1.3b": [(120, 6, 1, "none", "bf16"), (70, 2, 1, "none", "bf16"), (0, 1, 1, "full", "bf16")],
-    "7b": [(120, 2, 1, "full", "bf16"), (70, 2, 1, "full", "bf16_pure")],
+# Saves every matmul output that backward needs and computes norms, rotary and activations again: of the memory that
+# `none` takes a quarter, and no matmul runs twice.
+SELECTIVE = ["attention", "q", "k", "v", "gate", "up", "residual"]
+# By GPU memory: (GiB at least, points of (rows, microbatches, remat, precision)); the first that the GPU is large
+# enough for counts. What fits was asked of `--target`; `--sweep` looks for better.
+DEFAULTS: dict[str, list[tuple[int, list[tuple[int, int, Any, str]]]]] = {
+    "tiny": [(0, [(2, 1, "none", "bf16")])],
+    "0.4b": [
+        (120, [(16, 1, SELECTIVE, "bf16"), (12, 1, "none", "bf16")]),
+        (0, [(8, 1, SELECTIVE, "bf16"), (6, 1, "none", "bf16")]),
+    ],
+    "1.3b": [
+        (120, [(12, 1, SELECTIVE, "bf16"), (6, 1, "none", "bf16")]),
+        (0, [(6, 1, SELECTIVE, "bf16"), (2, 1, "none", "bf16")]),
+    ],
+    "7b": [
+        (120, [(2, 1, SELECTIVE, "bf16"), (4, 1, "full", "bf16")]),
+        (0, [(4, 1, "full", "bf16_pure")]),
+    ],
 }
 FLAGS = {
     "default": "",
@@ -50,7 +62,7 @@ FLAGS = {
     "no-graphs": "--xla_gpu_enable_command_buffer=",
     "cudnn-fusion": "--xla_gpu_cudnn_gemm_fusion_level=1",
 }
-SWEEP = {"rows": [2, 4, 8, 12], "remat": ["none", ["attention", "q", "k", "v"], "dots", "full"],
+SWEEP = {"rows": [2, 4, 8, 12], "remat": ["none", SELECTIVE, ["attention", "q", "k", "v"], "dots", "full"],
          "attention": ["cudnn", "xla"]}  # fmt: skip
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
@@ -138,7 +150,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "machine": common.machine(), "device": device.device_kind, "compile_seconds": compile_seconds,
         "seconds": seconds, "tokens_per_sec": tokens / seconds["median"], "loss": loss,
         "flops_per_token": flops, "tflops": flops["mfu"] * tokens / seconds["median"] / 1e12,
-        "peak": str(peak), "memory": memory(compiled, device), "calls": breakdown.custom_calls(compiled.as_text()),
+        "peak": str(peak), "memory": memory(compiled, device.memory_stats() or {}),
+        "calls": breakdown.custom_calls(compiled.as_text()),
     }  # fmt: skip
     if peak is not None:
         rate = out["tokens_per_sec"] / peak.flops
@@ -151,10 +164,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def memory(compiled: Any, device: Any) -> dict[str, Any]:
-    """Bytes: what the compiler plans for the step, and the allocator's peak where it tells."""
+def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
+    """Bytes: what the compiler plans for the step, and the allocator's peak where `stats` of the device tell."""
     plan = compiled.memory_analysis()
-    stats = device.memory_stats() or {}
     return {
         "arguments": plan.argument_size_in_bytes, "temporaries": plan.temp_size_in_bytes,
         "planned_peak": getattr(plan, "peak_memory_in_bytes", None), "peak": stats.get("peak_bytes_in_use"),
@@ -184,7 +196,7 @@ def compile_only(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "machine": common.machine(), "device": f"{devices[0].device_kind}, absent",
         "compile_seconds": time.perf_counter() - begin,
-        "memory": memory(compiled, devices[0]) | targets.limit(spec["target"]),
+        "memory": memory(compiled, {}) | targets.limit(spec["target"]),
         "calls": breakdown.custom_calls(compiled.as_text()), "flops_per_token": flops_per_token(config, host),
     }  # fmt: skip
 
@@ -200,23 +212,25 @@ def probe() -> dict[str, Any]:
 
 def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str, Any]]:
     """The default of every shape, or the grid of what was given."""
+    names = ("rows", "accumulate", "remat", "attention", "flags", "precision")
+    fixed = {
+        "length": args.length, "documents": args.documents, "seconds": args.seconds, "platform": platform,
+        "target": args.target, "breakdown": args.breakdown,
+    }  # fmt: skip
+    given = any((args.rows, args.accumulate, args.remat, args.attention, args.precision))
     out = []
     for shape in args.shapes:
-        fits = [row for row in DEFAULTS[shape] if gib >= row[0]]
-        _, rows, accumulate, remat, precision = fits[0] if fits else DEFAULTS[shape][-1]
-        grid = {
-            "rows": args.rows or (SWEEP["rows"] if args.sweep else [rows]),
-            "accumulate": args.accumulate or [accumulate],
-            "remat": args.remat or (SWEEP["remat"] if args.sweep else [remat]),
-            "attention": args.attention or (SWEEP["attention"] if args.sweep else ["auto"]),
-            "flags": args.flags, "precision": args.precision or [precision],
-        }  # fmt: skip
-        for values in itertools.product(*grid.values()):
-            spec = dict(zip(grid, values))
-            out.append(spec | {
-                "shape": shape, "length": args.length, "documents": args.documents, "seconds": args.seconds,
-                "platform": platform, "target": args.target, "breakdown": args.breakdown,
-            })  # fmt: skip
+        known = next((points for least, points in DEFAULTS[shape] if gib >= least), DEFAULTS[shape][-1][1])
+        for rows, accumulate, remat, precision in known[:1] if args.sweep or given else known:
+            grid = (
+                args.rows or (SWEEP["rows"] if args.sweep else [rows]),
+                args.accumulate or [accumulate],
+                args.remat or (SWEEP["remat"] if args.sweep else [remat]),
+                args.attention or (SWEEP["attention"] if args.sweep else ["auto"]),
+                args.flags,
+                args.precision or [precision],
+            )
+            out += [{"shape": shape, **fixed, **dict(zip(names, values))} for values in itertools.product(*grid)]
     return out
 
 

@@ -250,7 +250,7 @@ def main() -> None:
     on_gpu = args.platform == "gpu"
     if args.quick:
         args.sizes, args.block, args.blocks = ["tiny"], 3, 2
-        args.layouts = args.layouts[:1]
+        args.devices = args.devices[:1]
     sizes = args.sizes or (["gpu-small", "gpu-medium"] if on_gpu else ["small", "medium", "large"])
     rows, results = [], []
     for devices in [1] if on_gpu else args.devices:

@@ -1,0 +1,111 @@
+"""Every benchmark runs at its smallest and writes JSON that names the machine; figures are not looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def quick(tmp_path, name: str, *options: str) -> dict:
+    """The record that a benchmark writes."""
+    out = tmp_path / f"{name}.json"
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "JAX_COMPILATION_CACHE_DIR": ""}
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads(out.read_text())
+    assert record["benchmark"] == name
+    assert record["machine"]["processor"]
+    assert record["machine"]["jax"]
+    return record | {"printed": done.stdout}
+
+
+def module(name: str):
+    """A file of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_overhead_trains_the_same_model(tmp_path):
+    (result,) = quick(tmp_path, "overhead")["results"]
+    assert result["steps_compared"] >= 9
+    assert result["loss_difference"]["largest"] < 1e-5
+    assert result["losses"]["last"] < result["losses"]["first"]
+    assert result["wall_ratio"]["median"] > 0
+
+
+def test_overhead_refuses_another_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    overhead = module("overhead")
+
+    screen = SimpleNamespace(losses=[6.0, 5.9, 5.8], bare=SimpleNamespace(losses=[6.0, 5.9, 5.7]), times=[])
+    with pytest.raises(SystemExit, match="not the same model"):
+        overhead.summary({"precision": "fp32", "block": 1}, screen, {})
+
+
+def test_compile(tmp_path):
+    (result,) = quick(tmp_path, "compile")["results"]
+    phases = result["empty"]["phases"]
+    assert {"imports", "build", "init", "trace", "lower", "compile", "step"} == phases.keys()
+    assert sum(phases.values()) == pytest.approx(result["empty"]["first_step"], rel=0.01)
+    assert result["full"]["phases"]["compile"] < phases["compile"]
+
+
+def test_gpu_mfu_says_where_time_goes(tmp_path):
+    (result,) = quick(tmp_path, "gpu_mfu")["results"]
+    shares = result["breakdown"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-6)
+    assert min(shares[kind] for kind in ("attention", "matmul", "loss", "optimizer")) > 0
+    assert result["breakdown"]["without_scope"] < 0.2
+    assert result["flops_per_token"]["attended"] < result["flops_per_token"]["mfu"]
+    assert abs(result["loss"] - np.log(32000)) < 3
+
+
+def test_gpu_mfu_without_a_gpu(tmp_path):
+    out = tmp_path / "mfu.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu_mfu.py"), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    record = json.loads(out.read_text())
+    if "skipped" not in record:
+        pytest.skip("this machine has a GPU")
+    assert done.stdout.splitlines() == [record["skipped"]]
+
+
+def test_peer_torch(tmp_path):
+    record = quick(tmp_path, "peer_torch")
+    if "skipped" in record:
+        assert record["printed"].splitlines() == [record["skipped"]]
+        return
+    (result,) = record["results"]
+    assert result["first_losses_differ"] < 1e-4
+    assert result["memory"]["torch"]["peak"] > 0
+
+
+@pytest.mark.parametrize("name", ["attention", "cross_entropy", "checkpoint", "data"])
+def test_rooms(tmp_path, name):
+    assert quick(tmp_path, name, *(["--measure"] if name == "cross_entropy" else []))["results"]
+
+
+def test_packed_batch_is_what_the_data_room_makes():
+    batch = module("common").packed_batch(0, 3, 32, 100, 4)
+    for row in range(3):
+        segments, positions = batch["segments"][row], batch["positions"][row]
+        assert list(np.unique(segments)) == [1, 2, 3, 4]
+        begins = np.flatnonzero(np.diff(segments, prepend=0))
+        np.testing.assert_array_equal(np.flatnonzero(positions == 0), begins)
+        np.testing.assert_array_equal(np.diff(positions)[np.diff(segments) == 0], 1)
+        inside = np.flatnonzero(batch["weights"][row][:-1])
+        np.testing.assert_array_equal(batch["targets"][row][inside], batch["tokens"][row][inside + 1])
+        np.testing.assert_array_equal(np.flatnonzero(batch["weights"][row] == 0), begins[1:] - 1)
