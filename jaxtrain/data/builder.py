@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import IO
 
 from jaxtrain.config.schema import Source
-from jaxtrain.data.cache import VERSION, TokenCache, finish, hash_tokens, open_cache, read_marker, shard_file
+from jaxtrain.data.cache import VERSION, TokenCache, finish, open_cache, read_marker, shard_file
 from jaxtrain.data.content import hash_files
 from jaxtrain.data.errors import DataError
+from jaxtrain.data.files import hash_tokens
 from jaxtrain.data.sources import SPLITS, File, list_files, plan_shards
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.data.worker import Job, Shard, write_shard

@@ -5,6 +5,7 @@
     SPLIT-00007.len         tokens of each of its documents, little-endian uint32
     00007.count             uint64[2, vocab]: how often each id occurs in train, validation
     00007.json              marker of shard 7, written when its files are on disk: counts and hashes
+    total.count             sum of all *.count
 
 Nothing in it depends on time, machine or process: equal input gives equal bytes.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ import numpy as np
 import xxhash
 
 from jaxtrain.data.errors import DataError
+from jaxtrain.data.files import Maps, damaged, hash_tokens, read, size
 from jaxtrain.data.sources import SPLITS
 from jaxtrain.data.tokenizer import Tokenizer, smallest_dtype
 
-VERSION = 1
-OPEN_MAPS = 400  # shards mapped at a time, below the usual limit of 1024 open files
+VERSION = 2
+TOTAL = "total.count"
 CHECKED = 256 << 20  # bytes up to which `open_cache` reads a whole cache to check it: well under a second
 PAGE = mmap.PAGESIZE
 LENGTH = np.dtype("<u4")
@@ -144,8 +145,12 @@ def finish(folder: Path, key: str, shards: int, tokenizer: Tokenizer) -> None:
             "entropy": entropy(row),
             "shards": parts,
         }
+    total = counts.astype("<u8").tobytes()
+    write_atomically(folder / TOTAL, total)
+    sync_folder(folder)
     head = {"version": VERSION, "key": key, "tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab}
-    write_atomically(folder / "cache.json", _json({**head, "eos": tokenizer.eos, "splits": splits}))
+    tail = {"eos": tokenizer.eos, "count": xxhash.xxh3_64_hexdigest(total), "splits": splits}
+    write_atomically(folder / "cache.json", _json({**head, **tail}))
     sync_folder(folder)
 
 
@@ -175,18 +180,18 @@ class Split:
         self._first = np.concatenate(([0], np.cumsum([s["documents"] for s in self._shards], dtype=np.int64)))
         self._base = np.concatenate(([0], np.cumsum([s["tokens"] for s in self._shards], dtype=np.int64)))
         self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        self.shard = lru_cache(maxsize=OPEN_MAPS)(self._map)
+        self._maps = Maps([shard_file(folder, name, i, "bin") for i in range(len(self._shards))], self.dtype)
 
     def _read_lengths(self, index: int) -> np.ndarray:
         path = shard_file(self.folder, self.name, index, "len")
         meta = self._shards[index]
-        data = _read(path)
+        data = read(path)
         if len(data) != meta["documents"] * LENGTH.itemsize or xxhash.xxh3_64_hexdigest(data) != meta["len"]:
-            raise _damaged(path, "differs from what was written")
-        size = _size(shard_file(self.folder, self.name, index, "bin"))
-        if size != meta["tokens"] * self.dtype.itemsize:
+            raise damaged(path, "differs from what was written")
+        found = size(shard_file(self.folder, self.name, index, "bin"))
+        if found != meta["tokens"] * self.dtype.itemsize:
             expected = meta["tokens"] * self.dtype.itemsize
-            raise _damaged(shard_file(self.folder, self.name, index, "bin"), f"has {size} bytes instead of {expected}")
+            raise damaged(shard_file(self.folder, self.name, index, "bin"), f"has {found} bytes instead of {expected}")
         return np.frombuffer(data, LENGTH)
 
     def verify(self) -> None:
@@ -194,19 +199,13 @@ class Split:
         for index, meta in enumerate(self._shards):
             path = shard_file(self.folder, self.name, index, "bin")
             if hash_tokens(path) != meta["bin"]:
-                raise _damaged(path, "differs from what was written")
+                raise damaged(path, "differs from what was written")
 
-    def _map(self, index: int) -> tuple[mmap.mmap | None, np.ndarray]:
-        """(map, tokens) of a shard; the last OPEN_MAPS stay mapped."""
+    def shard(self, index: int) -> tuple[mmap.mmap | None, np.ndarray]:
+        """(map, tokens) of a shard. Hold on to few at a time: each keeps a file open."""
         if not self._shards[index]["tokens"]:
             return None, np.zeros(0, self.dtype)
-        path = shard_file(self.folder, self.name, index, "bin")
-        try:
-            with open(path, "rb") as f:
-                mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise _damaged(path, f"cannot be mapped ({error})") from error
-        return mapped, np.frombuffer(mapped, self.dtype)
+        return self._maps.get(index)
 
     def locate(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(shard int64[P], index of the first token in it int64[P]) of documents int64[P]."""
@@ -229,8 +228,9 @@ class Split:
         if advice is None:
             return
         begin = start * self.dtype.itemsize // PAGE * PAGE
-        size = (start + length) * self.dtype.itemsize - begin
-        for s, b, n in zip(shard.tolist(), begin.tolist(), size.tolist()):
+        count = (start + length) * self.dtype.itemsize - begin
+        order = np.argsort(shard, kind="stable")  # a shard is then mapped once, however many there are
+        for s, b, n in zip(shard[order].tolist(), begin[order].tolist(), count[order].tolist()):
             mapped = self.shard(s)[0]
             if mapped is not None:
                 mapped.madvise(advice, b, n)
@@ -242,6 +242,7 @@ class TokenCache:
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = folder, meta
         self.key, self.tokenizer, self.vocab, self.eos = (meta[k] for k in ("key", "tokenizer", "vocab", "eos"))
+        self._count = meta["count"]
         dtype = smallest_dtype(self.vocab)
         self.train, self.validation = (Split(folder, s, meta["splits"][s], dtype) for s in SPLITS)
         self.bytes = (self.train.tokens + self.validation.tokens) * dtype.itemsize
@@ -249,6 +250,14 @@ class TokenCache:
     def split(self, name: str) -> Split:
         """`train` or `validation`."""
         return {"train": self.train, "validation": self.validation}[name]
+
+    def counts(self, split: str) -> np.ndarray:
+        """How often each id occurs in a split, uint64[vocab]. Raises DataError where the file is damaged."""
+        path = self.folder / TOTAL
+        data = read(path)
+        if xxhash.xxh3_64_hexdigest(data) != self._count:
+            raise damaged(path, "differs from what was written")
+        return np.frombuffer(data, "<u8").reshape(len(SPLITS), self.vocab)[SPLITS.index(split)]
 
     def verify(self) -> None:
         """Read all of it and compare hashes. Raises DataError naming the first damaged file."""
@@ -273,7 +282,7 @@ def open_cache(folder: str | Path) -> TokenCache:
     folder = Path(folder)
     path = folder / "cache.json"
     try:
-        meta = json.loads(_read(path))
+        meta = json.loads(read(path))
         version = meta["version"]
         if version != VERSION:
             raise DataError(f"{path}: version {version} instead of {VERSION}; delete the folder to rebuild it")
@@ -281,37 +290,7 @@ def open_cache(folder: str | Path) -> TokenCache:
     except DataError:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, "is not a cache description") from error
+        raise damaged(path, "is not a cache description") from error
     if cache.bytes <= CHECKED:
         cache.verify()
     return cache
-
-
-def hash_tokens(path: Path) -> str:
-    """xxh3-64 of a file, hex."""
-    hasher = xxhash.xxh3_64()
-    try:
-        with open(path, "rb", buffering=0) as f:
-            while chunk := f.read(4 << 20):
-                hasher.update(chunk)
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
-    return hasher.hexdigest()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise _damaged(path, str(error.strerror)) from error
-
-
-def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: damaged token cache: {what}; `jaxtrain data build` repairs it")
