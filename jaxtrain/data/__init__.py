@@ -2,8 +2,8 @@
 
 from jaxtrain.data.builder import build_cache
 from jaxtrain.data.cache import TokenCache, open_cache, unigram_entropy
-from jaxtrain.data.commands import BuildResult, TokenizerResult, build, train_tokenizer
-from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset
+from jaxtrain.data.commands import BuildResult, TokenizerResult, build, text_sources, train_tokenizer
+from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.loader import Prefetcher
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -22,6 +22,8 @@ __all__ = [
     "load_tokenizer",
     "open_cache",
     "open_dataset",
+    "open_datasets",
+    "text_sources",
     "train_tokenizer",
     "unigram_entropy",
 ]

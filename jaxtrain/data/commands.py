@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.schema import Data, Source
 from jaxtrain.data.builder import Progress, build_cache
 from jaxtrain.data.errors import DataError
-from jaxtrain.data.sources import list_files, plan_shards, read_shard, split_of
+from jaxtrain.data.sources import Span, list_files, plan_shards, read_shard, split_of
 from jaxtrain.data.tokenizer import train_bpe
 
 READ_BYTES = 64 << 20  # input read between two reports of progress
@@ -40,12 +41,18 @@ class TokenizerResult:
     seconds: float
 
 
+def text_sources(data: Data) -> tuple[Source, ...]:
+    """`data.sources`. Raises DataError where `data.type` is a user's own class, which has none."""
+    if data.type != "text":
+        message = "is a class of its own, without documents to tokenize; only `text` has token caches and a tokenizer"
+        raise DataError(f"data.type: `{data.type}` {message}")
+    return data.sources
+
+
 def build(data: Data, progress: Progress | None = None) -> list[BuildResult]:
     """Build or check the cache of each source; damaged shards are written anew. Raises DataError."""
-    if data.type != "text":
-        raise DataError(f"data.type: `{data.type}` is a class of its own and has no token cache to build")
     results = []
-    for source in data.sources:
+    for source in text_sources(data):
         begin = time.perf_counter()
         cache = build_cache(source, data.tokenizer, data.validation, data.cache, data.workers, progress, check=True)
         splits = {"train": cache.train, "validation": cache.validation}
@@ -64,12 +71,14 @@ def build(data: Data, progress: Progress | None = None) -> list[BuildResult]:
 
 
 def train_tokenizer(
-    source: Source, vocab: int, out: str | Path, progress: Progress | None = None, validation: float = 0.01
+    sources: Sequence[Source], vocab: int, out: str | Path, progress: Progress | None = None, validation: float = 0.01
 ) -> TokenizerResult:
-    """Train a byte-level BPE on the documents of a source that are not kept for validation.
+    """Train a byte-level BPE on the documents of all sources that are not kept for validation.
+
+    Each document counts once, whatever the sources' weights in the mixture.
 
     Args:
-      source: what to read.
+      sources: what to read: `text_sources(data)`. One document of each is taken in turn.
       vocab: vocabulary size, the 256 bytes and the end token included.
       out: path of the tokenizer.json, or a folder for it.
       progress: called with (bytes read, bytes in all); the merges are found after the last call.
@@ -79,22 +88,46 @@ def train_tokenizer(
       DataError: bad input, no documents, vocabulary too small.
     """
     begin = time.perf_counter()
-    seen = {"documents": 0, "bytes": 0}
+    plans = [plan_shards(list_files(source), READ_BYTES) for source in sources]
+    total = sum(span.size for plan in plans for shard in plan for span in shard)
+    seen = {"documents": 0, "bytes": 0, "read": 0}
+
+    def report(size: int) -> None:
+        seen["read"] += size
+        if progress:
+            progress(seen["read"], total)
 
     def texts() -> Iterator[str]:
-        shards = plan_shards(list_files(source), READ_BYTES)
-        total, done = sum(s.size for shard in shards for s in shard), 0
-        for shard in shards:
-            for document in read_shard(shard, source.field):
-                if split_of(document.name, validation) == "train":
-                    seen["documents"] += 1
-                    seen["bytes"] += len(document.text.encode())
-                    yield document.text
-            done += sum(s.size for s in shard)
-            if progress:
-                progress(done, total)
+        readers = [_texts(source, plan, validation, report) for source, plan in zip(sources, plans)]
+        for text in _in_turn(readers):
+            seen["documents"] += 1
+            seen["bytes"] += len(text.encode())
+            yield text
+        if not seen["documents"]:
+            paths = ", ".join(source.path for source in sources)
+            raise DataError(f"{paths}: no documents to train a tokenizer on")
 
     path = train_bpe(texts(), vocab, out)
-    if not seen["documents"]:
-        raise DataError(f"{source.path}: no documents to train a tokenizer on")
     return TokenizerResult(path, vocab, seen["documents"], seen["bytes"], time.perf_counter() - begin)
+
+
+def _texts(
+    source: Source, plan: Sequence[Sequence[Span]], validation: float, report: Callable[[int], None]
+) -> Iterator[str]:
+    """The documents of a source that are for training; `report` is called with the bytes of each shard read."""
+    for shard in plan:
+        for document in read_shard(shard, source.field):
+            if split_of(document.name, validation) == "train":
+                yield document.text
+        report(sum(span.size for span in shard))
+
+
+def _in_turn(readers: Sequence[Iterator[str]]) -> Iterator[str]:
+    """One item of each in turn; those that have ended are left out."""
+    waiting = deque(readers)
+    while waiting:
+        reader = waiting.popleft()
+        for text in reader:
+            yield text
+            waiting.append(reader)
+            break

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxtrain.config.classes import load_class
 from jaxtrain.config.schema import Data
 from jaxtrain.data.builder import Progress, build_cache
-from jaxtrain.data.cache import CHECKED, Split, TokenCache
+from jaxtrain.data.cache import CHECKED, Split, TokenCache, entropy
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, groups
@@ -43,7 +43,9 @@ class TextDataset:
     Batches are dicts of [rows, sequence] arrays:
       `tokens` int32; 0 where the row is padded: some rows have a few such places at their end, 0.05% in all.
       `targets` int32: the token that follows in the document, also where the row ends; 0 where there is none.
-      `positions` int32: place in the document. `segments` int32: 1, 2, 3 ... per row, 0 for padding.
+      `positions` int32: 0, 1, 2 ... from the start of each piece of a document, so below `sequence` however long the
+      document is: rotary embeddings in float32 lose accuracy where positions are large, and need only differences.
+      `segments` int32: the piece, 1, 2, 3 ... per row, 0 for padding.
       `weights` float32: 1, or 0 where there is no target (eos ends a document) or padding. In an epoch each token of
       a document but its first is a target exactly once.
 
@@ -54,7 +56,8 @@ class TextDataset:
     Attributes:
       batches: number of validation batches; None for training.
       tokenizer, vocab, eos; documents, tokens: of this split, one epoch of all sources.
-      unigram_entropy: nats per token, of the token frequencies of all sources weighted as at step 0.
+      unigram_entropy: nats per token, of the token frequencies of all sources together: in training weighted as at
+        step 0, in validation as many as there are.
       fingerprint: changes with the content of the sources, the tokenizer and the share kept for validation.
     """
 
@@ -68,26 +71,27 @@ class TextDataset:
         train = split == "train"
         for source, part, cache in zip(data.sources, self.splits, caches):
             if not part.documents and (train or not any(s.documents for s in self.splits)):
-                total = cache.train.documents + cache.validation.documents
-                share = f"data.validation is {data.validation:g}"
-                raise DataError(f"{source.path}: none of its {total} documents is in the {split} split ({share})")
+                raise _nothing_in(split, source.path, cache, data.validation)
         self._packers = [
             Packer(part.lengths, data.sequence, seed if train else VALIDATION_SEED) if part.documents else None
             for part in self.splits
         ]
         weights = [s.weight for s in data.sources]
         self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
-        self.unigram_entropy = float(np.average([s.entropy for s in self.splits], weights=weights))
         self.fingerprint = "-".join(c.key for c in caches)
         self._cold = sum(c.bytes for c in caches) > CHECKED  # a smaller one was just read whole, and is in memory
         self._asked = (b"", 0, 0)  # (places, first step, step after the last) of the last read-ahead
         self.batches: int | None = None
         self._mixture: Mixture | None = None
         if train:
-            self._mixture = Mixture(weight_segments(weights, [s.weights for s in data.sources], data.global_batch))
+            segments = weight_segments(weights, [s.weights for s in data.sources], data.global_batch)
+            self._mixture = Mixture(segments)
+            shares = np.array(segments[0][1])
         else:
             self._order = _proportional([p.rows if p else 0 for p in self._packers])
             self.batches = -(-len(self._order[0]) // data.global_batch)
+            shares = np.array([s.tokens for s in self.splits], np.float64)
+        self.unigram_entropy = _mixed_entropy([c.counts(split) for c in caches], shares)
 
     def epoch(self, step: int) -> float:
         """Epochs of the first source begun before `step`, with the part done: 1.5 is half-way in the second."""
@@ -155,6 +159,26 @@ class TextDataset:
         return Pieces(*columns), source
 
 
+def _nothing_in(split: str, path: str, cache: TokenCache, validation: float) -> DataError:
+    """The error for a source without documents in a split."""
+    total = cache.train.documents + cache.validation.documents
+    if split == "train":
+        right = "set a smaller data.validation, or give more documents"
+    else:
+        right = "set data.validation=0, or give more documents" if validation else "set data.validation above 0"
+    found = f"none of its {total} documents is in the {split} split (data.validation is {validation:g})"
+    return DataError(f"{path}: {found}; {right}")
+
+
+def _mixed_entropy(counts: Sequence[np.ndarray], shares: np.ndarray) -> float:
+    """Entropy, nats, of tokens drawn from source k, with frequencies counts[k] [V], for shares[k] of the time."""
+    mixed = np.zeros(len(counts[0]))
+    for count, share in zip(counts, shares / shares.sum()):
+        if share:
+            mixed += share * (count / count.sum())
+    return entropy(mixed)
+
+
 def _proportional(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Every row of every source once, evenly interleaved: (source int64[sum], its row int64[sum])."""
     source = np.repeat(np.arange(len(rows)), rows)
@@ -192,7 +216,7 @@ def _fill(splits: Sequence[Split], pieces: Pieces, source: np.ndarray, out: np.n
     before = np.concatenate(([0], ends))[first]  # tokens in earlier rows
     begin = row * sequence + (ends - length) - before[row]  # place of each piece
     padded = np.flatnonzero(filled < sequence)
-    runs, numbers, shift = length, np.arange(len(row)) - first[row] + 1, offset - begin
+    runs, numbers, shift = length, np.arange(len(row)) - first[row] + 1, -begin
     if padded.size:  # the rest of a row is a piece of nothing
         runs = np.insert(runs, first[padded + 1], sequence - filled[padded])
         numbers = np.insert(numbers, first[padded + 1], 0)
@@ -227,15 +251,13 @@ def _copy(
     split: Split, out: np.ndarray, shard: np.ndarray, start: np.ndarray, begin: np.ndarray, length: np.ndarray
 ) -> None:
     """out[begin : begin + length] = tokens of shard[start : start + length], for each piece."""
-    ends, stops = (begin + length).tolist(), (start + length).tolist()
-    if len(shard) and (shard == shard[0]).all():
-        tokens = split.shard(int(shard[0]))[1]
-        for b, e, s, t in zip(begin.tolist(), ends, start.tolist(), stops):
-            out[b:e] = tokens[s:t]
-        return
-    maps = {int(s): split.shard(int(s))[1] for s in np.unique(shard)}
-    for i, b, e, s, t in zip(shard.tolist(), begin.tolist(), ends, start.tolist(), stops):
-        out[b:e] = maps[i][s:t]
+    order = np.argsort(shard, kind="stable")  # one shard after the other, so that few are held open
+    columns = (shard, begin, begin + length, start, start + length)
+    current, tokens = -1, np.zeros(0, split.dtype)
+    for i, b, e, s, t in zip(*(column[order].tolist() for column in columns)):
+        if i != current:
+            current, tokens = i, split.shard(i)[1]
+        out[b:e] = tokens[s:t]
 
 
 def open_dataset(data: Data, seed: int, split: str = "train", progress: Progress | None = None) -> Any:
@@ -248,24 +270,37 @@ def open_dataset(data: Data, seed: int, split: str = "train", progress: Progress
       progress: called with (bytes done, bytes in all) while a cache is built.
 
     Raises:
-      DataError: bad input, a damaged cache, a user's class that cannot be loaded or has no `batch`.
+      UserError: bad input, a damaged cache, a user's class that cannot be loaded or has no `batch`. (What the user's
+        own code raises comes as it is.)
     """
     if data.type != "text":
         return _user_dataset(data, seed, split)
-    caches = [build_cache(s, data.tokenizer, data.validation, data.cache, data.workers, progress) for s in data.sources]
-    return TextDataset(data, seed, split, caches)
+    return TextDataset(data, seed, split, _caches(data, progress))
+
+
+def open_datasets(data: Data, seed: int, progress: Progress | None = None) -> tuple[Any, Any | None]:
+    """(train, validation) of a config, as `open_dataset` gives each, but the input is listed and checked once.
+
+    Validation is None where text has `data.validation` 0; a user's class is always made for both.
+    """
+    if data.type != "text":
+        return _user_dataset(data, seed, "train"), _user_dataset(data, seed, "validation")
+    caches = _caches(data, progress)
+    train = TextDataset(data, seed, "train", caches)
+    if data.validation == 0:
+        return train, None
+    return train, TextDataset(data, seed, "validation", caches, train.tokenizer)
+
+
+def _caches(data: Data, progress: Progress | None) -> list[TokenCache]:
+    """The cache of each source, built where it is missing."""
+    return [build_cache(s, data.tokenizer, data.validation, data.cache, data.workers, progress) for s in data.sources]
 
 
 def _user_dataset(data: Data, seed: int, split: str) -> Dataset:
-    module, _, name = data.type.partition(":")
-    if not name:
+    if ":" not in data.type:
         raise DataError(f"data.type: `{data.type}` is neither `text` nor `package.module:Class`")
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise DataError(f"data.type: `{data.type}`: no module {error.name}; is its folder on PYTHONPATH?") from error
-    except AttributeError as error:
-        raise DataError(f"data.type: `{data.type}`: the module {module} has no {name}") from error
+    cls = load_class(data.type, "data.type")
     if not callable(getattr(cls, "batch", None)):
         raise DataError(f"data.type: `{data.type}` has no method `batch(step, rows)`")
     arguments = {"split": split, "seed": seed, "global_batch": data.global_batch, **data.options}

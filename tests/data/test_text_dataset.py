@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data import DataError, TextDataset, open_dataset
+from jaxtrain.data import DataError, TextDataset, builder, open_dataset, open_datasets
 from jaxtrain.data.sources import split_of
 
 KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segments": np.int32, "weights": np.float32}
@@ -34,8 +35,8 @@ def config(tmp_path: Path, *folders: Path, **changes: object) -> Data:
     return Data(sources=sources, **{**values, **changes})
 
 
-def pieces_of(batch: dict[str, np.ndarray]) -> list[tuple[int, list[int], list[int], list[float]]]:
-    """(position, tokens, targets, weights) of each segment of a batch, checking the row structure."""
+def pieces_of(batch: dict[str, np.ndarray]) -> list[tuple[list[int], list[int], list[float]]]:
+    """(tokens, targets, weights) of each segment of a batch, checking the row structure."""
     out = []
     for tokens, targets, positions, segments, weights in zip(*(batch[k] for k in KEYS)):
         used = segments[segments > 0]
@@ -44,8 +45,8 @@ def pieces_of(batch: dict[str, np.ndarray]) -> list[tuple[int, list[int], list[i
         assert used.size == 0 or used[0] == 1
         for k in range(1, int(segments.max(initial=0)) + 1):
             at = np.flatnonzero(segments == k)
-            assert np.array_equal(positions[at], positions[at[0]] + np.arange(len(at)))
-            out.append((int(positions[at[0]]), tokens[at].tolist(), targets[at].tolist(), weights[at].tolist()))
+            assert np.array_equal(positions[at], np.arange(len(at)))
+            out.append((tokens[at].tolist(), targets[at].tolist(), weights[at].tolist()))
         for array in (tokens, targets, positions, weights):
             assert (array[segments == 0] == 0).all()
     return out
@@ -53,16 +54,16 @@ def pieces_of(batch: dict[str, np.ndarray]) -> list[tuple[int, list[int], list[i
 
 def check_covers(pieces: list, texts: list[str]) -> None:
     """The pieces spell exactly the documents; each token but a document's first is a target once, the true next one."""
-    waiting = list(pieces)
+    waiting = sorted(pieces, key=lambda piece: -len(piece[0]))
     for document in sorted(([*text.encode(), 256] for text in texts), key=len, reverse=True):
         place = 0
         while place < len(document):
             after = [*document[place + 1 :], 0]
             wanted = [1.0] * (len(after) - 1) + [0.0]
             for piece in waiting:
-                position, tokens, targets, weights = piece
+                tokens, targets, weights = piece
                 n = len(tokens)
-                if position == place and tokens == document[place : place + n] and targets == after[:n]:
+                if tokens == document[place : place + n] and targets == after[:n]:
                     break
             else:
                 raise AssertionError(f"no piece continues a document of {len(document)} tokens at {place}")
@@ -204,12 +205,77 @@ def test_rebuilt_for_other_content_and_opened_for_the_same(tmp_path: Path) -> No
     assert open_dataset(data, 0).fingerprint != first.fingerprint
 
 
-def test_no_validation_documents_is_an_error_in_one_line(tmp_path: Path) -> None:
-    write_texts(tmp_path / "a", 3, 0)
-    with pytest.raises(
-        DataError, match=r"none of its 3 documents is in the validation split \(data.validation is 0\)$"
-    ):
-        open_dataset(config(tmp_path, tmp_path / "a", validation=0.0), 0, "validation")
+def test_positions_stay_below_the_row_in_a_long_document(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "long.txt").write_text("x" * 5000)
+    dataset = open_dataset(config(tmp_path, tmp_path / "a", validation=0.0), 0)
+    batch = epoch_batches(dataset, 0, dataset._packers[0].rows)
+    assert batch["positions"].max() == 127
+    for positions, segments in zip(batch["positions"], batch["segments"]):
+        assert (positions[np.flatnonzero(np.diff(segments, prepend=0))] == 0).all()
+
+
+def entropy(shares: list[float]) -> float:
+    return float(-sum(p * np.log(p) for p in shares))
+
+
+def test_entropy_of_a_mixture_is_that_of_the_mixed_tokens(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        for i in range(40):
+            (tmp_path / name / f"{i}.txt").write_text(name * 99)  # and the eos: one in a hundred
+    two = [Source(path=str(tmp_path / n)) for n in "ab"]
+    dataset = open_dataset(config(tmp_path, sources=tuple(two)), 0)
+    assert dataset.unigram_entropy == pytest.approx(entropy([0.495, 0.495, 0.01]), rel=1e-12)
+    weighted = [
+        Source(path=str(tmp_path / "a"), weight=3.0, weights={7: 9.0}),
+        Source(path=str(tmp_path / "b"), weight=5.0, weights={0: 1.0}),
+        Source(path=str(tmp_path / "c"), weights={0: 0.0, 7: 1.0}),
+    ]
+    dataset = open_dataset(config(tmp_path, sources=tuple(weighted)), 0)
+    assert dataset.unigram_entropy == pytest.approx(entropy([0.99 * 0.75, 0.99 * 0.25, 0.01]), rel=1e-12)
+    held = open_dataset(config(tmp_path, sources=tuple(weighted)), 0, "validation")
+    tokens = np.concatenate([s.document(i) for s in held.splits for i in range(s.documents)])
+    _, counts = np.unique(tokens, return_counts=True)
+    assert held.unigram_entropy == pytest.approx(entropy((counts / counts.sum()).tolist()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("split", "validation", "right"),
+    [
+        ("validation", 1e-9, "set data.validation=0, or give more documents"),
+        ("validation", 0.0, "set data.validation above 0"),
+        ("train", 0.999999, "set a smaller data.validation, or give more documents"),
+    ],
+)
+def test_an_empty_split_is_an_error_that_says_what_would_be_right(
+    tmp_path: Path, split: str, validation: float, right: str
+) -> None:
+    write_texts(tmp_path / "a", 1, 0)
+    with pytest.raises(DataError) as caught:
+        open_dataset(config(tmp_path, tmp_path / "a", validation=validation), 0, split)
+    found = f"none of its 1 documents is in the {split} split (data.validation is {validation:g})"
+    assert str(caught.value) == f"{tmp_path / 'a'}: {found}; {right}"
+
+
+def test_both_splits_of_one_look_at_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_texts(tmp_path / "a", 60, 0)
+    write_texts(tmp_path / "b", 60, 1)
+    data = config(tmp_path, tmp_path / "a", tmp_path / "b")
+    wanted = open_dataset(data, 5), open_dataset(data, 5, "validation")
+    looked: list[str] = []
+    for name in ("list_files", "hash_files", "open_cache"):
+        real = getattr(builder, name)
+        monkeypatch.setattr(builder, name, lambda *a, n=name, f=real: looked.append(n) or f(*a))
+    found = open_datasets(data, 5)
+    assert sorted(looked) == sorted(["list_files", "hash_files", "open_cache"] * 2)
+    for mine, theirs in zip(found, wanted):
+        assert mine.batches == theirs.batches
+        for k in KEYS:
+            assert np.array_equal(mine.batch(3)[k], theirs.batch(3)[k])
+    train, validation = open_datasets(config(tmp_path, tmp_path / "a", validation=0.0), 5)
+    assert train.documents == 60
+    assert validation is None
 
 
 USER = """
@@ -230,6 +296,8 @@ def test_user_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(Data(type="user_squares:Squares", options={"power": 3}, global_batch=2), 7, "train")
     assert dataset.seed == 7
     assert dataset.batch(1)["y"].tolist() == [8, 27]
+    both = open_datasets(Data(type="user_squares:Squares", validation=0.0), 7)
+    assert [d.split for d in both] == ["train", "validation"]
     sys.modules.pop("user_squares")
 
 
@@ -237,8 +305,8 @@ def test_user_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "message"),
     [
         ("squares", "neither `text` nor"),
-        ("no_such_module_x:A", "no module no_such_module_x"),
-        ("user_squares:Cubes", "has no Cubes"),
+        ("no_such_module_x:A", "no module `no_such_module_x`; put its folder on PYTHONPATH"),
+        ("user_squares:Cubes", "has no `Cubes`"),
         ("user_squares:Empty", "no method `batch"),
         ("user_squares:Squares", "does not take the arguments split, seed, global_batch, base"),
     ],
@@ -246,7 +314,14 @@ def test_user_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_user_class_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, message: str) -> None:
     (tmp_path / "user_squares.py").write_text(USER)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         open_dataset(Data(type=kind, options={"base": 2}), 0)
     assert "\n" not in str(caught.value)
     sys.modules.pop("user_squares", None)
+
+
+def test_faults_inside_the_users_module_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "user_faulty.py").write_text("import no_such_dependency_x")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency_x"):
+        open_dataset(Data(type="user_faulty:A"), 0)

@@ -142,6 +142,8 @@ def test_damage_is_named_and_repaired(corpus: Path, tmp_path: Path) -> None:
     check("train-00000.bin", tokens[:1000] + bytes([tokens[1000] ^ 1]) + tokens[1001:])
     check("validation-00000.len", lengths[:-4])
     check("validation-00000.len", bytes([lengths[0] ^ 1]) + lengths[1:])
+    check("total.count", whole["total.count"][:-8])
+    check("total.count", None)
     check("cache.json", whole["cache.json"][:-40])
 
 
@@ -228,5 +230,5 @@ def test_build_reports(corpus: Path, tmp_path: Path) -> None:
     assert sum(first.documents.values()) == 300
     assert sum(second.documents.values()) == 100
     assert first.bytes == 2 * sum(first.tokens.values())
-    with pytest.raises(DataError, match="has no token cache"):
+    with pytest.raises(DataError, match="without documents to tokenize"):
         build(Data(type="a.b:C"))

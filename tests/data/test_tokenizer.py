@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import Data, Source
+from jaxtrain.data import commands
 from jaxtrain.data.commands import train_tokenizer
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.tokenizer import EOS, ByteTokenizer, load_tokenizer, smallest_dtype, train_bpe
@@ -121,11 +122,48 @@ def test_train_tokenizer_reads_a_source_and_leaves_validation_out(tmp_path: Path
         (tmp_path / "in" / f"{i}.txt").write_text(TEXTS[i % 3])
     seen: list[tuple[int, int]] = []
     source = Source(path=str(tmp_path / "in"))
-    result = train_tokenizer(source, 300, tmp_path / "out", lambda d, n: seen.append((d, n)), validation=0.3)
+    result = train_tokenizer([source], 300, tmp_path / "out", lambda d, n: seen.append((d, n)), validation=0.3)
     assert result.path == tmp_path / "out" / "tokenizer.json"
     assert 10 < result.documents < 30
     assert seen[-1][0] == seen[-1][1] > 0
-    again = train_tokenizer(source, 300, tmp_path / "again.json", validation=0.3)
+    again = train_tokenizer([source], 300, tmp_path / "again.json", validation=0.3)
     assert again.path.read_bytes() == result.path.read_bytes()
     with pytest.raises(DataError, match="257 at least"):
-        train_tokenizer(source, 256, tmp_path / "out")
+        train_tokenizer([source], 256, tmp_path / "out")
+
+
+def test_train_tokenizer_reads_all_sources_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers", reason="needs jaxtrain[data]")
+    for name, count in (("a", 2), ("b", 4), ("c", 1)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.txt").write_text((name + "pqrs"[i]) * 50)
+    read: list[str] = []
+    real = commands.train_bpe
+    monkeypatch.setattr(commands, "train_bpe", lambda texts, *a: real((read.append(t[:2]) or t for t in texts), *a))
+    sources = [Source(path=str(tmp_path / n)) for n in "abc"]
+    seen: list[tuple[int, int]] = []
+    result = train_tokenizer(sources, 270, tmp_path / "out", lambda d, n: seen.append((d, n)), validation=0.0)
+    assert read == ["ap", "bp", "cp", "aq", "bq", "br", "bs"]
+    assert (result.documents, result.bytes) == (7, 700)
+    assert [d for d, _ in seen] == sorted(d for d, _ in seen)
+    assert {n for _, n in seen} == {700}
+    assert seen[-1][0] == 700
+    learned = load_tokenizer(str(result.path))
+    assert all(len(learned.encode_batch([word * 50])[0]) <= 50 for word in read)
+
+
+def test_train_tokenizer_without_documents_writes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="needs jaxtrain[data]")
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"empty\.txt: no documents to train a tokenizer on$"):
+        train_tokenizer([Source(path=str(tmp_path / "empty.txt"))], 300, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_users_own_data_has_no_tokenizer() -> None:
+    with pytest.raises(DataError, match=r"^data\.type: `a\.b:C` is a class of its own.*only `text`") as caught:
+        commands.text_sources(Data(type="a.b:C"))
+    assert "\n" not in str(caught.value)
+    data = Data()
+    assert commands.text_sources(data) == data.sources
