@@ -16,13 +16,15 @@ from typing import Any
 
 import xxhash
 
+from jaxtrain.config.errors import UserError
+
 MARKER = "jaxtrain.json"
 FORMAT = 1
 PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the marker
 _CHUNK = 4 << 20
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint cannot be written, found, read or used; the message is one line."""
 
 

@@ -11,7 +11,7 @@ import re
 from importlib import metadata
 from typing import Any, Literal
 
-Level = Literal["bitwise", "fp32-tight"]
+Level = Literal["bitwise", "fp32-tight", "changed"]
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtrain")
 
@@ -34,6 +34,10 @@ _FIXED = {
     "seed": "it changes the order of the data",
     "optimizer.name": "the saved optimizer state belongs to it",
 }
+# Keys that change the mathematics of the steps to come: then no promise holds, and the run says so.
+_MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "seed")
+_SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
+
 _FREE = ("model.init_std",)  # inside a fixed section, but without effect once training has begun
 
 _WEIGHT = re.compile(r"data\.sources\.\d+\.weights\.(\d+)")
@@ -73,24 +77,40 @@ def promise(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Level, list[str
     """Which promise holds for a run resumed from manifest `saved` under `environment` `now`, and why not the better.
 
     Returns: ("bitwise", []) when mesh, devices, processes, flags, versions and every config value that reaches the
-      numbers are equal; else ("fp32-tight", what differs, one line each).
+      numbers are equal; ("changed", what differs) when the config now asks for other mathematics, such as another
+      learning rate; else ("fp32-tight", what differs), one line each.
     """
-    reasons = []
+    reasons, changed = [], []
     for part in ("mesh", "devices", "device_kind", "processes", "flags", "jax", "versions"):
         reasons += _differences(part, saved.get(part), now.get(part))
     before, after = _flat(saved.get("config") or {}), _flat(now.get("config") or {})
+    same_data = saved.get("data") == now.get("data")
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key) and not _under(key, _SILENT):
-            reasons.append(f"config {key}: {_show(before.get(key))} -> {_show(after.get(key))}")
+        if before.get(key) == after.get(key) or _under(key, _SILENT) or (same_data and _SAME_DATA.fullmatch(key)):
+            continue
+        line = f"config {key}: {_show(before.get(key))} -> {_show(after.get(key))}"
+        (changed if _matters(key, after) else reasons).append(line)
+    if changed:
+        return "changed", [*changed, *reasons]
     return ("fp32-tight", reasons) if reasons else ("bitwise", [])
 
 
-def compare_configs(saved: dict[str, Any], new: dict[str, Any], step: int = 0) -> tuple[list[str], list[str]]:
+def _matters(key: str, after: dict[str, Any]) -> bool:
+    """Whether a changed key changes the mathematics. More steps do, unless the schedule does not look at them."""
+    if key == "steps" and after.get("optimizer.schedule") in ("constant", "inverse_sqrt"):
+        return False
+    return _under(key, _MATHEMATICS)
+
+
+def compare_configs(
+    saved: dict[str, Any], new: dict[str, Any], step: int = 0, same_data: bool = False
+) -> tuple[list[str], list[str]]:
     """What changed between the config of a checkpoint and the one that resumes it.
 
     Args:
       saved, new: `Config.model_dump(mode="json")`.
       step: step of the checkpoint: mixture weights from this step on may change, earlier ones may not.
+      same_data: the documents and the tokenizer are known to be the same, wherever they lie now.
 
     Returns: (changes, refused): lines `key: old -> new`. `changes` holds all of them; a run with any in `refused`
       (these say why) cannot go on and needs a new name. Layout, mesh, rules, precision with the same parameter dtype,
@@ -103,7 +123,8 @@ def compare_configs(saved: dict[str, Any], new: dict[str, Any], step: int = 0) -
             continue
         change = f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
         changes.append(change)
-        reason = _refusal(key, before.get(key), after.get(key), step)
+        moved = same_data and _SAME_DATA.fullmatch(key)
+        reason = None if moved else _refusal(key, before.get(key), after.get(key), step)
         if reason:
             refused.append(f"{change} cannot be resumed: {reason}")
     return changes, refused

@@ -66,6 +66,7 @@ class Signals:
         if self._requested is not None:
             os._exit(128 + number)
         self._requested = signal.Signals(number).name
+        os.write(2, f"\n{self._requested}: saving after this step; once more to quit at once\n".encode())
         if self._distributed:
             os.kill(os.getpid(), signal.SIGTERM)  # hands the request to the preemption service
 

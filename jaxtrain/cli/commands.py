@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schema, resolve, show
+from jaxtrain.config.errors import UserError
 from jaxtrain.models.check import check_config
 
-# One line on the screen is enough for these: the message says what is wrong and what would be right.
-USER_ERRORS = (ValueError, ImportError, FileNotFoundError, PermissionError)
+__all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", "schema", "train"]
 
 
 def config(args: argparse.Namespace) -> int:
@@ -37,15 +37,16 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def data(args: argparse.Namespace) -> int:
-    """Builds token caches, or trains a tokenizer on the first source."""
+    """Builds token caches, or trains a tokenizer on all sources."""
     from jaxtrain.cli.screen import ProgressBar
     from jaxtrain.data import commands
 
-    resolved, _ = resolve(args.config, *args.overrides)
+    # A tokenizer may be trained from a config that names it already.
+    resolved, _ = resolve(args.config, *args.overrides, paths=args.action == "build")
     with ProgressBar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":
-            source, validation = resolved.data.sources[0], resolved.data.validation
-            made = commands.train_tokenizer(source, args.vocab, args.out, progress, validation)
+            sources, validation = commands.text_sources(resolved.data), resolved.data.validation
+            made = commands.train_tokenizer(sources, args.vocab, args.out, progress, validation)
             lines = [f"{made.path}: {made.vocab:,} tokens, from {made.documents:,} documents in {made.seconds:.1f} s"]
         else:
             lines = [
@@ -59,7 +60,7 @@ def data(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Trains from a config file."""
-    overrides = _simulated(args)
+    overrides = _overrides(args)
     resolved, _ = resolve(args.config, *overrides, checks=[check_config])
     return _train(resolved, None, args, resume=False)
 
@@ -69,62 +70,64 @@ def resume(args: argparse.Namespace) -> int:
     from jaxtrain.cli.runs import saved_config
 
     directory = Path(args.run)
-    resolved, _ = resolve(saved_config(directory), *_simulated(args), checks=[check_config])
+    resolved, _ = resolve(saved_config(directory), *_overrides(args), checks=[check_config])
     return _train(resolved, directory, args, resume=True)
 
 
 def eval(args: argparse.Namespace) -> int:
     """Prints the validation loss of a checkpoint."""
+    _before_jax(args)
     from jaxtrain.cli.runs import evaluate
 
-    print(json.dumps(evaluate(Path(args.run), args.step, args.batches, _simulated(args))))
+    print(json.dumps(evaluate(Path(args.run), args.step, args.batches, _overrides(args))))
     return 0
 
 
 def generate(args: argparse.Namespace) -> int:
     """Prints a prompt and its continuation as it comes."""
+    if args.temperature < 0 or (args.top_p is not None and not 0 < args.top_p <= 1):
+        raise UserError("generate: expected --temperature >= 0 and 0 < --top-p <= 1")
+    if args.tokens < 1 or (args.top_k is not None and args.top_k < 1):
+        raise UserError("generate: expected --tokens and --top-k of at least 1")
+    if not args.prompt:
+        raise UserError("generate: the prompt is empty; expected at least one character, such as a newline")
+    _before_jax(args)
     from jaxtrain.cli.runs import open_generator
 
-    if args.temperature < 0 or (args.top_p is not None and not 0 < args.top_p <= 1) or args.tokens < 1:
-        raise ValueError("generate: expected --temperature >= 0, 0 < --top-p <= 1, --tokens >= 1")
-    if args.top_k is not None and args.top_k < 1:
-        raise ValueError("generate: expected --top-k >= 1")
-    stream = open_generator(
-        Path(args.run), args.step, _simulated(args),
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-    )  # fmt: skip
+    sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    stream = open_generator(Path(args.run), args.step, _overrides(args), **sampling)
     _write(stream(args.prompt, args.tokens, args.seed))
     return 0
 
 
 def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *, resume: bool) -> int:
-    _before_jax(resolved)
+    _before_jax(args, resolved.simulate)
     from jaxtrain.checkpoint import EXIT_SAVED
     from jaxtrain.cli.runs import finish
     from jaxtrain.observe.progress import Screen
-    from jaxtrain.train.loop import NotSaved
+    from jaxtrain.train.loop import Failed
     from jaxtrain.train.loop import train as run
 
     screen = Screen(resolved.steps)
     try:
         result = run(resolved, directory, resume=resume, profile=_span(args.profile), screen=screen)
-    except NotSaved as error:
+    except Failed as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return 1
     finish(resolved, result, screen)
     return EXIT_SAVED if result.stopped_by else 0
 
 
-def _simulated(args: argparse.Namespace) -> list[str]:
-    extra = [] if args.simulate is None else [f"simulate={args.simulate}"]
-    return [*getattr(args, "overrides", []), *extra]
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """The `key=value` arguments and `--simulate`."""
+    return [*args.overrides, *([] if args.simulate is None else [f"simulate={args.simulate}"])]
 
 
-def _before_jax(resolved: Config) -> None:
-    """What has to be in the environment before JAX is imported."""
-    if resolved.simulate is not None:
+def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
+    """What has to be so before JAX is imported."""
+    if simulate or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU plugin is not even looked for
-    sys.path.insert(0, os.getcwd())  # a user's own `package.module:Class`
+    sys.path.append(os.getcwd())  # a user's own `package.module:Class`
 
 
 def _span(text: str | None) -> tuple[int, int] | None:

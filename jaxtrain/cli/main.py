@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -115,19 +116,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, args: argparse.Namespace) -> int:
+    # Until the train loop takes over, Ctrl-C ends the process at once: as an exception it could be swallowed, or
+    # crash, inside the import of a compiled library.
+    signal.signal(signal.SIGINT, _interrupted)
     from jaxtrain.cli import commands
 
     try:
         return getattr(commands, name)(args)
-    except KeyboardInterrupt:
-        print("jaxtrain: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # e.g. `| head`: not an error
         return 0
-    except commands.USER_ERRORS as error:
+    except commands.UserError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"jaxtrain: {where}{error.strerror or error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _interrupted(number: int, frame: object) -> None:
+    del number, frame
+    os.write(2, b"\njaxtrain: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _usage() -> str:

@@ -13,6 +13,7 @@ from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Model
 
 # Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
 DECODER_KEYS = tuple(name for name in Model.model_fields if name not in ("type", "options"))
+SAVED_NAMES = ("q", "k", "v", "attention", "up", "gate", "residual")  # what the decoder marks for `step.remat`
 TEXT_KEYS = ("sources", "tokenizer", "validation", "cache", "workers")
 
 
@@ -34,6 +35,8 @@ def cross_problems(config: Config) -> Iterator[Found]:
     yield from _schedule(config)
     if config.data.type == "text":
         yield from _sources(config.data)
+    yield from _remat(config)
+    yield from _watching(config)
 
 
 def path_problems(config: Config) -> Iterator[Found]:
@@ -114,6 +117,33 @@ def _decoder(model: Model) -> Iterator[Found]:
     if scaling and scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         low, high = "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"
         yield Found((low, high), f"{scaling.low_freq_factor:g} must be below {high} {scaling.high_freq_factor:g}")
+
+
+def _remat(config: Config) -> Iterator[Found]:
+    """Names of values that the decoder marks; a user's own model marks what it likes."""
+    remat = config.step.remat
+    if isinstance(remat, str) or config.model.type != "decoder":
+        return
+    for name in remat:
+        if name not in SAVED_NAMES:
+            hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join(SAVED_NAMES)}"
+            yield Found(("step.remat",), f"the decoder has no value {shown(name)} to save{hint}")
+
+
+def _watching(config: Config) -> Iterator[Found]:
+    """Samples and the ranking of checkpoints need what they are made from."""
+    if config.log.sample and (config.model.type != "decoder" or config.data.type != "text"):
+        yield Found(("log.sample", "model.type"), "only the built-in decoder on text generates; expected 0")
+    best, every, saves = config.checkpoint.best, config.eval.every, config.checkpoint.every
+    if not config.checkpoint.keep_best:
+        return
+    names = ("eval/loss", "eval/cross_entropy")
+    if config.model.type == "decoder" and best not in names:
+        message = f"validation gives no {shown(best)}; expected {join(names)}{did_you_mean(best, names)}"
+        yield Found(("checkpoint.best",), message)
+    if saves is not None and (every is None or saves % every):
+        message = f"checkpoints are ranked by their validation: expected a multiple of eval.every; found {saves}"
+        yield Found(("checkpoint.every", "checkpoint.keep_best"), f"{message} with eval.every {every or 'null'}")
 
 
 def _batch(config: Config) -> Iterator[Found]:

@@ -30,7 +30,15 @@ class Problem:
         return clean(": ".join(part for part in (self.where, self.key, self.message) if part))
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """Something the user can put right: the message says what is wrong, where, and what would be right.
+
+    The command line shows it without a traceback; any other exception is a fault of the program, or of a user's own
+    model or data, and keeps its traceback.
+    """
+
+
+class ConfigError(UserError):
     """All problems of a config at once; `str()` gives one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:

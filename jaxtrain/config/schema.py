@@ -211,7 +211,7 @@ class Log(Section):
     mlflow: str | None = key(None, "MLflow experiment; needs jaxtrain[mlflow]")
     peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: known chips, measured on CPU")
     sample: Count = key(0, "tokens generated at the end")
-    prompt: str = key("", "prompt of that sample")
+    prompt: str = key("\n", "prompt of that sample", min_length=1)
 
 
 class Config(Section):

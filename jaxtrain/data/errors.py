@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from jaxtrain.config.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError):
     """Bad input data. One line: what is wrong, in which file, what would be right."""
 
 

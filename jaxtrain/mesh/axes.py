@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from jaxtrain.config.errors import UserError
+
 AXES = ("replica", "pipeline", "data", "fsdp", "expert", "context", "model")
 
 
@@ -18,15 +20,15 @@ def fill(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
     free = [axis for axis, size in full.items() if size == -1]
     fixed = prod(size for size in full.values() if size != -1)
     if any(size == 0 or size < -1 for size in full.values()):
-        raise ValueError(f"mesh {shape_text(full)}: a size is a positive number or -1")
+        raise UserError(f"mesh {shape_text(full)}: a size is a positive number or -1")
     if len(free) > 1:
-        raise ValueError(f"mesh {shape_text(full)}: only one axis may be -1, not {' and '.join(free)}")
+        raise UserError(f"mesh {shape_text(full)}: only one axis may be -1, not {' and '.join(free)}")
     if free:
         if devices % fixed:
-            raise ValueError(f"mesh {shape_text(full)}: needs a multiple of {fixed} devices, not {devices}")
+            raise UserError(f"mesh {shape_text(full)}: needs a multiple of {fixed} devices, not {devices}")
         full[free[0]] = devices // fixed
     elif fixed != devices:
-        raise ValueError(f"mesh {shape_text(full)} has {fixed} places for {devices} devices; set one axis to -1")
+        raise UserError(f"mesh {shape_text(full)} has {fixed} places for {devices} devices; set one axis to -1")
     return full
 
 

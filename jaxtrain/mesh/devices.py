@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.axes import AXES
 from jaxtrain.mesh.layout import Layout
 
@@ -28,9 +29,9 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     outer = [layout.dcn.get(axis, 1) for axis in AXES]
     for axis, size, across in zip(AXES, shape, outer):
         if size % across:
-            raise ValueError(f"mesh.dcn.{axis}: {across} does not divide mesh.{axis} = {size}")
+            raise UserError(f"mesh.dcn.{axis}: {across} does not divide mesh.{axis} = {size}")
     if int(np.prod(shape)) != len(devices):
-        raise ValueError(f"layout {layout} does not fit {len(devices)} devices")
+        raise UserError(f"layout {layout} does not fit {len(devices)} devices")
     if any(n > 1 for n in outer):
         grid = _hybrid([s // o for s, o in zip(shape, outer)], outer, devices)
     elif devices[0].platform == "tpu":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxtrain.config.errors import UserError
+
 Names = tuple[str | None, ...]
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -27,7 +29,7 @@ def dims_to_axes(names: Sequence[str | None], rules: Rules) -> tuple[tuple[str, 
     for axis in used:
         if used.count(axis) > 1:
             where = " and ".join(f"`{name}`" for name, axes in zip(names, dims) if axis in axes)
-            raise ValueError(f"axis `{axis}` is used twice on a tensor ({', '.join(map(str, names))}): by {where}")
+            raise UserError(f"axis `{axis}` is used twice on a tensor ({', '.join(map(str, names))}): by {where}")
     return dims
 
 

@@ -21,12 +21,17 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     Returns:
         Problems with dotted keys and no places; `jaxtrain.config.locate` fills these in.
     """
-    model, data = config.model, config.data
-    activations = {"batch": data.global_batch // config.step.accumulate}
-    if model.type == "decoder" or data.type == "text":
-        activations |= {"sequence": data.sequence, "context": data.sequence}
+    model = config.model
     tensors = None
     if model.type == "decoder":
         # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
         tensors = decoder_tensors(model, model.vocab or vocab or 0)
-    return check(config.mesh, config.rules, tensors, activations, devices or config.simulate)
+    return check(config.mesh, config.rules, tensors, activations(config), devices or config.simulate)
+
+
+def activations(config: Config) -> dict[str, int]:
+    """Logical name -> size of the activation dims of a microbatch."""
+    sizes = {"batch": config.data.global_batch // config.step.accumulate}
+    if config.model.type == "decoder" or config.data.type == "text":
+        sizes |= {"sequence": config.data.sequence, "context": config.data.sequence}
+    return sizes

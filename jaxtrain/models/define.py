@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtrain.config.classes import load_class
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.rules import Names
 from jaxtrain.models.decoder import Decoder
@@ -60,7 +62,7 @@ def define(config: Config, env: Env, vocab: int | None) -> Definition:
     flat = nnx.to_flat_state(state)
     for path, variable in flat:
         if not isinstance(variable, nnx.Param):
-            raise ValueError(
+            raise UserError(
                 f"model.type {config.model.type}: {'.'.join(map(str, path))} is a {type(variable).__name__}; "
                 "a model holds nnx.Param only (draw dropout from the key given to `loss`)"
             )
@@ -76,28 +78,16 @@ def make_env(config: Config, sharder: Any) -> Env:
     return Env(sharder, POLICIES[config.precision], config.step.attention, config.step.remat)
 
 
-def load_class(reference: str, where: str) -> Any:
-    """The class of `package.module:Class`. Raises ValueError in one line where it cannot be loaded."""
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ValueError(f"{where}: cannot import `{module}`: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"{where}: module `{module}` has no `{name}`") from error
-
-
 def _maker(config: Config, env: Env, vocab: int | None) -> Callable[[nnx.Rngs], nnx.Module]:
     if config.model.type == "decoder":
         if vocab is None:
-            raise ValueError("model.vocab: the data has no vocabulary, so the decoder's size must be given")
+            raise UserError("model.vocab: the data has no vocabulary, so the decoder's size must be given")
         return lambda rngs: Decoder(config.model, config.loss, vocab, env=env, rngs=rngs)
     user_class = load_class(config.model.type, "model.type")
     try:
-        # One trial outside of tracing tells a wrong option in one line.
-        nnx.eval_shape(lambda: user_class(**config.model.options, env=env, rngs=nnx.Rngs(0)))
+        inspect.signature(user_class).bind(**config.model.options, env=env, rngs=None)
     except TypeError as error:
-        raise ValueError(f"model.options: {config.model.type} does not take them: {error}") from error
+        raise UserError(f"model.options: {config.model.type} does not take them: {error}") from error
     return lambda rngs: user_class(**config.model.options, env=env, rngs=rngs)
 
 

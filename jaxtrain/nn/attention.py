@@ -91,7 +91,7 @@ class Attention(nnx.Module):
             positions_BT = jnp.broadcast_to(last + jnp.arange(q_BTHD.shape[1]), q_BTHD.shape[:2])
             out_BTHD = attention(
                 q_BTHD, cache.k, cache.v, positions_BT=positions_BT, kv_positions_BS=kv_positions_BS, causal=True,
-                **options, kernel="reference", sharder=self.env.sharder,
+                **options, kernel="xla" if q_BTHD.shape[1] > 1 else "reference", sharder=self.env.sharder,
             )  # fmt: skip
         out_BTHD = self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None)
         out_BTD = jnp.einsum("bthk,hkd->btd", out_BTHD, self.env.weight(self.o))

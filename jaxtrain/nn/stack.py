@@ -39,20 +39,22 @@ def scan(stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period
     """
     graphdef, state = nnx.split(stack)
     layers = jax.tree.leaves(state)[0].shape[0]
-    remat = _rematerialised(env.remat)
 
     def one(carry: Any, inputs: tuple[Any, Any], index: int) -> tuple[Any, Any]:
         params, x = inputs
         return step(nnx.merge(graphdef, _renamed(params, lambda names: names[1:])), carry, x, index)
 
-    bodies = [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
+    def bodies(in_scan: bool) -> list[Callable]:
+        remat = _rematerialised(env.remat, in_scan)
+        return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
+
     groups = layers // period
     if period == 1:
-        return jax.lax.scan(bodies[0], carry, (state, xs))
+        return jax.lax.scan(bodies(True)[0], carry, (state, xs))
 
     def group(carry: Any, inputs: Any) -> tuple[Any, Any]:
         ys = []
-        for index, body in enumerate(bodies):
+        for index, body in enumerate(bodies(True)):
             carry, y = body(carry, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
             ys.append(y)
         return carry, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *ys)
@@ -61,7 +63,7 @@ def scan(stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period
     carry, ys = jax.lax.scan(group, carry, head)
     ys = jax.tree.map(lambda leaf: leaf.reshape(groups * period, *leaf.shape[2:]), ys)
     for layer in range(groups * period, layers):
-        carry, y = bodies[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], (state, xs)))
+        carry, y = bodies(False)[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], (state, xs)))
         ys = jax.tree.map(lambda all_ys, last: jax.numpy.concatenate([all_ys, last[None]]), ys, y)
     return carry, ys
 
@@ -76,7 +78,7 @@ def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
     return jax.tree.map(rename, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _rematerialised(policy: str | tuple[str, ...]) -> Callable[[Callable], Callable]:
+def _rematerialised(policy: str | tuple[str, ...], in_scan: bool) -> Callable[[Callable], Callable]:
     """`jax.checkpoint` under the named policy; `none` leaves the function as it is.
 
     `dots` saves matmul outputs without batch dims. A tuple saves the values so named with `checkpoint_name`;
@@ -92,4 +94,5 @@ def _rematerialised(policy: str | tuple[str, ...]) -> Callable[[Callable], Calla
         chosen = policies.dots_with_no_batch_dims_saveable
     else:
         chosen = policies.save_only_these_names(*policy)
-    return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=False)
+    # Outside of a loop the compiler would merge what is computed again with what was computed before.
+    return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=not in_scan)

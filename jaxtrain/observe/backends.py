@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.observe.tracker import APPEND, append, valid
 
 
@@ -161,7 +162,7 @@ def _import(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         hint = f"jaxtrain[{extra}]" if extra else "jaxtrain"
-        raise ImportError(f"log.{extra or 'tensorboard'} needs {error.name or module}: pip install '{hint}'") from None
+        raise UserError(f"log.{extra or 'tensorboard'} needs {error.name or module}: pip install '{hint}'") from None
 
 
 def _remembered(path: Path) -> str | None:

@@ -170,7 +170,7 @@ def trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
     """The trackers that the config asks for; none on processes other than 0.
 
     Raises:
-        ImportError: a tracker whose package is missing, in one line with the extra to install.
+        UserError: a tracker whose package is missing, in one line with the extra to install.
     """
     from jaxtrain.observe.backends import MLflow, TensorBoard, WandB
 

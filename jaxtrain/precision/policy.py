@@ -12,18 +12,20 @@ class Policy:
     """Dtypes of one run.
 
     params: stored parameters and their gradients; compute: weights in use, activations and their cotangents;
-    state: optimizer moments. Softmax, norms, loss sums, gradient norm and accumulation are float32 always.
+    state: optimizer moments; matmul: precision of float32 matmuls where the chip has several. Softmax, norms, loss
+    sums, gradient norm and accumulation are float32 always.
     """
 
     params: jnp.dtype
     compute: jnp.dtype
     state: jnp.dtype
+    matmul: str = "default"
 
 
 _F32, _BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 POLICIES = {
-    "fp32": Policy(params=_F32, compute=_F32, state=_F32),
+    "fp32": Policy(params=_F32, compute=_F32, state=_F32, matmul="highest"),
     "bf16": Policy(params=_F32, compute=_BF16, state=_F32),
     "bf16_pure": Policy(params=_BF16, compute=_BF16, state=_BF16),
 }

@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.dataset import TextDataset
 from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.train.program import Program
 
 Fetch = Callable[[int, Any], Mapping[str, np.ndarray]]  # (step, rows) -> arrays with a leading dim of rows
 
@@ -40,7 +43,7 @@ class Placer:
     def _place(self, rows: np.ndarray) -> jax.Array:
         sharding = batch_sharding(self._sharder, rows.ndim, self._sequence)
         if rows.shape[0] != len(self.local):
-            raise ValueError(f"the data gave {rows.shape[0]} rows where {len(self.local)} were asked for")
+            raise UserError(f"the data gave {rows.shape[0]} rows where {len(self.local)} were asked for")
         if len(self.local) == self._rows:
             return jax.device_put(rows, sharding)
 
@@ -49,3 +52,8 @@ class Placer:
             return rows[(slice(local[0], local[-1] + 1), *index[1:])]
 
         return jax.make_array_from_callback((self._rows, *rows.shape[1:]), sharding, shard)
+
+
+def placer(split: Any, program: Program) -> Placer:
+    """Device batches of a dataset: token batches have a sequence dim, a user's own need not."""
+    return Placer(split.batch, program.sharder, program.config.data.global_batch, isinstance(split, TextDataset))

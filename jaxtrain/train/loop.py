@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,21 @@ from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command
 Reading = tuple[int, dict[str, jax.Array]]  # steps done, and the metrics of the last one, still on the device
 
 
-class NotSaved(RuntimeError):
+class Failed(RuntimeError):
+    """Training could not go on, or could not be saved; the message is one line."""
+
+
+class NotSaved(Failed):
     """Training ended, and its last checkpoint is not on disk."""
+
+
+class Diverged(Failed):
+    """The loss or the gradient is not finite: no later state is worth keeping."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. `metrics` are those of the last step, with `eval/...` where there was a validation."""
+    """What a run came to. `metrics` are those of the last step, with the last validation's as `eval/...`."""
 
     run_dir: Path
     step: int
@@ -57,6 +66,7 @@ def train(
     Raises:
         ValueError: bad input, in one line for each problem.
         NotSaved: the last checkpoint could not be written.
+        Diverged: the loss or the gradient is not finite.
     """
     directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
     screen = screen or Screen(config.steps)
@@ -98,16 +108,17 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
                 jax.block_until_ready(metrics)
                 run.observers.event("compiled", step=done, seconds=round(meter.compiled(done), 2))
             stopped_by = signals.stop_at(done)
-            is_end = done == config.steps
-            scores: dict[str, float] = {}
-            if run.validation is not None and (is_end or due(config.eval.every, done)):
-                log(run, before)
-                before = None
+            is_end, scores = done == config.steps, {}
+            validates = run.validation is not None and (is_end or due(config.eval.every, done))
+            saves = is_end or stopped_by is not None or due(config.checkpoint.every, done)
+            if validates or saves:
+                before = log(run, before, now=saves)  # nothing is saved after a loss that is not finite
+            if validates:
                 scores = evaluate(run, state, done)
-            if is_end or stopped_by or due(config.checkpoint.every, done):
-                run.checkpoints.save(done, state, manifest=run.manifest, metrics=finite(scores))
+            if saves:
+                run.checkpoints.save(done, state, manifest=run.manifest, metrics=scores)
             report_checkpoints(run)
-    log(run, before, is_last=True)
+    log(run, before, now=True)
     report_profile(run, profile.close())
     return state, done, stopped_by
 
@@ -117,17 +128,28 @@ def due(every: int | None, done: int) -> bool:
     return every is not None and done % every == 0
 
 
-def log(run: Run, reading: Reading | None, is_last: bool = False) -> None:
-    """Reads a finished step's metrics and hands them on. Waits for that step, never for a later one."""
+def log(run: Run, reading: Reading | None, now: bool = False) -> None:
+    """Reads a finished step's metrics and hands them on: every `log.every` steps, and `now`.
+
+    Waits for that step, never for a later one.
+
+    Raises:
+        Diverged: the loss or the gradient is not finite.
+    """
     if reading is None:
         return
     done, metrics = reading
-    if not is_last and not due(run.config.log.every, done):
+    if not now and not due(run.config.log.every, done):
         jax.block_until_ready(metrics)  # bounds the steps in flight
         return
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     run.latest |= values
     run.observers.log(done, run.meter.record(done, values))
+    if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+        run.checkpoints.wait()
+        kept = run.checkpoints.latest()
+        where = "no checkpoint was written" if kept is None else f"checkpoint {kept} is the last good one"
+        raise Diverged(f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {done}; {where}")
 
 
 def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
@@ -152,18 +174,13 @@ def validate(run: Any, params: Any, batches: int) -> dict[str, float]:
     return {"eval/loss": sum(means.values()), **means}
 
 
-def finite(values: dict[str, float]) -> dict[str, float]:
-    """The values that JSON can hold."""
-    return {name: value for name, value in values.items() if abs(value) < float("inf")}
-
-
 def report_checkpoints(run: Run) -> None:
     """Passes on what became of the checkpoints."""
     for event in run.checkpoints.poll():
         if isinstance(event, Committed):
             size = f"{event.bytes / 2**20:.1f} MiB"
             times = {"seconds": round(event.seconds, 3), "stall": round(event.stall, 4)}
-            run.observers.event("checkpoint", step=event.step, size=size, **times)
+            run.observers.event("save", step=event.step, size=size, **times)
         else:
             run.observers.event("warning", text=str(event))
 

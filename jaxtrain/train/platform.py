@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
 
 # Names that JAX itself and cluster launchers use.
@@ -28,13 +29,13 @@ def start(config: Config) -> list[Any]:
     count = processes()
     if config.simulate is not None:
         if config.simulate % count:
-            raise ValueError(f"simulate: {config.simulate} devices cannot be shared out among {count} processes")
+            raise UserError(f"simulate: {config.simulate} devices cannot be shared out among {count} processes")
         _simulate(config.simulate // count)
     if count > 1 and not jax.distributed.is_initialized():
         _join(count)
     devices = jax.devices()
     if config.simulate is not None and (devices[0].platform != "cpu" or len(devices) != config.simulate):
-        raise ValueError(
+        raise UserError(
             f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {config.simulate} "
             "simulated ones; set simulate before anything else uses JAX"
         )
@@ -45,14 +46,14 @@ def processes() -> int:
     """Number of processes of this run, from the environment."""
     text = os.environ.get(PROCESSES, "1")
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{PROCESSES}: expected a positive number; found {text!r}")
+        raise UserError(f"{PROCESSES}: expected a positive number; found {text!r}")
     return int(text)
 
 
 def _join(count: int) -> None:
     index, address = os.environ.get(PROCESS, ""), os.environ.get(COORDINATOR, "")
     if not index.isdecimal() or int(index) >= count or ":" not in address:
-        raise ValueError(
+        raise UserError(
             f"{count} processes need {COORDINATOR}=host:port and {PROCESS} from 0 to {count - 1}; "
             f"found {address!r} and {index!r}"
         )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.errors import ConfigError
+from jaxtrain.config.schema import Config, Loss
 from jaxtrain.mesh import check
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
 from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.models.check import activations
 from jaxtrain.models.define import Definition, define, make_env
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
+from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import state as states
 from jaxtrain.train.step import eval_step, train_step
 
@@ -40,31 +44,45 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     """The program of a config on these devices; nothing is allocated yet.
 
     Raises:
-        ValueError: the layout does not fit the devices or the model's tensors.
+        UserError: the layout does not fit the devices or the model's tensors.
     """
     layout = resolve(config, len(devices))
     sharder = Sharder(make_mesh(layout, devices), layout.rules)
-    definition = define(config, make_env(config, sharder), vocab)
+    env = make_env(config, sharder)
+    definition = define(config, env, vocab)
     check_layout(config, definition, len(devices))
     tx = optimizer(config.optimizer, config.steps, definition.names, definition.params)
     abstract = states.abstract(definition, tx, config.optimizer.ema is not None)
     placed = states.shardings(abstract, definition, tx, sharder)
+    accumulate, everywhere = config.step.accumulate, sharder.sharding(())
     step = train_step(
         definition, tx, schedule(config.optimizer, config.steps), sharder,
-        accumulate=config.step.accumulate, max_norm=config.optimizer.clip, ema=config.optimizer.ema,
+        accumulate=accumulate, max_norm=config.optimizer.clip, ema=config.optimizer.ema,
     )  # fmt: skip
-    everywhere = sharder.sharding(())
+    # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
+    plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
+    evaluate = eval_step(define(plain, env, vocab), sharder, accumulate)
     return Program(
         config, layout, sharder, definition, states.with_shardings(abstract, placed),
-        step=jax.jit(step, donate_argnums=0, out_shardings=(placed, everywhere)),
-        evaluate=jax.jit(eval_step(definition), out_shardings=everywhere),
+        step=jax.jit(_precise(step, config), donate_argnums=0, out_shardings=(placed, everywhere)),
+        evaluate=jax.jit(_precise(evaluate, config), out_shardings=everywhere),
         init=lambda: states.init(definition, tx, config, placed),
     )  # fmt: skip
 
 
+def _precise(fn: Callable, config: Config) -> Callable:
+    """`fn` with matmuls of the policy's precision: fp32 is not TF32 on a GPU, nor bfloat16 passes on a TPU."""
+
+    @wraps(fn)
+    def run(*args: Any) -> Any:
+        with jax.default_matmul_precision(POLICIES[config.precision].matmul):
+            return fn(*args)
+
+    return run
+
+
 def check_layout(config: Config, definition: Definition, devices: int) -> None:
     """The mesh doctor on the model's real tensors: what a user's own model only shows once it is defined."""
-    activations = {"batch": config.data.global_batch // config.step.accumulate, "sequence": config.data.sequence}
-    problems = check.check(config.mesh, config.rules, definition.tensors(), activations, devices)
+    problems = check.check(config.mesh, config.rules, definition.tensors(), activations(config), devices)
     if problems:
-        raise ValueError("\n".join(str(problem) for problem in problems))
+        raise ConfigError(problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer, compare_configs, environment, promise, read_manifest
 from jaxtrain.config import Config, ConfigError, dump_yaml
-from jaxtrain.config.errors import Problem
+from jaxtrain.config.errors import Problem, UserError
 from jaxtrain.config.output import as_dict
-from jaxtrain.data.dataset import TextDataset, open_dataset
+from jaxtrain.data.dataset import TextDataset, open_datasets
+from jaxtrain.mesh import layout as layouts
 from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
 from jaxtrain.observe.meter import Meter, device_memory
 from jaxtrain.observe.peak import Peak, device_peak
@@ -24,9 +26,14 @@ from jaxtrain.observe.summary import mesh_line, parameter_table, tensors
 from jaxtrain.observe.tracker import Observers, trackers
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import platform
-from jaxtrain.train.batches import Placer
+from jaxtrain.train.batches import Placer, placer
 from jaxtrain.train.program import Program, State, build
 
+PROMISES = {
+    "bitwise": "losses bitwise those of an uninterrupted run",
+    "fp32-tight": "losses those of an uninterrupted run, to float32 rounding",
+    "changed": "none: the config asks for other steps from here on",
+}
 VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it divides over devices and fills tiles
 
 
@@ -48,61 +55,96 @@ class Run:
 
     def place(self, split: Any) -> Placer:
         """Device batches of a split."""
-        is_text = isinstance(split, TextDataset)
-        return Placer(split.batch, self.program.sharder, self.config.data.global_batch, is_text)
-
-
-def prepare(config: Config, screen: Screen) -> tuple[Program, Any, Any]:
-    """Starts JAX and opens the data: the program and the two splits.
-
-    Raises:
-        ValueError: bad data, or a layout that does not fit devices or model.
-    """
-    data = open_dataset(config.data, config.seed, "train", _cache_progress(screen))
-    validation = open_dataset(config.data, config.seed, "validation") if _has_validation(config) else None
-    devices = platform.start(config)
-    return build(config, vocabulary(config, data), devices), data, validation
+        return placer(split, self.program)
 
 
 def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -> tuple[Run, State, int]:
     """A run ready for its next step: (run, state, steps done).
 
     Raises:
-        ValueError: bad input, or a config that the checkpoint of a resumed run cannot go on with.
+        UserError: bad input, a folder that holds another run, or a config that the checkpoint of a resumed run cannot
+            go on with.
     """
-    program, data, validation = prepare(config, screen)
+    devices = platform.start(config)
+    layouts.resolve(config, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
     screen.console.quiet = not is_main
+    data, validation = open_data(config, screen)
+    program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint
     checkpoints = Checkpointer(
         directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best
     )
-    manifest = environment(as_dict(config), program.sharder.mesh, data=getattr(data, "fingerprint", None))
-    observers = Observers(trackers(config, directory, is_main) + ([screen] if is_main else []), screen.print)
-    flops, peak = _flops(config, program, data), _peak(config, program)
-    items = config.data.global_batch * (config.data.sequence if isinstance(data, TextDataset) else 1)
-    memory = device_memory(jax.local_devices())
-    meter = Meter(items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
-    run = Run(config, directory, program, data, validation, checkpoints, observers, screen, meter, manifest)
-    info = _info(run, flops, peak)
-    state, done = _restore(run, info) if resume else (program.init(), 0)
-    meter.compiled(done)
-    if is_main:
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        describe(run, info)
-    observers.start(info | {"step": done})
+    try:
+        if not resume and checkpoints.store.marked():
+            raise UserError(f"{directory} holds a run already; resume it, or give another name")
+        run, info = _assemble(config, directory, program, data, validation, checkpoints, screen)
+        state, done = _restore(run, info) if resume else (program.init(), 0)
+        if done > config.steps:
+            raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
+        run.meter.compiled(done)
+        if is_main:
+            _write_config(run)
+            describe(run, info)
+        run.observers.start(info | {"step": done})
+    except BaseException:
+        checkpoints.close()
+        raise
     return run, state, done
 
 
-def vocabulary(config: Config, data: Any) -> int | None:
-    """Vocabulary size of the decoder: the config's, else the tokenizer's rounded up.
+def open_data(config: Config, screen: Screen) -> tuple[Any, Any]:
+    """The training data, and the validation data or None; a missing token cache is built."""
+    return open_datasets(config.data, config.seed, _cache_progress(screen))
+
+
+def _assemble(
+    config: Config, directory: Path, program: Program, data: Any, validation: Any, checkpoints: Any, screen: Screen
+) -> tuple[Run, dict[str, Any]]:
+    """The run, and what its start event says."""
+    is_main, is_text = jax.process_index() == 0, isinstance(data, TextDataset)
+    saved = as_dict(absolute(config))
+    manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
+    observers = Observers(trackers(config, directory, is_main) + ([screen] if is_main else []), screen.print)
+    flops, peak = _flops(config, program, data), _peak(config, program)
+    items = config.data.global_batch * (config.data.sequence if is_text else 1)
+    memory = device_memory(jax.local_devices())
+    meter = Meter(items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
+    run = Run(config, directory, program, data, validation, checkpoints, observers, screen, meter, manifest)
+    return run, _info(run, flops, peak)
+
+
+def absolute(config: Config) -> Config:
+    """The config with the paths of its data made absolute, so that a run can be resumed from anywhere."""
+
+    def whole(path: str, *words: str) -> str:
+        return path if path in words else os.path.abspath(os.path.expanduser(path))
+
+    data = config.data
+    if data.type != "text":
+        return config
+    sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)
+    paths = {"sources": sources, "tokenizer": whole(data.tokenizer, "bytes"), "cache": whole(data.cache)}
+    return config.model_copy(update={"data": data.model_copy(update=paths)})
+
+
+def _write_config(run: Run) -> None:
+    """RUN_DIR/config.yaml, replaced at once: a kill leaves the old one or the new one."""
+    path = run.dir / "config.yaml"
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(dump_yaml(absolute(run.config)), encoding="utf-8")
+    fresh.replace(path)
+
+
+def vocabulary(config: Config, known: int | None) -> int | None:
+    """Vocabulary size of the decoder: the config's, else the tokenizer's (`known`) rounded up.
 
     Raises:
         ConfigError: the config's is smaller than the tokenizer's.
     """
-    known, given = getattr(data, "vocab", None), config.model.vocab
+    given = config.model.vocab
     if given is None:
         return None if known is None else -(-known // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if known is not None and given < known:
@@ -114,13 +156,13 @@ def vocabulary(config: Config, data: Any) -> int | None:
 def fresh_directory(config: Config) -> Path:
     """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another.
 
-    With several processes it is DIR/NAME, which must be new: they could not agree on a number before they have met.
+    With several processes it is DIR/NAME and must be new, which `open_run` checks: they could not agree on a number
+    before they have met.
     """
-    directory = config.run_dir
+    directory, number = config.run_dir, 2
     if platform.processes() > 1:
         return directory
-    number = 2
-    while directory.exists() and any(directory.iterdir()):
+    while directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         directory = config.run_dir.with_name(f"{config.name}-{number}")
         number += 1
     return directory
@@ -147,8 +189,8 @@ def resume_command(run: Run, done: int) -> str:
     called = sys.argv[0]
     is_found = Path(called).name != "jaxtrain" or shutil.which("jaxtrain") == os.path.abspath(called)
     program = "jaxtrain" if is_found else min(os.path.relpath(called), os.path.abspath(called), key=len)
-    more = f" steps={2 * run.config.steps}" if done >= run.config.steps else ""
-    return f"{program} resume {run.dir}{more}"
+    more = f" steps={done + run.config.steps}" if done >= run.config.steps else ""
+    return f"{shlex.quote(program)} resume {shlex.quote(str(run.dir))}{more}"
 
 
 def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
@@ -167,15 +209,15 @@ def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
         run.screen.print(f"changed  {line}")
     level, reasons = promise(saved, run.manifest)
     info |= {"promise": level, "reasons": reasons}
-    text = "bitwise those of an uninterrupted run" if level == "bitwise" else "equal to float32 rounding"
-    run.screen.print(f"promise  losses {text}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+    run.screen.print(f"promise  {PROMISES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
     return state, done
 
 
 def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:
     """What the config changed since a checkpoint. Raises ConfigError where the run cannot go on with it."""
-    changes, refused = compare_configs(saved["config"], run.manifest["config"], step)
-    if saved.get("data") != run.manifest.get("data") and not refused:
+    same_data = saved.get("data") == run.manifest.get("data")
+    changes, refused = compare_configs(saved["config"], run.manifest["config"], step, same_data)
+    if not same_data and not refused:
         refused = ["data: the documents or the tokenizer are not those the run began with; give them back"]
     if refused:
         raise ConfigError([Problem(str(run.dir), "", f"{line}; or train under a new name") for line in refused])
@@ -186,12 +228,8 @@ def saved_config(directory: Path) -> Path:
     """config.yaml of a run's folder. Raises ValueError where it is not one."""
     path = directory / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{directory}: not a run (no config.yaml); expected the folder that `jaxtrain train` printed")
+        raise UserError(f"{directory}: not a run (no config.yaml); expected the folder that `jaxtrain train` printed")
     return path
-
-
-def _has_validation(config: Config) -> bool:
-    return config.data.type != "text" or config.data.validation > 0
 
 
 def _cache_progress(screen: Screen) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.config.schema import Config
@@ -48,10 +49,12 @@ def init(definition: Definition, optimizer: optax.GradientTransformation, config
         # Runs once: optimised code for the random bits would take 5 times as long to compile.
         compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
     )
-    return make(definition, optimizer, config.optimizer.ema is not None, config.seed)
+    return make(definition, optimizer, config.optimizer.ema is not None, np.uint32(config.seed))
 
 
-def _make(definition: Definition, optimizer: optax.GradientTransformation, ema: bool, seed: int | jax.Array) -> State:
+def _make(
+    definition: Definition, optimizer: optax.GradientTransformation, ema: bool, seed: int | np.uint32 | jax.Array
+) -> State:
     key = jax.random.key(seed)
     params = definition.init(jax.random.fold_in(key, 0))
     state: State = {

@@ -13,7 +13,7 @@ from jaxtrain.mesh.rules import BATCH
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
-from jaxtrain.train.loss import scales, total
+from jaxtrain.train.loss import checked, scales, total
 
 Batch = Mapping[str, jax.Array]
 State = dict[str, Any]
@@ -58,9 +58,19 @@ def train_step(
     return step
 
 
-def eval_step(definition: Definition) -> Callable[[Tree, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
-    """(params, batch) -> loss terms as (sum, weight), to be added up over batches."""
-    return lambda params, batch: definition.bind(params).loss(batch, jax.random.key(0))
+def eval_step(
+    definition: Definition, sharder: Sharder, accumulate: int = 1
+) -> Callable[[Tree, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
+    """(params, batch) -> loss terms as (sum, weight), to be added up over batches; in as many parts as training."""
+
+    def evaluate(params: Tree, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
+        def part(_: None, inputs: Batch) -> tuple[None, dict]:
+            return None, checked(definition.bind(params).loss(inputs, jax.random.key(0)))
+
+        micro = jax.tree.map(lambda x: _microbatches(sharder, x, accumulate), dict(batch))
+        return jax.tree.map(lambda x: x.sum(0), jax.lax.scan(part, None, micro)[1])
+
+    return evaluate
 
 
 def _split(terms: Mapping) -> tuple[dict, dict]:
@@ -71,7 +81,7 @@ def _whole(definition: Definition, sharder: Sharder, params: Tree, batch: Batch,
     """Gradients, sums and weights of the whole batch at once."""
 
     def loss(params: Tree) -> tuple[jax.Array, tuple[dict, dict]]:
-        terms = definition.bind(params).loss(batch, key)
+        terms = checked(definition.bind(params).loss(batch, key))
         sums, weights = _split(terms)
         return total(terms, scales(weights)), (sums, weights)
 
@@ -89,14 +99,14 @@ def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: 
     keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
 
     def weigh(_: None, inputs: tuple) -> tuple[None, dict]:
-        return None, _split(definition.bind(params).loss(*inputs))[1]
+        return None, _split(checked(definition.bind(params).loss(*inputs)))[1]
 
     weights = jax.tree.map(lambda w: w.sum(0), jax.lax.scan(weigh, None, (micro, keys))[1])
     scale = scales(weights)
 
     def add(grads: Tree, inputs: tuple) -> tuple[Tree, dict]:
         def loss(params: Tree) -> tuple[jax.Array, dict]:
-            terms = definition.bind(params).loss(*inputs)
+            terms = checked(definition.bind(params).loss(*inputs))
             return total(terms, scale), _split(terms)[0]
 
         more, sums = jax.grad(loss, has_aux=True)(params)

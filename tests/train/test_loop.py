@@ -63,8 +63,8 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
     kinds = [json.loads(line)["kind"] for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
     assert kinds[0] == "start"
     assert kinds[-1] == "stop"
-    assert kinds.count("eval") == kinds.count("checkpoint") == 2
-    assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)
+    assert kinds.count("eval") == kinds.count("save") == 2
+    assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)  # paths were absolute already
     again = jaxtrain.train(config(tmp_path, corpus, "steps=2", "optimizer.warmup=0"), screen=quiet())
     assert again.run_dir != result.run_dir  # a run is never written over another
 
@@ -85,10 +85,10 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
     """Step n is dispatched before the metrics of step n - 1 are read."""
     order, real = [], loop.log
 
-    def spy(run, reading, is_last=False):
+    def spy(run, reading, now=False):
         if reading is not None:
             order.append((run.dispatched, reading[0]))
-        return real(run, reading, is_last)
+        return real(run, reading, now)
 
     def counted(config, directory, **kwargs):
         run, state, done = open_run(config, directory, **kwargs)
@@ -118,7 +118,7 @@ def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     jaxtrain.train(again, half.run_dir, resume=True, screen=screen)
     shown = screen.console.file.getvalue()
     assert "changed  layout: 3d ->" in shown
-    assert "equal to float32 rounding" in shown
+    assert "to float32 rounding" in shown
     expected, got = losses(whole.run_dir), losses(half.run_dir)
     assert got.keys() == expected.keys()
     assert list(got.values()) == pytest.approx(list(expected.values()), rel=1e-5)
@@ -134,3 +134,62 @@ def test_a_users_own_model_trains_on_any_layout(tmp_path):
         found.append(jaxtrain.train(cfg, screen=quiet(60)).metrics)
     assert found[0]["eval/loss"] < 0.4
     assert found[0]["eval/loss"] == pytest.approx(found[1]["eval/loss"], rel=1e-3)
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):
+    first = jaxtrain.train(config(tmp_path, corpus, "seed=1"), screen=quiet())
+    before = (first.run_dir / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="holds a run already"):
+        jaxtrain.train(config(tmp_path, corpus, "seed=2"), first.run_dir, screen=quiet())
+    assert (first.run_dir / "metrics.jsonl").read_text() == before
+    again = jaxtrain.load(first.run_dir / "config.yaml", "steps=3")
+    with pytest.raises(ValueError, match="steps: 3 is less than the 8 already done"):
+        jaxtrain.train(again, first.run_dir, resume=True, screen=quiet())
+    # A refusal frees the folder: the same process may go on with it.
+    changed = jaxtrain.load(first.run_dir / "config.yaml", "steps=9", "optimizer.lr=0.5")
+    screen = quiet()
+    assert jaxtrain.train(changed, first.run_dir, resume=True, screen=screen).step == 9
+    assert "promise  none" in screen.console.file.getvalue()
+
+
+def test_every_step_is_known_at_the_end_whatever_the_log_interval(tmp_path, corpus):
+    result = jaxtrain.train(config(tmp_path, corpus, "log.every=5", "seed=3000000000"), screen=quiet())
+    assert result.metrics["loss"] > 0
+    assert losses(result.run_dir).keys() == {4, 5, 8}  # 4 and 8 because they were saved
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tmp_path, corpus, monkeypatch):
+    real = loop.open_run
+
+    def poisoned(config, directory, **kwargs):
+        run, state, done = real(config, directory, **kwargs)
+        step = run.program.step
+
+        def poison(state, batch):
+            batch = dict(batch)
+            if int(jax.device_get(state["step"])) == 5:
+                batch["weights"] = batch["weights"] * jax.numpy.nan
+            return step(state, batch)
+
+        run.program = dataclasses.replace(run.program, step=poison)
+        return run, state, done
+
+    monkeypatch.setattr(loop, "open_run", poisoned)
+    cfg = config(tmp_path, corpus)
+    with pytest.raises(loop.Diverged, match="at step 6; checkpoint 4 is the last good one"):
+        jaxtrain.train(cfg, screen=quiet())
+    saved = [path.name for path in (cfg.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
+    assert saved == ["4"]
+
+
+def test_the_loss_contract_and_options_of_a_users_model_are_checked_in_one_line(tmp_path):
+    cfg = jaxtrain.load(
+        "configs/recipes/spirals.yaml", "model.options.width=8", f"dir={tmp_path}", "compile_cache=null"
+    )
+    with pytest.raises(ValueError, match="unexpected keyword argument 'width'"):
+        jaxtrain.train(cfg, screen=quiet())
+    from jaxtrain.train.loss import checked
+
+    for bad in (1.0, {}, {"a": 1.0}, {"a": (1.0, [1.0, 2.0])}):
+        with pytest.raises(ValueError, match=r"must return a dict of terms"):
+            checked(bad)

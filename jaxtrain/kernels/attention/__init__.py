@@ -16,6 +16,7 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.kernels.attention import cudnn, reference, splash, xla
 from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens
 from jaxtrain.mesh.sharding import Sharder
@@ -96,24 +97,24 @@ def attention(
 
 def _check(q: Array, k: Array, v: Array, causal: bool, window: Any, positions: Any, kv_positions: Any) -> None:
     if q.ndim != 4 or k.ndim != 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
-        raise ValueError(f"attention: q {q.shape}, k {k.shape}, v {v.shape} are not [batch, time, heads, head_dim]")
+        raise UserError(f"attention: q {q.shape}, k {k.shape}, v {v.shape} are not [batch, time, heads, head_dim]")
     if q.shape[-1] != k.shape[-1] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"attention: q {q.shape} needs k {k.shape} of its head_dim and of heads that divide its own")
+        raise UserError(f"attention: q {q.shape} needs k {k.shape} of its head_dim and of heads that divide its own")
     if kv_positions is not None and positions is None:
-        raise ValueError("attention: kv_positions_BS needs positions_BT")
+        raise UserError("attention: kv_positions_BS needs positions_BT")
     if (causal or window is not None) and kv_positions is None and q.shape[1] != k.shape[1]:
-        raise ValueError(
+        raise UserError(
             f"attention: {q.shape[1]} queries and {k.shape[1]} keys have no common order: "
             "give positions_BT and kv_positions_BS"
         )
     if isinstance(window, int) and window < 1:
-        raise ValueError(f"attention: window is {window}; at least 1")
+        raise UserError(f"attention: window is {window}; at least 1")
 
 
 def _choose(kernel: str, case: Case, own: bool, q: Array, k: Array, device: Any) -> str:
     """The kernel to run: the asked one if it can, or for `auto` the platform's own if it can, else `xla`."""
     if kernel not in (*KERNELS, "auto"):
-        raise ValueError(f"attention: no kernel `{kernel}`; there are auto, {', '.join(KERNELS)}")
+        raise UserError(f"attention: no kernel `{kernel}`; there are auto, {', '.join(KERNELS)}")
     wanted = kernel
     if kernel == "auto":
         wanted = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform, "xla")
@@ -122,7 +123,7 @@ def _choose(kernel: str, case: Case, own: bool, q: Array, k: Array, device: Any)
         return wanted
     if kernel == "auto":
         return "xla"
-    raise ValueError(f"attention: kernel `{kernel}` {reason}; `xla` and `reference` can do it")
+    raise UserError(f"attention: kernel `{kernel}` {reason}; `xla` and `reference` can do it")
 
 
 def _refusal(kernel: str, case: Case, own: bool, q: Array, k: Array, device: Any) -> str | None:
@@ -157,9 +158,9 @@ def _on_shards(run: Any, sharder: Sharder, q: Array, k: Array, v: Array, segment
     kv_heads = None if k.shape[2] == 1 else "kv_heads"
     for name, size in (("batch", q.shape[0]), ("heads", q.shape[2]), (kv_heads, k.shape[2])):
         if size % sharder.size(name):
-            raise ValueError(f"attention: {size} {name} over {sharder.size(name)} shards of {sharder.axes(name)}")
+            raise UserError(f"attention: {size} {name} over {sharder.size(name)} shards of {sharder.axes(name)}")
     if kv_heads and sharder.axes("heads") != sharder.axes("kv_heads"):
-        raise ValueError(
+        raise UserError(
             f"attention: heads lie on {sharder.axes('heads')} and kv_heads on {sharder.axes('kv_heads')}; "
             "shard both alike, or repeat the key and value weights up to the axis"
         )
