@@ -1,6 +1,6 @@
 """What the train loop costs over a bare JAX loop of the same model, per step.
 
-    python benchmarks/overhead.py [--devices 1 8] [--layouts ddp fsdp] [--sizes small medium] [--block 8] [--blocks 12]
+    python benchmarks/overhead.py [--devices 1 8] [--layouts ddp fsdp] [--sizes tiny small medium] [--block 8] [--blocks 12]
                                   [--precision fp32] [--out overhead.json]
 
 One process trains both, in turns of `--block` steps, from the same weights on the same batches: jaxtrain's whole loop
@@ -31,13 +31,13 @@ import common
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"embed": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 192, "vocab": 512, "rows": 8, "length": 64},
     "small": {
-        "embed": 128, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 384, "vocab": 512, "rows": 8, "length": 256,
+        "embed": 128, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 384, "vocab": 512, "rows": 8, "length": 128,
     },
     "medium": {
-        "embed": 256, "layers": 6, "heads": 8, "kv_heads": 4, "mlp": 704, "vocab": 4096, "rows": 8, "length": 256,
+        "embed": 256, "layers": 6, "heads": 8, "kv_heads": 4, "mlp": 704, "vocab": 4096, "rows": 8, "length": 128,
     },
     "large": {
-        "embed": 512, "layers": 8, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 8192, "rows": 8, "length": 256,
+        "embed": 512, "layers": 8, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 8192, "rows": 8, "length": 128,
     },
     "gpu-small": {
         "embed": 768, "layers": 12, "heads": 12, "kv_heads": 12, "mlp": 2048, "vocab": 32000, "rows": 8, "length": 1024,
@@ -251,7 +251,7 @@ def main() -> None:
     if args.quick:
         args.sizes, args.block, args.blocks = ["tiny"], 3, 2
         args.devices = args.devices[:1]
-    sizes = args.sizes or (["gpu-small", "gpu-medium"] if on_gpu else ["small", "medium", "large"])
+    sizes = args.sizes or (["gpu-small", "gpu-medium"] if on_gpu else ["tiny", "small", "medium"])
     rows, results = [], []
     for devices in [1] if on_gpu else args.devices:
         for layout in args.layouts if devices > 1 else ["ddp"]:

@@ -31,10 +31,10 @@ import numpy as np
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"embed": 64, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 192, "vocab": 512, "rows": 2, "length": 64},
     "small": {
-        "embed": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 704, "vocab": 8192, "rows": 4, "length": 512,
+        "embed": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 704, "vocab": 8192, "rows": 2, "length": 512,
     },
     "medium": {
-        "embed": 512, "layers": 8, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 16000, "rows": 2, "length": 512,
+        "embed": 512, "layers": 8, "heads": 8, "kv_heads": 8, "mlp": 1408, "vocab": 16000, "rows": 1, "length": 512,
     },
     "gpu": {
         "embed": 1024, "layers": 24, "heads": 16, "kv_heads": 16, "mlp": 2816, "vocab": 32000, "rows": 4,

@@ -85,7 +85,8 @@ def _maker(config: Config, env: Env, vocab: int | None) -> Callable[[nnx.Rngs], 
         return lambda rngs: Decoder(config.model, config.loss, vocab, env=env, rngs=rngs)
     user_class = load_class(config.model.type, "model.type")
     try:
-        inspect.signature(user_class).bind(**config.model.options, env=env, rngs=None)
+        # Of __init__, because the class itself shows only its metaclass's *args.
+        inspect.signature(user_class.__init__).bind(None, **config.model.options, env=env, rngs=None)
     except TypeError as error:
         raise UserError(f"model.options: {config.model.type} does not take them: {error}") from error
     return lambda rngs: user_class(**config.model.options, env=env, rngs=rngs)
