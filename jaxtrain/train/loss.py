@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.config.errors import UserError
 
@@ -16,7 +17,7 @@ Terms = dict[str, tuple[jax.Array, jax.Array]]
 def checked(terms: Any) -> Terms:
     """What a model's `loss` returned, in float32. Raises UserError where it is not {name: (sum, weight)}."""
     pairs = terms.values() if isinstance(terms, Mapping) else ()
-    if not pairs or not all(isinstance(p, tuple) and len(p) == 2 and not any(map(jnp.ndim, p)) for p in pairs):
+    if not pairs or not all(isinstance(p, tuple) and len(p) == 2 and not any(map(np.ndim, p)) for p in pairs):
         raise UserError("model.type: `loss` must return a dict of terms, each a tuple (sum, weight) of two scalars")
     return {name: (jnp.asarray(s, jnp.float32), jnp.asarray(w, jnp.float32)) for name, (s, w) in terms.items()}
 
