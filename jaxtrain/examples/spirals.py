@@ -1,7 +1,4 @@
-"""A model and data of one's own, not a language model: which of two spirals does a point lie on?
-
-Train it with `jaxtrain train configs/recipes/spirals.yaml`, on any layout.
-"""
+"""A model and data of one's own: which of two spirals does a point lie on? See configs/recipes/spirals.yaml."""
 
 import jax
 import jax.numpy as jnp
