@@ -1,7 +1,7 @@
 """What the train loop costs over a bare JAX loop of the same model, per step.
 
-    python benchmarks/overhead.py [--devices 1 8] [--layouts ddp fsdp] [--sizes tiny small medium] [--block 8] [--blocks 12]
-                                  [--precision fp32] [--out overhead.json]
+    python benchmarks/overhead.py [--devices 1 8] [--layouts ddp fsdp] [--sizes tiny small medium] [--block 8]
+                                  [--blocks 12] [--precision fp32] [--out overhead.json]
 
 One process trains both, in turns of `--block` steps, from the same weights on the same batches: jaxtrain's whole loop
 (`train.loop.fit`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, screen; no validation, no
