@@ -26,15 +26,17 @@ TARGETS = {
 }
 
 
-def devices(target: str) -> list[Any]:
-    """One absent GPU, to compile for."""
+def devices(target: str, nodes: int = 1, gpus: int = 1) -> list[Any]:
+    """Absent GPUs to compile for: so many nodes with so many GPUs each."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.experimental import topologies
 
     # JAX asks the GPU of this machine, not the one compiled for, whether it can do packed attention.
     cudnn.check_compute_capability = lambda capability: True
     config = _TEMPLATE.format(**TARGETS[target])
-    made = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=config, topology="1x1x1")
+    made = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=config, topology=f"{nodes}x1x{gpus}"
+    )
     return list(made.devices)
 
 
