@@ -217,6 +217,8 @@ def _describe(schema: Mapping[str, Any]) -> str:
         return f"a section with keys such as {join(list(schema['properties'])[:3], 'and')}"
     if kind == "object":
         return "a section of `name: value` pairs"
+    if schema.get("minLength"):
+        return "text of at least one character (in quotes if it looks like a number)"
     words = {"string": "text (in quotes if it looks like a number)", "boolean": "true or false"}
     return words.get(str(kind), "a value")
 

@@ -255,3 +255,23 @@ def test_config_does_not_import_jax() -> None:
     code = "import sys, jaxtrain.config, jaxtrain.models.check; jaxtrain.config.load(None); print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("step.remat=[atention]", "did you mean `attention`"),
+        ("checkpoint={keep_best: 1, every: 150}", "expected a multiple of eval.every"),
+        ("checkpoint={keep_best: 1, best: eval/los}", "validation gives no"),
+        ("log={prompt: ''}", "at least one character"),
+    ],
+)
+def test_what_could_never_take_effect_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, override, "eval.every=100")
+    assert said in str(caught.value)
+
+
+def test_a_sample_needs_a_language_model() -> None:
+    with pytest.raises(ConfigError, match=r"only the built-in decoder on text generates"):
+        load(None, "model.type='a.b:C'", "log.sample=5")
