@@ -8,7 +8,8 @@ Both start from the same weights (copied over) and take the same batches; the fi
 `ratio` is the median over turns of jaxtrain's tokens/s over torch's in the turn next to it, with quartiles. Memory is
 measured apart, each in a process of its own: on CPU the most that was resident during three steps, after a first one
 that compiles, less what was resident after the imports (`whole` in the JSON counts from there, XLA's compiler
-included); on GPU the allocator's peak. On CPU both use as many threads.
+included); on GPU the allocator's peak. On CPU both use as many threads; on a busy machine `--threads 1` and the
+processor seconds per step (`cpu s`) are the fairer figures, since threads that wait for each other burn time.
 
 torch: `LlamaForCausalLM`, scaled-dot-product attention, `torch.optim.AdamW` (fused), gradients clipped to norm 1, bf16
 by autocast over float32 weights. jaxtrain: the step that `jaxtrain train` runs, its defaults. Neither recomputes
@@ -185,20 +186,23 @@ def speed(spec: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(f"not the same model: first losses {first[0]} of jaxtrain, {first[1]} of torch")
     tokens = spec["shape"]["rows"] * spec["shape"]["length"] * spec["block"]
     rates: dict[str, list[float]] = {"jaxtrain": [], "torch": []}
+    busy: dict[str, list[float]] = {"jaxtrain": [], "torch": []}
     for turn in range(spec["turns"] + 1):
         hosts = [ring[(turn * spec["block"] + i) % RING] for i in range(spec["block"])]
         pair = (("jaxtrain", ours), ("torch", theirs))
         for name, side in pair if turn % 2 else reversed(pair):
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             side.steps(hosts)  # reads its last loss: nothing is left running
             if turn:
                 rates[name].append(tokens / (time.perf_counter() - begin))
+                busy[name].append((time.process_time() - cpu) / spec["block"])
     last = [side.steps(ring[:1])[0] for side in (ours, theirs)]
     ratios = [a / b for a, b in zip(rates["jaxtrain"], rates["torch"])]
     return {
         "machine": common.machine("torch", "transformers"),
         "tokens_per_sec": {name: common.spread(values) for name, values in rates.items()},
         "ratio": common.spread(ratios),
+        "cpu_seconds_per_step": {name: common.spread(values) for name, values in busy.items()},
         "losses": {"jaxtrain": [*first[0], last[0]], "torch": [*first[1], last[1]]},
         "first_losses_differ": max(off),
         "parameters": sum(p.numel() for p in theirs.model.parameters()),
@@ -258,6 +262,8 @@ def shown(result: dict[str, Any]) -> dict[str, Any]:
         "jaxtrain tok/s": rates["jaxtrain"]["median"],
         "torch tok/s": rates["torch"]["median"],
         "ratio": f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]",
+        "jaxtrain cpu s": result["cpu_seconds_per_step"]["jaxtrain"]["median"],
+        "torch cpu s": result["cpu_seconds_per_step"]["torch"]["median"],
         "jaxtrain MiB": round(mib["jaxtrain"]),
         "torch MiB": round(mib["torch"]),
         "losses differ by": f"{result['first_losses_differ']:.1e}",
@@ -271,7 +277,7 @@ def main() -> None:
     parser.add_argument("--platform", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--sizes", nargs="+", choices=SIZES)
     parser.add_argument("--precision", nargs="+", choices=tuple(TOLERANCE))
-    parser.add_argument("--threads", type=int, default=cores, help="of torch; XLA takes all cores it may use")
+    parser.add_argument("--threads", type=int, default=cores, help="of each; also the cores that each may use")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--block", type=int, default=3, help="steps of a turn")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model (needs a C++ compiler)")
@@ -279,6 +285,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         spec = json.loads(args.child)
+        if hasattr(os, "sched_setaffinity"):  # XLA makes a thread for every core that it may use, when it starts
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: spec["threads"]])
         print(json.dumps(speed(spec) if spec["what"] == "speed" else memory(spec)))
         return
     reason = missing()
