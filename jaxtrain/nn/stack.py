@@ -12,7 +12,13 @@ from jaxtrain.mesh.rules import Names
 from jaxtrain.nn.env import Env
 
 LAYERS = "layers"
-FORMS = ("sharding_constraint", "convert_element_type")  # primitives that only change a value's form
+
+# Primitives that are cheaper to compute again than to keep: placements, casts and what fuses into its readers.
+CHEAP = {
+    "sharding_constraint", "convert_element_type", "mul", "square", "integer_pow", "rsqrt", "div", "sub", "neg",
+    "logistic", "exp", "broadcast_in_dim", "select_n", "eq", "ne", "ge", "gt", "lt", "and", "iota", "split",
+    "concatenate", "stop_gradient",
+}  # fmt: skip
 
 Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, index in its group) -> (carry, y)
 
@@ -82,21 +88,22 @@ def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
 def _rematerialised(policy: str | tuple[str, ...], in_scan: bool) -> Callable[[Callable], Callable]:
     """`jax.checkpoint` under the named policy.
 
-    `none` saves all but what is only another form of what is kept anyway: casts and placements. So a weight that is
-    stored in shards is gathered again for the backward pass instead of being kept whole for every layer.
+    `none` computes no matmul, sum or attention again, only casts, placements and elementwise operations, which fuse
+    into their readers. So a weight that is stored in shards is gathered again for the backward pass instead of being
+    kept whole for every layer, and a norm keeps its input alone.
     `dots` saves matmul outputs without batch dims. A tuple saves the values so named with `checkpoint_name`;
     the name `attention` is that of all the attention kernel keeps, softmax statistics included, so that the backward
     pass does not run it again.
     """
     policies = jax.checkpoint_policies
-    named = {"none": _is_new, "full": None, "dots": policies.dots_with_no_batch_dims_saveable}
+    named = {"none": _is_kept, "full": None, "dots": policies.dots_with_no_batch_dims_saveable}
     chosen: Any = named[policy] if isinstance(policy, str) else policies.save_only_these_names(*policy)
     # Outside of a loop the compiler would merge what is computed again with what was computed before.
     return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=not in_scan)
 
 
-def _is_new(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether an operation makes a value, and not only another form of one: a cast, a placement, a call of these."""
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether the result of an operation is kept; that of a call, unless all it does is cheap."""
     if "call_jaxpr" in params:
-        return not all(eqn.primitive.name in FORMS for eqn in params["call_jaxpr"].eqns)
-    return primitive.name not in FORMS
+        return not all(eqn.primitive.name in CHEAP for eqn in params["call_jaxpr"].eqns)
+    return primitive.name not in CHEAP

@@ -87,7 +87,8 @@ def attention(
         if kernel == "reference":
             return checkpoint_name(reference.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens), RESIDUALS)
         if kernel == "xla":
-            return checkpoint_name(xla.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens), RESIDUALS)
+            block = xla.CPU_BLOCK if device.platform == "cpu" else xla.BLOCK
+            return checkpoint_name(xla.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens, block), RESIDUALS)
         if kernel == "cudnn":
             run = partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
         else:

@@ -12,6 +12,7 @@ from jaxtrain.kernels.attention.case import Case, Tokens, visible
 from jaxtrain.kernels.attention.reference import attend
 
 BLOCK = 256
+CPU_BLOCK = 64  # scores of a block stay in the cache of a core
 GROUPS = 4
 
 
