@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import xxhash
 
@@ -262,7 +262,7 @@ def _read_text(file: File) -> Iterator[Document]:
 
 def _open_lines(file: File) -> IO[bytes]:
     if file.name.endswith(".gz"):
-        return gzip.open(file.path, "rb")  # type: ignore[return-value]
+        return cast("IO[bytes]", gzip.open(file.path, "rb"))
     if file.name.endswith(".zst"):
         zstandard = require("zstandard", f"{file.path}: .zst")
         return io.BufferedReader(zstandard.open(file.path, "rb"), 1 << 20)
