@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def cross_problems(config: Config) -> Iterator[Found]:
 
 
 def path_problems(config: Config) -> Iterator[Found]:
-    """Files the config reads that are not there."""
+    """Files the config reads and packages it needs that are not there."""
+    yield from _packages(config)
     data = config.data
     if data.type != "text":
         return
@@ -59,6 +61,20 @@ def path_problems(config: Config) -> Iterator[Found]:
             continue
         hint = did_you_mean(source.path, ["stdlib"])
         yield Found((key,), f"no such file or folder: {shown(root or path)}{hint}")
+
+
+def _packages(config: Config) -> Iterator[Found]:
+    """Packages of the extras that the config asks for."""
+    needed = [("log.wandb", "wandb", "wandb", config.log.wandb), ("log.mlflow", "mlflow", "mlflow", config.log.mlflow)]
+    if config.data.type == "text":
+        needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
+        for index, source in enumerate(config.data.sources):
+            is_parquet = source.format == "parquet" or source.path.endswith(".parquet")
+            needed.append((f"data.sources.{index}.path", "pyarrow", "data", is_parquet))
+            needed.append((f"data.sources.{index}.path", "zstandard", "data", source.path.endswith(".zst")))
+    for key, package, extra, is_asked in needed:
+        if is_asked and importlib.util.find_spec(package) is None:
+            yield Found((key,), f"needs the package {package}: pip install 'jaxtrain[{extra}]'")
 
 
 def _kinds(config: Config) -> Iterator[Found]:
