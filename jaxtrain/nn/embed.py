@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.mesh.rules import BATCH, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
 from jaxtrain.nn.env import Env, normal
 
 
@@ -27,9 +27,10 @@ class Embed(nnx.Module):
         width, batch, sequence = sharder.axes("embed"), sharder.axes(BATCH), sharder.axes(SEQUENCE)
         batch_left = tuple(axis for axis in batch if axis not in width)
         sequence_left = tuple(axis for axis in sequence if axis not in width)
+        context_left = tuple(axis for axis in sharder.axes(CONTEXT) if axis in sequence_left)
         # float32 until the rows are out: the gradient adds up thousands of rows of a frequent token.
         table = sharder.constrain(self.table.get_value().astype(jnp.float32), "vocab", "embed")
-        tokens_BT = sharder.place(tokens_BT, (batch_left, ()))
+        tokens_BT = sharder.place(tokens_BT, (batch_left, context_left))
         x_BTD = jnp.take(table, tokens_BT, axis=0, mode="clip").astype(self.env.policy.compute)
         x_BTD = sharder.place(x_BTD, (batch_left, sequence_left, width))
         return sharder.constrain(x_BTD, BATCH, SEQUENCE, None)

@@ -15,7 +15,6 @@ from jax import Array, lax
 
 from jaxtrain.kernels.attention.case import MASKED, Case, Tokens, visible
 
-
 NOTHING = MASKED / 2  # below it a log-sum-exp or a score is of nothing
 
 
@@ -144,6 +143,7 @@ def _grouped(x_BTH: Array, keys: Keys) -> Array:
 
 def _split(tree: Any, block: int) -> Any:
     """Arrays [batch, time, ...] to [count, batch, block, ...]; zeros fill the last block, and give no gradient."""
+
     def split(x: Array) -> Array:
         count = -(-x.shape[1] // block)
         x = jnp.pad(x, ((0, 0), (0, count * block - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
@@ -154,6 +154,7 @@ def _split(tree: Any, block: int) -> Any:
 
 def _join(tree: Any, size: int) -> Any:
     """The inverse of `_split`."""
+
     def join(x: Array) -> Array:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :size]
