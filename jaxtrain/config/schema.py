@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
+LAYOUT_KEYS = ("mesh", "rules", "context")  # what a layout file holds
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
 
@@ -224,9 +225,13 @@ class Config(Section):
     simulate: Devices | None = key(None, "run on this many simulated CPU devices")
     precision: Literal["fp32", "bf16", "bf16_pure"] = key("bf16", "dtype policy; bf16 keeps float32 masters")
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
-    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh` and `rules`")
+    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh`, `rules` and `context`")
     mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
     rules: dict[str, Axes] = key({}, "logical name -> mesh axes; refines the layout's")
+    context: Literal["auto", "gather", "ulysses", "ring"] = key(
+        "auto",
+        "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",
+    )
     model: Model = section(Model, "the model")
     data: Data = section(Data, "the data")
     loss: Loss = section(Loss, "loss terms")

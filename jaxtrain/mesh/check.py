@@ -52,7 +52,7 @@ def check(
     Returns:
         Problems with dotted keys and no places (see `jaxtrain.config.locate`); empty where all is well.
     """
-    sizes, problems = _sizes(mesh, devices)
+    sizes, problems = axis_sizes(mesh, devices)
     problems += _dcn(mesh, sizes)
     problems += _rule_names(rules, tensors, activations)
     valid = {name: tuple(a for a in dict.fromkeys(axes) if a in AXES) for name, axes in rules.items()}
@@ -62,7 +62,7 @@ def check(
     return problems
 
 
-def _sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
+def axis_sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
     """Sizes of all axes, None where not known, and what is wrong with them."""
     given = {axis: int(getattr(mesh, axis)) for axis in AXES}
     free = [axis for axis, size in given.items() if size == -1]

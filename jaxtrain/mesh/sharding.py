@@ -57,6 +57,13 @@ class Sharder:
             raise ValueError(f"{len(dims)} names for a tensor of shape {x.shape}")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, _spec(dims)))
 
+    def lead(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """`x` with its first dims placed by logical names and the others left as they lie."""
+        if self.mesh is None:
+            return x
+        free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(names))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*self.spec(names), *free)))
+
     def boundary(self, x: jax.Array, fwd: Sequence[Names], bwd: Sequence[Names]) -> jax.Array:
         """Identity that places `x` by each of `fwd` in turn, and its cotangent by each of `bwd`.
 

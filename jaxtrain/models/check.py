@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh.check import check
+from jaxtrain.mesh import context
+from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -26,7 +27,13 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     if model.type == "decoder":
         # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
         tensors = decoder_tensors(model, model.vocab or vocab or 0)
-    return check(config.mesh, config.rules, tensors, activations(config), devices or config.simulate)
+    return check_placed(config, tensors, devices or config.simulate)
+
+
+def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
+    """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
+    problems = check(config.mesh, config.rules, tensors, activations(config), devices)
+    return problems + context.check(config, axis_sizes(config.mesh, devices)[0])
 
 
 def activations(config: Config) -> dict[str, int]:

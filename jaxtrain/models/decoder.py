@@ -54,12 +54,14 @@ class Block(nnx.Module):
         self,
         x_BTD: jax.Array,
         turn: tuple[jax.Array, jax.Array],
+        positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         window: int | None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """The residual stream after this block, and the extended cache if one came in."""
-        branch, cache = self.attention(self.env.enter(self.attention_norm(x_BTD)), turn, segments_BT, window, cache)
+        branch = self.env.enter(self.attention_norm(x_BTD))
+        branch, cache = self.attention(branch, turn, positions_BT, segments_BT, window, cache)
         x_BTD = self._residual(x_BTD, branch, "attention_post_norm")
         branch = self.mlp(self.env.enter(self.mlp_norm(x_BTD)))
         return self._residual(x_BTD, branch, "mlp_post_norm"), cache
@@ -92,11 +94,13 @@ class Decoder(nnx.Module):
             x_BTD = x_BTD * jnp.asarray(math.sqrt(model.embed), x_BTD.dtype)
         head_dim = model.head_dim or model.embed // model.heads
         turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
+        order_BT = self.env.whole(positions_BT)
+        segments_BT = None if segments_BT is None else self.env.whole(segments_BT)
         period = model.window_every
 
         def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
             last_of_group = period > 1 and index == period - 1
-            return block(x_BTD, turn, segments_BT, None if last_of_group else model.window, cache)
+            return block(x_BTD, turn, order_BT, segments_BT, None if last_of_group else model.window, cache)
 
         x_BTD, cache = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
         return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None), cache

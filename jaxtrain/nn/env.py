@@ -21,12 +21,14 @@ Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class Env:
     """Passed to every model's constructor. The default runs unsharded in float32.
 
+    attention: the kernel; context: how attention crosses the shards of a sequence (see `kernels.attention`).
     remat: `none`, `full`, `dots`, or the names of values to save (see `nn.stack`).
     """
 
     sharder: Sharder = field(default_factory=Sharder)
     policy: Policy = POLICIES["fp32"]
     attention: str = "auto"
+    context: str = "auto"
     remat: str | tuple[str, ...] = "none"
 
     def param(self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init) -> nnx.Param:
@@ -42,6 +44,11 @@ class Env:
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """`x` placed by the logical names of its dims."""
         return self.sharder.constrain(x, *names)
+
+    def whole(self, x_BT: jax.Array) -> jax.Array:
+        """Small values [B, T] (documents, positions) whole on every shard of a sequence, as attention across shards
+        wants them: gathered here once instead of in every layer."""
+        return self.constrain(x_BT, BATCH, None)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """From the residual stream (by `sequence`) to where matmuls want it (by `context`): an all-gather under

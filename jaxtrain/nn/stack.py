@@ -13,11 +13,11 @@ from jaxtrain.nn.env import Env
 
 LAYERS = "layers"
 
-# Primitives that are cheaper to compute again than to keep: placements, casts and what fuses into its readers.
+# Primitives that are cheaper to compute again than to keep: placements, gathers, casts and what fuses into its readers.
 CHEAP = {
     "sharding_constraint", "convert_element_type", "mul", "square", "integer_pow", "rsqrt", "div", "sub", "neg",
     "logistic", "exp", "broadcast_in_dim", "select_n", "eq", "ne", "ge", "gt", "lt", "and", "iota", "split",
-    "concatenate", "stop_gradient",
+    "concatenate", "stop_gradient", "all_gather",
 }  # fmt: skip
 
 Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, index in its group) -> (carry, y)

@@ -11,11 +11,10 @@ import jax
 
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import Config, Loss
-from jaxtrain.mesh import check
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
 from jaxtrain.mesh.sharding import Sharder
-from jaxtrain.models.check import activations
+from jaxtrain.models.check import check_placed
 from jaxtrain.models.define import Definition, define, make_env
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
@@ -83,6 +82,6 @@ def _precise(fn: Callable, config: Config) -> Callable:
 
 def check_layout(config: Config, definition: Definition, devices: int) -> None:
     """The mesh doctor on the model's real tensors: what a user's own model only shows once it is defined."""
-    problems = check.check(config.mesh, config.rules, definition.tensors(), activations(config), devices)
+    problems = check_placed(config, definition.tensors(), devices)
     if problems:
         raise ConfigError(problems)

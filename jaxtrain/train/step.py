@@ -121,7 +121,7 @@ def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: 
 def _microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
     """[B, ...] -> [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that no row changes device."""
     x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-    return sharder.constrain(x, None, BATCH, *(None,) * (x.ndim - 2))
+    return sharder.lead(x, None, BATCH)
 
 
 def _stored(definition: Definition, sharder: Sharder, grads: Tree) -> Tree:

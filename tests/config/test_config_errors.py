@@ -68,7 +68,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         (
             "learnrate_lr: 1",
             "learnrate_lr: unknown key; the config has name, dir, seed, steps, simulate, precision,"
-            " compile_cache, layout, mesh, rules, model, data, loss, optimizer, step, checkpoint, eval,"
+            " compile_cache, layout, mesh, rules, context, model, data, loss, optimizer, step, checkpoint, eval,"
             " log, extends and"
             " resolved",
         ),
@@ -225,7 +225,7 @@ def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
     found = lines("layout: own\n", tmp_path)
     assert [line.rpartition("/")[2] for line in found] == [
         "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
-        "own.yaml:3: rule: a layout holds mesh and rules only (did you mean `rules`?)",
+        "own.yaml:3: rule: a layout holds mesh, rules and context only (did you mean `rules`?)",
     ]
 
 
