@@ -65,7 +65,8 @@ def path_problems(config: Config) -> Iterator[Found]:
 
 def _packages(config: Config) -> Iterator[Found]:
     """Packages of the extras that the config asks for."""
-    needed = [("log.wandb", "wandb", "wandb", config.log.wandb), ("log.mlflow", "mlflow", "mlflow", config.log.mlflow)]
+    log = config.log
+    needed = [("log.wandb", "wandb", "wandb", bool(log.wandb)), ("log.mlflow", "mlflow", "mlflow", bool(log.mlflow))]
     if config.data.type == "text":
         needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
         for index, source in enumerate(config.data.sources):

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
-LAYOUT_KEYS = ("mesh", "rules", "context")  # what a layout file holds
+LAYOUT_KEYS = ("mesh", "rules", "context", "zero")  # what a layout file holds
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
 
@@ -223,14 +223,19 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = key(0, "seed of initialisation, data order and dropout")
     steps: PositiveInt = key(1000, "optimizer steps")
     simulate: Devices | None = key(None, "run on this many simulated CPU devices")
-    precision: Literal["fp32", "bf16", "bf16_pure"] = key("bf16", "dtype policy; bf16 keeps float32 masters")
+    precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = key(
+        "bf16", "dtype policy; bf16 and fp16 keep float32 masters, fp16 scales its loss"
+    )
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
-    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh`, `rules` and `context`")
+    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh`, `rules`, `context` and `zero`")
     mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
     rules: dict[str, Axes] = key({}, "logical name -> mesh axes; refines the layout's")
     context: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
         "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",
+    )
+    zero: Literal[0, 1, 2, 3] = key(
+        0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters"
     )
     model: Model = section(Model, "the model")
     data: Data = section(Data, "the data")

@@ -72,11 +72,10 @@ def cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or options out of range.
     """
-    vocab = head.shape[0 if tied else 1]
     _check(x_BTD, head, targets_BT, weights_BT, chunks, tied, label_smoothing)
     if names is None:
         names = ("vocab", "embed") if tied else ("embed", "vocab")
-    plan = _Plan.make(sharder or Sharder(), tuple(names), vocab, chunks, tied, label_smoothing, softcap)
+    plan = _Plan.make(sharder or Sharder(), tuple(names), head.shape, chunks, tied, label_smoothing, softcap)
     weights_BT = lax.stop_gradient(weights_BT.astype(jnp.float32))
     with jax.named_scope("cross_entropy"):
         sums: Any = _sums(plan, x_BTD, head, targets_BT, weights_BT)
@@ -114,20 +113,26 @@ class _Plan:
     size: int  # vocabulary per chunk of a shard
     count: int  # chunks per shard
     parameter: Dims  # mesh axes of the head as it comes
+    kept: Dims  # of its gradient
     stored: Dims  # of a chunk before gathering
+    graded: Dims  # of a chunk's gradient
     used: Dims  # of a chunk in the matmul
     tokens: Dims  # of [batch, time]
     over: tuple[str, ...]  # of the shards dim
 
     @classmethod
-    def make(cls, sharder, names, vocab, chunks, tied, smoothing, softcap) -> _Plan:
+    def make(cls, sharder, names, shape, chunks, tied, smoothing, softcap) -> _Plan:
         rules = (sharder.rules if sharder.mesh is not None else None) or {}
         parameter = without(names, (), rules)
+        kept = sharder.stored(names, shape) if rules else parameter
+        vocab, embed = (0, 1) if tied else (1, 0)
+        # Replicas that keep shards of the state (ZeRO) get shards of every chunk's gradient.
+        more = tuple(a for a in kept[embed] if a not in parameter[embed])
         gathered = storage_axes(rules)
         over = tuple(a for a in sharder.axes("vocab") if a not in gathered) if rules else ()
         held = tuple(a for dim in parameter for a in dim if a in gathered)  # FSDP axes, kept on embed until used
         shards = prod(sharder.mesh.shape[a] for a in over) if sharder.mesh is not None else 1
-        part = -(-vocab // shards)
+        part = -(-shape[vocab] // shards)
         size = min(part, max(SMALLEST, -(-part // (chunks * LANES)) * LANES))
         order = (lambda embed: (over, (), embed)) if tied else (lambda embed: (embed, over, ()))
         return cls(
@@ -135,13 +140,15 @@ class _Plan:
             tied=tied,
             smoothing=smoothing,
             softcap=softcap,
-            vocab=vocab,
+            vocab=shape[vocab],
             shards=shards,
             part=part,
             size=size,
             count=-(-part // size),
             parameter=parameter,
+            kept=kept,
             stored=order(held),
+            graded=order((*held, *more)),
             used=order(()),
             tokens=without(("batch", "context"), (), rules),
             over=over,
@@ -200,7 +207,7 @@ class _Plan:
         """The inverse of `view` for a gradient."""
         rest = slice(self.vocab)
         flat = view.reshape(-1, view.shape[-1])[rest] if self.tied else view.reshape(view.shape[0], -1)[:, rest]
-        return self.sharder.place(flat, self.parameter)
+        return self.sharder.place(flat, self.kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -274,15 +281,15 @@ def _sums_bwd(plan: _Plan, saved, cotangents):
         back = "btnc,ncd->btnd" if plan.tied else "btnc,dnc->btnd"
         dx += jnp.einsum(back, d, w, preferred_element_type=jnp.float32)
         dw = jnp.einsum("btd,btnc->ncd" if plan.tied else "btd,btnc->dnc", x, d)
-        dw = plan.sharder.place(dw, plan.stored).astype(dview.dtype)  # reduced into the shards, in compute dtype
+        dw = plan.sharder.place(dw, plan.graded).astype(dview.dtype)  # reduced into the shards, in compute dtype
         if plan.part % plan.size:  # the last chunk overlaps the one before
             dw += lax.dynamic_slice_in_dim(dview, start, plan.size, plan.dim)
         dview = lax.dynamic_update_slice_in_dim(dview, dw, start, plan.dim)
-        return (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.stored)), None
+        return (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.graded)), None
 
     dx = jnp.zeros((*targets.shape, plan.shards, x.shape[-1]), jnp.float32)
     dview = jnp.zeros(view.shape, head.dtype)
-    start = (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.stored))
+    start = (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.graded))
     if plan.count == 1:
         (dx, dview), _ = body(start, jnp.int32(0))
     else:

@@ -6,6 +6,7 @@ from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh import context
 from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
+from jaxtrain.mesh.rules import BATCH, REPLICAS, axes_of, zero_rules
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -32,8 +33,17 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
 
 def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
     """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
-    problems = check(config.mesh, config.rules, tensors, activations(config), devices)
-    return problems + context.check(config, axis_sizes(config.mesh, devices)[0])
+    rules = zero_rules(config.rules, config.zero)
+    problems = check(config.mesh, rules, tensors, activations(config), devices)
+    return problems + _zero(config) + context.check(config, axis_sizes(config.mesh, devices)[0])
+
+
+def _zero(config: Config) -> list[Problem]:
+    """A ZeRO stage needs replicas to share the state out to."""
+    if config.zero == 0 or REPLICAS in axes_of(BATCH, config.rules):
+        return []
+    message = f"stage {config.zero} shares the state out over the replicas of `{REPLICAS}`, and rules.batch has none"
+    return [Problem("", "zero", f"{message}; expected 0, or `{REPLICAS}` in rules.batch")]
 
 
 def activations(config: Config) -> dict[str, int]:

@@ -29,7 +29,7 @@ class Embed(nnx.Module):
         width, sequence = sharder.axes("embed"), sharder.axes(SEQUENCE)
         outer, inner = _split(sequence, width)
         # float32 until the rows are out: the gradient adds up thousands of rows of a frequent token.
-        table = sharder.constrain(self.table.get_value().astype(jnp.float32), "vocab", "embed")
+        table = sharder.weight(self.table.get_value(), self.table.names, jnp.float32, gather=False)
         # Tokens as [B, outer shards, rest], so that the outer axes can come to the sequence after the inner ones.
         B, T = tokens_BT.shape
         parts = math.prod(sharder.mesh.shape[axis] for axis in outer) if sharder.mesh is not None else 1

@@ -31,11 +31,14 @@ class Env:
     context: str = "auto"
     remat: str | tuple[str, ...] = "none"
 
-    def param(self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init) -> nnx.Param:
-        """A parameter in the storage dtype whose dims carry logical names."""
+    def param(
+        self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init, *, exact: bool = False
+    ) -> nnx.Param:
+        """A parameter in the storage dtype whose dims carry logical names; `exact`: used in float32 by any policy."""
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
-        return nnx.Param(init(rngs.params(), shape, self.policy.params), names=names)
+        dtype = self.policy.params if exact else self.policy.compute
+        return nnx.Param(init(rngs.params(), shape, self.policy.params), names=names, travels=dtype)
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""

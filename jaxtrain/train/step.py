@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.mesh.rules import BATCH
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
-from jaxtrain.train.loss import checked, scales, total
+from jaxtrain.precision.scaling import updated
+from jaxtrain.train.gradients import Batch, Gradients, microbatches
+from jaxtrain.train.loss import checked, scales
 
-Batch = Mapping[str, jax.Array]
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 
 
 def train_step(
-    definition: Definition,
+    gradients: Gradients,
     optimizer: optax.GradientTransformation,
     schedule: Callable[[jax.Array], jax.Array],
-    sharder: Sharder,
     *,
-    accumulate: int = 1,
     max_norm: float | None = None,
     ema: float | None = None,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """One optimizer update on one global batch: (state, batch) -> (state, metrics).
 
     Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
-    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping) and `lr`.
+    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping) and `lr`. A state that holds
+    `scaling` has its loss scaled: a step whose gradients are not finite is skipped (`skipped` 1, `grad_norm` 0) and
+    the scale lowered; only `step` moves on.
     """
-    gradients = _accumulated if accumulate > 1 else _whole
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        grads, sums, weights = gradients(definition, sharder, state["params"], batch, key, accumulate)
+        scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
+        grads, sums, weights = gradients(state["params"], batch, key, scale)
+        if "scaling" in state:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
         grads, norm = clip(grads, max_norm)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
@@ -47,15 +49,26 @@ def train_step(
         if ema is not None:
             new["ema"] = ema_update(state["ema"], params, ema)
         means = {name: sums[name] * scale for name, scale in scales(weights).items()}
-        return new, {
+        metrics = {
             **means,
             "loss": jnp.sum(jnp.stack(list(means.values()))),
             "tokens": jnp.max(jnp.stack(list(weights.values()))),
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
         }
+        return _unless_overflown(state, new, metrics) if "scaling" in state else (new, metrics)
 
     return step
+
+
+def _unless_overflown(old: State, new: State, metrics: Metrics) -> tuple[State, Metrics]:
+    """The new state, or the old one with only `step` moved on and the loss scale lowered."""
+    is_finite = jnp.isfinite(metrics["grad_norm"])
+    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, old)
+    scaling = updated(old["scaling"], is_finite)
+    said = {"loss_scale": scaling["scale"], "skipped": 1.0 - is_finite.astype(jnp.float32)}
+    norm = jnp.where(is_finite, metrics["grad_norm"], 0.0)
+    return {**kept, "step": new["step"], "scaling": scaling}, {**metrics, "grad_norm": norm, **said}
 
 
 def eval_step(
@@ -67,63 +80,7 @@ def eval_step(
         def part(_: None, inputs: Batch) -> tuple[None, dict]:
             return None, checked(definition.bind(params).loss(inputs, jax.random.key(0)))
 
-        micro = jax.tree.map(lambda x: _microbatches(sharder, x, accumulate), dict(batch))
+        micro = jax.tree.map(lambda x: microbatches(sharder, x, accumulate), dict(batch))
         return jax.tree.map(lambda x: x.sum(0), jax.lax.scan(part, None, micro)[1])
 
     return evaluate
-
-
-def _split(terms: Mapping) -> tuple[dict, dict]:
-    return {k: v[0] for k, v in terms.items()}, {k: jax.lax.stop_gradient(v[1]) for k, v in terms.items()}
-
-
-def _whole(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, _: int):
-    """Gradients, sums and weights of the whole batch at once."""
-
-    def loss(params: Tree) -> tuple[jax.Array, tuple[dict, dict]]:
-        terms = checked(definition.bind(params).loss(batch, key))
-        sums, weights = _split(terms)
-        return total(terms, scales(weights)), (sums, weights)
-
-    grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
-    return _stored(definition, sharder, grads), sums, weights
-
-
-def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, count: int):
-    """The same, over `count` microbatches in a scan.
-
-    Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights. They do not
-    depend on activations: the compiler drops all of the forward pass from it but the counting.
-    """
-    micro = jax.tree.map(lambda x: _microbatches(sharder, x, count), dict(batch))
-    keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
-
-    def weigh(_: None, inputs: tuple) -> tuple[None, dict]:
-        return None, _split(checked(definition.bind(params).loss(*inputs)))[1]
-
-    weights = jax.tree.map(lambda w: w.sum(0), jax.lax.scan(weigh, None, (micro, keys))[1])
-    scale = scales(weights)
-
-    def add(grads: Tree, inputs: tuple) -> tuple[Tree, dict]:
-        def loss(params: Tree) -> tuple[jax.Array, dict]:
-            terms = checked(definition.bind(params).loss(*inputs))
-            return total(terms, scale), _split(terms)[0]
-
-        more, sums = jax.grad(loss, has_aux=True)(params)
-        grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more)
-        return _stored(definition, sharder, grads), sums
-
-    zeros = _stored(definition, sharder, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-    grads, sums = jax.lax.scan(add, zeros, (micro, keys))
-    return grads, jax.tree.map(lambda s: s.sum(0), sums), weights
-
-
-def _microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
-    """[B, ...] -> [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that no row changes device."""
-    x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-    return sharder.lead(x, None, BATCH)
-
-
-def _stored(definition: Definition, sharder: Sharder, grads: Tree) -> Tree:
-    """Gradients placed like the parameters they belong to."""
-    return jax.tree.map(lambda g, names: sharder.constrain(g, *names), grads, definition.names)

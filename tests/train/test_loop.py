@@ -87,10 +87,10 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
     """Step n is dispatched before the metrics of step n - 1 are read."""
     order, real = [], loop.log
 
-    def spy(run, reading, now=False):
+    def spy(run, reading, scores=None, now=False):
         if reading is not None:
             order.append((run.dispatched, reading[0]))
-        return real(run, reading, now)
+        return real(run, reading, scores, now)
 
     def counted(config, directory, **kwargs):
         run, state, done = open_run(config, directory, **kwargs)

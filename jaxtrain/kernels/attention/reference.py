@@ -38,7 +38,7 @@ def attend(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, mask_BTS: Array | None, 
     if mask_BTS is not None:
         p = jnp.where(mask, p, 0.0)
     total = p.sum(-1, keepdims=True)
+    p = p / jnp.where(total > 0, total, 1.0)  # before the matmul, whose output backward then does not need
     p_BKxS = p.astype(v_BSKD.dtype).reshape(B, K, T * G, S)
     out = jnp.einsum("bkxs,bksd->bkxd", p_BKxS, v_BKSD, preferred_element_type=jnp.float32)
-    out = out.reshape(B, K, T, G, -1) / jnp.where(total > 0, total, 1.0)
-    return out.swapaxes(1, 2).reshape(B, T, H, -1).astype(q_BTHD.dtype)
+    return out.reshape(B, K, T, G, -1).swapaxes(1, 2).reshape(B, T, H, -1).astype(q_BTHD.dtype)
