@@ -1,9 +1,9 @@
-"""What a step puts on the wire: every collective of the compiled program, by mesh axis, with count and bytes. No JAX."""
+"""What a step puts on the wire: every collective of the compiled program, by mesh axis, counted. No JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -58,35 +58,34 @@ def report(text: str, sizes: Mapping[str, int]) -> list[Collective]:
         ValueError: the text is no compiled program, or has replica groups of an unknown form.
     """
     module = hlo.parse(text)
-    rows: dict[tuple, list[int]] = {}
+    rows: dict[Collective, Collective] = {}
     for site in hlo.sites(module):
-        if (found := _collective(module, site, sizes)) is not None:
-            key, size = found
-            total = rows.setdefault(key, [0, 0])
-            total[0] += site.times
-            total[1] += site.times * size
-    made = [Collective(op, axes, whole, *rows[key], *rest) for key in rows for op, axes, whole, *rest in [key]]
-    return sorted(made, key=lambda row: (-row.bytes, row.op, row.axes, row.scope))
+        if (one := _collective(module, site, sizes)) is not None:
+            kind = replace(one, count=0, bytes=0)
+            so_far = rows.get(kind, kind)
+            rows[kind] = replace(one, count=so_far.count + one.count, bytes=so_far.bytes + one.bytes)
+    return sorted(rows.values(), key=lambda row: (-row.bytes, row.op, row.axes, row.scope))
 
 
-def _collective(module: hlo.Module, site: hlo.Site, sizes: Mapping[str, int]) -> tuple[tuple, int] | None:
-    """What tells rows apart (op, axes, whole, dtype, scope, note), and the bytes of one run; None within a device."""
+def _collective(module: hlo.Module, site: hlo.Site, sizes: Mapping[str, int]) -> Collective | None:
+    """The runs of one collective in a step; None where it stays within a device."""
     instruction, computation = site.instruction, module.computations[site.computation]
-    if site.op == "collective-permute":
+    is_permute = site.op == "collective-permute"
+    if is_permute:
         joined = groups.pairs(instruction.attributes)
-        members = 2
     else:
         joined = groups.replica_groups(groups.groups_text(instruction.attributes), prod(sizes.values()))
-        members = max(map(len, joined))
     axes, whole = groups.axes_of(joined, sizes)
     if not axes:
         return None
+    members = max(map(len, joined))
     moved = _moved(site, computation)
-    dtype = "+".join(sorted({leaf.dtype for leaf in moved.leaves}))
-    note = "at least" if site.unknown else "at most" if site.conditional or site.op == "ragged-all-to-all" else ""
-    scope = _scope(instruction, computation)
-    key = (site.op, axes, whole or site.op == "collective-permute", dtype, scope, note)
-    return key, round(_sent(site.op, _full(site, moved, members), members))
+    return Collective(
+        site.op, axes, whole or is_permute, site.times,
+        round(site.times * _sent(site.op, _full(site, moved, members), members)),
+        "+".join(sorted({leaf.dtype for leaf in moved.leaves})), _scope(instruction, computation) or site.scope,
+        "at least" if site.unknown else "at most" if site.conditional or site.op == "ragged-all-to-all" else "",
+    )  # fmt: skip
 
 
 def _moved(site: hlo.Site, computation: hlo.Computation) -> hlo.Shape:
@@ -174,7 +173,8 @@ def short(scope: str) -> str:
     common = ("while", "body", "closed_call", "cond", "branch_1_fun", "sharding_constraint")
     parts = scope.split("/")
     kept = [part for part in parts if part not in common and not part.startswith("jit(step")]
-    return "/".join(kept) or parts[-1]
+    text = "/".join(kept) or parts[-1]
+    return text if len(text) <= 72 else text[:69] + "..."
 
 
 def _gigabytes(size: int) -> str:

@@ -55,7 +55,7 @@ def measure(
     """The report of a config's real train step on absent devices such as `h100:2x8`, `v5p:2x2x2` or `cpu:8`.
 
     Args:
-        vocab: of the tokenizer; None where `model.vocab` or a user's own model says it.
+        vocab: of the tokenizer; None takes `model.vocab`, which a user's own model need not have.
         hlo: file to write the compiled program's text to.
 
     Raises:
@@ -98,7 +98,8 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     start = time.perf_counter()
     try:
-        program = build(Config(**asked["config"]), asked["vocab"], targets.devices(asked["target"]))
+        config = Config(**asked["config"])
+        program = build(config, asked["vocab"] or config.model.vocab, targets.devices(asked["target"]))
         compiled = compiled_step(program)
     except UserError as error:
         return {"error": str(error)}

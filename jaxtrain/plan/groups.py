@@ -65,13 +65,13 @@ def axes_of(groups: Iterable[Sequence[int]], sizes: Mapping[str, int]) -> tuple[
     """
     names, lengths = list(sizes), list(sizes.values())
     differ: set[str] = set()
-    smallest = largest = 1
+    counts = set()
     for group in groups:
         places = [_place(device, lengths) for device in group]
         differ |= {name for name, along in zip(names, zip(*places)) if len(set(along)) > 1}
-        smallest, largest = min(smallest, len(group)) if largest > 1 else len(group), max(largest, len(group))
+        counts.add(len(group))
     axes = tuple(name for name in names if name in differ)
-    return axes, smallest == largest == prod(sizes[axis] for axis in axes)
+    return axes, counts == {prod(sizes[axis] for axis in axes)}
 
 
 def _place(index: int, lengths: Sequence[int]) -> tuple[int, ...]:

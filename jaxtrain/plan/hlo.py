@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -202,6 +202,7 @@ class Site:
         times: product of the trip counts of the loops around it.
         conditional: a branch of a conditional holds it, so `times` is the most.
         unknown: a loop around it has no constant trip count; `times` takes that loop once.
+        scope: of the innermost call, loop or fusion around it.
     """
 
     instruction: Instruction
@@ -210,6 +211,7 @@ class Site:
     times: int = 1
     conditional: bool = False
     unknown: bool = False
+    scope: str = ""
 
 
 def sites(module: Module) -> list[Site]:
@@ -231,23 +233,17 @@ def _of(module: Module, name: str, instruction: Instruction, known: dict[str, li
     if op := instruction.collective:
         scattered = op == "all-reduce" and name.startswith("all-reduce-scatter")
         yield Site(instruction, name, "reduce-scatter" if scattered else op)
-    elif instruction.op == "while":
+        return
+    inside, trips = instruction.called + instruction.branches, 1
+    if instruction.op == "while":
+        inside = [instruction.attribute("condition"), instruction.attribute("body")]
         trips = trip_count(module, module.computations[name], instruction)
-        for part in (instruction.attribute("condition"), instruction.attribute("body")):
-            for site in _sites(module, part, known):
-                yield _copy(site, times=site.times * (1 if trips is None else trips), unknown=trips is None)
-    else:
-        for part in instruction.called:
-            yield from _sites(module, part, known)
-        for part in instruction.branches:
-            for site in _sites(module, part, known):
-                yield _copy(site, times=site.times, conditional=True)
-
-
-def _copy(site: Site, times: int, conditional: bool = False, unknown: bool = False) -> Site:
-    return Site(
-        site.instruction, site.computation, site.op, times, site.conditional or conditional, site.unknown or unknown
-    )
+    for part in inside:
+        for site in _sites(module, part, known):
+            yield replace(
+                site, times=site.times * (1 if trips is None else trips), unknown=site.unknown or trips is None,
+                conditional=site.conditional or part in instruction.branches, scope=site.scope or instruction.scope,
+            )  # fmt: skip
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -1,4 +1,4 @@
-"""Bytes on a device: the parts of the train state by their shardings, and what the compiler plans for a step. No JAX."""
+"""Bytes on a device: the train state by its shardings, and what the compiler plans for a step. No JAX."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def state_bytes(state: Mapping[str, Any]) -> dict[str, int]:
 def leaf_bytes(leaf: Any) -> int:
     """Bytes of the largest shard of an array or ShapeDtypeStruct."""
     sharding = getattr(leaf, "sharding", None)
-    spec = tuple(sharding.spec) if sharding is not None else ()
-    axes = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
-    shards = [prod(sharding.mesh.shape[axis] for axis in dim) for dim in axes]
-    shards += [1] * (len(leaf.shape) - len(shards))
+    shards = [1] * len(leaf.shape)
+    if sharding is not None:
+        for dim, axes in enumerate(sharding.spec):
+            shards[dim] = prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
     return prod(ceil(size / count) for size, count in zip(leaf.shape, shards)) * leaf.dtype.itemsize
 
 
