@@ -151,7 +151,7 @@ def from_dict(rows: Iterable[Mapping[str, Any]]) -> list[Collective]:
 def table(rows: Sequence[Collective], scopes: bool = True) -> Table:
     """The report for a screen: by axes and op, or one line for every scope; a total below."""
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True, footer_style="bold")
-    least = {"axes": max((len(row.where) for row in rows), default=5), "operation": 18, "count": 7, "GB sent": 8}
+    least = {"axes": max((len(row.where) for row in rows), default=5), "operation": 18, "count": 7, "GB sent": 10}
     footers = ("total", "", f"{sum(row.count for row in rows):,}", _gigabytes(sum(row.bytes for row in rows)))
     for (title, width), footer in zip(least.items(), footers):  # numbers are never cut
         right = "right" if title in ("count", "GB sent") else "left"

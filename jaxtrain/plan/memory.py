@@ -50,7 +50,8 @@ class Memory:
         outputs: new state and metrics.
         aliased: outputs that take the place of donated arguments.
         temporaries: activations, gathered weights, buffers; the most that lives at once, fragmentation included.
-        peak: the most in use at any time; `total` where the compiler does not say.
+        peak: the most in use at any time, in the compiler's words (CPU leaves temporaries out, and what is kept on the
+            host counts too); `total` where it does not say.
     """
 
     arguments: int

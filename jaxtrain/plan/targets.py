@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -88,9 +89,21 @@ def missing(target: Target) -> str | None:
         "cpu": ("", {}),
     }[target.platform]
     absent = [package for module, package in needs.items() if not _installed(module)]
-    if not absent:
-        return None
-    return f"target {target}: compiling for it needs {join(absent, 'and')}; pip install 'jaxtrain[{extra}]'"
+    if absent:
+        return f"target {target}: compiling for it needs {join(absent, 'and')}; pip install 'jaxtrain[{extra}]'"
+    if target.platform == "tpu" and (other := _other_libtpu()):
+        return f"target {target}: {other}; pip install 'jaxtrain[{extra}]'"
+    return None
+
+
+def _other_libtpu() -> str | None:
+    """What is wrong with the installed libtpu: JAX cannot read all programs that a newer one compiles."""
+    wanted = [re.match(r"libtpu==([\d.]+)\.\*", line) for line in metadata.requires("jax") or ()]
+    found = metadata.version("libtpu")
+    for match in filter(None, wanted):
+        if not f"{found}.".startswith(f"{match[1]}."):
+            return f"libtpu {found} is not the one of jax {metadata.version('jax')}, {match[1]}"
+    return None
 
 
 def _installed(module: str) -> bool:

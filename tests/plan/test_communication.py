@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
 from wire_theory import EXPECTED, communication, part, theory, totals
 
+from jaxtrain.plan import communication as wire
 from jaxtrain.plan import targets
 
 H100 = "h100:2x8"
-NO_COMPILER = targets.missing(targets.parse(H100))
+V5P = "v5p:2x2x1"
+NO_COMPILER, NO_TPU = (targets.missing(targets.parse(target)) for target in (H100, V5P))
 EMBEDDING = {
     "tp": "rows of the table are summed over model in float32, not in the compute dtype: twice the bytes",
     "tp_sp": "the table is gathered over model in float32, and its gradient all-reduced whole over data and model",
@@ -86,3 +94,56 @@ def on_cpu(expected: dict) -> dict:
 def test_bytes_of_every_axis_on_simulated_devices(layout: str):
     measured = by_axes(totals(communication(layout, **TINY)))
     assert measured == pytest.approx(by_axes(on_cpu(theory(layout, **TINY))), rel=0.01)
+
+
+@pytest.mark.skipif(NO_TPU is not None, reason=str(NO_TPU))
+def test_bytes_of_fsdp_on_absent_tpus():
+    sizes = {**TINY, "model__head_dim": 128, "model__heads": 4, "data__sequence": 256, "precision": "bf16"}
+    measured = totals(communication("fsdp", V5P, **sizes))
+    expected = theory("fsdp", V5P, **sizes)
+    assert by_axes(measured) == pytest.approx(by_axes(expected), rel=0.02)
+    for op in ("all-gather", "reduce-scatter"):
+        size = measured[op, "fsdp", "layers"][1]
+        assert size == pytest.approx(expected[op, "fsdp", "layers"][1], rel=0.02)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_real_permute_in_a_branch_is_found(inside: bool):
+    mesh = jax.make_mesh((4, 2), ("pipeline", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def shifted(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "model", [(0, 1), (1, 0)])
+
+    def stage(x: jax.Array) -> jax.Array:
+        turn = jax.lax.axis_index("pipeline") == 0
+        if inside:
+            return jax.lax.cond(turn, shifted, lambda x: 2 * x, x)
+        return jax.lax.cond(turn, jnp.sin, lambda x: 2 * x, shifted(x))
+
+    mapped = jax.jit(jax.shard_map(stage, mesh=mesh, in_specs=P("pipeline", "model"), out_specs=P("pipeline", "model")))
+    text = mapped.lower(jax.ShapeDtypeStruct((4, 6), jnp.float32)).compile().as_text()
+    assert len(wire.permutes_in_conditionals(text)) == inside
+    (row,) = wire.report(text, mesh.shape)
+    assert (row.op, row.axes, row.bytes, row.note) == (
+        "collective-permute",
+        ("model",),
+        12,
+        "at most" if inside else "",
+    )
+
+
+def test_table_shows_axes_counts_and_totals():
+    rows = [
+        wire.Collective("all-gather", ("fsdp",), True, 64, 2_500_000_000, "bf16", "jit(step)/jvp()/while/body/q"),
+        wire.Collective("all-gather", ("fsdp",), True, 2, 500_000_000, "bf16", ""),
+        wire.Collective("all-reduce", ("data", "model"), False, 1, 400, "f32", "", "at most"),
+    ]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(wire.table(rows))
+    console.print(wire.table(rows, scopes=False))
+    detailed, brief = console.export_text().split("total")[:2]
+    assert "part of data+model  all-reduce" in detailed
+    assert "jvp()/q" in detailed
+    assert "(at most)" in detailed
+    (gathers,) = (line.split() for line in brief.splitlines() if line.startswith("fsdp"))
+    assert gathers == ["fsdp", "all-gather", "66", "3"]

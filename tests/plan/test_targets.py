@@ -41,3 +41,13 @@ def test_a_missing_compiler_is_one_line_that_names_the_extra(monkeypatch, text: 
     with pytest.raises(UserError, match=rf"pip install 'jaxtrain\[{extra}\]'$"):
         targets.devices(text)
     assert targets.missing(targets.parse("cpu:8")) is None
+
+
+def test_another_libtpu_than_that_of_jax_is_refused(monkeypatch):
+    versions = {"libtpu": "0.0.51", "jax": "0.10.2"}
+    monkeypatch.setattr(targets, "_installed", lambda module: True)
+    monkeypatch.setattr(targets.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(targets.metadata, "requires", lambda name: ["numpy>=2", 'libtpu==0.0.5.*; extra == "tpu"'])
+    assert "libtpu 0.0.51 is not the one of jax 0.10.2, 0.0.5;" in str(targets.missing(targets.parse("v4:2x2x1")))
+    versions["libtpu"] = "0.0.5.3"
+    assert targets.missing(targets.parse("v4:2x2x1")) is None

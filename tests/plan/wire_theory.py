@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -17,12 +18,13 @@ from jaxtrain.config import resolve
 from jaxtrain.config.schema import Config
 from jaxtrain.models.tensors import parameter_count
 from jaxtrain.plan import communication as wire
-from jaxtrain.plan import compile, step
+from jaxtrain.plan import compile, step, targets
 from jaxtrain.train.program import build
 
 Key = tuple[str, str, str]  # op, axes, part
 Rows = dict[Key, tuple[int, float]]  # count, bytes
 
+# For 16 devices; on fewer an axis is cut to 4.
 MESHES = {
     "ddp": {"data": 16},
     "fsdp": {"fsdp": 16},
@@ -40,7 +42,7 @@ SCALAR = 256  # bytes: an all-reduce of so little carries loss sums and gradient
 
 
 def configured(layout: str, mesh: dict[str, int], changes: dict[str, Any]) -> Config:
-    count = functools.reduce(lambda a, b: a * b, mesh.values())
+    count = prod(mesh.values())
     axes = {f"mesh.{axis}": size for axis, size in mesh.items()}
     keys = {**LLAMA, "data.global_batch": ROWS * count, **axes, **changes, "layout": layout}
     return resolve(None, *(f"{key}={value}" for key, value in keys.items()), paths=False)[0]
@@ -48,12 +50,14 @@ def configured(layout: str, mesh: dict[str, int], changes: dict[str, Any]) -> Co
 
 @functools.cache
 def _measured(layout: str, target: str | None, changes: tuple) -> tuple[Config, dict[str, int], list[wire.Collective]]:
-    mesh = MESHES[layout] if target else {axis: min(size, 4) for axis, size in MESHES[layout].items()}
+    mesh = MESHES[layout]
+    if target is None or prod(targets.parse(target).shape) < 16:
+        mesh = {axis: min(size, 4) for axis, size in mesh.items()}
     config = configured(layout, mesh, dict(changes))
     if target:
         report = compile.measure(config, None, target)
         return config, report.sizes, report.rows
-    devices = jax.devices()[: functools.reduce(lambda a, b: a * b, mesh.values())]
+    devices = jax.devices()[: prod(mesh.values())]
     program = build(config, config.model.vocab, devices)
     text = step.compiled_step(program).as_text() or ""
     return config, dict(program.layout.sizes), wire.report(text, program.layout.sizes)
@@ -121,7 +125,7 @@ class Sizes:
         return cls(axes, model.layers, model.embed, weights, head, tokens, chunks, width)
 
     def ring(self, *axes: str) -> float:
-        n = functools.reduce(lambda a, b: a * b, (self.axes[axis] for axis in axes))
+        n = prod(self.axes[axis] for axis in axes)
         return (n - 1) / n
 
     @property
