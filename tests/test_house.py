@@ -22,7 +22,8 @@ WITHOUT_JAX = (
     "jaxtrain", "jaxtrain.config", "jaxtrain.mesh.axes", "jaxtrain.mesh.rules", "jaxtrain.mesh.layout",
     "jaxtrain.mesh.check", "jaxtrain.models.tensors", "jaxtrain.models.check", "jaxtrain.data", "jaxtrain.cli.main",
     "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress", "jaxtrain.observe.flops",
-    "jaxtrain.checkpoint",
+    "jaxtrain.checkpoint", "jaxtrain.plan.communication", "jaxtrain.plan.memory", "jaxtrain.plan.targets",
+    "jaxtrain.plan.compile",
 )  # fmt: skip
 
 
