@@ -138,13 +138,22 @@ def _decoder(model: Model) -> Iterator[Found]:
 
 def _remat(config: Config) -> Iterator[Found]:
     """Names of values that the decoder marks; a user's own model marks what it likes."""
-    remat = config.step.remat
-    if isinstance(remat, str) or config.model.type != "decoder":
+    remat, offload = config.step.remat, config.step.offload
+    if offload and remat in ("none", "dots"):
+        message = f"{remat} saves more than what has names; expected full or a list of names beside step.offload"
+        yield Found(("step.remat", "step.offload"), message)
+    saved = () if isinstance(remat, str) else remat
+    for name in offload:
+        if name in saved:
+            yield Found(
+                ("step.offload", "step.remat"), f"{shown(name)} is saved on the device too; expected one of both"
+            )
+    if config.model.type != "decoder":
         return
-    for name in remat:
+    for key, name in [*(("step.remat", name) for name in saved), *(("step.offload", name) for name in offload)]:
         if name not in SAVED_NAMES:
             hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join(SAVED_NAMES)}"
-            yield Found(("step.remat",), f"the decoder has no value {shown(name)} to save{hint}")
+            yield Found((key,), f"the decoder has no value {shown(name)} to save{hint}")
 
 
 def _watching(config: Config) -> Iterator[Found]:

@@ -184,6 +184,7 @@ class Step(Section):
 
     accumulate: PositiveInt = key(1, "microbatches per step")
     remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is saved")
+    offload: tuple[str, ...] = key((), "values that wait for the backward pass in host memory")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
 

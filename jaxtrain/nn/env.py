@@ -22,7 +22,8 @@ class Env:
     """Passed to every model's constructor. The default runs unsharded in float32.
 
     attention: the kernel; context: how attention crosses the shards of a sequence (see `kernels.attention`).
-    remat: `none`, `full`, `dots`, or the names of values to save (see `nn.stack`).
+    remat: `none`, `full`, `dots`, or the names of values to save; offload: of values to save in host memory (see
+    `nn.stack`).
     """
 
     sharder: Sharder = field(default_factory=Sharder)
@@ -30,6 +31,7 @@ class Env:
     attention: str = "auto"
     context: str = "auto"
     remat: str | tuple[str, ...] = "none"
+    offload: tuple[str, ...] = ()
 
     def param(
         self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init, *, exact: bool = False
