@@ -21,8 +21,8 @@ FORBIDDEN = {"jit", "scan", "Optimizer", "get_partition_spec", "vmap", "grad", "
 WITHOUT_JAX = (
     "jaxtrain", "jaxtrain.config", "jaxtrain.mesh.axes", "jaxtrain.mesh.rules", "jaxtrain.mesh.layout",
     "jaxtrain.mesh.check", "jaxtrain.mesh.context", "jaxtrain.models.tensors", "jaxtrain.models.check", "jaxtrain.data",
-    "jaxtrain.cli.main", "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress", "jaxtrain.observe.flops",
-    "jaxtrain.checkpoint",
+    "jaxtrain.cli.main", "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress",
+    "jaxtrain.observe.flops", "jaxtrain.checkpoint",
 )  # fmt: skip
 
 

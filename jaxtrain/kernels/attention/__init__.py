@@ -110,7 +110,7 @@ def _plain(kernel: str, case: Case, device: Any, q: Array, k: Array, v: Array, t
     return checkpoint_name(xla.attention(q, k, v, case, tokens, _block(device)), RESIDUALS)
 
 
-def _self(kernel: str, case: Case, device: Any) -> Callable[[Array, Array, Array, Array | None], Array]:
+def _self(kernel: str, case: Case, device: Any) -> Callable[..., Any]:
     """Self-attention in array order of q, k, v and segments, on one shard."""
     if kernel == "cudnn":
         return partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
