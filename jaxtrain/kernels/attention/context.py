@@ -161,7 +161,6 @@ def _gathered(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Arr
     block = min(block, max(SMALLEST, SCORES // q.shape[1]))
 
     def body(q: Array, k: Array, v: Array, segments_BT: Array | None, window: Array | None) -> Array:
-        segments_BT, window = _tied((segments_BT, window), q)
         k, v = (lax.all_gather(x, shards.axes, axis=1, tiled=True) for x in (k, v))
         size = q.shape[1]
         start = lax.axis_index(shards.axes) * size
