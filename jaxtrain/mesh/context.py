@@ -49,7 +49,7 @@ def check(config: Config, sizes: Mapping[str, int | None]) -> list[Problem]:
     own = _own_heads(config, sizes)
     if count == 1:
         return [] if config.context == "auto" else [_useless(config)]
-    found = [*_kernel(config, count, own)]
+    found = [*_kernel(config, count, own), *_kv_heads(config, sizes)]
     if config.context == "ring":
         found += _ring(config, count)
     if config.context == "ulysses" and own is not None and own % count:
@@ -80,6 +80,15 @@ def _kernel(config: Config, count: int, own: int | None) -> Iterator[Problem]:
     if formulation in ("ring", "gather") and kernel not in ANY_KERNEL:
         message = f"`{kernel}` needs whole sequences, and context: {formulation} keeps them in shards; "
         yield Problem("", "step.attention", f"{message}expected {join(ANY_KERNEL)}, or {other}")
+
+
+def _kv_heads(config: Config, sizes: Mapping[str, int | None]) -> Iterator[Problem]:
+    """Each device must hold the key/value heads of its own query heads."""
+    heads, kv_heads = ([a for a in axes_of(n, config.rules) if sizes.get(a, 1) != 1] for n in ("heads", "kv_heads"))
+    if config.model.type == "decoder" and heads != kv_heads and config.model.kv_heads != 1:
+        message = "attention across shards of a sequence needs `heads` and `kv_heads` on the same axes; found "
+        where = "kv_heads" if "kv_heads" in config.rules else "heads"
+        yield Problem("", f"rules.{where}", f"{message}{join(heads, 'and')}, and {join(kv_heads, 'and')}")
 
 
 def _ring(config: Config, count: int) -> Iterator[Problem]:
