@@ -190,6 +190,12 @@ def _indivisible(
     """Dims whose size the shards do not divide, one problem for each name and size."""
     found: dict[tuple[str, int], list[str]] = {}
     for name, size in activations.items():
+        if (
+            name == "context"
+            and set(rules.get(name, ())) <= set(rules.get("sequence", ()))
+            and "sequence" in activations
+        ):
+            continue  # found with the sequence
         found.setdefault((name, size), [])
     for path, (shape, names) in tensors.items():
         for dim, (name, size) in enumerate(zip(names, shape)):
