@@ -76,7 +76,7 @@ class Sharder:
         """
         rules = self.rules or {}
         stored = dims_to_axes(names, rules)
-        used = without(names, storage_axes(rules), rules)
+        used = without(names, storage_axes(rules, names), rules)
         return _boundary(self, (stored, used), (stored,), jnp.dtype(dtype), w)
 
 

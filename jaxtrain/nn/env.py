@@ -29,11 +29,13 @@ class Env:
     attention: str = "auto"
     remat: str | tuple[str, ...] = "none"
 
-    def param(self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init) -> nnx.Param:
-        """A parameter in the storage dtype whose dims carry logical names."""
+    def param(
+        self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init, dtype: Any = None
+    ) -> nnx.Param:
+        """A parameter in the storage dtype (or another) whose dims carry logical names."""
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
-        return nnx.Param(init(rngs.params(), shape, self.policy.params), names=names)
+        return nnx.Param(init(rngs.params(), shape, dtype or self.policy.params), names=names)
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""

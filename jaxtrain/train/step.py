@@ -13,7 +13,7 @@ from jaxtrain.mesh.rules import BATCH
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
-from jaxtrain.train.loss import checked, scales, total
+from jaxtrain.train.loss import parted, scales, total
 
 Batch = Mapping[str, jax.Array]
 State = dict[str, Any]
@@ -33,22 +33,25 @@ def train_step(
     """One optimizer update on one global batch: (state, batch) -> (state, metrics).
 
     Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
-    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping) and `lr`.
+    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping), `lr`, and those that the model
+    makes of its counts (see `loss.parted`).
     """
     gradients = _accumulated if accumulate > 1 else _whole
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        grads, sums, weights = gradients(definition, sharder, state["params"], batch, key, accumulate)
-        grads, norm = clip(grads, max_norm)
+        grads, sums, weights, counts = gradients(definition, sharder, state["params"], batch, key, accumulate)
+        grads, norm = clip(grads, max_norm, definition.names)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {**state, "step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if ema is not None:
             new["ema"] = ema_update(state["ema"], params, ema)
         means = {name: sums[name] * scale for name, scale in scales(weights).items()}
+        own = {} if counts is None else definition.bind(state["params"]).metrics(counts)
         return new, {
             **means,
+            **{name: jnp.asarray(value, jnp.float32) for name, value in own.items()},
             "loss": jnp.sum(jnp.stack(list(means.values()))),
             "tokens": jnp.max(jnp.stack(list(weights.values()))),
             "grad_norm": norm,
@@ -65,10 +68,10 @@ def eval_step(
 
     def evaluate(params: Tree, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         def part(_: None, inputs: Batch) -> tuple[None, dict]:
-            return None, checked(definition.bind(params).loss(inputs, jax.random.key(0)))
+            return None, parted(definition.bind(params).loss(inputs, jax.random.key(0)))[0]
 
         micro = jax.tree.map(lambda x: _microbatches(sharder, x, accumulate), dict(batch))
-        return jax.tree.map(lambda x: x.sum(0), jax.lax.scan(part, None, micro)[1])
+        return _summed(jax.lax.scan(part, None, micro)[1])
 
     return evaluate
 
@@ -78,15 +81,15 @@ def _split(terms: Mapping) -> tuple[dict, dict]:
 
 
 def _whole(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, _: int):
-    """Gradients, sums and weights of the whole batch at once."""
+    """Gradients, sums, weights and counts of the whole batch at once."""
 
-    def loss(params: Tree) -> tuple[jax.Array, tuple[dict, dict]]:
-        terms = checked(definition.bind(params).loss(batch, key))
+    def loss(params: Tree) -> tuple[jax.Array, tuple[dict, dict, Any]]:
+        terms, counts = parted(definition.bind(params).loss(batch, key))
         sums, weights = _split(terms)
-        return total(terms, scales(weights)), (sums, weights)
+        return total(terms, scales(weights)), (sums, weights, counts)
 
-    grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
-    return _stored(definition, sharder, grads), sums, weights
+    grads, rest = jax.grad(loss, has_aux=True)(params)
+    return _stored(definition, sharder, grads), *rest
 
 
 def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, count: int):
@@ -94,28 +97,41 @@ def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: 
 
     Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights. They do not
     depend on activations: the compiler drops all of the forward pass from it but the counting.
+
+    A model may have a method `statistics(batch, key)` for what else a term must know of the global batch: a pytree of
+    sums over rows, or None. They are added up in the first pass (which then has a forward pass to do) and handed to
+    `loss` as `batch["statistics"]`. In a batch that is not cut `loss` finds none, and its own sums are the same.
     """
     micro = jax.tree.map(lambda x: _microbatches(sharder, x, count), dict(batch))
     keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
 
-    def weigh(_: None, inputs: tuple) -> tuple[None, dict]:
-        return None, _split(checked(definition.bind(params).loss(*inputs)))[1]
+    def weigh(_: None, inputs: tuple) -> tuple[None, tuple[dict, Any]]:
+        model = definition.bind(params)
+        statistics = getattr(model, "statistics", lambda *_: None)(*inputs)
+        return None, (_split(parted(model.loss(*inputs))[0])[1], statistics)
 
-    weights = jax.tree.map(lambda w: w.sum(0), jax.lax.scan(weigh, None, (micro, keys))[1])
+    weights, statistics = _summed(jax.lax.scan(weigh, None, (micro, keys))[1])
     scale = scales(weights)
+    known = {} if statistics is None else {"statistics": statistics}
 
-    def add(grads: Tree, inputs: tuple) -> tuple[Tree, dict]:
-        def loss(params: Tree) -> tuple[jax.Array, dict]:
-            terms = checked(definition.bind(params).loss(*inputs))
-            return total(terms, scale), _split(terms)[0]
+    def add(grads: Tree, inputs: tuple) -> tuple[Tree, tuple[dict, Any]]:
+        def loss(params: Tree) -> tuple[jax.Array, tuple[dict, Any]]:
+            terms, counts = parted(definition.bind(params).loss(inputs[0] | known, inputs[1]))
+            return total(terms, scale), (_split(terms)[0], counts)
 
-        more, sums = jax.grad(loss, has_aux=True)(params)
+        more, rest = jax.grad(loss, has_aux=True)(params)
         grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more)
-        return _stored(definition, sharder, grads), sums
+        return _stored(definition, sharder, grads), rest
 
     zeros = _stored(definition, sharder, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-    grads, sums = jax.lax.scan(add, zeros, (micro, keys))
-    return grads, jax.tree.map(lambda s: s.sum(0), sums), weights
+    grads, rest = jax.lax.scan(add, zeros, (micro, keys))
+    sums, counts = _summed(rest)
+    return grads, sums, weights, counts
+
+
+def _summed(tree: Any) -> Any:
+    """Every leaf summed over its first dim, that of the microbatches."""
+    return jax.tree.map(lambda x: x.sum(0), tree)
 
 
 def _microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
