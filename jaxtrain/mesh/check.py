@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Names] = {
     "the queries": ("batch", "context", "heads", None),
     "the keys and values": ("batch", "context", "kv_heads", None),
     "the feed-forward activations": ("batch", "context", "mlp"),
+    "the activations of the experts": ("expert", None, "mlp"),
     "the logits": ("batch", "context", "vocab"),
 }
 WORDS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.check import check
+from jaxtrain.mesh.rules import BATCH, EXPERT, axes_of
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -22,11 +23,32 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
         Problems with dotted keys and no places; `jaxtrain.config.locate` fills these in.
     """
     model = config.model
-    tensors = None
-    if model.type == "decoder":
-        # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-        tensors = decoder_tensors(model, model.vocab or vocab or 0)
-    return check(config.mesh, config.rules, tensors, activations(config), devices or config.simulate)
+    if model.type != "decoder":
+        return check(config.mesh, config.rules, None, activations(config), devices or config.simulate)
+    # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
+    tensors = decoder_tensors(model, model.vocab or vocab or 0)
+    problems = check(config.mesh, config.rules, tensors, activations(config), devices or config.simulate)
+    return problems + (_dense(config) if model.moe is None else _experts(config))
+
+
+def _dense(config: Config) -> list[Problem]:
+    if config.mesh.expert == 1:
+        return []
+    message = "the model has no experts to share out; expected 1, another layout, or model.moe"
+    return [Problem("", "mesh.expert", message)]
+
+
+def _experts(config: Config) -> list[Problem]:
+    """Tokens travel to the experts from where they are, so the axes of the experts split the batch."""
+    batch, experts = axes_of(BATCH, config.rules), axes_of(EXPERT, config.rules)
+    idle = [axis for axis in experts if axis not in batch and getattr(config.mesh, axis, 1) != 1]
+    if not idle:
+        return []
+    message = (
+        f"does not have `{idle[0]}`, over which rules.{EXPERT} shares out the experts: devices along it would all send "
+        f"the same tokens; expected [{', '.join((*batch, *idle))}]"
+    )
+    return [Problem("", f"rules.{BATCH}", message)]
 
 
 def activations(config: Config) -> dict[str, int]:

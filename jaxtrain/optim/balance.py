@@ -25,6 +25,7 @@ def apart(tx: optax.GradientTransformation, is_bias: Any, rate: float) -> optax.
         is_bias: nested dict of bools, one per parameter.
         rate: size of a step.
     """
+
     def init(params: Any) -> Any:
         return tx.init(without_biases(params, is_bias))
 

@@ -17,8 +17,9 @@ Terms = dict[str, tuple[jax.Array, jax.Array]]
 def parted(returned: Any) -> tuple[Terms, Any]:
     """Terms, and counts or None, of what a model's `loss` returned: terms, or (terms, counts).
 
-    Counts are a pytree of arrays that are sums over the rows of the batch. The step adds them up over microbatches, and
-    the model's `metrics(counts)` makes {name: scalar} of them: what is no mean over tokens, such as the load of experts.
+    Counts are a pytree of arrays that are sums over the rows of the batch. The step adds them up over microbatches,
+    and the model's `metrics(counts)` makes {name: scalar} of them: for what is no mean over tokens, such as the load
+    of experts.
     """
     terms, counts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     return checked(terms), counts

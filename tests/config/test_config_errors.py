@@ -79,7 +79,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("name: a\n b: c", "is not valid YAML: mapping values are not allowed here"),
         (
             "layout: fsdp_pt",
-            'layout: no layout "fsdp_pt"; there is 3d, ddp, fsdp, fsdp_tp, hsdp, tp and tp_sp'
+            'layout: no layout "fsdp_pt"; there is 3d, ddp, ep, ep_tp, fsdp, fsdp_tp, hsdp, tp and tp_sp'
             " (did you mean `fsdp_tp` or `fsdp`?)",
         ),
     ],

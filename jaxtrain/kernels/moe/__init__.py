@@ -66,6 +66,7 @@ def experts(
     tokens = (*context, *split.axes) if is_spread or in_stream else context
     x_spec, choice_spec = P(batch, tokens, None), P(batch, tokens if is_spread else context, None)
     inner, down = P(expert, None, width), P(expert, width, None)
-    specs = (x_spec, Routing(choice_spec, choice_spec, None if places is None else choice_spec), (inner, down))
+    # A prefix of the routing: one place for whatever it holds.
+    specs = (x_spec, choice_spec, (inner, down))
     # check_vma=False: kernels are to run inside; so never differentiate there.
     return shard_map(local, mesh=mesh, in_specs=specs, out_specs=x_spec, check_vma=False)(x_BTD, routing, weights)

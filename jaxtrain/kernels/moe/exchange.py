@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def exchange(devices: Group, native: bool, rows: int, x_RD: Array, there: Runs, 
     if not native:
         return _picked(devices, rows, x_RD, there)
     output = jnp.zeros((rows, x_RD.shape[-1]), x_RD.dtype)
-    axis = devices.axes if len(devices.axes) > 1 else devices.axes[0]
+    axis: Any = devices.axes if len(devices.axes) > 1 else "".join(devices.axes)
     return lax.ragged_all_to_all(x_RD, output, there.begin, there.size, there.land, there.arrive, axis_name=axis)
 
 

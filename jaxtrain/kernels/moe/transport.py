@@ -8,7 +8,7 @@ Shapes: B rows of the batch and T tokens of them on this device, K choices, E ex
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -78,7 +78,7 @@ def dropless(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Ar
     there, back, start_M, size_M = _itinerary(plan, count_E)
     most = B * T * min(gate_TK.shape[1], start_M.size)  # choices of one device that one device can get
     room = _room(plan.devices.size * most, start_M.size, plan.block)
-    rows = exchange(plan.devices, plan.native, room, dispatch(x_TD, places), there, back)
+    rows: Any = exchange(plan.devices, plan.native, room, dispatch(x_TD, places), there, back)
     y_RD = _on_experts(plan, rows, weights, start_M, size_M)
     y_AD = exchange(plan.devices, plan.native, expert_A.size, y_RD, back, there)
     return combine(y_AD, gate_TK, places).reshape(B, T, D)
@@ -89,7 +89,8 @@ def _on_experts(plan: Plan, rows: Array, weights: Weights, start_M: Array, size_
     members = plan.split if plan.is_spread else Group()
     first = jnp.arange(members.size, dtype=jnp.int32)[:, None] * rows.shape[0]
     start_PM = members.gather(start_M[None], 0) + first
-    y_RD = grouped(plan.hidden, plan.block, members.gather(rows, 0), weights, start_PM, members.gather(size_M[None], 0))
+    size_PM = members.gather(size_M[None], 0)
+    y_RD: Any = grouped(plan.hidden, plan.block, members.gather(rows, 0), weights, start_PM, size_PM)
     return members.scatter(y_RD, 0)
 
 
