@@ -41,6 +41,10 @@ class Sharder:
         """Mesh axes that shard a logical name."""
         return axes_of(name, self.rules or {})
 
+    def dims(self, names: Sequence[str | None]) -> Dims:
+        """Mesh axes of every dim of a tensor with these names."""
+        return dims_to_axes(names, self.rules or {})
+
     def size(self, name: str | None) -> int:
         """Number of shards of a logical name."""
         return 1 if self.mesh is None else prod(self.mesh.shape[axis] for axis in self.axes(name))
@@ -75,9 +79,14 @@ class Sharder:
         rematerialisation gathers again; the gradient is reduced straight into the stored shards.
         """
         rules = self.rules or {}
-        stored = dims_to_axes(names, rules)
+        stored = self.dims(names)
         used = without(names, storage_axes(rules, names), rules)
         return _boundary(self, (stored, used), (stored,), jnp.dtype(dtype), w)
+
+    def shards(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
+        """A stored parameter cast to `dtype` and left in its shards, for code that gathers them itself."""
+        stored = self.dims(names)
+        return _boundary(self, (stored,), (stored,), jnp.dtype(dtype), w)
 
 
 def _spec(dims: Dims) -> PartitionSpec:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtrain.config.schema import Model
 from jaxtrain.config.schema import Moe as Options
-from jaxtrain.kernels.moe import experts
+from jaxtrain.kernels.moe import DOWN, INNER, experts
 from jaxtrain.kernels.moe.routing import Load, places, route
 from jaxtrain.mesh.rules import BATCH, CONTEXT, EXPERT, SEQUENCE
 from jaxtrain.nn.env import Env, constant, normal
@@ -31,8 +31,8 @@ class MoE(nnx.Module):
             # In bfloat16 the small steps would be lost.
             self.bias = env.param(rngs, (BALANCE,), (E,), constant(0.0), jnp.float32)
         for name in self._inner():
-            setattr(self, name, env.param(rngs, (EXPERT, "embed", "mlp"), (E, D, F), normal(std)))
-        self.down = env.param(rngs, (EXPERT, "mlp", "embed"), (E, F, D), normal(out_std))
+            setattr(self, name, env.param(rngs, INNER, (E, D, F), normal(std)))
+        self.down = env.param(rngs, DOWN, (E, F, D), normal(out_std))
         if moe.shared:
             self.shared = MLP(
                 D, moe.shared * F, activation=model.activation, bias=False, std=std, out_std=out_std, env=env, rngs=rngs
@@ -61,7 +61,7 @@ class MoE(nnx.Module):
             out_BTD = self._everywhere(x_BTD, routing.expert_BTK, routing.gate_BTK)
         else:
             of_row = None if capacity is None else places(x_BTD.shape[1], moe.experts, moe.top_k, capacity)
-            weights = tuple(self.env.weight(getattr(self, name)) for name in self._inner()), self.env.weight(self.down)
+            weights = tuple(self._shards(getattr(self, name)) for name in self._inner()), self._shards(self.down)
             hidden = HIDDEN[self.activation]
             out_BTD = experts(x_BTD, routing, weights, hidden=hidden, places=of_row, sharder=sharder)
             out_BTD = self.env.constrain(out_BTD, BATCH, SEQUENCE, None)
@@ -69,6 +69,9 @@ class MoE(nnx.Module):
 
     def _inner(self) -> tuple[str, ...]:
         return ("gate", "up") if self.activation in GATES else ("up",)
+
+    def _shards(self, param: nnx.Param) -> jax.Array:
+        return self.env.sharder.shards(param.get_value(), param.names, self.env.policy.compute)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, E]: bfloat16 would change the choice of some tokens in a thousand."""

@@ -17,7 +17,7 @@ LAYERS = "layers"
 CHEAP = {
     "sharding_constraint", "convert_element_type", "mul", "square", "integer_pow", "rsqrt", "div", "sub", "neg",
     "logistic", "exp", "broadcast_in_dim", "select_n", "eq", "ne", "ge", "gt", "lt", "and", "iota", "split",
-    "concatenate", "stop_gradient",
+    "concatenate", "stop_gradient", "all_gather",
 }  # fmt: skip
 
 Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, index in its group) -> (carry, y)

@@ -15,6 +15,7 @@ from jaxtrain.mesh.sharding import Sharder
 
 BLOCK = 512  # rows of one matmul of a dropless expert
 CPU_BLOCK = 16
+INNER, DOWN = (EXPERT, "embed", "mlp"), (EXPERT, "mlp", "embed")  # names of the dims of the weights
 
 
 def experts(
@@ -35,8 +36,8 @@ def experts(
     Args:
         x_BTD: tokens [batch, time, embed] in the compute dtype.
         routing: from `route`.
-        weights: of all experts in the compute dtype, (gate and up or up alone [E, D, F]), down [E, F, D]); sharded
-            over expert and mlp alone.
+        weights: of all experts in the compute dtype, as stored: (gate and up or up alone [E, D, F]), down [E, F, D].
+            Those of a device's experts are gathered inside, so that their gradient is reduced into the shards.
         hidden: hidden activations of gate and up, or of up.
         places: of an expert per sequence, where the routing had a capacity; None is dropless.
         sharder: placement. The axes of `expert` must be among those of `batch`.
@@ -56,17 +57,18 @@ def experts(
     if mesh is None:
         return run(plan, x_BTD, routing, weights)
 
+    stored = Group.along(sharder, sharder.dims(INNER)[1])
+
     def local(x_BTD: Array, routing: Routing, weights: Weights) -> Array:
+        weights = tuple(stored.gather(w, 1) for w in weights[0]), stored.gather(weights[1], 2)
         if is_spread:
             return run(plan, x_BTD, routing, weights)
         y_BTD = run(plan, split.gather(x_BTD, 1) if in_stream else x_BTD, routing, weights)
         return split.scatter(y_BTD, 1) if in_stream else split.sum(y_BTD)
 
-    batch, expert, width = sharder.axes(BATCH), sharder.axes(EXPERT), sharder.axes("mlp")
     tokens = (*context, *split.axes) if is_spread or in_stream else context
-    x_spec, choice_spec = P(batch, tokens, None), P(batch, tokens if is_spread else context, None)
-    inner, down = P(expert, None, width), P(expert, width, None)
+    x_spec, choice_spec = (P(sharder.axes(BATCH), t, None) for t in (tokens, tokens if is_spread else context))
     # A prefix of the routing: one place for whatever it holds.
-    specs = (x_spec, choice_spec, (inner, down))
+    specs = (x_spec, choice_spec, (sharder.spec(INNER), sharder.spec(DOWN)))
     # check_vma=False: kernels are to run inside; so never differentiate there.
     return shard_map(local, mesh=mesh, in_specs=specs, out_specs=x_spec, check_vma=False)(x_BTD, routing, weights)

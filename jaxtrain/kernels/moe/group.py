@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from jax import Array, lax
 
@@ -17,11 +18,16 @@ class Group:
     size: int = 1
 
     @staticmethod
+    def along(sharder: Sharder, axes: tuple[str, ...]) -> Group:
+        """The devices along these axes of the sharder's mesh."""
+        shape = {} if sharder.mesh is None else sharder.mesh.shape
+        axes = tuple(axis for axis in axes if shape.get(axis, 1) > 1)
+        return Group(axes, prod(shape[axis] for axis in axes))
+
+    @staticmethod
     def of(sharder: Sharder, name: str) -> Group:
         """The devices over which the rules split a logical name."""
-        shape = {} if sharder.mesh is None else sharder.mesh.shape
-        axes = tuple(axis for axis in sharder.axes(name) if shape.get(axis, 1) > 1)
-        return Group(axes, sharder.size(name)) if axes else Group()
+        return Group.along(sharder, sharder.axes(name))
 
     def index(self) -> Array | int:
         """Place of this device."""
