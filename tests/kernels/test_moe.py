@@ -279,11 +279,11 @@ def runs_of(count: np.ndarray) -> tuple[Runs, Runs]:
 
 def exchanger(place: Sharder, native: bool, rows: int):
     P = jax.sharding.PartitionSpec("expert")
-    local = (
-        lambda x, *runs: exchange(  # noqa: E731
-            Group.of(place, "expert"), native, rows, x, Runs(*(r[0] for r in runs[:4])), Runs(*(r[0] for r in runs[4:]))
-        )
-    )
+
+    def local(x, *runs):
+        there, back = (Runs(*(table[0] for table in half)) for half in (runs[:4], runs[4:]))
+        return exchange(Group.of(place, "expert"), native, rows, x, there, back)
+
     return jax.shard_map(local, mesh=place.mesh, in_specs=P, out_specs=P, check_vma=False)
 
 
