@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import Model, Moe
 
 Names = tuple[str | None, ...]
 Table = dict[str, tuple[tuple[int, ...], Names]]
@@ -31,7 +31,7 @@ def decoder_tensors(model: Model, vocab: int) -> Table:
     """
     D, V = model.embed, vocab
     table: Table = {"embed/table": ((V, D), ("vocab", "embed"))}
-    for path, (shape, names) in {**_attention(model), **_mlp(model), **_norms(model)}.items():
+    for path, (shape, names) in {**_attention(model), **_feed_forward(model), **_norms(model)}.items():
         table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
     table["final_norm/scale"] = ((D,), (None,))
     if not model.tie_embeddings:
@@ -65,9 +65,28 @@ def _attention(model: Model) -> Table:
     return table
 
 
-def _mlp(model: Model) -> Table:
-    """Feed-forward of one layer; `gelu` has no gate."""
-    D, F = model.embed, model.mlp
+def _feed_forward(model: Model) -> Table:
+    """Feed-forward of one layer, or its experts."""
+    return _mlp(model, model.mlp) if model.moe is None else _moe(model, model.moe)
+
+
+def _moe(model: Model, moe: Moe) -> Table:
+    """Router, experts and shared experts of one layer; the router is too small to shard its experts."""
+    D, E, F = model.embed, moe.experts, moe.mlp or model.mlp
+    table: Table = {"moe/router": ((D, E), ("embed", None))}
+    if moe.bias_rate is not None:
+        table["moe/bias"] = ((E,), ("balance",))
+    for path, (shape, names) in _mlp(model, F).items():
+        table[path.replace("mlp/", "moe/")] = ((E, *shape), ("expert", *names))
+    if moe.shared:
+        shared = _mlp(model, moe.shared * F)
+        table |= {path.replace("mlp/", "moe/shared/"): entry for path, entry in shared.items()}
+    return table
+
+
+def _mlp(model: Model, mlp: int) -> Table:
+    """Feed-forward layer of this width; `gelu` has no gate."""
+    D, F = model.embed, mlp
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
     table["mlp/down"] = ((F, D), ("mlp", "embed"))

@@ -34,13 +34,29 @@ class Env:
     offload: tuple[str, ...] = ()
 
     def param(
-        self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init, *, exact: bool = False
+        self,
+        rngs: nnx.Rngs,
+        names: tuple[str | None, ...],
+        shape: tuple[int, ...],
+        init: Init,
+        *,
+        dtype: Any = None,
+        exact: bool = False,
     ) -> nnx.Param:
-        """A parameter in the storage dtype whose dims carry logical names; `exact`: used in float32 by any policy."""
+        """A parameter whose dims carry logical names.
+
+        Args:
+            names, shape: of the dims.
+            init: fresh values.
+            dtype: of storage; default: the policy's.
+            exact: used in float32 by any policy.
+        """
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
-        dtype = self.policy.params if exact else self.policy.compute
-        return nnx.Param(init(rngs.params(), shape, self.policy.params), names=names, travels=dtype)
+        stored = dtype or self.policy.params
+        return nnx.Param(
+            init(rngs.params(), shape, stored), names=names, travels=stored if exact else self.policy.compute
+        )
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""

@@ -45,6 +45,11 @@ def features(names: Names) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
+def is_selection(names: Names) -> bool:
+    """Whether this is the selection bias of a mixture of experts: its dim is named `balance`."""
+    return "balance" in names
+
+
 def is_table(names: Names) -> bool:
     """Whether this is an embedding table: rows looked up by a leading vocab dim (a head has vocab last)."""
     return names[stacking(names) :][:1] == ("vocab",)

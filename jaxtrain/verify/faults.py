@@ -81,9 +81,9 @@ def _missing_reduction() -> Any:
             count = self.sharder.mesh.shape[axes[0]] if self.sharder.mesh is not None and axes else 1
             own = jnp.arange(len(batch["weights"])) < len(batch["weights"]) // count
             weights = batch["weights"] * own[:, None]
-            grads = real(self, params, {**batch, "weights": weights}, *rest)[0]
+            grads = real(self, params, {**batch, "weights": weights}, *rest).grads
             share = weights.sum() / batch["weights"].sum()
-            return jax.tree.map(lambda g: share * g, grads), *real(self, params, batch, *rest)[1:]
+            return real(self, params, batch, *rest)._replace(grads=jax.tree.map(lambda g: share * g, grads))
 
         return call
 
@@ -95,14 +95,14 @@ def _doubled_reduction() -> Any:
 
     def change(real: Any) -> Any:
         def call(self: Gradients, params: Any, *rest: Any) -> Any:
-            grads, sums, weights = real(self, params, *rest)
+            found = real(self, params, *rest)
             count = 1 if self.sharder.mesh is None else self.sharder.mesh.shape["model"]
 
             def more(g: jax.Array, names: Any) -> jax.Array:
                 is_shared = not any("model" in axes for axes in self.sharder.stored(names, g.shape))
                 return count * g if is_shared else g
 
-            return jax.tree.map(more, grads, self.definition.names), sums, weights
+            return found._replace(grads=jax.tree.map(more, found.grads, self.definition.names))
 
         return call
 
@@ -122,8 +122,8 @@ def _microbatch_scaling() -> Any:
                 whole(params, jax.tree.map(lambda x, i=index: x[i], micro), key, loss_scale)
                 for index in range(self.accumulate)
             ]
-            _, sums, weights = whole(params, batch, key, loss_scale)
-            return jax.tree.map(lambda *g: sum(g) / self.accumulate, *(part[0] for part in parts)), sums, weights
+            mean = jax.tree.map(lambda *g: sum(g) / self.accumulate, *(part.grads for part in parts))
+            return whole(params, batch, key, loss_scale)._replace(grads=mean)
 
         return call
 

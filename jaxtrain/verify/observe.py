@@ -36,8 +36,7 @@ class Runner:
 
         def run(state: Any, batch: Any) -> tuple[Any, Any, Any]:
             key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-            grads, _, _ = program.gradients(state["params"], batch, key)
-            return grads, *program.step(state, batch)
+            return program.gradients(state["params"], batch, key).grads, *program.step(state, batch)
 
         jitted = jax.jit(run, compiler_options=FAST if jax.default_backend() == "cpu" else None)
         self.compiled = jitted.lower(program.state, example).compile()

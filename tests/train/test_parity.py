@@ -43,7 +43,7 @@ def test_twenty_steps_equal_one_device(name: str):
 
 
 def gradients(program):
-    return jax.jit(program.gradients)(program.init()["params"], harness.batch(0), jax.random.key(0))[0]
+    return jax.jit(program.gradients)(program.init()["params"], harness.batch(0), jax.random.key(0)).grads
 
 
 @functools.cache

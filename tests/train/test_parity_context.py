@@ -13,7 +13,6 @@ import pytest
 from jaxtrain.generate import Generator, decoding
 from jaxtrain.models.define import define, make_env
 from jaxtrain.train.batches import Placer, row_order
-from jaxtrain.train.step import _accumulated, _whole
 
 FORMULATIONS = ("gather", "ulysses", "ring")
 RULES = {
@@ -45,10 +44,8 @@ def test_twenty_steps_equal_one_device(formulation: str):
     close_trees(expected_state["params"], state["params"], 1e-4)
 
 
-def gradients(program, accumulate: int = 1):
-    compute = _accumulated if accumulate > 1 else _whole
-    run = jax.jit(lambda p, b, k: compute(program.definition, program.sharder, p, b, k, accumulate))
-    return run(program.init()["params"], harness.placed(program, 0), jax.random.key(0))
+def gradients(program):
+    return jax.jit(program.gradients)(program.init()["params"], harness.placed(program, 0), jax.random.key(0)).grads
 
 
 @functools.cache
@@ -70,7 +67,7 @@ def one_device_gradients(window: int = 24):
 )
 def test_every_gradient_equals_one_device(formulation: str, mesh: dict, step: dict):
     program = harness.program(mesh, RULES, context=formulation, step=step, model=LIGHT)
-    close_trees(one_device_gradients(), gradients(program, step.get("accumulate", 1)), 1e-5)
+    close_trees(one_device_gradients(), gradients(program), 1e-5)
 
 
 def test_short_windows_by_halo():
@@ -108,7 +105,7 @@ def collectives(formulation: str) -> list[tuple[str, str, str]]:
     """Kind, shape and origin of every collective of the compiled gradient of four layers on four shards."""
     model = {"layers": 4, "window": None, "window_every": 1, "heads": 8, "kv_heads": 4}
     program = harness.program({"context": 4}, RULES, context=formulation, model=model)
-    run = jax.jit(lambda p, b, k: _whole(program.definition, program.sharder, p, b, k, 1)[0])
+    run = jax.jit(program.gradients)
     args = (program.state["params"], harness.placed(program, 0), jax.random.key(0))
     kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
     found = re.finditer(rf"= (\S+|\(.*?\)) ({kinds})\(.*?replica_groups=(\S*).*op_name=\"(.*?)\"|"
