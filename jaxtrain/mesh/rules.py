@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from math import lcm, prod
 
 from jaxtrain.config.errors import UserError
 
@@ -13,6 +13,7 @@ Rules = Mapping[str, tuple[str, ...]]
 # Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, layers, expert.
 BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
 EMBED, LAYERS, EXPERT = "embed", "layers", "expert"
+KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards: whole on each
 REPLICAS = "data"  # the mesh axis of replicas, over which ZeRO spreads what they would all hold
 
 
@@ -91,3 +92,13 @@ def stored_dims(
         if shape[d] % (count * prod(sizes.get(axis, 1) for axis in dims[d])) == 0:
             return (*dims[:d], (*dims[d], REPLICAS), *dims[d + 1 :])
     return dims
+
+
+def kv_copies(heads: int, kv_heads: int, shards: int) -> int:
+    """How often each key/value head is repeated, so that `shards` can share them out: 1 where they divide already.
+
+    Fewer heads than shards are stored whole on each of these and their *weights* repeated for use: repeated keys and
+    values would be moved and kept several times. 1 too where the query heads could not follow: that is an error.
+    """
+    copies = lcm(kv_heads, shards) // kv_heads
+    return copies if heads % (kv_heads * copies) == 0 else 1

@@ -27,7 +27,8 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     tensors = None
     if model.type == "decoder":
         # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-        tensors = decoder_tensors(model, model.vocab or vocab or 0)
+        kv_shards = context.shards(config.rules, axis_sizes(config.mesh, devices or config.simulate)[0], "kv_heads")
+        tensors = decoder_tensors(model, model.vocab or vocab or 0, kv_shards or 1)
     return check_placed(config, tensors, devices or config.simulate)
 
 

@@ -17,7 +17,7 @@ from jaxtrain.config.schema import Loss, Model
 from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.kernels.moe.balance import balance, load_metrics, router_z
 from jaxtrain.kernels.moe.routing import Load
-from jaxtrain.mesh.rules import BATCH, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, SEQUENCE, kv_copies
 from jaxtrain.nn.attention import Attention, Cache
 from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env, normal
@@ -174,6 +174,7 @@ class Decoder(nnx.Module):
         """A cache of `length` tokens for `batch` sequences, k and v [L, B, S, K, D] in the compute dtype."""
         model = self.model
         kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
+        kv_heads *= kv_copies(model.heads, kv_heads, self.env.sharder.size("kv_heads"))
         zeros = jnp.zeros((model.layers, batch, length, kv_heads, head_dim), self.env.policy.compute)
         zeros = self.env.constrain(zeros, "layers", BATCH, None, "kv_heads", None)
         return Cache(zeros, zeros, jnp.zeros((model.layers,), jnp.int32))

@@ -10,7 +10,7 @@ import jax
 Names = tuple[str | None, ...]
 
 STACKING = ("layers", "expert")  # leading dims that only stack independent parameters
-HEADS = ("heads", "kv_heads")
+HEADS = ("heads", "kv_heads", "kv_shared")
 
 
 def is_names(x: Any) -> bool:

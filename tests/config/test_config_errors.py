@@ -68,7 +68,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         (
             "learnrate_lr: 1",
             "learnrate_lr: unknown key; the config has name, dir, seed, steps, simulate, precision,"
-            " compile_cache, layout, mesh, rules, context, model, data, loss, optimizer, step, checkpoint, eval,"
+            " compile_cache, layout, mesh, rules, context, zero, model, data, loss, optimizer, step, checkpoint, eval,"
             " log, extends and"
             " resolved",
         ),
@@ -231,11 +231,12 @@ layout: 3d
 
 
 def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
-    text = "layout: tp\nsimulate: 8\nmodel: {heads: 8, kv_heads: 4}\nrules:\n  mlpp: model\nsteps: 0\n"
+    text = "layout: tp\nsimulate: 8\nmodel: {heads: 12, head_dim: 8, kv_heads: 4}\nrules:\n  mlpp: model\nsteps: 0\n"
     found = lines(text, tmp_path, checks=[check_config])
     assert [line.split(": ")[:2] for line in found] == [
         ["c.yaml:5", "rules.mlpp"],
         ["c.yaml:6", "steps"],
+        ["layout tp", "rules.heads"],
         ["layout tp", "rules.kv_heads"],
     ]
     assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
@@ -247,7 +248,7 @@ def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
     found = lines("layout: own\n", tmp_path)
     assert [line.rpartition("/")[2] for line in found] == [
         "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
-        "own.yaml:3: rule: a layout holds mesh, rules and context only (did you mean `rules`?)",
+        "own.yaml:3: rule: a layout holds mesh, rules, context and zero only (did you mean `rules`?)",
     ]
 
 

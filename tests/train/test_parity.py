@@ -58,6 +58,15 @@ def test_every_gradient_equals_one_device(name: str, rules: dict):
     close_trees(expected, got, 1e-5)
 
 
+def test_fewer_kv_heads_than_shards_are_repeated():
+    """Four shards of heads, one or two key/value heads: stored whole on each, the weights repeated for use."""
+    for kv_heads in (1, 2):
+        alone = harness.program(model={"kv_heads": kv_heads})
+        program = harness.program({"data": 2, "model": 4}, model={"kv_heads": kv_heads})
+        assert program.definition.names["layers"]["attention"]["k"][2] == "kv_shared"
+        close_trees(gradients(alone), gradients(program), 1e-5)
+
+
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=["data", "3d"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_stages_equal_one_device(mesh: dict, zero: int):
