@@ -21,7 +21,6 @@ XLA flags: `default` is jaxtrain's, none. Where JAX has no GPU it says so and en
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import sys
@@ -33,6 +32,8 @@ from typing import Any
 import breakdown
 import common
 import numpy as np
+
+from jaxtrain.plan import targets
 
 MODELS = {"tiny": "llama_tiny", "0.4b": "llama_400m", "1.3b": "llama_1b", "7b": "llama2_7b"}
 VOCAB, LENGTH = 32000, 4096
@@ -166,37 +167,30 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
     """Bytes: what the compiler plans for the step, and the allocator's peak where `stats` of the device tell."""
-    plan = compiled.memory_analysis()
+    from jaxtrain.plan.memory import compiled_memory
+
+    plan = compiled_memory(compiled)
     return {
-        "arguments": plan.argument_size_in_bytes, "temporaries": plan.temp_size_in_bytes,
-        "planned_peak": getattr(plan, "peak_memory_in_bytes", None), "peak": stats.get("peak_bytes_in_use"),
-        "limit": stats.get("bytes_limit"),
+        "arguments": plan.arguments, "temporaries": plan.temporaries, "planned_peak": plan.peak,
+        "peak": stats.get("peak_bytes_in_use"), "limit": stats.get("bytes_limit"),
     }  # fmt: skip
 
 
 def compile_only(spec: dict[str, Any]) -> dict[str, Any]:
     """The step of a point, compiled for a GPU that is not here."""
-    import jax
-    import targets
-
-    from jaxtrain.train.batches import batch_sharding
+    from jaxtrain.plan.step import compiled_step
     from jaxtrain.train.program import build
 
     devices = targets.devices(spec["target"])
     config = make_config(spec)
     program = build(config, VOCAB, devices)
-    sharding = batch_sharding(program.sharder, 2, True)
     host = common.packed_batch(0, 1, spec["length"], VOCAB, spec["documents"])
-    batch = {
-        name: jax.ShapeDtypeStruct((spec["rows"], *rows.shape[1:]), rows.dtype, sharding=sharding)
-        for name, rows in host.items()
-    }
     begin = time.perf_counter()
-    compiled = program.step.lower(program.state, batch).compile()
+    compiled = compiled_step(program, host)
     return {
         "machine": common.machine(), "device": f"{devices[0].device_kind}, absent",
         "compile_seconds": time.perf_counter() - begin,
-        "memory": memory(compiled, {}) | targets.limit(spec["target"]),
+        "memory": memory(compiled, {"bytes_limit": targets.capacity(spec["target"])}),
         "calls": breakdown.custom_calls(compiled.as_text()), "flops_per_token": flops_per_token(config, host),
     }  # fmt: skip
 
@@ -263,7 +257,7 @@ def shown(result: dict[str, Any]) -> dict[str, Any]:
 def environment(spec: dict[str, Any]) -> dict[str, str]:
     """Flags must be set before JAX starts: each point is a process."""
     if spec["target"]:
-        return {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        return targets.environment(targets.parse(spec["target"]))
     return {"XLA_FLAGS": FLAGS[spec["flags"]], "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
 
 
@@ -301,7 +295,7 @@ def main() -> None:
         return
     if args.target:
         here: dict[str, Any] = {"platform": "gpu", "gib": {"h100": 79.0, "h200": 139.0}[args.target]}
-        reason = None if importlib.util.find_spec("jax_plugins") else "gpu_mfu --target needs jax-cuda13-plugin"
+        reason = targets.missing(targets.parse(args.target))
     else:
         here = common.in_child(__file__, {"what": "probe"})
         no_gpu = f"gpu_mfu needs a GPU: JAX has {here.get('kind', here.get('error'))} here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ def cross_problems(config: Config) -> Iterator[Found]:
 
 
 def path_problems(config: Config) -> Iterator[Found]:
-    """Files the config reads that are not there."""
+    """Files the config reads and packages it needs that are not there."""
+    yield from _packages(config)
     data = config.data
     if data.type != "text":
         return
@@ -60,6 +62,21 @@ def path_problems(config: Config) -> Iterator[Found]:
             continue
         hint = did_you_mean(source.path, ["stdlib"])
         yield Found((key,), f"no such file or folder: {shown(root or path)}{hint}")
+
+
+def _packages(config: Config) -> Iterator[Found]:
+    """Packages of the extras that the config asks for."""
+    log = config.log
+    needed = [("log.wandb", "wandb", "wandb", bool(log.wandb)), ("log.mlflow", "mlflow", "mlflow", bool(log.mlflow))]
+    if config.data.type == "text":
+        needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
+        for index, source in enumerate(config.data.sources):
+            is_parquet = source.format == "parquet" or source.path.endswith(".parquet")
+            needed.append((f"data.sources.{index}.path", "pyarrow", "data", is_parquet))
+            needed.append((f"data.sources.{index}.path", "zstandard", "data", source.path.endswith(".zst")))
+    for key, package, extra, is_asked in needed:
+        if is_asked and importlib.util.find_spec(package) is None:
+            yield Found((key,), f"needs the package {package}: pip install 'jaxtrain[{extra}]'")
 
 
 def _kinds(config: Config) -> Iterator[Found]:
@@ -154,13 +171,22 @@ def _experts(model: Model, moe: Moe) -> Iterator[Found]:
 
 def _remat(config: Config) -> Iterator[Found]:
     """Names of values that the decoder marks; a user's own model marks what it likes."""
-    remat = config.step.remat
-    if isinstance(remat, str) or config.model.type != "decoder":
+    remat, offload = config.step.remat, config.step.offload
+    if offload and remat in ("none", "dots"):
+        message = f"{remat} saves more than what has names; expected full or a list of names beside step.offload"
+        yield Found(("step.remat", "step.offload"), message)
+    saved = () if isinstance(remat, str) else remat
+    for name in offload:
+        if name in saved:
+            yield Found(
+                ("step.offload", "step.remat"), f"{shown(name)} is saved on the device too; expected one of both"
+            )
+    if config.model.type != "decoder":
         return
-    for name in remat:
+    for key, name in [*(("step.remat", name) for name in saved), *(("step.offload", name) for name in offload)]:
         if name not in SAVED_NAMES:
             hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join(SAVED_NAMES)}"
-            yield Found(("step.remat",), f"the decoder has no value {shown(name)} to save{hint}")
+            yield Found((key,), f"the decoder has no value {shown(name)} to save{hint}")
 
 
 def _watching(config: Config) -> Iterator[Found]:

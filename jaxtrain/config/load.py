@@ -1,8 +1,8 @@
 """YAML files, a layout and `key=value` overrides to one frozen `Config`. No JAX.
 
 Levels, later ones win: defaults < files along `extends:` < the file < `key=value`. Naming a layout at a level
-replaces the mesh and the rules of all earlier levels by the layout's own; `mesh:` and `rules:` at that level or
-later refine them. A file that says `resolved: true` is complete by itself: its layout is only a name.
+replaces what layouts hold (`LAYOUT_KEYS`: mesh, rules ...) of all earlier levels by the layout's own; the same keys at
+that level or later refine them. A file that says `resolved: true` is complete by itself: its layout is only a name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.config.errors import ConfigError, Problem, did_you_mean, join, locate, shown
 from jaxtrain.config.output import flatten
 from jaxtrain.config.reader import read_file, read_text
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import display, find_file, find_layout
 from jaxtrain.config.tree import DEPTH, Node, find, from_python, merge, plain, put
 from jaxtrain.config.validate import all_keys, validate
@@ -24,7 +24,7 @@ from jaxtrain.config.validate import all_keys, validate
 COMMAND_LINE = "command line"
 MAX_FILES = 64
 FILE_KEYS = ("extends", "resolved")  # what only a file may say
-CHECKED = ("layout", "mesh", "rules", "model", "data", "step")  # sections that later checks look at
+CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that later checks look at
 Check = Callable[[Config], Iterable[Problem]]
 
 
@@ -182,7 +182,7 @@ def _overrides(texts: Iterable[str], problems: list[Problem]) -> list[tuple[list
 
 
 def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: list[Problem]) -> Node:
-    """All levels and overrides on each other, each layout taking the mesh and the rules."""
+    """All levels and overrides on each other, each layout taking the keys that layouts hold."""
     tree = Node({}, "default", "default")
     command_layout = next((node for path, node in reversed(given) if path == ["layout"]), None)
     if command_layout is None and not any("layout" in level.tree.value for level in levels):
@@ -190,7 +190,7 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
     for level in levels:
         layout = level.tree.value.get("layout")
         if level.resolved:
-            tree = Node({k: v for k, v in tree.value.items() if k not in ("mesh", "rules")}, tree.where, tree.origin)
+            tree = Node({k: v for k, v in tree.value.items() if k not in LAYOUT_KEYS}, tree.where, tree.origin)
         elif layout is not None:
             tree = _with_layout(tree, layout, level.folder, problems)
         tree = merge(tree, level.tree)
@@ -206,7 +206,7 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
 
 
 def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[Problem], here: bool = False) -> Node:
-    """The tree with mesh and rules replaced by those of a layout.
+    """The tree with what layouts hold replaced by a layout's own.
 
     Args:
         tree: the levels so far.
@@ -232,12 +232,12 @@ def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[P
     label = f"layout {name}"
     parts = {}
     for key, node in own.value.items():
-        if key in ("mesh", "rules"):
+        if key in LAYOUT_KEYS:
             parts[key] = _labelled(node, label)
         else:
-            hint = did_you_mean(key, ("mesh", "rules"))
-            problems.append(Problem(node.where, key, f"a layout holds {join(('mesh', 'rules'), 'and')} only{hint}"))
-    kept = {key: node for key, node in tree.value.items() if key not in ("mesh", "rules")}
+            hint = did_you_mean(key, LAYOUT_KEYS)
+            problems.append(Problem(node.where, key, f"a layout holds {join(LAYOUT_KEYS, 'and')} only{hint}"))
+    kept = {key: node for key, node in tree.value.items() if key not in LAYOUT_KEYS}
     return Node({**kept, **parts}, tree.where, tree.origin)
 
 

@@ -47,7 +47,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The resolved config as YAML. It loads to an equal Config, whatever has become of files it came from."""
-    header = "# The resolved config of a run: complete by itself, the layout's mesh and rules included.\n"
+    header = "# The resolved config of a run: complete by itself, what the layout holds included.\n"
     values = {"resolved": True, **as_dict(config)}
     return header + yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
+LAYOUT_KEYS = ("mesh", "rules", "context", "zero")  # what a layout file holds
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
 
@@ -198,6 +199,7 @@ class Step(Section):
 
     accumulate: PositiveInt = key(1, "microbatches per step")
     remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is saved")
+    offload: tuple[str, ...] = key((), "values that wait for the backward pass in host memory")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
 
@@ -237,11 +239,20 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = key(0, "seed of initialisation, data order and dropout")
     steps: PositiveInt = key(1000, "optimizer steps")
     simulate: Devices | None = key(None, "run on this many simulated CPU devices")
-    precision: Literal["fp32", "bf16", "bf16_pure"] = key("bf16", "dtype policy; bf16 keeps float32 masters")
+    precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = key(
+        "bf16", "dtype policy; bf16 and fp16 keep float32 masters, fp16 scales its loss"
+    )
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
-    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh` and `rules`")
+    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh`, `rules`, `context` and `zero`")
     mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
     rules: dict[str, Axes] = key({}, "logical name -> mesh axes; refines the layout's")
+    context: Literal["auto", "gather", "ulysses", "ring"] = key(
+        "auto",
+        "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",
+    )
+    zero: Literal[0, 1, 2, 3] = key(
+        0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters"
+    )
     model: Model = section(Model, "the model")
     data: Data = section(Data, "the data")
     loss: Loss = section(Loss, "loss terms")

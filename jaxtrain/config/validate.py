@@ -135,7 +135,7 @@ def json_schema() -> dict[str, Any]:
         "resolved": {
             "type": "boolean",
             "default": False,
-            "description": "the file is complete: `layout` is only a name, `mesh` and `rules` are all there is",
+            "description": "the file is complete: `layout` is only a name, nothing is read from its file",
         },
     }
     return schema

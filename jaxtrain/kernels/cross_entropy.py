@@ -2,7 +2,8 @@
 
 The vocabulary is walked in chunks with a running maximum and sum in float32; the backward pass computes each
 chunk's logits again and emits the chunk's weight gradient at once. So a head stored in shards (FSDP) is
-gathered chunk by chunk, once per pass. With the vocabulary sharded (tensor parallel) each shard keeps its own
+gathered chunk by chunk, once per pass. A vocabulary of one chunk has its logits kept instead: they take no more
+memory than that chunk takes in any case. With the vocabulary sharded (tensor parallel) each shard keeps its own
 statistics under an explicit `shards` dim; they are combined once, after the last chunk.
 
 The running softmax is that of Milakov and Gimelshein (2018), arXiv:1805.02867; the z-loss is from ST-MoE,
@@ -55,7 +56,8 @@ def cross_entropy(
         targets_BT: int token ids [batch, time].
         weights_BT: float32 [batch, time]; 0 leaves a token out. Not differentiated.
         chunks: chunks of each shard's part of the vocabulary, fewer where they would be smaller than 512 ids; a
-            float32 chunk of logits, 4 * batch * time * vocab / chunks bytes, is what the loss needs in memory.
+            float32 chunk of logits, 4 * batch * time * vocab / chunks bytes, is what the loss needs in memory. With
+            one chunk the logits are kept for the backward pass, which saves a matmul; more never hold them all.
         tied: `head` is an embedding table. No transposed copy is made.
         z_loss: coefficient of log(Z)^2; 0 leaves the term out.
         label_smoothing: probability spread evenly over the vocabulary.
@@ -70,11 +72,10 @@ def cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or options out of range.
     """
-    vocab = head.shape[0 if tied else 1]
     _check(x_BTD, head, targets_BT, weights_BT, chunks, tied, label_smoothing)
     if names is None:
         names = ("vocab", "embed") if tied else ("embed", "vocab")
-    plan = _Plan.make(sharder or Sharder(), tuple(names), vocab, chunks, tied, label_smoothing, softcap)
+    plan = _Plan.make(sharder or Sharder(), tuple(names), head.shape, chunks, tied, label_smoothing, softcap)
     weights_BT = lax.stop_gradient(weights_BT.astype(jnp.float32))
     with jax.named_scope("cross_entropy"):
         sums: Any = _sums(plan, x_BTD, head, targets_BT, weights_BT)
@@ -112,20 +113,26 @@ class _Plan:
     size: int  # vocabulary per chunk of a shard
     count: int  # chunks per shard
     parameter: Dims  # mesh axes of the head as it comes
+    kept: Dims  # of its gradient
     stored: Dims  # of a chunk before gathering
+    graded: Dims  # of a chunk's gradient
     used: Dims  # of a chunk in the matmul
     tokens: Dims  # of [batch, time]
     over: tuple[str, ...]  # of the shards dim
 
     @classmethod
-    def make(cls, sharder, names, vocab, chunks, tied, smoothing, softcap) -> _Plan:
+    def make(cls, sharder, names, shape, chunks, tied, smoothing, softcap) -> _Plan:
         rules = (sharder.rules if sharder.mesh is not None else None) or {}
         parameter = without(names, (), rules)
+        kept = sharder.stored(names, shape) if rules else parameter
+        vocab, embed = (0, 1) if tied else (1, 0)
+        # Replicas that keep shards of the state (ZeRO) get shards of every chunk's gradient.
+        more = tuple(a for a in kept[embed] if a not in parameter[embed])
         gathered = storage_axes(rules)
         over = tuple(a for a in sharder.axes("vocab") if a not in gathered) if rules else ()
         held = tuple(a for dim in parameter for a in dim if a in gathered)  # FSDP axes, kept on embed until used
         shards = prod(sharder.mesh.shape[a] for a in over) if sharder.mesh is not None else 1
-        part = -(-vocab // shards)
+        part = -(-shape[vocab] // shards)
         size = min(part, max(SMALLEST, -(-part // (chunks * LANES)) * LANES))
         order = (lambda embed: (over, (), embed)) if tied else (lambda embed: (embed, over, ()))
         return cls(
@@ -133,13 +140,15 @@ class _Plan:
             tied=tied,
             smoothing=smoothing,
             softcap=softcap,
-            vocab=vocab,
+            vocab=shape[vocab],
             shards=shards,
             part=part,
             size=size,
             count=-(-part // size),
             parameter=parameter,
+            kept=kept,
             stored=order(held),
+            graded=order((*held, *more)),
             used=order(()),
             tokens=without(("batch", "context"), (), rules),
             over=over,
@@ -198,7 +207,7 @@ class _Plan:
         """The inverse of `view` for a gradient."""
         rest = slice(self.vocab)
         flat = view.reshape(-1, view.shape[-1])[rest] if self.tied else view.reshape(view.shape[0], -1)[:, rest]
-        return self.sharder.place(flat, self.parameter)
+        return self.sharder.place(flat, self.kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,16 +219,16 @@ def _sums(plan: _Plan, x: Array, head: Array, targets: Array, weights: Array) ->
 def _sums_fwd(plan: _Plan, x: Array, head: Array, targets: Array, weights: Array):
     # Gathered once over the sequence-parallel axes and kept: the backward pass follows at once.
     x = plan.sharder.place(x, (*plan.tokens, ()))
-    z, label, total = _statistics(plan, x, head, targets)
+    z, label, total, logits = _statistics(plan, x, head, targets)
     nll = z - (1 - plan.smoothing) * label
     if plan.smoothing:
         nll -= plan.smoothing / plan.vocab * total
     sums = (jnp.sum(weights * nll), jnp.sum(weights * jnp.square(z)))
-    return sums, (x, head, targets, weights, z)
+    return sums, (x, head, targets, weights, z, logits)
 
 
-def _statistics(plan: _Plan, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
-    """log Z, the label's logit and the sum of all logits, each float32 [batch, time]."""
+def _statistics(plan: _Plan, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
+    """log Z, the label's logit and the sum of all logits, each float32 [batch, time]; the logits of an only chunk."""
     view = plan.view(head, x.dtype)
     kept = (*plan.tokens, plan.over)
 
@@ -234,18 +243,22 @@ def _statistics(plan: _Plan, x: Array, head: Array, targets: Array) -> tuple[Arr
         label += jnp.where(ids == targets[..., None, None], logits, 0.0).sum(-1)
         if plan.smoothing:
             total += jnp.where(ids >= 0, logits, 0.0).sum(-1)
-        return tuple(plan.sharder.place(a, kept) for a in (new, z, label, total)), None
+        return tuple(plan.sharder.place(a, kept) for a in (new, z, label, total)), logits
 
     zeros = plan.sharder.place(jnp.zeros((*targets.shape, plan.shards), jnp.float32), kept)
     start = (zeros + MASKED, zeros, zeros, zeros)
-    (top, z, label, total), _ = lax.scan(body, start, jnp.arange(plan.count, dtype=jnp.int32))
+    if plan.count == 1:
+        (top, z, label, total), only = body(start, jnp.int32(0))
+    else:
+        indices = jnp.arange(plan.count, dtype=jnp.int32)
+        (top, z, label, total), only = lax.scan(lambda c, i: (body(c, i)[0], None), start, indices)
     highest = top.max(-1)
     z = highest + jnp.log((z * jnp.exp(top - highest[..., None])).sum(-1))
-    return z, label.sum(-1), total.sum(-1)
+    return z, label.sum(-1), total.sum(-1), only
 
 
 def _sums_bwd(plan: _Plan, saved, cotangents):
-    x, head, targets, weights, z = saved
+    x, head, targets, weights, z, only = saved
     g_nll, g_squares = cotangents
     view = plan.view(head, x.dtype)
     scale = (weights * (g_nll + 2 * g_squares * z))[..., None, None]  # of the probabilities
@@ -256,7 +269,7 @@ def _sums_bwd(plan: _Plan, saved, cotangents):
     def body(carry, index):
         dx, dview = carry
         w, start, ids = plan.chunk(view, index, x.dtype)
-        logits = plan.logits(x, w)
+        logits = plan.logits(x, w) if only is None else only
         d = scale * jnp.exp(logits - z[..., None, None]) - jnp.where(ids == targets[..., None, None], hit, 0.0)
         if plan.smoothing:
             d -= rest
@@ -268,16 +281,19 @@ def _sums_bwd(plan: _Plan, saved, cotangents):
         back = "btnc,ncd->btnd" if plan.tied else "btnc,dnc->btnd"
         dx += jnp.einsum(back, d, w, preferred_element_type=jnp.float32)
         dw = jnp.einsum("btd,btnc->ncd" if plan.tied else "btd,btnc->dnc", x, d)
-        dw = plan.sharder.place(dw, plan.stored).astype(dview.dtype)  # reduced into the shards, in compute dtype
+        dw = plan.sharder.place(dw, plan.graded).astype(dview.dtype)  # reduced into the shards, in compute dtype
         if plan.part % plan.size:  # the last chunk overlaps the one before
             dw += lax.dynamic_slice_in_dim(dview, start, plan.size, plan.dim)
         dview = lax.dynamic_update_slice_in_dim(dview, dw, start, plan.dim)
-        return (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.stored)), None
+        return (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.graded)), None
 
     dx = jnp.zeros((*targets.shape, plan.shards, x.shape[-1]), jnp.float32)
     dview = jnp.zeros(view.shape, head.dtype)
-    start = (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.stored))
-    (dx, dview), _ = lax.scan(body, start, jnp.arange(plan.count, dtype=jnp.int32))
+    start = (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.graded))
+    if plan.count == 1:
+        (dx, dview), _ = body(start, jnp.int32(0))
+    else:
+        (dx, dview), _ = lax.scan(body, start, jnp.arange(plan.count, dtype=jnp.int32))
     # lax.reduce, because jnp.sum would widen what travels to float32.
     dx = lax.reduce(dx.astype(x.dtype), jnp.zeros((), x.dtype), lax.add, (2,))
     dx = plan.sharder.constrain(dx, "batch", "sequence", None)

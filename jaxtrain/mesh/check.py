@@ -54,7 +54,7 @@ def check(
     Returns:
         Problems with dotted keys and no places (see `jaxtrain.config.locate`); empty where all is well.
     """
-    sizes, problems = _sizes(mesh, devices)
+    sizes, problems = axis_sizes(mesh, devices)
     problems += _dcn(mesh, sizes)
     problems += _rule_names(rules, tensors, activations)
     valid = {name: tuple(a for a in dict.fromkeys(axes) if a in AXES) for name, axes in rules.items()}
@@ -64,7 +64,7 @@ def check(
     return problems
 
 
-def _sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
+def axis_sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
     """Sizes of all axes, None where not known, and what is wrong with them."""
     given = {axis: int(getattr(mesh, axis)) for axis in AXES}
     free = [axis for axis, size in given.items() if size == -1]
@@ -192,7 +192,13 @@ def _indivisible(
     """Dims whose size the shards do not divide, one problem for each name and size."""
     found: dict[tuple[str, int, tuple[str, ...]], list[str]] = {}
     for name, size in activations.items():
-        found.setdefault((name, size, rules.get(name, ())), [])
+        if (
+            name == "context"
+            and set(rules.get(name, ())) <= set(rules.get("sequence", ()))
+            and "sequence" in activations
+        ):
+            continue  # found with the sequence
+        found.setdefault((name, size, tuple(rules.get(name, ()))), [])
     for path, (shape, names) in tensors.items():
         for dim, (name, size, axes) in enumerate(zip(names, shape, asked(names, rules))):
             if name is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 from jaxtrain.config.errors import UserError
 
@@ -11,7 +12,8 @@ Rules = Mapping[str, tuple[str, ...]]
 
 # Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, layers, expert.
 BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
-EXPERT = "expert"
+EMBED, LAYERS, EXPERT = "embed", "layers", "expert"
+REPLICAS = "data"  # the mesh axis of replicas, over which ZeRO spreads what they would all hold
 
 
 def axes_of(name: str | None, rules: Rules) -> tuple[str, ...]:
@@ -62,3 +64,30 @@ def without(names: Sequence[str | None], axes: Iterable[str], rules: Rules) -> t
     """`dims_to_axes` less the given axes."""
     dropped = frozenset(axes)
     return tuple(tuple(a for a in dim if a not in dropped) for dim in dims_to_axes(names, rules))
+
+
+def zero_rules(rules: Rules, zero: int) -> Rules:
+    """The rules of a ZeRO stage: in stage 3 weights are stored in shards over the replicas, as in FSDP."""
+    if zero < 3 or REPLICAS not in axes_of(BATCH, rules) or REPLICAS in axes_of(EMBED, rules):
+        return rules
+    return {**rules, EMBED: (*axes_of(EMBED, rules), REPLICAS)}
+
+
+def stored_dims(
+    names: Sequence[str | None], shape: Sequence[int], rules: Rules, sizes: Mapping[str, int], zero: int
+) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes of every dim of a tensor of the train state, where a ZeRO stage keeps it.
+
+    From stage 1 on the state is also spread over the replicas, in every stage alike, on the first dim that divides:
+    `embed`, else the largest. Layers stay whole, because a scan takes them one by one. A tensor that has no such dim
+    stays as the rules place it. Rajbhandari et al. 2020, arXiv 1910.02054.
+    """
+    dims = dims_to_axes(names, rules)
+    count = sizes.get(REPLICAS, 1)
+    if zero == 0 or count == 1 or REPLICAS not in axes_of(BATCH, rules) or any(REPLICAS in dim for dim in dims):
+        return dims
+    free = (d for d, name in enumerate(names) if name != LAYERS)
+    for d in sorted(free, key=lambda d: (names[d] != EMBED, -shape[d])):
+        if shape[d] % (count * prod(sizes.get(axis, 1) for axis in dims[d])) == 0:
+            return (*dims[:d], (*dims[d], REPLICAS), *dims[d + 1 :])
+    return dims

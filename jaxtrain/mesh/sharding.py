@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.mesh.rules import Names, Rules, axes_of, dims_to_axes, storage_axes, without
+from jaxtrain.mesh.rules import Names, Rules, axes_of, dims_to_axes, storage_axes, stored_dims, without, zero_rules
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of every dim
 
@@ -21,11 +21,22 @@ Dims = tuple[tuple[str, ...], ...]  # mesh axes of every dim
 class Sharder:
     """Places tensors by logical names. Passed explicitly to whatever constrains an activation.
 
-    With `mesh=None` every method is the identity, so that a model runs unsharded in a plain test.
+    With `mesh=None` every method is the identity, so that a model runs unsharded in a plain test. `zero` is the ZeRO
+    stage over the replicas: 0 keeps all state in each, from 1 on it is spread (`stored`); weights are gathered once a
+    step, in stage 3 in every layer.
     """
 
     mesh: Mesh | None = None
     rules: Rules | None = None
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", zero_rules(self.rules or {}, self.zero))
+
+    def without(self, axis: str) -> Sharder:
+        """The same on one slice of a mesh axis: no rule names it, nothing is spread over it."""
+        rules = {name: tuple(a for a in axes if a != axis) for name, axes in (self.rules or {}).items()}
+        return Sharder(self.mesh, rules)
 
     def spec(self, names: Sequence[str | None]) -> PartitionSpec:
         """PartitionSpec of a tensor whose dims have these logical names."""
@@ -61,6 +72,24 @@ class Sharder:
             raise ValueError(f"{len(dims)} names for a tensor of shape {x.shape}")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, _spec(dims)))
 
+    def lead(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """`x` with its first dims placed by mesh axes and the others left as they lie."""
+        if self.mesh is None:
+            return x
+        free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(dims))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*_spec(dims), *free)))
+
+    def stored(self, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
+        """Mesh axes of every dim of a parameter, its gradient or its moment in the train state."""
+        sizes = {} if self.mesh is None else dict(self.mesh.shape)
+        return stored_dims(names, shape, self.rules or {}, sizes, self.zero)
+
+    def state_sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        """NamedSharding of `stored`. Raises ValueError without a mesh."""
+        if self.mesh is None:
+            raise ValueError("a sharding needs a mesh")
+        return NamedSharding(self.mesh, _spec(self.stored(names, shape)))
+
     def boundary(self, x: jax.Array, fwd: Sequence[Names], bwd: Sequence[Names]) -> jax.Array:
         """Identity that places `x` by each of `fwd` in turn, and its cotangent by each of `bwd`.
 
@@ -72,21 +101,24 @@ class Sharder:
         forward, backward = (tuple(dims_to_axes(names, rules) for names in side) for side in (fwd, bwd))
         return _boundary(self, forward, backward, x.dtype, x)
 
-    def weight(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
-        """A stored parameter made ready for use: cast to `dtype`, gathered over the storage axes (FSDP).
+    def weight(self, w: jax.Array, names: Sequence[str | None], dtype: Any, gather: bool = True) -> jax.Array:
+        """A parameter made ready for use: cast to `dtype`, gathered over the storage axes (FSDP) unless told not to.
 
         Cast first and constrained sharded before gathered, so that `dtype` (not float32) travels, also when
-        rematerialisation gathers again; the gradient is reduced straight into the stored shards.
+        rematerialisation gathers again; the gradient is reduced straight into the shards of the train state.
         """
         rules = self.rules or {}
-        stored = self.dims(names)
-        used = without(names, storage_axes(rules, names), rules)
-        return _boundary(self, (stored, used), (stored,), jnp.dtype(dtype), w)
+        placed = self.dims(names)
+        forward = (placed, without(names, storage_axes(rules, names), rules)) if gather else (placed,)
+        return _boundary(self, forward, (self.stored(names, w.shape),), jnp.dtype(dtype), w)
 
-    def shards(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
-        """A stored parameter cast to `dtype` and left in its shards, for code that gathers them itself."""
-        stored = self.dims(names)
-        return _boundary(self, (stored,), (stored,), jnp.dtype(dtype), w)
+    def gathered(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
+        """A parameter of the train state where the model expects it: itself, or gathered over the replicas in `dtype`.
+
+        Its cotangent is reduced into the shards of the train state.
+        """
+        stored, placed = self.stored(names, w.shape), self.dims(names)
+        return w if stored == placed else _boundary(self, (stored, placed), (stored,), jnp.dtype(dtype), w)
 
 
 def _spec(dims: Dims) -> PartitionSpec:

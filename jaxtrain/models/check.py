@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh.check import check
-from jaxtrain.mesh.rules import BATCH, EXPERT, axes_of
+from jaxtrain.mesh import context
+from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
+from jaxtrain.mesh.rules import BATCH, EXPERT, REPLICAS, axes_of, zero_rules
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -23,12 +24,29 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
         Problems with dotted keys and no places; `jaxtrain.config.locate` fills these in.
     """
     model = config.model
-    if model.type != "decoder":
-        return check(config.mesh, config.rules, None, activations(config), devices or config.simulate)
-    # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-    tensors = decoder_tensors(model, model.vocab or vocab or 0)
-    problems = check(config.mesh, config.rules, tensors, activations(config), devices or config.simulate)
-    return problems + (_dense(config) if model.moe is None else _experts(config))
+    tensors = None
+    if model.type == "decoder":
+        # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
+        tensors = decoder_tensors(model, model.vocab or vocab or 0)
+    return check_placed(config, tensors, devices or config.simulate)
+
+
+def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
+    """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
+    rules = zero_rules(config.rules, config.zero)
+    problems = check(config.mesh, rules, tensors, activations(config), devices)
+    problems += _zero(config) + context.check(config, axis_sizes(config.mesh, devices)[0])
+    if config.model.type == "decoder":
+        problems += _dense(config) if config.model.moe is None else _experts(config)
+    return problems
+
+
+def _zero(config: Config) -> list[Problem]:
+    """A ZeRO stage needs replicas to share the state out to."""
+    if config.zero == 0 or REPLICAS in axes_of(BATCH, config.rules):
+        return []
+    message = f"stage {config.zero} shares the state out over the replicas of `{REPLICAS}`, and rules.batch has none"
+    return [Problem("", "zero", f"{message}; expected 0, or `{REPLICAS}` in rules.batch")]
 
 
 def _dense(config: Config) -> list[Problem]:

@@ -61,13 +61,15 @@ class Block(nnx.Module):
         self,
         x_BTD: jax.Array,
         turn: tuple[jax.Array, jax.Array],
+        positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         window: int | None,
         cache: Cache | None = None,
         order_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None, Load | None]:
         """The residual stream after this block, the extended cache if one came in, and the load of experts."""
-        branch, cache = self.attention(self.env.enter(self.attention_norm(x_BTD)), turn, segments_BT, window, cache)
+        branch = self.env.enter(self.attention_norm(x_BTD))
+        branch, cache = self.attention(branch, turn, positions_BT, segments_BT, window, cache)
         x_BTD = self._residual(x_BTD, branch, "attention_post_norm")
         x_normed_BTD, load = self.mlp_norm(x_BTD), None
         if hasattr(self, "moe"):
@@ -100,24 +102,24 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         cache: Cache | None = None,
-        order_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Load | None]:
-        """Normed last hidden states [B, T, D], the cache (k and v [L, B, S, K, D], extended by T), load by layer.
-
-        `order_BT` is the true index of each token in its sequence, where the arrays are in another order.
-        """
+        """Normed last hidden states [B, T, D], the cache (k and v [L, B, S, K, D], extended by T), load by layer."""
         model = self.model
         x_BTD = self.embed(tokens_BT)
         if model.embed_scale:
             x_BTD = x_BTD * jnp.asarray(math.sqrt(model.embed), x_BTD.dtype)
         head_dim = model.head_dim or model.embed // model.heads
         turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
+        # Of the tokens of a row, whatever order their array is in.
+        order_BT = None if segments_BT is None else segments_BT * tokens_BT.shape[1] + positions_BT
+        whole_BT = self.env.whole(positions_BT)
+        segments_BT = None if segments_BT is None else self.env.whole(segments_BT)
         period = model.window_every
 
         def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
             last_of_group = period > 1 and index == period - 1
             window = None if last_of_group else model.window
-            x_BTD, *rest = block(x_BTD, turn, segments_BT, window, cache, order_BT)
+            x_BTD, *rest = block(x_BTD, turn, whole_BT, segments_BT, window, cache, order_BT)
             return x_BTD, tuple(rest)
 
         x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
@@ -157,7 +159,7 @@ class Decoder(nnx.Module):
 
     def _forward(self, batch: dict[str, Any]) -> tuple[jax.Array, Load | None]:
         tokens, positions, segments = (batch[name] for name in ("tokens", "positions", "segments"))
-        x_BTD, _, load = self.hidden(tokens, positions, segments, order_BT=batch.get("order"))
+        x_BTD, _, load = self.hidden(tokens, positions, segments)
         return x_BTD, load
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:

@@ -26,11 +26,13 @@ Path = tuple[str, ...]
 class Definition:
     """A model taken apart once.
 
-    params: nested dict of ShapeDtypeStruct; names: the same tree with the logical names of every dim.
+    params: nested dict of ShapeDtypeStruct; names: the same tree with the logical names of every dim; travels: with
+    the dtype in which a parameter may be gathered, since the model uses it in no wider one.
     """
 
     params: Tree
     names: Tree
+    travels: Tree
     _make: Callable[[nnx.Rngs], nnx.Module]
     _graphdef: Any
     _paths: list[Path]
@@ -67,15 +69,25 @@ def define(config: Config, env: Env, vocab: int | None) -> Definition:
                 "a model holds nnx.Param only (draw dropout from the key given to `loss`)"
             )
     names: Tree = {}
+    travels: Tree = {}
     for path, param in flat:
-        _set(names, _text(path), param.get_metadata().get("names") or (None,) * len(param.get_value().shape))
+        marks, value = param.get_metadata(), param.get_value()
+        _set(names, _text(path), marks.get("names") or (None,) * len(value.shape))
+        _set(travels, _text(path), marks.get("travels", value.dtype))
     paths = [_text(path) for path, _ in flat]
-    return Definition(_to_dict(state), names, make, graphdef, paths, jax.tree.structure(state))
+    return Definition(_to_dict(state), names, travels, make, graphdef, paths, jax.tree.structure(state))
 
 
 def make_env(config: Config, sharder: Any) -> Env:
     """The surroundings that a config gives its model on a mesh."""
-    return Env(sharder, POLICIES[config.precision], config.step.attention, config.step.remat)
+    return Env(
+        sharder,
+        POLICIES[config.precision],
+        config.step.attention,
+        config.context,
+        config.step.remat,
+        config.step.offload,
+    )
 
 
 def _maker(config: Config, env: Env, vocab: int | None) -> Callable[[nnx.Rngs], nnx.Module]:

@@ -70,6 +70,7 @@ class Attention(nnx.Module):
         self,
         x_BTD: jax.Array,
         rotation: tuple[jax.Array, jax.Array],
+        positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         window: int | None,
         cache: Cache | None = None,
@@ -81,8 +82,8 @@ class Attention(nnx.Module):
         options = {"window": window, "softcap": self.softcap, "scale": self.scale}
         if cache is None:
             out_BTHD = attention(
-                q_BTHD, k_BTKD, v_BTKD, segments_BT=segments_BT, causal=True, **options,
-                kernel=self.env.attention, sharder=self.env.sharder,
+                q_BTHD, k_BTKD, v_BTKD, segments_BT=segments_BT, positions_BT=positions_BT, causal=True, **options,
+                kernel=self.env.attention, context=self.env.context, sharder=self.env.sharder,
             )  # fmt: skip
         else:
             cache = cache.append(k_BTKD, v_BTKD)

@@ -21,21 +21,42 @@ Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class Env:
     """Passed to every model's constructor. The default runs unsharded in float32.
 
-    remat: `none`, `full`, `dots`, or the names of values to save (see `nn.stack`).
+    attention: the kernel; context: how attention crosses the shards of a sequence (see `kernels.attention`).
+    remat: `none`, `full`, `dots`, or the names of values to save; offload: of values to save in host memory (see
+    `nn.stack`).
     """
 
     sharder: Sharder = field(default_factory=Sharder)
     policy: Policy = POLICIES["fp32"]
     attention: str = "auto"
+    context: str = "auto"
     remat: str | tuple[str, ...] = "none"
+    offload: tuple[str, ...] = ()
 
     def param(
-        self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init, dtype: Any = None
+        self,
+        rngs: nnx.Rngs,
+        names: tuple[str | None, ...],
+        shape: tuple[int, ...],
+        init: Init,
+        *,
+        dtype: Any = None,
+        exact: bool = False,
     ) -> nnx.Param:
-        """A parameter in the storage dtype (or another) whose dims carry logical names."""
+        """A parameter whose dims carry logical names.
+
+        Args:
+            names, shape: of the dims.
+            init: fresh values.
+            dtype: of storage; default: the policy's.
+            exact: used in float32 by any policy.
+        """
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
-        return nnx.Param(init(rngs.params(), shape, dtype or self.policy.params), names=names)
+        stored = dtype or self.policy.params
+        return nnx.Param(
+            init(rngs.params(), shape, stored), names=names, travels=stored if exact else self.policy.compute
+        )
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""
@@ -44,6 +65,11 @@ class Env:
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """`x` placed by the logical names of its dims."""
         return self.sharder.constrain(x, *names)
+
+    def whole(self, x_BT: jax.Array) -> jax.Array:
+        """Small values [B, T] (documents, positions) whole on every shard of a sequence, as attention across shards
+        wants them: gathered here once instead of in every layer."""
+        return self.constrain(x_BT, BATCH, None)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """From the residual stream (by `sequence`) to where matmuls want it (by `context`): an all-gather under

@@ -26,10 +26,10 @@ class MoE(nnx.Module):
     def __init__(self, model: Model, moe: Options, *, std: float, out_std: float, env: Env, rngs: nnx.Rngs):
         self.env, self.moe, self.activation = env, moe, model.activation
         D, E, F = model.embed, moe.experts, moe.mlp or model.mlp
-        self.router = env.param(rngs, ("embed", None), (D, E), normal(std))
+        self.router = env.param(rngs, ("embed", None), (D, E), normal(std), exact=True)
         if moe.bias_rate is not None:
-            # In bfloat16 the small steps would be lost.
-            self.bias = env.param(rngs, (BALANCE,), (E,), constant(0.0), jnp.float32)
+            # Stored in float32 by any policy: in bfloat16 the small steps would be lost.
+            self.bias = env.param(rngs, (BALANCE,), (E,), constant(0.0), dtype=jnp.float32, exact=True)
         for name in self._inner():
             setattr(self, name, env.param(rngs, INNER, (E, D, F), normal(std)))
         self.down = env.param(rngs, DOWN, (E, F, D), normal(out_std))
@@ -71,7 +71,7 @@ class MoE(nnx.Module):
         return ("gate", "up") if self.activation in GATES else ("up",)
 
     def _shards(self, param: nnx.Param) -> jax.Array:
-        return self.env.sharder.shards(param.get_value(), param.names, self.env.policy.compute)
+        return self.env.sharder.weight(param.get_value(), param.names, self.env.policy.compute, gather=False)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, E]: bfloat16 would change the choice of some tokens in a thousand."""

@@ -14,7 +14,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, *, epsilon: float, offset: bool = False, env: Env, rngs: nnx.Rngs):
         self.env, self.epsilon, self.offset = env, epsilon, offset
-        self.scale = env.param(rngs, (None,), (size,), constant(0.0 if offset else 1.0))
+        self.scale = env.param(rngs, (None,), (size,), constant(0.0 if offset else 1.0), exact=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> the same shape and dtype."""

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.schema import Config
 from jaxtrain.data.dataset import TextDataset
+from jaxtrain.mesh.context import zigzag
 from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.train.program import Program
@@ -26,8 +28,12 @@ def batch_sharding(sharder: Sharder, ndim: int, sequence: bool) -> jax.sharding.
 class Placer:
     """Turns `fetch(step, rows)` into global device arrays."""
 
-    def __init__(self, fetch: Fetch, sharder: Sharder, global_batch: int, sequence: bool):
+    def __init__(
+        self, fetch: Fetch, sharder: Sharder, global_batch: int, sequence: bool, order: np.ndarray | None = None
+    ):
+        """`sequence`: the second dim is of tokens. `order`: index of the token at each place of a device row."""
         self._fetch, self._sharder, self._rows, self._sequence = fetch, sharder, global_batch, sequence
+        self._order = order
         spans = batch_sharding(sharder, 1, False).addressable_devices_indices_map((global_batch,)).values()
         mine = {row for index in spans if index for row in range(*index[0].indices(global_batch))}
         self.local = np.array(sorted(mine))
@@ -44,6 +50,10 @@ class Placer:
         sharding = batch_sharding(self._sharder, rows.ndim, self._sequence)
         if rows.shape[0] != len(self.local):
             raise UserError(f"the data gave {rows.shape[0]} rows where {len(self.local)} were asked for")
+        if self._order is not None and rows.ndim > 1:
+            if rows.shape[1] != len(self._order):
+                raise UserError(f"data.sequence: {len(self._order)} tokens a row, but the data gave {rows.shape[1]}")
+            rows = rows[:, self._order]
         if len(self.local) == self._rows:
             return jax.device_put(rows, sharding)
 
@@ -55,5 +65,18 @@ class Placer:
 
 
 def placer(split: Any, program: Program) -> Placer:
-    """Device batches of a dataset: token batches have a sequence dim, a user's own need not."""
-    return Placer(split.batch, program.sharder, program.config.data.global_batch, isinstance(split, TextDataset))
+    """Device batches of a dataset: those of text or for the decoder have a dim of tokens, others need not."""
+    config, sharder = program.config, program.sharder
+    is_tokens = isinstance(split, TextDataset) or config.model.type == "decoder"
+    order = row_order(config, sharder) if is_tokens else None
+    return Placer(split.batch, sharder, config.data.global_batch, is_tokens, order)
+
+
+def row_order(config: Config, sharder: Sharder) -> np.ndarray | None:
+    """Order of the tokens of a device row, where it is not the natural one.
+
+    It is put on here, once, to everything that has a place in the row. On the device order is read from `positions` and
+    `segments` alone.
+    """
+    shards = sharder.size(CONTEXT)
+    return zigzag(config.data.sequence, shards) if config.context == "ring" and shards > 1 else None

@@ -14,9 +14,14 @@ from jaxtrain.config import Config
 from jaxtrain.data.loader import Prefetcher
 from jaxtrain.observe.profile import Profile
 from jaxtrain.observe.progress import Screen
+from jaxtrain.precision.scaling import SMALLEST
 from jaxtrain.train.program import Program, State
 from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command
 
+OUT_OF_MEMORY = (
+    "a device ran out of memory; expected less per device: a larger step.accumulate, step.remat=full, a smaller "
+    "data.global_batch or data.sequence, or a layout that shards more (fsdp, tp_sp)"
+)
 Reading = tuple[int, dict[str, jax.Array]]  # steps done, and the metrics of the last one, still on the device
 
 
@@ -83,7 +88,9 @@ def train(
             directory, done, dict(run.latest), stopped_by, resume_command(run, done), state, run.program, run.data
         )
     except BaseException as error:
-        run.observers.event("stop", reason=f"{type(error).__name__}: {error}".strip())
+        run.observers.event("stop", step=run.step, reason=f"{type(error).__name__}: {error}".strip())
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise Failed(OUT_OF_MEMORY) from error
         raise
     finally:
         run.observers.close()
@@ -103,7 +110,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             state, metrics = run.program.step(state, batch)
             log(run, before)  # the step before, while this one runs
             done += 1
-            before = (done, metrics)
+            run.step, before = done, (done, metrics)
             if done == first + 1:
                 jax.block_until_ready(metrics)
                 run.observers.event("compiled", step=done, seconds=round(meter.compiled(done), 2))
@@ -111,10 +118,11 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             is_end, scores = done == config.steps, {}
             validates = run.validation is not None and (is_end or due(config.eval.every, done))
             saves = is_end or stopped_by is not None or due(config.checkpoint.every, done)
-            if validates or saves:
-                before = log(run, before, now=saves)  # nothing is saved after a loss that is not finite
             if validates:
+                jax.block_until_ready(metrics)  # the step's time is its own
                 scores = evaluate(run, state, done)
+            if validates or saves:  # nothing is saved after a loss that is not finite
+                before = log(run, before, scores, now=True)
             if saves:
                 run.checkpoints.save(done, state, manifest=run.manifest, metrics=scores)
             report_checkpoints(run)
@@ -128,8 +136,8 @@ def due(every: int | None, done: int) -> bool:
     return every is not None and done % every == 0
 
 
-def log(run: Run, reading: Reading | None, now: bool = False) -> None:
-    """Reads a finished step's metrics and hands them on: every `log.every` steps, and `now`.
+def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = None, now: bool = False) -> None:
+    """Reads a finished step's metrics and hands them on with its validation's: every `log.every` steps, and `now`.
 
     Waits for that step, never for a later one.
 
@@ -143,9 +151,10 @@ def log(run: Run, reading: Reading | None, now: bool = False) -> None:
         jax.block_until_ready(metrics)  # bounds the steps in flight
         return
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    run.latest |= values
-    run.observers.log(done, run.meter.record(done, values))
-    if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+    run.latest |= values | (scores or {})
+    run.observers.log(done, run.meter.record(done, values) | (scores or {}))
+    is_skipped = values.get("skipped", 0.0) > 0 and values["loss_scale"] > SMALLEST  # fp16: overflown, not lost
+    if not is_skipped and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         run.checkpoints.wait()
         kept = run.checkpoints.latest()
         where = "no checkpoint was written" if kept is None else f"checkpoint {kept} is the last good one"
@@ -156,8 +165,6 @@ def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
     """Loss terms over the validation batches, of the averaged weights where there are such."""
     with run.meter.pause():
         means = validate(run, state.get("ema", state["params"]), run.config.eval.batches)
-    run.latest |= means
-    run.observers.log(done, means)
     run.observers.event("eval", step=done, **means)
     return means
 

@@ -11,16 +11,17 @@ import jax
 
 from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import Config, Loss
-from jaxtrain.mesh import check
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
+from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
-from jaxtrain.models.check import activations
+from jaxtrain.models.check import check_placed
 from jaxtrain.models.define import Definition, define, make_env
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import state as states
+from jaxtrain.train.gradients import Gradients
 from jaxtrain.train.step import eval_step, train_step
 
 State = dict[str, Any]
@@ -35,6 +36,7 @@ class Program:
     sharder: Sharder
     definition: Definition
     state: State
+    gradients: Gradients
     step: Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
     evaluate: Callable[[Any, Any], dict[str, tuple[jax.Array, jax.Array]]]
     init: Callable[[], State]
@@ -47,28 +49,36 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
         UserError: the layout does not fit the devices or the model's tensors.
     """
     layout = resolve(config, len(devices))
-    sharder = Sharder(make_mesh(layout, devices), layout.rules)
+    sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
     env = make_env(config, sharder)
     definition = define(config, env, vocab)
     check_layout(config, definition, len(devices))
     bias_rate = None if config.model.moe is None else config.model.moe.bias_rate
     tx = optimizer(config.optimizer, config.steps, definition.names, definition.params, bias_rate)
-    abstract = states.abstract(definition, tx, config.optimizer.ema is not None)
+    abstract = states.abstract(definition, tx, config)
     placed = states.shardings(abstract, definition, tx, sharder)
     accumulate, everywhere = config.step.accumulate, sharder.sharding(())
-    step = train_step(
-        definition, tx, schedule(config.optimizer, config.steps), sharder,
-        accumulate=accumulate, max_norm=config.optimizer.clip, ema=config.optimizer.ema,
-    )  # fmt: skip
+    gradients = Gradients(definition, sharder, accumulate, local_definition(config, sharder, vocab))
+    rate, options = schedule(config.optimizer, config.steps), config.optimizer
+    step = train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema)
     # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
     plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
     evaluate = eval_step(define(plain, env, vocab), sharder, accumulate)
     return Program(
-        config, layout, sharder, definition, states.with_shardings(abstract, placed),
+        config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
         step=jax.jit(_precise(step, config), donate_argnums=0, out_shardings=(placed, everywhere)),
         evaluate=jax.jit(_precise(evaluate, config), out_shardings=everywhere),
         init=lambda: states.init(definition, tx, config, placed),
     )  # fmt: skip
+
+
+def local_definition(config: Config, sharder: Sharder, vocab: int | None) -> Definition | None:
+    """The model on one slice of the replicas, where these add up whole gradients by themselves (see `Gradients`)."""
+    if config.zero > 1 or config.step.accumulate == 1 or REPLICAS not in sharder.axes(BATCH):
+        return None
+    if sharder.mesh is None or sharder.mesh.shape[REPLICAS] == 1:
+        return None
+    return define(config, make_env(config, sharder.without(REPLICAS)), vocab)
 
 
 def _precise(fn: Callable, config: Config) -> Callable:
@@ -84,6 +94,6 @@ def _precise(fn: Callable, config: Config) -> Callable:
 
 def check_layout(config: Config, definition: Definition, devices: int) -> None:
     """The mesh doctor on the model's real tensors: what a user's own model only shows once it is defined."""
-    problems = check.check(config.mesh, config.rules, definition.tensors(), activations(config), devices)
+    problems = check_placed(config, definition.tensors(), devices)
     if problems:
         raise ConfigError(problems)

@@ -39,7 +39,7 @@ VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it d
 
 @dataclass(eq=False)
 class Run:
-    """All that the loop works with. `manifest` goes into every checkpoint."""
+    """All that the loop works with. `manifest` goes into every checkpoint; `step` counts the steps begun."""
 
     config: Config
     dir: Path
@@ -52,6 +52,7 @@ class Run:
     meter: Meter
     manifest: dict[str, Any]
     latest: dict[str, float] = field(default_factory=dict)
+    step: int = 0
 
     def place(self, split: Any) -> Placer:
         """Device batches of a split."""

@@ -14,13 +14,15 @@ from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.partition import state_names
+from jaxtrain.precision.policy import POLICIES
+from jaxtrain.precision.scaling import initial
 
 State = dict[str, Any]
 
 
-def abstract(definition: Definition, optimizer: optax.GradientTransformation, ema: bool) -> State:
-    """Shapes and dtypes of {step, params, opt_state, rng, ema}: ShapeDtypeStructs without shardings."""
-    return jax.eval_shape(lambda: _make(definition, optimizer, ema, 0))
+def abstract(definition: Definition, optimizer: optax.GradientTransformation, config: Config) -> State:
+    """Shapes and dtypes of {step, params, opt_state, rng, ema, scaling}: ShapeDtypeStructs without shardings."""
+    return jax.eval_shape(lambda: _make(definition, optimizer, *_extras(config), 0))
 
 
 def shardings(state: State, definition: Definition, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
@@ -31,6 +33,8 @@ def shardings(state: State, definition: Definition, optimizer: optax.GradientTra
     placed["opt_state"] = _by_names(
         state["opt_state"], state_names(optimizer, definition.params, definition.names), sharder
     )
+    if "scaling" in state:
+        placed["scaling"] = dict.fromkeys(state["scaling"], everywhere)
     return placed | ({"ema": named} if "ema" in state else {})
 
 
@@ -44,16 +48,25 @@ def init(definition: Definition, optimizer: optax.GradientTransformation, config
     on_cpu = jax.tree.leaves(placed)[0].mesh.devices.flat[0].platform == "cpu"
     make = jax.jit(
         _make,
-        static_argnums=(0, 1, 2),
+        static_argnums=(0, 1, 2, 3),
         out_shardings=placed,
         # Runs once: optimised code for the random bits would take 5 times as long to compile.
         compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
     )
-    return make(definition, optimizer, config.optimizer.ema is not None, np.uint32(config.seed))
+    return make(definition, optimizer, *_extras(config), np.uint32(config.seed))
+
+
+def _extras(config: Config) -> tuple[bool, bool]:
+    """Whether the state holds an average of the weights, and a loss scale."""
+    return config.optimizer.ema is not None, POLICIES[config.precision].scales
 
 
 def _make(
-    definition: Definition, optimizer: optax.GradientTransformation, ema: bool, seed: int | np.uint32 | jax.Array
+    definition: Definition,
+    optimizer: optax.GradientTransformation,
+    ema: bool,
+    scaling: bool,
+    seed: int | np.uint32 | jax.Array,
 ) -> State:
     key = jax.random.key(seed)
     params = definition.init(jax.random.fold_in(key, 0))
@@ -63,8 +76,10 @@ def _make(
         "opt_state": optimizer.init(params),
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
+    if scaling:
+        state["scaling"] = initial()
     return state | ({"ema": ema_init(params)} if ema else {})
 
 
 def _by_names(tree: Any, names: Any, sharder: Sharder) -> Any:
-    return jax.tree.map(lambda _, n: sharder.sharding(n or ()), tree, names)
+    return jax.tree.map(lambda leaf, n: sharder.state_sharding(n or (), leaf.shape), tree, names)

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.mesh.rules import BATCH
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
-from jaxtrain.train.loss import parted, scales, total
+from jaxtrain.precision.scaling import updated
+from jaxtrain.train.gradients import Batch, Gradients, microbatches, summed
+from jaxtrain.train.loss import parted, scales
 
-Batch = Mapping[str, jax.Array]
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 
 
 def train_step(
-    definition: Definition,
+    gradients: Gradients,
     optimizer: optax.GradientTransformation,
     schedule: Callable[[jax.Array], jax.Array],
-    sharder: Sharder,
     *,
-    accumulate: int = 1,
     max_norm: float | None = None,
     ema: float | None = None,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
@@ -34,31 +32,46 @@ def train_step(
 
     Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
     term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping), `lr`, and those that the model
-    makes of its counts (see `loss.parted`).
+    makes of its counts (see `loss.parted`). A state that holds `scaling` has its loss scaled: a step whose gradients
+    are not finite is skipped (`skipped` 1, `grad_norm` 0) and the scale lowered; only `step` moves on.
     """
-    gradients = _accumulated if accumulate > 1 else _whole
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        grads, sums, weights, counts = gradients(definition, sharder, state["params"], batch, key, accumulate)
+        scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
+        found = gradients(state["params"], batch, key, scale)
+        grads, definition = found.grads, gradients.definition
+        if "scaling" in state:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
         grads, norm = clip(grads, max_norm, definition.names)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {**state, "step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if ema is not None:
             new["ema"] = ema_update(state["ema"], params, ema)
-        means = {name: sums[name] * scale for name, scale in scales(weights).items()}
-        own = {} if counts is None else definition.bind(state["params"]).metrics(counts)
-        return new, {
+        means = {name: found.sums[name] * factor for name, factor in scales(found.weights).items()}
+        own = {} if found.counts is None else definition.bind(state["params"]).metrics(found.counts)
+        metrics = {
             **means,
             **{name: jnp.asarray(value, jnp.float32) for name, value in own.items()},
             "loss": jnp.sum(jnp.stack(list(means.values()))),
-            "tokens": jnp.max(jnp.stack(list(weights.values()))),
+            "tokens": jnp.max(jnp.stack(list(found.weights.values()))),
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
         }
+        return _unless_overflown(state, new, metrics) if "scaling" in state else (new, metrics)
 
     return step
+
+
+def _unless_overflown(old: State, new: State, metrics: Metrics) -> tuple[State, Metrics]:
+    """The new state, or the old one with only `step` moved on and the loss scale lowered."""
+    is_finite = jnp.isfinite(metrics["grad_norm"])
+    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, old)
+    scaling = updated(old["scaling"], is_finite)
+    said = {"loss_scale": scaling["scale"], "skipped": 1.0 - is_finite.astype(jnp.float32)}
+    norm = jnp.where(is_finite, metrics["grad_norm"], 0.0)
+    return {**kept, "step": new["step"], "scaling": scaling}, {**metrics, "grad_norm": norm, **said}
 
 
 def eval_step(
@@ -70,76 +83,7 @@ def eval_step(
         def part(_: None, inputs: Batch) -> tuple[None, dict]:
             return None, parted(definition.bind(params).loss(inputs, jax.random.key(0)))[0]
 
-        micro = jax.tree.map(lambda x: _microbatches(sharder, x, accumulate), dict(batch))
-        return _summed(jax.lax.scan(part, None, micro)[1])
+        micro = jax.tree.map(lambda x: microbatches(sharder, x, accumulate), dict(batch))
+        return summed(jax.lax.scan(part, None, micro)[1])
 
     return evaluate
-
-
-def _split(terms: Mapping) -> tuple[dict, dict]:
-    return {k: v[0] for k, v in terms.items()}, {k: jax.lax.stop_gradient(v[1]) for k, v in terms.items()}
-
-
-def _whole(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, _: int):
-    """Gradients, sums, weights and counts of the whole batch at once."""
-
-    def loss(params: Tree) -> tuple[jax.Array, tuple[dict, dict, Any]]:
-        terms, counts = parted(definition.bind(params).loss(batch, key))
-        sums, weights = _split(terms)
-        return total(terms, scales(weights)), (sums, weights, counts)
-
-    grads, rest = jax.grad(loss, has_aux=True)(params)
-    return _stored(definition, sharder, grads), *rest
-
-
-def _accumulated(definition: Definition, sharder: Sharder, params: Tree, batch: Batch, key: jax.Array, count: int):
-    """The same, over `count` microbatches in a scan.
-
-    Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights. They do not
-    depend on activations: the compiler drops all of the forward pass from it but the counting.
-
-    A model may have a method `statistics(batch, key)` for what else a term must know of the global batch: a pytree of
-    sums over rows, or None. They are added up in the first pass (which then has a forward pass to do) and handed to
-    `loss` as `batch["statistics"]`. In a batch that is not cut `loss` finds none, and its own sums are the same.
-    """
-    micro = jax.tree.map(lambda x: _microbatches(sharder, x, count), dict(batch))
-    keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
-
-    def weigh(_: None, inputs: tuple) -> tuple[None, tuple[dict, Any]]:
-        model = definition.bind(params)
-        statistics = getattr(model, "statistics", lambda *_: None)(*inputs)
-        return None, (_split(parted(model.loss(*inputs))[0])[1], statistics)
-
-    weights, statistics = _summed(jax.lax.scan(weigh, None, (micro, keys))[1])
-    scale = scales(weights)
-    known = {} if statistics is None else {"statistics": statistics}
-
-    def add(grads: Tree, inputs: tuple) -> tuple[Tree, tuple[dict, Any]]:
-        def loss(params: Tree) -> tuple[jax.Array, tuple[dict, Any]]:
-            terms, counts = parted(definition.bind(params).loss(inputs[0] | known, inputs[1]))
-            return total(terms, scale), (_split(terms)[0], counts)
-
-        more, rest = jax.grad(loss, has_aux=True)(params)
-        grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, more)
-        return _stored(definition, sharder, grads), rest
-
-    zeros = _stored(definition, sharder, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-    grads, rest = jax.lax.scan(add, zeros, (micro, keys))
-    sums, counts = _summed(rest)
-    return grads, sums, weights, counts
-
-
-def _summed(tree: Any) -> Any:
-    """Every leaf summed over its first dim, that of the microbatches."""
-    return jax.tree.map(lambda x: x.sum(0), tree)
-
-
-def _microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
-    """[B, ...] -> [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that no row changes device."""
-    x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-    return sharder.constrain(x, None, BATCH, *(None,) * (x.ndim - 2))
-
-
-def _stored(definition: Definition, sharder: Sharder, grads: Tree) -> Tree:
-    """Gradients placed like the parameters they belong to."""
-    return jax.tree.map(lambda g, names: sharder.constrain(g, *names), grads, definition.names)

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxtrain.plan import targets
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -71,6 +73,13 @@ def test_gpu_mfu_says_where_time_goes(tmp_path):
     assert result["breakdown"]["without_scope"] < 0.2
     assert result["flops_per_token"]["attended"] < result["flops_per_token"]["mfu"]
     assert abs(result["loss"] - np.log(32000)) < 3
+
+
+def test_targets_without_their_compiler(tmp_path):
+    if targets.missing(targets.parse("h100")) is None:
+        pytest.skip("the compiler for GPUs is installed")
+    assert "pip install 'jaxtrain[plan-gpu]'" in quick(tmp_path, "wire")["results"]["skipped"]
+    assert "pip install 'jaxtrain[plan-gpu]'" in quick(tmp_path, "gpu_mfu", "--target", "h100")["skipped"]
 
 
 def test_gpu_mfu_without_a_gpu(tmp_path):

@@ -76,7 +76,9 @@ def test_two_processes_equal_one(tmp_path):
     first, second = launch(tmp_path, "two", 2)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
-    assert [line for line in second.stdout.splitlines() if not line.startswith("[Gloo]")] == []
+    # Gloo's threads write over each other's lines.
+    quiet = [line for line in second.stdout.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
+    assert quiet == []
     expected, got = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/two")
     assert len(got) == 6
     assert got == pytest.approx(expected, rel=1e-5)

@@ -250,8 +250,8 @@ GOOD = {
     "name": st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]{0,8}\Z"),
     "log.prompt": st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
     "checkpoint.best": st.text(st.characters(codec="utf-8"), max_size=8),
-    "log.wandb": st.one_of(
-        st.none(), st.sampled_from(["1e3", "null", "yes", "0x1F", "1_0", "~", "2020-01-01", "a: b", "#", ""])
+    "data.cache": st.one_of(
+        st.just("c"), st.sampled_from(["1e3", "null", "yes", "0x1F", "1_0", "~", "2020-01-01", "a: b", "#", ""])
     ),
     "optimizer.lr": st.floats(0, 1e30),
     "optimizer.epsilon": st.floats(1e-300, 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -25,6 +26,15 @@ def test_shipped_files_open_with_schema_and_purpose(path: Path) -> None:
     assert (path.parent / first.removeprefix(prefix)).resolve() == (configs_dir() / "schema.json").resolve()
     assert second.startswith("# ")
     resolve(path, paths=False)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_shipped_files_are_valid_by_the_schema(path: Path) -> None:
+    """As an editor sees them."""
+    check = jsonschema.Draft202012Validator(json_schema())
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert [error.message for error in check.iter_errors(data)] == []
+    assert list(check.iter_errors(data | {"stepz": 1}))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -146,8 +146,9 @@ def test_exception_in_the_consumer_closes() -> None:
 def test_interrupt_while_waiting() -> None:
     """Ctrl-C reaches a consumer that waits for an item, and the program ends at once."""
     script = (
-        "import time, sys\n"
+        "import signal, time\n"
         "from jaxtrain.data.loader import Prefetcher\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background shell leaves it ignored
         "items = Prefetcher(lambda i: time.sleep(60), 0, 5, 2)\n"
         "print('waiting', flush=True)\n"
         "try:\n    next(items)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\n"

@@ -60,6 +60,8 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
     }  # fmt: skip
     assert wanted <= last.keys()
     assert last["tokens"] == 8 * 8 * 64
+    assert [r["step"] for r in records] == list(range(1, 9))  # one object per step, validation beside the step's own
+    assert [r["step"] for r in records if "eval/loss" in r] == [4, 8]
     kinds = [json.loads(line)["kind"] for line in (result.run_dir / "events.jsonl").read_text().splitlines()]
     assert kinds[0] == "start"
     assert kinds[-1] == "stop"
@@ -85,10 +87,10 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
     """Step n is dispatched before the metrics of step n - 1 are read."""
     order, real = [], loop.log
 
-    def spy(run, reading, now=False):
+    def spy(run, reading, scores=None, now=False):
         if reading is not None:
             order.append((run.dispatched, reading[0]))
-        return real(run, reading, now)
+        return real(run, reading, scores, now)
 
     def counted(config, directory, **kwargs):
         run, state, done = open_run(config, directory, **kwargs)
@@ -108,7 +110,7 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
     assert order[:-1] == [(n + 1, n) for n in range(1, 8)]
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+@pytest.mark.parametrize("layout", ["fsdp", "cp_ring"])
 def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     same = "optimizer.schedule=constant"  # so that the number of steps does not matter
     whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", same), screen=quiet())
@@ -193,3 +195,15 @@ def test_the_loss_contract_and_options_of_a_users_model_are_checked_in_one_line(
     for bad in (1.0, {}, {"a": 1.0}, {"a": (1.0, jax.numpy.ones(2))}):
         with pytest.raises(ValueError, match=r"must return a dict of terms"):
             checked(bad)
+
+
+def test_a_full_device_is_told_in_one_line(tmp_path, corpus, monkeypatch):
+    def full(self, index):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+
+    monkeypatch.setattr("jaxtrain.train.batches.Placer.__call__", full)
+    cfg = config(tmp_path, corpus)
+    with pytest.raises(loop.Failed, match="ran out of memory"):
+        jaxtrain.train(cfg, tmp_path / "full", screen=quiet())
+    stop = json.loads((tmp_path / "full" / "events.jsonl").read_text().splitlines()[-1])
+    assert (stop["kind"], stop["step"]) == ("stop", 0)

@@ -12,7 +12,6 @@ from test_parity import close_trees
 
 from jaxtrain.generate import decoding
 from jaxtrain.models.define import define, make_env
-from jaxtrain.train.step import _accumulated, _whole
 
 RULES = harness.RULES | {"batch": ["data", "fsdp", "expert"], "embed": ["fsdp", "expert"], "expert": "expert"}
 NO_SEQUENCE = {k: v for k, v in RULES.items() if k != "sequence"}
@@ -65,11 +64,8 @@ def params(kind: str):
 
 def gradients(kind: str, program):
     """Gradients, sums, weights and counts of one batch, in as many parts as the config says."""
-    count = program.config.step.accumulate
-    compute = _accumulated if count > 1 else _whole
     placed = jax.tree.map(lambda p, s: jax.device_put(p, s.sharding), params(kind), program.state["params"])
-    run = jax.jit(lambda p, b, k: compute(program.definition, program.sharder, p, b, k, count))
-    return run(placed, harness.batch(0), jax.random.key(0))
+    return jax.jit(program.gradients)(placed, harness.batch(0), jax.random.key(0))
 
 
 @functools.cache

@@ -46,8 +46,6 @@ def test_half_precision_stays_near_float32(precision: str):
     """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8, and the stored dtypes are the policy's."""
 
     def grads(precision):
-        from jaxtrain.train.step import _whole
-
         program = harness.program({"fsdp": 2, "model": 2}, precision=precision)
         params = jax.tree.map(
             lambda p: p.astype(jnp.float32), harness.program({"fsdp": 2, "model": 2}).init()["params"]
@@ -55,8 +53,7 @@ def test_half_precision_stays_near_float32(precision: str):
         params = jax.tree.map(
             lambda p, s: jax.device_put(p.astype(s.dtype), s.sharding), params, program.state["params"]
         )
-        run = jax.jit(lambda p, b: _whole(program.definition, program.sharder, p, b, jax.random.key(0), 1)[0])
-        return run(params, harness.batch(0))
+        return jax.jit(program.gradients)(params, harness.batch(0), jax.random.key(0))[0]
 
     exact, half = grads("fp32"), grads(precision)
     expected = jnp.float32 if precision == "bf16" else jnp.bfloat16

@@ -2,23 +2,28 @@
 
 `reference` is plain float32; `xla` runs anywhere in linear memory; `cudnn` and `splash` are the fast ones on
 NVIDIA GPUs and TPUs. Under `jax.checkpoint`, `save_only_these_names(RESIDUALS)` keeps what these two need for their
-backward pass, so that a rematerialised layer does not run its attention twice.
+backward pass, so that a rematerialised layer does not run its attention twice. Where the rules shard the sequence
+(`context`), `context.py` runs one of them, or its own, across the shards.
 
 tests/kernels/test_attention.py runs every kernel on every case against the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.kernels.attention import context as contexts
 from jaxtrain.kernels.attention import cudnn, reference, splash, xla
 from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens
+from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.mesh.sharding import Sharder
 
 __all__ = ["KERNELS", "RESIDUALS", "attention"]
@@ -40,6 +45,7 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     kernel: str = "auto",
+    context: str = "auto",
     sharder: Sharder | None = None,
 ) -> Array:
     """Softmax attention of queries to keys and values of (possibly fewer) heads.
@@ -51,7 +57,8 @@ def attention(
         segments_BT: int document ids; a token sees only its own document. 0 is padding: it sees nothing, its
             output is 0, and nothing sees it. Runs of equal ids must be contiguous in a row.
         positions_BT: int positions of the queries. Without `kv_positions_BS` they must rise along each
-            document of a row, so that the order is that of the array, which is what every kernel then tests.
+            document of a row, so that the order is that of the array, which is what every kernel then tests; under
+            `context="ring"` they must be given, and rise along each document in its natural order.
         kv_segments_BS: document ids of the keys where they are not the queries' own (a KV cache; 0 marks the
             slots that are empty). Default: `segments_BT`.
         kv_positions_BS: int positions of the keys (a KV cache, permuted rows): causality and window are then
@@ -62,7 +69,11 @@ def attention(
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118).
         scale: factor of the scores; default head_dim ** -0.5.
         kernel: one of `KERNELS`, or `auto`: the fastest that can do the case on the platform of the mesh.
-        sharder: `cudnn` and `splash` run on the shards of batch, heads and kv_heads that its rules give.
+        context: how self-attention crosses the shards of a sequence: `gather`, `ulysses`, `ring`, or `auto` (see
+            `context.choose`). For `ring` rows must lie in the order of `jaxtrain.mesh.context.zigzag`, as the host
+            puts them. No effect where the rules do not shard `context`.
+        sharder: `cudnn` and `splash` run on the shards of batch, heads and kv_heads that its rules give. Segments
+            and positions are best whole on all shards of a sequence, or every layer gathers them.
 
     Returns:
         [batch, time, heads, head_dim] in the dtype of `q_BTHD`; softmax is in float32.
@@ -82,18 +93,54 @@ def attention(
     )
     sharder = sharder or Sharder()
     device = jax.devices()[0] if sharder.mesh is None else sharder.mesh.devices.flat[0]
+    if own and sharder.size(CONTEXT) > 1:
+        tokens = Tokens(segments_BT, segments_BT, positions_BT, positions_BT)
+        return _on_context(kernel, context, case, tokens, sharder, device, q_BTHD, k_BSKD, v_BSKD)
     kernel = _choose(kernel, case, own, q_BTHD, k_BSKD, device)
     with jax.named_scope(f"attention_{kernel}"):
-        if kernel == "reference":
-            return checkpoint_name(reference.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens), RESIDUALS)
-        if kernel == "xla":
-            block = xla.CPU_BLOCK if device.platform == "cpu" else xla.BLOCK
-            return checkpoint_name(xla.attention(q_BTHD, k_BSKD, v_BSKD, case, tokens, block), RESIDUALS)
-        if kernel == "cudnn":
-            run = partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
-        else:
-            run = partial(splash.attention, case=case, interpret=device.platform == "cpu")
-        return _on_shards(run, sharder, q_BTHD, k_BSKD, v_BSKD, segments_BT)
+        if kernel in ("cudnn", "splash"):
+            return _on_shards(_self(kernel, case, device), sharder, q_BTHD, k_BSKD, v_BSKD, segments_BT)
+        return _plain(kernel, case, device, q_BTHD, k_BSKD, v_BSKD, tokens)
+
+
+def _plain(kernel: str, case: Case, device: Any, q: Array, k: Array, v: Array, tokens: Tokens) -> Array:
+    """The kernels that the partitioner can take apart."""
+    if kernel == "reference":
+        return checkpoint_name(reference.attention(q, k, v, case, tokens), RESIDUALS)
+    return checkpoint_name(xla.attention(q, k, v, case, tokens, _block(device)), RESIDUALS)
+
+
+def _self(kernel: str, case: Case, device: Any) -> Callable[..., Any]:
+    """Self-attention in array order of q, k, v and segments, on one shard."""
+    if kernel == "cudnn":
+        return partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
+    if kernel == "splash":
+        return partial(splash.attention, case=case, interpret=device.platform == "cpu")
+    return lambda q, k, v, segments: _plain(kernel, case, device, q, k, v, Tokens(segments, segments))
+
+
+def _block(device: Any) -> int:
+    return xla.CPU_BLOCK if device.platform == "cpu" else xla.BLOCK
+
+
+def _on_context(
+    kernel: str, context: str, case: Case, tokens: Tokens, sharder: Sharder, device: Any, q: Array, k: Array, v: Array
+) -> Array:
+    """Attention across the shards of a sequence."""
+    queries, keys = _specs(sharder, q, k, CONTEXT)
+    shards = contexts.Shards(sharder, queries, keys, _axes(sharder, CONTEXT))
+
+    def local(q: Array, k: Array) -> Callable:
+        return _self(_choose(kernel, case, True, q, k, device), case, device)
+
+    return contexts.attention(
+        q, k, v, case, tokens, formulation=context, kernel=kernel, local=local, block=_block(device), shards=shards
+    )
+
+
+def _axes(sharder: Sharder, name: str) -> tuple[str, ...]:
+    """Mesh axes of several devices that shard a logical name."""
+    return tuple(a for a in sharder.axes(name) if sharder.mesh is not None and sharder.mesh.shape[a] > 1)
 
 
 def _check(q: Array, k: Array, v: Array, causal: bool, window: Any, positions: Any, kv_positions: Any) -> None:
@@ -156,15 +203,20 @@ def _on_shards(run: Any, sharder: Sharder, q: Array, k: Array, v: Array, segment
     """
     if sharder.mesh is None or sharder.mesh.size == 1:
         return run(q, k, v, segments)
+    queries, keys = _specs(sharder, q, k, None)
+    specs = (queries, keys, keys, None if segments is None else sharder.spec((BATCH, None)))
+    return jax.shard_map(run, mesh=sharder.mesh, in_specs=specs, out_specs=queries, check_vma=False)(q, k, v, segments)
+
+
+def _specs(sharder: Sharder, q: Array, k: Array, time: str | None) -> tuple[PartitionSpec, PartitionSpec]:
+    """Places of the queries and of the keys, whose tokens have the logical name `time`."""
     kv_heads = None if k.shape[2] == 1 else "kv_heads"
-    for name, size in (("batch", q.shape[0]), ("heads", q.shape[2]), (kv_heads, k.shape[2])):
+    for name, size in ((BATCH, q.shape[0]), ("heads", q.shape[2]), (kv_heads, k.shape[2])):
         if size % sharder.size(name):
             raise UserError(f"attention: {size} {name} over {sharder.size(name)} shards of {sharder.axes(name)}")
-    if kv_heads and sharder.axes("heads") != sharder.axes("kv_heads"):
+    if kv_heads and _axes(sharder, "heads") != _axes(sharder, "kv_heads"):
         raise UserError(
             f"attention: heads lie on {sharder.axes('heads')} and kv_heads on {sharder.axes('kv_heads')}; "
             "shard both alike, or repeat the key and value weights up to the axis"
         )
-    queries, keys = sharder.spec(("batch", None, "heads", None)), sharder.spec(("batch", None, kv_heads, None))
-    specs = (queries, keys, keys, None if segments is None else sharder.spec(("batch", None)))
-    return jax.shard_map(run, mesh=sharder.mesh, in_specs=specs, out_specs=queries, check_vma=False)(q, k, v, segments)
+    return sharder.spec((BATCH, time, "heads", None)), sharder.spec((BATCH, time, kv_heads, None))

@@ -18,22 +18,27 @@ def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: T
 def attend(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, mask_BTS: Array | None, case: Case) -> Array:
     """Attention of a block of queries to a block of keys. Softmax in float32; matmuls in the dtype of `q`.
 
-    Grouped query heads meet their key head in one einsum, so that keys and values are never repeated. A row
-    that sees nothing gives 0, and its gradients are 0.
+    Grouped query heads meet their key head in one matmul per (batch, key head), with queries and their group merged
+    (x), so that keys and values are never repeated and scores never transposed. A row that sees nothing gives 0, and
+    its gradients are 0.
     """
     B, T, H, D = q_BTHD.shape
-    K = k_BSKD.shape[2]
-    q_BTKGD = q_BTHD.reshape(B, T, K, H // K, D)
-    scores = case.scale * jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, preferred_element_type=jnp.float32)
+    S, K = k_BSKD.shape[1:3]
+    G = H // K
+    q_BKxD = q_BTHD.reshape(B, T, K, G, D).swapaxes(1, 2).reshape(B, K, T * G, D)
+    k_BKSD, v_BKSD = k_BSKD.swapaxes(1, 2), v_BSKD.swapaxes(1, 2)
+    scores = jnp.einsum("bkxd,bksd->bkxs", q_BKxD, k_BKSD, preferred_element_type=jnp.float32)
+    scores = case.scale * scores.reshape(B, K, T, G, S)
     if case.softcap is not None:
         scores = case.softcap * jnp.tanh(scores / case.softcap)
     if mask_BTS is not None:
-        mask = mask_BTS[:, None, None]
+        mask = mask_BTS[:, None, :, None]
         scores = jnp.where(mask, scores, MASKED)
     p = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
     if mask_BTS is not None:
         p = jnp.where(mask, p, 0.0)
     total = p.sum(-1, keepdims=True)
-    p = p / jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bkgts,bskd->btkgd", p.astype(v_BSKD.dtype), v_BSKD, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, H, v_BSKD.shape[-1]).astype(q_BTHD.dtype)
+    p = p / jnp.where(total > 0, total, 1.0)  # before the matmul, whose output backward then does not need
+    p_BKxS = p.astype(v_BSKD.dtype).reshape(B, K, T * G, S)
+    out = jnp.einsum("bkxs,bksd->bkxd", p_BKxS, v_BKSD, preferred_element_type=jnp.float32)
+    return out.reshape(B, K, T, G, -1).swapaxes(1, 2).reshape(B, T, H, -1).astype(q_BTHD.dtype)

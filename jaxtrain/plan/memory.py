@@ -1,0 +1,75 @@
+"""Bytes on a device: the train state by its shardings, and what the compiler plans for a step. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+
+def state_bytes(state: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes that one device holds of each part of an abstract train state: `params`, `opt_state`, `ema`, ...
+
+    Exact for device 0: a dim that its axes do not divide counts as padded up, which is what the largest shard takes.
+
+    Args:
+        state: `Program.state`, nested trees with leaves of shape, dtype and a NamedSharding (or None: replicated).
+    """
+    return {part: sum(leaf_bytes(leaf) for leaf in _leaves(tree)) for part, tree in state.items()}
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of the largest shard of an array or ShapeDtypeStruct."""
+    sharding = getattr(leaf, "sharding", None)
+    shards = [1] * len(leaf.shape)
+    if sharding is not None:
+        for dim, axes in enumerate(sharding.spec):
+            shards[dim] = prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    return prod(ceil(size / count) for size, count in zip(leaf.shape, shards)) * leaf.dtype.itemsize
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Arrays of a tree of dicts, lists and (named) tuples."""
+    if hasattr(tree, "dtype"):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for branch in tree.values():
+            yield from _leaves(branch)
+    elif isinstance(tree, (tuple, list)):
+        for branch in tree:
+            yield from _leaves(branch)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device that the compiler plans for a step.
+
+    Args:
+        arguments: state and batch.
+        outputs: new state and metrics.
+        aliased: outputs that take the place of donated arguments.
+        temporaries: activations, gathered weights, buffers; the most that lives at once, fragmentation included.
+        peak: the most in use at any time, in the compiler's words (CPU leaves temporaries out, and what is kept on the
+            host counts too); `total` where it does not say.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+
+    @property
+    def total(self) -> int:
+        """Arguments, outputs that take no argument's place, and temporaries: the device must have this much."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+def compiled_memory(compiled: Any) -> Memory:
+    """Memory of a compiled step (`jax.stages.Compiled`). TPU arrays count with the padding of their tiles."""
+    stats = compiled.memory_analysis()
+    fields = ("argument", "output", "alias", "temp")
+    arguments, outputs, aliased, temporaries = (int(getattr(stats, f"{name}_size_in_bytes")) for name in fields)
+    total = arguments + outputs - aliased + temporaries
+    return Memory(arguments, outputs, aliased, temporaries, int(getattr(stats, "peak_memory_in_bytes", 0)) or total)

@@ -1,0 +1,46 @@
+"""The real train step, compiled but not run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.train.batches import batch_sharding
+from jaxtrain.train.program import Program
+
+TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segments": jnp.int32}
+
+
+def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a global batch.
+
+    Args:
+        example: arrays as the data give them, of any number of rows; default: packed tokens of the config's length.
+
+    Raises:
+        UserError: a user's own data without an example.
+    """
+    data = program.config.data
+    if example is None:
+        if data.type != "text":
+            raise UserError(f"data.type {data.type}: the step of a user's own data is compiled from an example batch")
+        shapes = {name: ((data.sequence,), kind) for name, kind in (TOKENS | {"weights": jnp.float32}).items()}
+    else:
+        shapes = {name: (rows.shape[1:], rows.dtype) for name, rows in example.items()}
+    return {
+        name: jax.ShapeDtypeStruct(
+            (data.global_batch, *shape), kind,
+            sharding=batch_sharding(program.sharder, 1 + len(shape), data.type == "text"),
+        )
+        for name, (shape, kind) in shapes.items()
+    }  # fmt: skip
+
+
+def compiled_step(program: Program, example: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """`program.step` compiled for the program's devices, which need not be there."""
+    step: Any = program.step  # jitted
+    return step.lower(program.state, abstract_batch(program, example)).compile()

@@ -1,0 +1,184 @@
+"""Gradients of one global batch: at once, or over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.mesh.rules import BATCH, REPLICAS
+from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.models.define import Definition, Tree
+from jaxtrain.train.loss import parted, scales, total
+
+Batch = Mapping[str, jax.Array]
+Sums = dict[str, jax.Array]
+
+
+class Found(NamedTuple):
+    """grads: tree like the parameters. sums, weights: of each loss term. counts: see `loss.parted`, or None."""
+
+    grads: Tree
+    sums: Sums
+    weights: Sums
+    counts: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """(params, batch, key) -> gradients, loss terms and counts.
+
+    Every array of the batch has a leading dim of global_batch rows. Gradients have the dtype and the place of the train
+    state, and are of the sum over terms of sum / weight, times `loss_scale`.
+
+    With microbatches (`accumulate` > 1) and replicas that keep whole gradients (ZeRO 0 and 1), every replica adds
+    up its own gradients and they are reduced once, at the end; else each microbatch's are reduced as they come.
+    `local` is the definition on one slice of the replicas' axis, for that.
+    """
+
+    definition: Definition
+    sharder: Sharder
+    accumulate: int = 1
+    local: Definition | None = None
+
+    def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> Found:
+        if self.accumulate > 1:
+            return self._over_microbatches(params, batch, key, loss_scale)
+
+        def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
+            terms, counts = parted(self.definition.bind(self._ready(params)).loss(batch, key))
+            sums, weights = _split(terms)
+            return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
+
+        grads, rest = jax.grad(loss, has_aux=True)(params)
+        return Found(self._kept(grads), *rest)
+
+    def _over_microbatches(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> Found:
+        """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
+
+        They do not depend on activations: the compiler drops all of the forward pass from it but the counting.
+
+        A model may have a method `statistics(batch, key)` for what else a term must know of the global batch: a pytree
+        of sums over rows, or None. They are added up in the first pass (which then has a forward pass to do) and handed
+        to `loss` as `batch["statistics"]`. In a batch that is not cut `loss` finds none, and its own sums are the same.
+        """
+        micro = jax.tree.map(lambda x: microbatches(self.sharder, x, self.accumulate), dict(batch))
+        keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.accumulate))
+        ready = self._ready(params)
+
+        def weigh(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, tuple[Sums, Any]]:
+            model = self.definition.bind(ready)
+            statistics = getattr(model, "statistics", lambda *_: None)(*inputs)
+            return None, (_split(parted(model.loss(*inputs))[0])[1], statistics)
+
+        weights, statistics = summed(jax.lax.scan(weigh, None, (micro, keys))[1])
+        scale = {name: loss_scale * value for name, value in scales(weights).items()}
+        first = jax.tree.map(lambda x: x[0], micro)
+        once = self.local is not None and not draws(self.definition, ready, first, key)
+        part = _Part(self.local if once else self.definition, ready, scale, statistics)
+        add, zeros, finish = (self._once if once else self._each)(params, part)
+        grads, rest = jax.lax.scan(add, zeros, (micro, keys))
+        sums, counts = summed(rest)
+        return Found(finish(grads), sums, weights, counts)
+
+    def _each(self, params: Tree, part: _Part) -> tuple[Any, Tree, Any]:
+        """Every microbatch's gradients reduced into the train state's shards."""
+
+        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
+            more, rest = part.gradient(*inputs)
+            return self._kept(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, self._kept(more))), rest
+
+        zeros = self._kept(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+        return add, zeros, lambda grads: grads
+
+    def _once(self, params: Tree, part: _Part) -> tuple[Any, Tree, Any]:
+        """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch."""
+        mesh = self.sharder.mesh
+        assert mesh is not None
+        count = mesh.shape[REPLICAS]
+        rest = tuple(axis for axis in self.sharder.axes(BATCH) if axis != REPLICAS)
+        inner = self.sharder.without(REPLICAS)
+
+        def own(x: jax.Array) -> jax.Array:
+            return self.sharder.lead(x.reshape(count, -1, *x.shape[1:]), ((REPLICAS,), rest))
+
+        def placed(grads: Tree) -> Tree:
+            return jax.tree.map(
+                lambda g, names: self.sharder.place(g, ((REPLICAS,), *inner.stored(names, g.shape[1:]))),
+                grads, self.definition.names,
+            )  # fmt: skip
+
+        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
+            batch, key = inputs
+            run = jax.vmap(part.gradient, in_axes=(0, None), spmd_axis_name=REPLICAS)
+            more, aside = run(jax.tree.map(own, batch), key)
+            grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))
+            return placed(grads), summed(aside)
+
+        def finish(grads: Tree) -> Tree:
+            # lax.reduce, because jnp.sum would widen what travels to float32.
+            def reduced(g: jax.Array, dtype: Any) -> jax.Array:
+                return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+
+            return self._kept(jax.tree.map(reduced, grads, self.definition.travels))
+
+        zeros = placed(jax.tree.map(lambda p: jnp.zeros((count, *p.shape), jnp.float32), params))
+        return add, zeros, finish
+
+    def _ready(self, params: Tree) -> Tree:
+        """The train state's parameters where the model expects them, gathered over the replicas where it must."""
+        return jax.tree.map(self.sharder.gathered, params, self.definition.names, self.definition.travels)
+
+    def _kept(self, grads: Tree) -> Tree:
+        """Gradients placed in the train state's shards; widened after they travelled."""
+
+        def keep(g: jax.Array, names: Any, p: Any) -> jax.Array:
+            g = self.sharder.place(g, self.sharder.stored(names, g.shape))
+            return g.astype(jnp.promote_types(g.dtype, p.dtype))
+
+        return jax.tree.map(keep, grads, self.definition.names, self.definition.params)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A microbatch's part of the loss: what is the same for all of them."""
+
+    definition: Any
+    ready: Tree
+    scale: Sums
+    statistics: Any
+
+    def gradient(self, batch: Batch, key: jax.Array) -> tuple[Tree, tuple[Sums, Any]]:
+        """Gradients of the ready parameters; the sums of the terms and the counts."""
+        known = {} if self.statistics is None else {"statistics": self.statistics}
+
+        def loss(ready: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
+            terms, counts = parted(self.definition.bind(ready).loss({**batch, **known}, key))
+            return total(terms, self.scale), (_split(terms)[0], counts)
+
+        return jax.grad(loss, has_aux=True)(self.ready)
+
+
+def summed(tree: Any) -> Any:
+    """Every leaf summed over its first dim, that of the microbatches."""
+    return jax.tree.map(lambda x: x.sum(0), tree)
+
+
+def _split(terms: Mapping) -> tuple[Sums, Sums]:
+    return {k: v[0] for k, v in terms.items()}, {k: jax.lax.stop_gradient(v[1]) for k, v in terms.items()}
+
+
+def microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
+    """[B, ...] -> [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that no row changes device."""
+    x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+    return sharder.lead(x, ((), sharder.axes(BATCH)))
+
+
+def draws(definition: Definition, params: Tree, batch: Batch, key: jax.Array) -> bool:
+    """Whether the model's loss uses its random key: its numbers then depend on which rows it sees at once."""
+    traced = jax.make_jaxpr(lambda key: definition.bind(params).loss(batch, key))(key)
+    (given,) = traced.jaxpr.invars
+    return any(given in eqn.invars for eqn in traced.jaxpr.eqns)

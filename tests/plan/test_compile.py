@@ -1,0 +1,79 @@
+"""The report of a config from a process of its own, and memory against the arrays themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from test_communication import TINY
+from wire_theory import communication, configured
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.plan import compile, memory, step
+from jaxtrain.plan.communication import from_dict, permutes_in_conditionals
+from jaxtrain.train.program import build
+
+KEYS = {key.replace("__", "."): value for key, value in TINY.items()}
+
+
+def test_a_process_of_its_own_reports_the_same(tmp_path):
+    config = configured("fsdp", {"fsdp": 4}, KEYS)
+    report = compile.measure(config, None, "cpu:4", hlo=tmp_path / "step.hlo")
+    assert report.rows == communication("fsdp", **TINY)
+    assert report.sizes == {"replica": 1, "pipeline": 1, "data": 1, "fsdp": 4, "expert": 1, "context": 1, "model": 1}
+    assert permutes_in_conditionals((tmp_path / "step.hlo").read_text()) == []
+    written = json.loads(json.dumps(report.as_dict()))
+    assert from_dict(written["rows"]) == report.rows
+    assert dataclasses.asdict(report.memory) == written["memory"]
+    batch = 5 * 8 // 4 * 64 * 4  # five arrays of 8 rows of 64 numbers, over 4 devices
+    assert sum(report.state.values()) + batch == pytest.approx(report.memory.arguments, abs=64)
+
+
+def test_problems_in_the_other_process_are_one_line():
+    config = configured("fsdp", {"fsdp": 3}, KEYS)
+    with pytest.raises(UserError, match="has 3 places for 4 devices") as caught:
+        compile.measure(config, None, "cpu:4")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["hsdp"])
+def test_state_bytes_are_those_of_the_arrays(layout: str):
+    config = configured(layout, {"data": 2, "fsdp": 4}, {**KEYS, "optimizer.ema": 0.99})
+    program = build(config, 1024, jax.devices())
+    state = program.init()
+    held = {
+        name: sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
+            if shard.device == jax.devices()[0]
+        )
+        for name, tree in state.items()
+    }  # fmt: skip
+    assert memory.state_bytes(program.state) == held
+    assert held["ema"] == held["params"] > 0
+
+
+def test_a_dim_that_does_not_divide_counts_as_padded():
+    mesh = SimpleNamespace(shape={"fsdp": 4, "model": 2})
+    sharding = SimpleNamespace(mesh=mesh, spec=(("fsdp", "model"), None, "model"))
+    leaf = SimpleNamespace(shape=(10, 3, 5, 7), dtype=np.dtype("float32"), sharding=sharding)
+    assert memory.leaf_bytes(leaf) == 2 * 3 * 3 * 7 * 4
+    whole = SimpleNamespace(shape=(10, 3), dtype=np.dtype("int8"), sharding=None)
+    assert memory.state_bytes({"params": {"a": leaf, "b": [whole, (whole,)]}}) == {"params": 504 + 60}
+
+
+def test_a_users_own_data_needs_an_example():
+    program = build(configured("fsdp", {"fsdp": 4}, KEYS), 1024, jax.devices()[:4])
+    data = program.config.data.model_copy(update={"type": "mine:Data"})
+    program = dataclasses.replace(program, config=program.config.model_copy(update={"data": data}))
+    with pytest.raises(UserError, match=r"data\.type mine:Data: .* example batch"):
+        step.abstract_batch(program)
+    batch = step.abstract_batch(program, {"x": np.zeros((1, 3), np.float32), "y": np.zeros(1, np.int32)})
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()} == {
+        "x": ((8, 3), np.float32),
+        "y": ((8,), np.int32),
+    }
