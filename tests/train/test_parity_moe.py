@@ -149,3 +149,11 @@ def test_decoding_on_a_mesh_equals_one_device():
 
     many, one = logits(shared("gshard", "fsdp_ep_tp")), logits(shared("gshard"))
     np.testing.assert_allclose(many, one, rtol=1e-4, atol=1e-5)
+
+
+def test_selection_biases_stay_float32_where_weights_are_bfloat16():
+    run = program("dropless", "fsdp_ep_tp_sp", precision="bf16_pure")
+    state, metrics = harness.run(run, 2)
+    moe = state["params"]["layers"]["moe"]
+    assert (moe["bias"].dtype, moe["up"].dtype, moe["router"].dtype) == ("float32", "bfloat16", "bfloat16")
+    np.testing.assert_allclose(metrics["loss"], one_device("dropless")[1]["loss"][:2], rtol=2e-3)
