@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.config import UserError, resolve
+from jaxtrain.config import UserError, load
 from jaxtrain.config.cross import cross_problems, divisors
 from jaxtrain.config.errors import did_you_mean, join
 from jaxtrain.config.output import as_dict
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.mesh.axes import AXES, shape_text
 from jaxtrain.models.check import check_config
 
+Load = Callable[[str], Config]
 OWN = "(its own)"  # the layout that the config itself describes
 
 
@@ -32,7 +33,7 @@ class Candidate:
 
 
 def candidates(
-    path: str | Path, overrides: Sequence[str], small: Config, names: Sequence[str], devices: int
+    small: Config, names: Sequence[str], devices: int, *, folder: Path | None = None, load_layout: Load | None = None
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Every legal mesh of every layout asked for, and why a layout has none.
 
@@ -40,15 +41,15 @@ def candidates(
     mesh of each layout is tried with two microbatches as well.
 
     Args:
-        path, overrides: of the user's config; layouts are looked for beside it too.
-        small: that config, made small.
+        small: the user's config, made small.
         names: layouts, or `all`.
         devices: to share out.
+        folder: of the user's config; layouts are looked for beside it too.
+        load_layout: the user's config under a layout of that name; default: the defaults under it.
 
     Raises:
         UserError: a layout that does not exist.
     """
-    folder = Path(path).parent
     known = layout_names(folder)
     for name in names:
         if name not in (*known, OWN, "all") and not name.endswith((".yaml", ".yml")):
@@ -58,7 +59,7 @@ def candidates(
     refused: dict[str, str] = {}
     seen: set[str] = set()
     for name in wanted:
-        layout = small if name == OWN else _with_layout(path, overrides, name, small)
+        layout = small if name == OWN else _with_layout(small, (load_layout or _defaults)(name))
         legal, reason = _legal(layout, devices)
         if not legal:
             refused[name] = reason
@@ -69,11 +70,13 @@ def candidates(
     return found, refused
 
 
-def _with_layout(path: str | Path, overrides: Sequence[str], name: str, small: Config) -> Config:
-    """The small config under another layout."""
-    kept = [text for text in overrides if not text.startswith(("layout", "mesh", "rules", "zero", "context"))]
-    other, _ = resolve(path, *kept, f"layout={name}", paths=False)
-    return small.model_copy(update={key: getattr(other, key) for key in ("layout", "mesh", "rules", "zero", "context")})
+def _defaults(name: str) -> Config:
+    return load(None, f"layout={name}")
+
+
+def _with_layout(small: Config, other: Config) -> Config:
+    """The small config under the layout of the other."""
+    return small.model_copy(update={key: getattr(other, key) for key in ("layout", *LAYOUT_KEYS)})
 
 
 def _legal(config: Config, devices: int) -> tuple[list[Config], str]:

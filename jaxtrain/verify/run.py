@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.config import ConfigError, UserError, resolve
 from jaxtrain.config.errors import join
-from jaxtrain.config.schema import Config, Mesh
+from jaxtrain.config.schema import LAYOUT_KEYS, Config, Mesh
 from jaxtrain.data.dataset import open_datasets
 from jaxtrain.mesh.rules import BATCH
 from jaxtrain.plan.communication import report, summary
@@ -94,7 +94,11 @@ def verify(
         raise UserError(f"--inject: no fault `{inject}`; expected {join(INJECTIONS)}")
     config, _ = resolve(path, *overrides, paths=False)
     small, changes = shrunk(config, devices)
-    found, refused = candidates(path, overrides, small, layouts, devices)
+    kept = [text for text in overrides if not text.startswith(("layout", *LAYOUT_KEYS))]
+    found, refused = candidates(
+        small, layouts, devices, folder=Path(path).parent,
+        load_layout=lambda name: resolve(path, *kept, f"layout={name}", paths=False)[0],
+    )  # fmt: skip
     every = platform.start(small)
     split = Rows(small) if small.model.type == "decoder" else open_datasets(small.data, small.seed, progress)[0]
     hosts = [dict(split.batch(step, slice(None))) for step in range(steps)]

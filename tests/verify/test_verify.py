@@ -39,7 +39,7 @@ def reference(path: Path) -> tuple:
     """The small config, its data, one device, and the layout `3d` with two microbatches."""
     small, _ = shrunk(load(path), 8)
     small = small.model_copy(update={"model": small.model.model_copy(update={"layers": 1})})
-    found, _ = candidates(path, [], small, ["3d"], 8)
+    found, _ = candidates(small, ["3d"], 8)
     split = Rows(small)
     hosts = [split.batch(step, slice(None)) for step in range(2)]
     alone = small.model_copy(update={"mesh": Mesh(), "rules": {}, "simulate": None})
@@ -57,7 +57,7 @@ def test_a_large_config_shrinks_and_says_how(path):
 
 def test_every_legal_mesh_once(path):
     small, _ = shrunk(load(path), 8)
-    found, refused = candidates(path, [], small, ["fsdp_tp", "tp", "(its own)", "fsdp"], 8)
+    found, refused = candidates(small, ["fsdp_tp", "tp", "(its own)", "fsdp"], 8)
     meshes = [(c.layout, c.mesh, c.config.step.accumulate) for c in found]
     assert ("fsdp_tp", "fsdp 4 x model 2", 1) in meshes
     assert ("tp", "data 4 x model 2", 1) in meshes
@@ -65,10 +65,10 @@ def test_every_legal_mesh_once(path):
     assert len(set(meshes)) == len(meshes)
     assert not any("model 8" in mesh for _, mesh, _ in meshes)  # two key/value heads
     assert not refused
-    _, refused = candidates(path, [], small, ["fsdp_tp"], 3)
+    _, refused = candidates(small, ["fsdp_tp"], 3)
     assert "fsdp_tp" in refused
     with pytest.raises(UserError, match="did you mean `fsdp_tp`"):
-        candidates(path, [], small, ["fsdp_pt"], 8)
+        candidates(small, ["fsdp_pt"], 8)
 
 
 def test_a_right_layout_is_equal(path):
