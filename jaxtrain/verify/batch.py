@@ -11,7 +11,7 @@ Batch = dict[str, np.ndarray]
 
 
 def packed(step: int, rows: int, tokens: int, vocab: int) -> Batch:
-    """Three documents a row of random lengths; the last row is mostly padding.
+    """Three documents a row of random lengths, of tokens few of which are frequent; the last row is mostly padding.
 
     Returns:
         tokens, targets, positions, segments int32 and weights float32, all [rows, tokens].
@@ -23,7 +23,7 @@ def packed(step: int, rows: int, tokens: int, vocab: int) -> Batch:
         end = tokens if row < rows - 1 else max(6, tokens // 6)
         cuts = [0, *sorted(rng.choice(np.arange(1, end), size=2, replace=False)), end]
         for segment, (start, stop) in enumerate(itertools.pairwise(cuts), start=1):
-            document = rng.integers(0, vocab, stop - start + 1)
+            document = (vocab * rng.random(stop - start + 1) ** 4).astype(np.int32)
             batch["tokens"][row, start:stop], batch["targets"][row, start:stop] = document[:-1], document[1:]
             batch["positions"][row, start:stop] = np.arange(stop - start)
             batch["segments"][row, start:stop] = segment

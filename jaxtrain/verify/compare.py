@@ -12,7 +12,7 @@ import numpy as np
 Flat = Mapping[str, np.ndarray]
 
 LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative; an update divides by small numbers
-FLOOR = 1e-5  # of the whole gradient's norm: a tensor with less is compared with this
+FLOOR = 1e-4  # of the median tensor's norm: a tensor with less is compared with this
 MATCH = 1e-3  # a broken gradient is explained by a cause to this, relative
 
 
@@ -35,7 +35,7 @@ class Verdict:
 
 def differences(got: Flat, want: Flat) -> dict[str, float]:
     """Path -> ||got - want|| / ||want||; infinite where it is not finite."""
-    floor = FLOOR * norm(want)
+    floor = FLOOR * float(np.median([np.linalg.norm(value) for value in want.values()]))
     found = {}
     for path, value in want.items():
         off = float(np.linalg.norm(got[path] - value)) / max(float(np.linalg.norm(value)), floor, 1e-30)
