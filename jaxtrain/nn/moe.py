@@ -46,7 +46,7 @@ class MoE(nnx.Module):
         Args:
             x_BTD: normed residual stream.
             segments_BT: int32 document ids; tokens of segment 0 are padding. None: every one is a token.
-            order_BT: int32 true index of each token in its sequence; None: that of the array.
+            order_BT: int32, rising with the true order of the tokens of a sequence; None: that of the array.
             decoding: no choice is dropped, and the weights stay where they are stored.
         """
         moe, sharder = self.moe, self.env.sharder

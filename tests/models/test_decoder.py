@@ -28,6 +28,7 @@ FAMILIES = {
     },
     "mixtral": {"kv_heads": 2, "moe": {"experts": 4, "top_k": 2}},
     "switch": {"moe": {"experts": 4, "top_k": 1, "capacity": 0.8, "mlp": 24}, "activation": "gelu"},
+    "gshard": {"kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "capacity": 0.8, "mlp": 24}},
     "deepseek": {
         "moe": {"experts": 6, "top_k": 3, "mlp": 16, "shared": 2, "normalize": False, "bias_rate": 1e-3},
         "window": 4, "window_every": 2,

@@ -15,11 +15,14 @@ from jaxtrain.models.define import define, make_env
 
 RULES = harness.RULES | {"batch": ["data", "fsdp", "expert"], "embed": ["fsdp", "expert"], "expert": "expert"}
 NO_SEQUENCE = {k: v for k, v in RULES.items() if k != "sequence"}
+CONTEXT = RULES | {"context": "context", "sequence": ["context", "model"], "embed": ["fsdp", "expert", "context"]}
 LAYOUTS = {
     "ep": ({"expert": 8}, RULES),
     "dp_ep": ({"data": 2, "expert": 4}, RULES),
     "fsdp_ep_tp_sp": ({"fsdp": 2, "expert": 2, "model": 2}, RULES),
     "fsdp_ep_tp": ({"fsdp": 2, "expert": 2, "model": 2}, NO_SEQUENCE),
+    "dp_ep_tp": ({"data": 2, "expert": 2, "model": 2}, RULES),
+    "ep_cp_tp": ({"expert": 2, "context": 2, "model": 2}, CONTEXT),
 }
 KINDS = {
     "dropless": {"experts": 8, "top_k": 2, "mlp": 16, "shared": 1, "bias_rate": 1e-3},
@@ -65,7 +68,7 @@ def params(kind: str):
 def gradients(kind: str, program):
     """Gradients, sums, weights and counts of one batch, in as many parts as the config says."""
     placed = jax.tree.map(lambda p, s: jax.device_put(p, s.sharding), params(kind), program.state["params"])
-    return jax.jit(program.gradients)(placed, harness.batch(0), jax.random.key(0))
+    return jax.jit(program.gradients)(placed, harness.placed(program, 0), jax.random.key(0))
 
 
 @functools.cache
@@ -97,11 +100,21 @@ def test_every_gradient_equals_one_device(kind: str, layout: str):
 
 @pytest.mark.parametrize(
     ("kind", "layout", "step"),
-    [("dropless", None, {"accumulate": 4}), ("gshard", "fsdp_ep_tp_sp", {"accumulate": 2, "remat": "full"})],
-)
+    [("dropless", None, {"accumulate": 4}), ("gshard", "fsdp_ep_tp_sp", {"accumulate": 2, "remat": "full"}),
+     ("dropless", "dp_ep_tp", {"accumulate": 2})],
+)  # fmt: skip
 def test_accumulation_balances_the_whole_batch(kind: str, layout: str | None, step: dict):
-    """A balance loss of each microbatch by itself would be another loss."""
+    """A balance loss of each microbatch, or of each replica, by itself would be another loss."""
     equal(kind, gradients(kind, program(kind, layout, step=step)))
+
+
+def test_the_order_of_the_ring_drops_the_same_tokens():
+    """Rows lie in zig-zag order over `context`: places go by the order of the tokens, not by that of the array."""
+    equal("gshard", gradients("gshard", program("gshard", "ep_cp_tp", context="ring")))
+
+
+def test_expert_weights_stored_over_the_replicas():
+    equal("gshard", gradients("gshard", program("gshard", "dp_ep", zero=3)))
 
 
 def test_full_remat_does_not_change_the_result():

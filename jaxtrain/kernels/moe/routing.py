@@ -76,7 +76,8 @@ def route(
         capacity: places of an expert over its even share of a sequence; None takes every choice. First choices of
             all tokens go before second ones, earlier tokens before later ones, in each sequence by itself: groups
             that followed the devices would drop other tokens on other layouts.
-        order_BT: int32 true index of each token in its sequence, where the arrays are in another order.
+        order_BT: int32, rising with the true order of the tokens of a sequence, no two alike, where the arrays may be
+            in another order.
         sharder: places whole rows on one device for the ranks.
     """
     experts = logits_BTE.shape[-1]
@@ -130,10 +131,13 @@ def ranks(expert_BTK: Array, experts: int, order_BT: Array | None, sharder: Shar
     B, T, K = expert_BTK.shape
     order_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)) if order_BT is None else order_BT
     expert_BTK = sharder.constrain(expert_BTK, BATCH, None, None)
-    age_BTK = order_BT[..., None].astype(jnp.int32) + T * jnp.arange(K, dtype=jnp.int32)
-    index = jnp.broadcast_to(jnp.arange(T * K, dtype=jnp.int32), (B, T * K))
-    flat = (expert_BTK.reshape(B, -1), sharder.constrain(age_BTK, BATCH, None, None).reshape(B, -1), index)
-    by_expert, _, index = lax.sort(flat, dimension=1, num_keys=2)
+    order_BT = sharder.constrain(order_BT.astype(jnp.int32), BATCH, None)
+    order, choice, index = (
+        jnp.broadcast_to(x, (B, T, K)).reshape(B, -1)
+        for x in (order_BT[..., None], jnp.arange(K, dtype=jnp.int32), jnp.arange(T * K, dtype=jnp.int32).reshape(T, K))
+    )
+    keys = (expert_BTK.reshape(B, -1), choice, order)
+    by_expert, _, _, index = lax.sort((*keys, index), dimension=1, num_keys=3)
     count_BE = jnp.sum(expert_BTK[..., None] == jnp.arange(experts + 1), (1, 2), dtype=jnp.int32)
     start_BE = jnp.cumsum(count_BE, 1) - count_BE
     rank = jnp.arange(T * K, dtype=jnp.int32) - jnp.take_along_axis(start_BE, by_expert, 1)
