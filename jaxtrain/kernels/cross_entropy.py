@@ -87,6 +87,16 @@ def cross_entropy(
     return terms
 
 
+def recomputes(vocab: int, chunks: int) -> bool:
+    """Whether the backward pass computes the logits of a shard of `vocab` ids again: they are in several chunks."""
+    return _chunk(vocab, chunks) < vocab
+
+
+def _chunk(part: int, chunks: int) -> int:
+    """Ids of a chunk."""
+    return min(part, max(SMALLEST, -(-part // (chunks * LANES)) * LANES))
+
+
 def _check(x: Array, head: Array, targets: Array, weights: Array, chunks: int, tied: bool, smoothing: float) -> None:
     if x.ndim != 3 or head.ndim != 2 or head.shape[1 if tied else 0] != x.shape[-1]:
         want = "[vocab, embed]" if tied else "[embed, vocab]"
@@ -133,7 +143,7 @@ class _Plan:
         held = tuple(a for dim in parameter for a in dim if a in gathered)  # FSDP axes, kept on embed until used
         shards = prod(sharder.mesh.shape[a] for a in over) if sharder.mesh is not None else 1
         part = -(-shape[vocab] // shards)
-        size = min(part, max(SMALLEST, -(-part // (chunks * LANES)) * LANES))
+        size = _chunk(part, chunks)
         order = (lambda embed: (over, (), embed)) if tied else (lambda embed: (embed, over, ()))
         return cls(
             sharder=sharder,

@@ -28,7 +28,9 @@ class Flops:
     convention: str = CONVENTION
 
 
-def decoder_flops(model: Model, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none") -> Flops:
+def decoder_flops(
+    model: Model, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none", head_again: bool = True
+) -> Flops:
     """FLOPs of a train step of the decoder, per token.
 
     Args:
@@ -36,9 +38,10 @@ def decoder_flops(model: Model, vocab: int, sequence: int, remat: str | tuple[st
         vocab: size of the head.
         sequence: tokens per sequence, T.
         remat: `none`, `full`, `dots` or the saved names, as in `step.remat`.
+        head_again: the loss computes its logits again for the backward pass (see `kernels.cross_entropy.recomputes`).
     """
     head = 2 * model.embed * vocab
-    forward, again = float(head), float(head)
+    forward, again = float(head), float(head_again * head)
     for layers, window in layer_windows(model):
         terms = layer_matmuls(model, attended(sequence, window))
         forward += layers * sum(terms.values())

@@ -17,6 +17,7 @@ from jaxtrain.config import Config, ConfigError, dump_yaml
 from jaxtrain.config.errors import Problem, UserError
 from jaxtrain.config.output import as_dict
 from jaxtrain.data.dataset import TextDataset, open_datasets
+from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh import layout as layouts
 from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
 from jaxtrain.observe.meter import Meter, device_memory
@@ -247,7 +248,8 @@ def _cache_progress(screen: Screen) -> Any:
 def _flops(config: Config, program: Program, data: Any) -> Flops | None:
     if config.model.type == "decoder":
         vocab = program.definition.params["embed"]["table"].shape[0]
-        return decoder_flops(config.model, vocab, config.data.sequence, config.step.remat)
+        again = recomputes(vocab // program.sharder.size("vocab"), config.loss.chunks)
+        return decoder_flops(config.model, vocab, config.data.sequence, config.step.remat, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
     return user_flops(program.definition.bind(program.definition.params), shapes, config.data.global_batch)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config, Model
+from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import define, make_env
 from jaxtrain.observe.flops import (
@@ -96,12 +97,21 @@ MOE = {"moe": {"experts": 4, "top_k": 2, "mlp": 24, "shared": 1, "capacity": 1.0
 @pytest.mark.parametrize("variant", [{}, {"activation": "gelu", "qk_norm": True}, {"post_norm": True}, MOE], ids=str)
 @pytest.mark.parametrize("remat", REMATS, ids=str)
 def test_traced_matmuls(remat, variant):
-    grad, args, model = gradients(SMALL | variant, remat, chunks=4)
+    grad, args, model = gradients(SMALL | variant, remat, chunks=4, vocab=1024)
     traced = traced_dots(jax.make_jaxpr(grad)(*args).jaxpr) / 64
-    want = hardware_flops(model, remat, 32, 96)
+    want = hardware_flops(model, remat, 32, 1024)
     if isinstance(remat, tuple) and "attention" in remat:  # scores recomputed by a plain kernel are not counted
         want += model.layers * layer_matmuls(model, 32)["scores"]
     assert traced == pytest.approx(want, rel=1e-9)
+
+
+def test_an_only_chunk_keeps_its_logits():
+    grad, args, model = gradients(SMALL, vocab=96)
+    traced = traced_dots(jax.make_jaxpr(grad)(*args).jaxpr) / 64
+    assert traced == pytest.approx(hardware_flops(model, "none", 32, 96) - 2 * 32 * 96, rel=1e-9)
+    assert [recomputes(96, 8), recomputes(512, 8), recomputes(1024, 1), recomputes(1024, 2)] == [0, 0, 0, 1]
+    kept, again = (decoder_flops(model, 96, 32, head_again=again).hardware for again in (False, True))
+    assert again - kept == 2 * 32 * 96
 
 
 def test_xla_cost_analysis():

@@ -63,7 +63,7 @@ def test_every_legal_mesh_once(path):
     assert ("tp", "data 4 x model 2", 1) in meshes
     assert ("fsdp", "fsdp 8", 2) in meshes
     assert len(set(meshes)) == len(meshes)
-    assert not any("model 8" in mesh for _, mesh, _ in meshes)  # two key/value heads
+    assert ("tp", "model 8", 1) in meshes  # two key/value heads are repeated
     assert not refused
     _, refused = candidates(small, ["fsdp_tp"], 3)
     assert "fsdp_tp" in refused
@@ -121,11 +121,17 @@ def test_compare_by_hand():
 
 
 def test_collectives_in_a_line():
-    text = """HloModule m, entry_computation_layout={(f32[8])->f32[8]}
-add { x = f32[] parameter(0)
-  y = f32[] parameter(1)
-  ROOT s = f32[] add(x, y) }
-ENTRY main { p = f32[250000] parameter(0)
-  ROOT r = f32[250000] all-reduce(p), replica_groups={{0,1}}, to_apply=add }
+    text = """HloModule m, entry_computation_layout={(f32[250000]{0})->f32[250000]{0}}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %s = f32[] add(%x, %y)
+}
+
+ENTRY %main (p: f32[250000]) -> f32[250000] {
+  %p = f32[250000]{0} parameter(0)
+  ROOT %r = f32[250000]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+}
 """
     assert collectives(text, {"data": 2}) == "data 1 AR 1 MB"
