@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
@@ -66,58 +68,38 @@ class Gradients:
         weights = jax.tree.map(lambda w: w.sum(0), jax.lax.scan(weigh, None, (micro, keys))[1])
         scale = {name: loss_scale * value for name, value in scales(weights).items()}
         first = jax.tree.map(lambda x: x[0], micro)
-        once = self.local is not None and not draws(self.definition, ready, first, key)
-        add, zeros, finish = (self._once if once else self._each)(params, ready, scale)
-        grads, sums = jax.lax.scan(add, zeros, (micro, keys))
-        return finish(grads), jax.tree.map(lambda s: s.sum(0), sums), weights
+        add_up = self._each
+        if self.local is not None and not draws(self.definition, ready, first, key):
+            add_up = partial(self._once, self.local)
+        grads, sums = add_up(ready, micro, keys, scale)
+        return grads, jax.tree.map(lambda s: s.sum(0), sums), weights
 
-    def _each(self, params: Tree, ready: Tree, scale: Sums) -> tuple[Any, Tree, Any]:
-        """Every microbatch's gradients reduced into the train state's shards."""
+    def _each(self, ready: Tree, micro: Batch, keys: jax.Array, scale: Sums) -> tuple[Tree, Sums]:
+        """Every microbatch's gradients reduced into the train state's shards as they come; sums of each."""
+        return _added_up(self.definition, self._kept, ready, micro, keys, scale)
 
-        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Sums]:
-            more, sums = jax.grad(_loss, argnums=1, has_aux=True)(self.definition, ready, *inputs, scale)
-            return self._kept(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, self._kept(more))), sums
+    def _once(self, local: Definition, ready: Tree, micro: Batch, keys: jax.Array, scale: Sums) -> tuple[Tree, Sums]:
+        """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch.
 
-        zeros = self._kept(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-        return add, zeros, lambda grads: grads
-
-    def _once(self, params: Tree, ready: Tree, scale: Sums) -> tuple[Any, Tree, Any]:
-        """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch."""
-        local, mesh = self.local, self.sharder.mesh
-        assert local is not None
-        assert mesh is not None
-        count = mesh.shape[REPLICAS]
-        rest = tuple(axis for axis in self.sharder.axes(BATCH) if axis != REPLICAS)
-
-        def own(x: jax.Array) -> jax.Array:
-            return self.sharder.lead(x.reshape(count, -1, *x.shape[1:]), ((REPLICAS,), rest))
+        A shard_map over the replicas, because a vmap would take kernels through their batching rules, which cuDNN's
+        attention does not have for packed documents, and both branches of every conditional.
+        """
+        inner = self.sharder.without(REPLICAS)
 
         def placed(grads: Tree) -> Tree:
-            inner = self.sharder.without(REPLICAS)
-            return jax.tree.map(
-                lambda g, names: self.sharder.place(g, ((REPLICAS,), *inner.stored(names, g.shape[1:]))),
-                grads, self.definition.names,
-            )  # fmt: skip
+            return jax.tree.map(lambda g, names: inner.place(g, inner.stored(names, g.shape)), grads, local.names)
 
-        def gradient(batch: Batch, key: jax.Array) -> tuple[Tree, Sums]:
-            return jax.grad(_loss, argnums=1, has_aux=True)(local, ready, batch, key, scale)
+        def own(*args: Any) -> tuple[Tree, Sums]:
+            return jax.tree.map(lambda x: x[None], _added_up(local, placed, *args))
 
-        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Sums]:
-            batch, key = inputs
-            run = jax.vmap(gradient, in_axes=(0, None), spmd_axis_name=REPLICAS)
-            more, sums = run(jax.tree.map(own, batch), key)
-            grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))
-            return placed(grads), jax.tree.map(lambda s: s.sum(0), sums)
-
-        def finish(grads: Tree) -> Tree:
+        def reduced(g: jax.Array, dtype: Any) -> Any:
             # lax.reduce, because jnp.sum would widen what travels to float32.
-            def reduced(g: jax.Array, dtype: Any) -> jax.Array:
-                return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+            return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
-            return self._kept(jax.tree.map(reduced, grads, self.definition.travels))
-
-        zeros = placed(jax.tree.map(lambda p: jnp.zeros((count, *p.shape), jnp.float32), params))
-        return add, zeros, finish
+        specs = (P(), P(None, REPLICAS), P(), P())
+        grads, sums = self.sharder.map(own, specs, P(REPLICAS), axes=(REPLICAS,))(ready, micro, keys, scale)
+        grads = self._kept(jax.tree.map(reduced, grads, self.definition.travels))
+        return grads, jax.tree.map(lambda s: s.sum(0), sums)
 
     def _ready(self, params: Tree) -> Tree:
         """The train state's parameters where the model expects them, gathered over the replicas where it must."""
@@ -132,6 +114,19 @@ class Gradients:
             )
 
         return jax.tree.map(keep, grads, self.definition.names, self.definition.params)
+
+
+def _added_up(
+    definition: Definition, placed: Callable[[Tree], Tree], ready: Tree, micro: Batch, keys: jax.Array, scale: Sums
+) -> tuple[Tree, Sums]:
+    """Float32 gradients of all microbatches, `placed` after each; the sums of every one's terms [microbatches]."""
+
+    def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Sums]:
+        more, sums = jax.grad(_loss, argnums=1, has_aux=True)(definition, ready, *inputs, scale)
+        return placed(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))), sums
+
+    zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), ready))
+    return jax.lax.scan(add, zeros, (micro, keys))
 
 
 def _loss(definition: Definition, ready: Tree, batch: Batch, key: jax.Array, scale: Sums) -> tuple[jax.Array, Sums]:
