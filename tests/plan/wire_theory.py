@@ -153,12 +153,12 @@ class Sizes:
 
 
 def ddp(s: Sizes) -> Rows:
-    """Each gradient is reduced once; the table's in float32."""
+    """Each gradient is reduced once."""
     twice = 2 * s.ring("data")
     return {
         ("all-reduce", "data", "layers"): (2 * s.layers, twice * s.layers * (s.weights * s.width + s.norms)),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width),
-        ("all-reduce", "data", "edges"): (2, twice * (s.head + s.embed) * 4),
+        ("all-reduce", "data", "edges"): (2, twice * (s.head * s.width + s.embed * 4)),
     }
 
 
@@ -185,7 +185,7 @@ def hsdp(s: Sizes) -> Rows:
     return _moved_norms(fsdp(s), "fsdp", "data+fsdp", s) | {
         ("all-reduce", "data", "layers"): (s.layers, twice * s.layers * s.weights * s.width / shards),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width / shards),
-        ("all-reduce", "data", "edges"): (1, twice * s.head * 4 / shards),
+        ("all-reduce", "data", "edges"): (1, twice * s.head * s.width / shards),
     }
 
 
@@ -205,12 +205,12 @@ def _statistics(s: Sizes) -> float:
 
 
 def _replicas(s: Sizes) -> Rows:
-    """Gradients of tensor-parallel shards over data; the table's in float32."""
+    """Gradients of tensor-parallel shards over data."""
     twice, split = 2 * s.ring("data"), s.axes["model"]
     return {
         ("all-reduce", "data", "layers"): (s.layers, twice * s.layers * s.weights * s.width / split),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width / split),
-        ("all-reduce", "data", "edges"): (1, twice * s.head * 4 / split),
+        ("all-reduce", "data", "edges"): (1, twice * s.head * s.width / split),
     }
 
 
@@ -220,7 +220,7 @@ def tp(s: Sizes) -> Rows:
     twice, over = 2 * s.ring("data"), ("all-reduce", "data")
     return own | {
         (*over, "layers"): (2 * s.layers, own[*over, "layers"][1] + twice * s.layers * s.norms),
-        (*over, "edges"): (1, own[*over, "edges"][1] + twice * s.embed * 4),
+        (*over, "edges"): (2, own[*over, "edges"][1] + twice * s.embed * 4),
         ("all-reduce", "model", "layers"): (5 * s.layers, 5 * s.layers * stream),
         ("all-reduce", "model", "loss"): (3, stream + _statistics(s)),
         ("all-reduce", "model", "edges"): (1, stream),
