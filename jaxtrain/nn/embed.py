@@ -86,9 +86,7 @@ class _Lookup:
         if self.sharder.mesh is None:
             return body(operand, tokens)
         group = PartitionSpec(*(None if axis in (*self.vocab, *self.width) else axis for axis in self.split))
-        # Unchecked, because what varies over which axis is settled here and nothing is differentiated inside.
-        mapped = jax.shard_map(body, mesh=self.sharder.mesh, in_specs=(place, group), out_specs=out, check_vma=False)
-        return mapped(operand, tokens)
+        return self.sharder.map(body, (place, group), out)(operand, tokens)
 
     def ids(self, tokens: Array) -> Array:
         """Rows of a shard's part of the table; one past its end for tokens that another shard holds."""
