@@ -20,10 +20,11 @@ FORBIDDEN = {"jit", "scan", "Optimizer", "get_partition_spec", "vmap", "grad", "
 
 WITHOUT_JAX = (
     "jaxtrain", "jaxtrain.config", "jaxtrain.mesh.axes", "jaxtrain.mesh.rules", "jaxtrain.mesh.layout",
-    "jaxtrain.mesh.check", "jaxtrain.models.tensors", "jaxtrain.models.check", "jaxtrain.data", "jaxtrain.cli.main",
-    "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress", "jaxtrain.observe.flops",
-    "jaxtrain.checkpoint", "jaxtrain.plan.communication", "jaxtrain.plan.memory", "jaxtrain.plan.targets",
-    "jaxtrain.plan.compile",
+    "jaxtrain.mesh.check", "jaxtrain.mesh.context", "jaxtrain.models.tensors", "jaxtrain.models.check", "jaxtrain.data",
+    "jaxtrain.cli.main", "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress",
+    "jaxtrain.observe.flops", "jaxtrain.checkpoint", "jaxtrain.plan.communication", "jaxtrain.plan.memory",
+    "jaxtrain.plan.targets", "jaxtrain.plan.compile", "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
+    "jaxtrain.verify.compare",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schem
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.check import check_config
 
-__all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", "schema", "train"]
+__all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", "schema", "train", "verify"]
 
 
 def config(args: argparse.Namespace) -> int:
@@ -98,6 +98,29 @@ def generate(args: argparse.Namespace) -> int:
     stream = open_generator(Path(args.run), args.step, _overrides(args), **sampling)
     _write(stream(args.prompt, args.tokens, args.seed))
     return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Compares every layout with one device; 1 where one differs."""
+    if args.simulate < 1 or args.steps < 1:
+        raise UserError("verify: expected --simulate and --steps of at least 1")
+    _before_jax(args)
+    from rich.console import Console
+
+    from jaxtrain.cli.screen import ProgressBar
+    from jaxtrain.verify.run import verify as run
+    from jaxtrain.verify.show import lines, table
+
+    names = [name.strip() for name in args.layouts.split(",") if name.strip()]
+    options = {"layouts": names, "devices": args.simulate, "steps": args.steps, "inject": args.inject}
+    with ProgressBar("verifying") as progress:
+        outcome = run(args.config, args.overrides, **options, progress=progress)
+    console = Console()
+    console.print("shrunk to compile fast, in float32:", *(f"  {change}" for change in outcome.changes), sep="\n")
+    console.print(table(outcome))
+    for line in lines(outcome):
+        console.print(line, markup=False)
+    return 0 if outcome.rows and all(row.is_equal for row in outcome.rows) else 1
 
 
 def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *, resume: bool) -> int:

@@ -79,11 +79,21 @@ def _data(parser: Parser) -> None:
     parser.add_argument("--out", default="tokenizer.json", metavar="FILE", help="tokenizer: file to write")
 
 
+def _verify(parser: Parser) -> None:
+    parser.add_argument("config", help="YAML file")
+    _overrides(parser)
+    parser.add_argument("--layouts", default="all", metavar="A,B", help="layouts to try (all)")
+    parser.add_argument("--simulate", type=int, default=8, metavar="N", help="simulated CPU devices (8)")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="training steps to compare (3)")
+    parser.add_argument("--inject", help=argparse.SUPPRESS)
+
+
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "train": ("train from a config", _train),
     "resume": ("go on from the newest good checkpoint of a run", _resume),
     "eval": ("validation loss of a checkpoint", _eval),
     "generate": ("text from a checkpoint", _generate),
+    "verify": ("prove that no layout changes the losses and gradients of a config", _verify),
     "config": ("print the resolved config and where each value came from", _config),
     "schema": ("print the JSON Schema of the config", _schema),
     "diff": ("compare two configs or runs", _diff),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtrain.config.errors import did_you_mean, join, shown
-from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Model
+from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Model, Moe
 
 # Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
 DECODER_KEYS = tuple(name for name in Model.model_fields if name not in ("type", "options"))
@@ -32,6 +32,7 @@ def cross_problems(config: Config) -> Iterator[Found]:
     if config.model.type == "decoder":
         yield from _heads(config.model)
         yield from _decoder(config.model)
+        yield from _dense(config) if config.model.moe is None else _experts(config.model, config.model.moe)
     yield from _batch(config)
     yield from _schedule(config)
     if config.data.type == "text":
@@ -136,15 +137,56 @@ def _decoder(model: Model) -> Iterator[Found]:
         yield Found((low, high), f"{scaling.low_freq_factor:g} must be below {high} {scaling.high_freq_factor:g}")
 
 
+def _dense(config: Config) -> Iterator[Found]:
+    """Keys that only a mixture of experts reads."""
+    for name in ("balance", "router_z"):
+        if getattr(config.loss, name):
+            yield Found((f"loss.{name}", "model.moe"), "the model has no experts; expected 0, or set model.moe")
+
+
+def _experts(model: Model, moe: Moe) -> Iterator[Found]:
+    """Sizes of a mixture of experts."""
+    count, top_k = moe.experts, moe.top_k
+    if top_k > count:
+        message = f"a token cannot choose {top_k} of {count} experts; expected at most {count}"
+        yield Found(("model.moe.top_k", "model.moe.experts"), message)
+        return
+    if top_k == 1 and moe.normalize:
+        message = (
+            "with one choice every gate would be 1 and the router could not learn; expected false, or top_k above 1"
+        )
+        yield Found(("model.moe.normalize", "model.moe.top_k"), message)
+    if moe.capacity is not None and moe.capacity * top_k > count:
+        message = (
+            f"{moe.capacity:g} even shares of {top_k} in {count} are more places than a sequence has tokens; "
+            f"expected at most {count / top_k:g}, or null to drop none"
+        )
+        yield Found(("model.moe.capacity", "model.moe.top_k", "model.moe.experts"), message)
+    if moe.bias_rate is not None and top_k == count:
+        message = f"every token visits all {count} experts, there is nothing to select; expected null, or a lower top_k"
+        yield Found(("model.moe.bias_rate", "model.moe.top_k"), message)
+    if model.mlp_bias:
+        yield Found(("model.mlp_bias", "model.moe"), "experts have no biases; expected false")
+
+
 def _remat(config: Config) -> Iterator[Found]:
     """Names of values that the decoder marks; a user's own model marks what it likes."""
-    remat = config.step.remat
-    if isinstance(remat, str) or config.model.type != "decoder":
+    remat, offload = config.step.remat, config.step.offload
+    if offload and remat in ("none", "dots"):
+        message = f"{remat} saves more than what has names; expected full or a list of names beside step.offload"
+        yield Found(("step.remat", "step.offload"), message)
+    saved = () if isinstance(remat, str) else remat
+    for name in offload:
+        if name in saved:
+            yield Found(
+                ("step.offload", "step.remat"), f"{shown(name)} is saved on the device too; expected one of both"
+            )
+    if config.model.type != "decoder":
         return
-    for name in remat:
+    for key, name in [*(("step.remat", name) for name in saved), *(("step.offload", name) for name in offload)]:
         if name not in SAVED_NAMES:
             hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join(SAVED_NAMES)}"
-            yield Found(("step.remat",), f"the decoder has no value {shown(name)} to save{hint}")
+            yield Found((key,), f"the decoder has no value {shown(name)} to save{hint}")
 
 
 def _watching(config: Config) -> Iterator[Found]:

@@ -95,6 +95,18 @@ class RopeScaling(Section):
     original_length: PositiveInt = key(8192, "llama3: sequence length before scaling")
 
 
+class Moe(Section):
+    """Mixture of experts: in every layer each token is sent to its `top_k` best of `experts` feed-forward layers."""
+
+    experts: PositiveInt = key(8, "feed-forward layers to choose from")
+    top_k: PositiveInt = key(2, "experts of each token; 1 is Switch")
+    mlp: PositiveInt | None = key(None, "width of one expert; default: model.mlp")
+    shared: Count = key(0, "experts that every token visits besides: one layer of so many times the width")
+    capacity: PositiveFloat | None = key(None, "places per expert over an even share of a sequence; null: none dropped")
+    normalize: Bool | None = key(None, "a token's gates sum to one (Mixtral); default: where top_k is above 1")
+    bias_rate: PositiveFloat | None = key(None, "step of a selection bias that evens the load without a loss")
+
+
 class Model(Section):
     """The model. Sizes carry the logical names of the dims they set."""
 
@@ -107,6 +119,7 @@ class Model(Section):
     kv_heads: PositiveInt | None = key(None, "key/value heads (GQA); default: heads")
     head_dim: PositiveInt | None = key(None, "size of a head; default: embed / heads")
     mlp: PositiveInt = key(1024, "width of the feed-forward layer")
+    moe: Moe | None = key(None, "mixture of experts in place of the feed-forward layer")
     activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "feed-forward activation; *glu are gated")
     attention_bias: Bool = key(False, "biases on the q, k, v projections")
     output_bias: Bool = key(False, "bias on the attention output projection")
@@ -175,6 +188,8 @@ class Loss(Section):
     """Terms of the language-model loss."""
 
     z_loss: NonNegative = key(0.0, "weight of log(Z)^2")
+    balance: NonNegative = key(0.0, "weight of the load-balancing loss of experts, 1 when even")
+    router_z: NonNegative = key(0.0, "weight of log(Z)^2 of the router")
     label_smoothing: Share = key(0.0, "probability mass spread over the vocabulary")
     chunks: PositiveInt = key(8, "vocabulary chunks; full logits never exist")
 
@@ -184,6 +199,7 @@ class Step(Section):
 
     accumulate: PositiveInt = key(1, "microbatches per step")
     remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is saved")
+    offload: tuple[str, ...] = key((), "values that wait for the backward pass in host memory")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
 

@@ -9,6 +9,7 @@ from jaxtrain.config.cross import divisors
 from jaxtrain.config.errors import Problem, did_you_mean, join
 from jaxtrain.config.schema import Mesh
 from jaxtrain.mesh.axes import AXES, shape_text
+from jaxtrain.mesh.rules import asked
 
 Shape = tuple[int, ...]
 Names = tuple[str | None, ...]
@@ -23,6 +24,7 @@ ACTIVATIONS: dict[str, Names] = {
     "the queries": ("batch", "context", "heads", None),
     "the keys and values": ("batch", "context", "kv_heads", None),
     "the feed-forward activations": ("batch", "context", "mlp"),
+    "the activations of the experts": ("expert", None, "mlp"),
     "the logits": ("batch", "context", "vocab"),
 }
 WORDS = {
@@ -154,7 +156,7 @@ def _rule_names(
 
 
 def _twice(
-    rules: Mapping[str, Sequence[str]],
+    rules: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, tuple[Shape, Names]],
     activations: Mapping[str, int],
     sizes: Mapping[str, int | None],
@@ -166,8 +168,8 @@ def _twice(
     found: dict[tuple[str, str, str], list[str]] = {}
     for path, names in tables.items():
         owner: dict[str, tuple[int, str]] = {}
-        for dim, name in enumerate(names):
-            for axis in rules.get(name, ()) if name is not None else ():
+        for dim, (name, axes) in enumerate(zip(names, asked(names, rules))):
+            for axis in axes:
                 if sizes[axis] == 1:
                     continue
                 first, first_name = owner.setdefault(axis, (dim, name or ""))
@@ -182,22 +184,28 @@ def _twice(
 
 
 def _indivisible(
-    rules: Mapping[str, Sequence[str]],
+    rules: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, tuple[Shape, Names]],
     activations: Mapping[str, int],
     sizes: Mapping[str, int | None],
 ) -> Iterable[Problem]:
     """Dims whose size the shards do not divide, one problem for each name and size."""
-    found: dict[tuple[str, int], list[str]] = {}
+    found: dict[tuple[str, int, tuple[str, ...]], list[str]] = {}
     for name, size in activations.items():
-        found.setdefault((name, size), [])
+        if (
+            name == "context"
+            and set(rules.get(name, ())) <= set(rules.get("sequence", ()))
+            and "sequence" in activations
+        ):
+            continue  # found with the sequence
+        found.setdefault((name, size, tuple(rules.get(name, ()))), [])
     for path, (shape, names) in tensors.items():
-        for dim, (name, size) in enumerate(zip(names, shape)):
+        for dim, (name, size, axes) in enumerate(zip(names, shape, asked(names, rules))):
             if name is not None:
-                found.setdefault((name, size), []).append(f"{path} (dim {dim})")
-    for (name, size), paths in found.items():
+                found.setdefault((name, size, axes), []).append(f"{path} (dim {dim})")
+    for (name, size, axes), paths in found.items():
         # An axis of unknown size only multiplies the shards: what the others do not divide stays wrong.
-        counts = {axis: sizes[axis] or 1 for axis in rules.get(name, ()) if sizes[axis] != 1}
+        counts = {axis: sizes[axis] or 1 for axis in axes if sizes[axis] != 1}
         shards = prod(counts.values())
         if size % shards == 0:
             continue

@@ -44,36 +44,58 @@ def check(config: Config, sizes: Mapping[str, int | None]) -> list[Problem]:
         Problems with dotted keys and no places; each says what would be right.
     """
     count = shards(config.rules, sizes)
-    if config.context == "auto" or count is None:
+    if count is None:
         return []
+    own = _own_heads(config, sizes)
     if count == 1:
-        axes = axes_of(CONTEXT, config.rules)
-        more = f"mesh.{axes[0]} above 1" if axes else "a rule `context: context` with mesh.context above 1"
-        message = f"{config.context} crosses the shards of a sequence, and the layout makes none; expected auto, or "
-        return [Problem("", "context", message + more)]
-    found = [*_kernel(config)]
+        return [] if config.context == "auto" else [_useless(config)]
+    found = [*_kernel(config, count, own), *_kv_heads(config, sizes)]
     if config.context == "ring":
         found += _ring(config, count)
-    if config.context == "ulysses" and config.model.type == "decoder":
-        found += _ulysses(config, count, shards(config.rules, sizes, "heads"))
+    if config.context == "ulysses" and own is not None and own % count:
+        found.append(_ulysses(config, count, own))
     return found
 
 
-def _kernel(config: Config) -> Iterator[Problem]:
+def _own_heads(config: Config, sizes: Mapping[str, int | None]) -> int | None:
+    """Query heads of a device; None where they are not known, or are found with the rules not to divide."""
+    over = shards(config.rules, sizes, "heads")
+    if config.model.type != "decoder" or over is None or config.model.heads % over:
+        return None
+    return config.model.heads // over
+
+
+def _useless(config: Config) -> Problem:
+    axes = axes_of(CONTEXT, config.rules)
+    more = f"mesh.{axes[0]} above 1" if axes else "a rule `context: context` with mesh.context above 1"
+    message = f"{config.context} crosses the shards of a sequence, and the layout makes none; expected auto, or {more}"
+    return Problem("", "context", message)
+
+
+def _kernel(config: Config, count: int, own: int | None) -> Iterator[Problem]:
     """Ring and gather test the order of queries and keys that lie apart, which the platforms' kernels cannot."""
-    kernel, able = config.step.attention, ANY_KERNEL
-    if config.context == "gather":
-        able = (*able, "reference")
-    if config.context != "ulysses" and kernel not in able:
-        message = f"`{kernel}` needs whole sequences, and context: {config.context} keeps them in shards; "
-        yield Problem("", "step.attention", f"{message}expected {join(able)}, or context: ulysses")
+    kernel, formulation, other = config.step.attention, config.context, "context: ulysses"
+    if formulation == "auto" and own is not None and own % count:
+        formulation, other = "gather", f"heads that the {count} shards of context divide"
+    if formulation in ("ring", "gather") and kernel not in ANY_KERNEL:
+        message = f"`{kernel}` needs whole sequences, and context: {formulation} keeps them in shards; "
+        yield Problem("", "step.attention", f"{message}expected {join(ANY_KERNEL)}, or {other}")
+
+
+def _kv_heads(config: Config, sizes: Mapping[str, int | None]) -> Iterator[Problem]:
+    """Each device must hold the key/value heads of its own query heads."""
+    heads, kv_heads = ([a for a in axes_of(n, config.rules) if sizes.get(a, 1) != 1] for n in ("heads", "kv_heads"))
+    if config.model.type == "decoder" and heads != kv_heads and config.model.kv_heads != 1:
+        message = "attention across shards of a sequence needs `heads` and `kv_heads` on the same axes; found "
+        where = "kv_heads" if "kv_heads" in config.rules else "heads"
+        yield Problem("", f"rules.{where}", f"{message}{join(heads, 'and')}, and {join(kv_heads, 'and')}")
 
 
 def _ring(config: Config, count: int) -> Iterator[Problem]:
     if config.data.type != "text" and config.model.type != "decoder":
         message = "ring permutes the tokens of a row, and rows of a user's own data for a user's own model may hold "
         yield Problem("", "context", f"{message}anything; expected auto, ulysses or gather")
-    elif config.data.sequence % (2 * count):
+    elif config.data.sequence % count == 0 and config.data.sequence % (2 * count):  # the rest is found with the rules
         chunks, tokens = 2 * count, config.data.sequence
         above = -(-tokens // chunks) * chunks
         nearest = join([above - chunks, above] if above > chunks else [above])
@@ -81,12 +103,8 @@ def _ring(config: Config, count: int) -> Iterator[Problem]:
         yield Problem("", "data.sequence", f"{message}: ring; expected {nearest}, or context: ulysses or gather")
 
 
-def _ulysses(config: Config, count: int, heads_over: int | None) -> Iterator[Problem]:
-    heads = config.model.heads
-    if heads_over is None or heads % heads_over or heads // heads_over % count == 0:
-        return  # heads that do not divide over their own axes are found with the rules
-    own = heads // heads_over
-    split = f"{heads} heads over {heads_over} shards are {own} each, and these" if heads_over > 1 else f"{own} heads"
-    works = join(divisors(own, count))
-    message = f"ulysses hands heads to the {count} shards of context: {split} cannot be split; expected {works} shards"
-    yield Problem("", "context", f"{message}, or context: ring or gather")
+def _ulysses(config: Config, count: int, own: int) -> Problem:
+    over = config.model.heads // own
+    split = f"{own} heads" if over == 1 else f"{config.model.heads} heads over {over} shards are {own} each, and these"
+    message = f"ulysses hands heads to the {count} shards of context: {split} cannot be split; expected "
+    return Problem("", "context", f"{message}{join(divisors(own, count))} shards, or context: ring or gather")

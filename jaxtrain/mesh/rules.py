@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from math import lcm, prod
 
 from jaxtrain.config.errors import UserError
 
@@ -12,7 +12,8 @@ Rules = Mapping[str, tuple[str, ...]]
 
 # Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, layers, expert.
 BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
-EMBED, LAYERS = "embed", "layers"
+EMBED, LAYERS, EXPERT = "embed", "layers", "expert"
+KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards: whole on each
 REPLICAS = "data"  # the mesh axis of replicas, over which ZeRO spreads what they would all hold
 
 
@@ -22,12 +23,12 @@ def axes_of(name: str | None, rules: Rules) -> tuple[str, ...]:
 
 
 def dims_to_axes(names: Sequence[str | None], rules: Rules) -> tuple[tuple[str, ...], ...]:
-    """Mesh axes of every dim of a tensor.
+    """Mesh axes of every dim of a tensor (see `asked`).
 
     Raises:
         ValueError: a mesh axis would shard two dims of the tensor.
     """
-    dims = tuple(axes_of(name, rules) for name in names)
+    dims = asked(names, rules)
     used = [axis for axes in dims for axis in axes]
     for axis in used:
         if used.count(axis) > 1:
@@ -36,13 +37,28 @@ def dims_to_axes(names: Sequence[str | None], rules: Rules) -> tuple[tuple[str, 
     return dims
 
 
-def storage_axes(rules: Rules) -> frozenset[str]:
-    """Axes over which weights are only *stored* in shards: those that split the tokens.
+def asked(names: Sequence[str | None], rules: Rules) -> tuple[tuple[str, ...], ...]:
+    """What the rules ask for each dim of a tensor, be it possible or not.
+
+    In a tensor with a dim `expert`, that dim alone has the axes that split both the experts and the tokens: with
+    `embed: [fsdp, expert]` a dense weight is stored over both axes, an expert's own over `fsdp`.
+    """
+    dims = tuple(axes_of(name, rules) for name in names)
+    if EXPERT not in names:
+        return dims
+    own = frozenset(axes_of(EXPERT, rules)) & storage_axes(rules)
+    return tuple(dim if name == EXPERT else tuple(a for a in dim if a not in own) for name, dim in zip(names, dims))
+
+
+def storage_axes(rules: Rules, names: Sequence[str | None] = ()) -> frozenset[str]:
+    """Axes over which a weight with these dims is only *stored* in shards: those that split the tokens.
 
     A weight meets every token, so over the axes that shard the batch (or the context) it must be gathered
-    before use: this is FSDP. Over the other axes (tensor and expert parallel) it is used as it is stored.
+    before use: this is FSDP. Over the other axes (tensor parallel) it is used as it is stored, and so is a weight
+    with a dim `expert` over the axes of the experts, to which tokens travel.
     """
-    return frozenset(axes_of(BATCH, rules) + axes_of(CONTEXT, rules))
+    split = frozenset(axes_of(BATCH, rules) + axes_of(CONTEXT, rules))
+    return split - frozenset(axes_of(EXPERT, rules)) if EXPERT in names else split
 
 
 def without(names: Sequence[str | None], axes: Iterable[str], rules: Rules) -> tuple[tuple[str, ...], ...]:
@@ -76,3 +92,13 @@ def stored_dims(
         if shape[d] % (count * prod(sizes.get(axis, 1) for axis in dims[d])) == 0:
             return (*dims[:d], (*dims[d], REPLICAS), *dims[d + 1 :])
     return dims
+
+
+def kv_copies(heads: int, kv_heads: int, shards: int) -> int:
+    """How often each key/value head is repeated, so that `shards` can share them out: 1 where they divide already.
+
+    Fewer heads than shards are stored whole on each of these and their *weights* repeated for use: repeated keys and
+    values would be moved and kept several times. 1 too where the query heads could not follow: that is an error.
+    """
+    copies = lcm(kv_heads, shards) // kv_heads
+    return copies if heads % (kv_heads * copies) == 0 else 1

@@ -35,7 +35,7 @@ class Sharder:
         object.__setattr__(self, "rules", zero_rules(self.rules or {}, self.zero))
 
     def without(self, axis: str) -> Sharder:
-        """The same inside a `split` of a mesh axis: no rule names it, nothing is spread over it."""
+        """The same inside a `map` over a mesh axis: no rule names it, nothing is spread over it."""
         rules = {name: tuple(a for a in axes if a != axis) for name, axes in (self.rules or {}).items()}
         return Sharder(self.mesh, rules, manual=self.manual | {axis})
 
@@ -69,6 +69,10 @@ class Sharder:
     def axes(self, name: str | None) -> tuple[str, ...]:
         """Mesh axes that shard a logical name."""
         return axes_of(name, self.rules or {})
+
+    def dims(self, names: Sequence[str | None]) -> Dims:
+        """Mesh axes of every dim of a tensor with these names."""
+        return dims_to_axes(names, self.rules or {})
 
     def size(self, name: str | None) -> int:
         """Number of shards of a logical name."""
@@ -122,8 +126,8 @@ class Sharder:
         rematerialisation gathers again; the gradient is reduced straight into the shards of the train state.
         """
         rules = self.rules or {}
-        placed = dims_to_axes(names, rules)
-        forward = (placed, without(names, storage_axes(rules), rules)) if gather else (placed,)
+        placed = self.dims(names)
+        forward = (placed, without(names, storage_axes(rules, names), rules)) if gather else (placed,)
         return _boundary(self, forward, (self.stored(names, w.shape),), jnp.dtype(dtype), w)
 
     def gathered(self, w: jax.Array, names: Sequence[str | None], dtype: Any) -> jax.Array:
@@ -131,7 +135,7 @@ class Sharder:
 
         Its cotangent is reduced into the shards of the train state.
         """
-        stored, placed = self.stored(names, w.shape), dims_to_axes(names, self.rules or {})
+        stored, placed = self.stored(names, w.shape), self.dims(names)
         return w if stored == placed else _boundary(self, (stored, placed), (stored,), jnp.dtype(dtype), w)
 
 

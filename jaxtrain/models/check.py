@@ -6,7 +6,7 @@ from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh import context
 from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
-from jaxtrain.mesh.rules import BATCH, REPLICAS, axes_of, zero_rules
+from jaxtrain.mesh.rules import BATCH, EXPERT, REPLICAS, axes_of, zero_rules
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -27,7 +27,8 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     tensors = None
     if model.type == "decoder":
         # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-        tensors = decoder_tensors(model, model.vocab or vocab or 0)
+        kv_shards = context.shards(config.rules, axis_sizes(config.mesh, devices or config.simulate)[0], "kv_heads")
+        tensors = decoder_tensors(model, model.vocab or vocab or 0, kv_shards or 1)
     return check_placed(config, tensors, devices or config.simulate)
 
 
@@ -35,7 +36,10 @@ def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None,
     """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
     rules = zero_rules(config.rules, config.zero)
     problems = check(config.mesh, rules, tensors, activations(config), devices)
-    return problems + _zero(config) + context.check(config, axis_sizes(config.mesh, devices)[0])
+    problems += _zero(config) + context.check(config, axis_sizes(config.mesh, devices)[0])
+    if config.model.type == "decoder":
+        problems += _dense(config) if config.model.moe is None else _experts(config)
+    return problems
 
 
 def _zero(config: Config) -> list[Problem]:
@@ -44,6 +48,26 @@ def _zero(config: Config) -> list[Problem]:
         return []
     message = f"stage {config.zero} shares the state out over the replicas of `{REPLICAS}`, and rules.batch has none"
     return [Problem("", "zero", f"{message}; expected 0, or `{REPLICAS}` in rules.batch")]
+
+
+def _dense(config: Config) -> list[Problem]:
+    if config.mesh.expert == 1:
+        return []
+    message = "the model has no experts to share out; expected 1, another layout, or model.moe"
+    return [Problem("", "mesh.expert", message)]
+
+
+def _experts(config: Config) -> list[Problem]:
+    """Tokens travel to the experts from where they are, so the axes of the experts split the batch."""
+    batch, experts = axes_of(BATCH, config.rules), axes_of(EXPERT, config.rules)
+    idle = [axis for axis in experts if axis not in batch and getattr(config.mesh, axis, 1) != 1]
+    if not idle:
+        return []
+    message = (
+        f"does not have `{idle[0]}`, over which rules.{EXPERT} shares out the experts: devices along it would all send "
+        f"the same tokens; expected [{', '.join((*batch, *idle))}]"
+    )
+    return [Problem("", f"rules.{BATCH}", message)]
 
 
 def activations(config: Config) -> dict[str, int]:

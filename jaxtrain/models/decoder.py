@@ -15,16 +15,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import Loss, Model
 from jaxtrain.kernels.cross_entropy import cross_entropy
-from jaxtrain.mesh.rules import BATCH, SEQUENCE
+from jaxtrain.kernels.moe.balance import balance, load_metrics, router_z
+from jaxtrain.kernels.moe.routing import Load
+from jaxtrain.mesh.rules import BATCH, SEQUENCE, kv_copies
 from jaxtrain.nn.attention import Attention, Cache
 from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env, normal
 from jaxtrain.nn.mlp import MLP
+from jaxtrain.nn.moe import MoE
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import frequencies, rotation
 from jaxtrain.nn.stack import scan, stacked
 
 Terms = dict[str, tuple[jax.Array, jax.Array]]
+Counts = dict[str, jax.Array]
 
 
 class Block(nnx.Module):
@@ -42,10 +46,13 @@ class Block(nnx.Module):
             scale=model.attention_scale, softcap=model.attention_softcap, std=std, out_std=out_std, env=env, rngs=rngs,
         )  # fmt: skip
         self.mlp_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
-        self.mlp = MLP(
-            model.embed, model.mlp,
-            activation=model.activation, bias=model.mlp_bias, std=std, out_std=out_std, env=env, rngs=rngs,
-        )  # fmt: skip
+        if model.moe is None:
+            self.mlp = MLP(
+                model.embed, model.mlp,
+                activation=model.activation, bias=model.mlp_bias, std=std, out_std=out_std, env=env, rngs=rngs,
+            )  # fmt: skip
+        else:
+            self.moe = MoE(model, model.moe, std=std, out_std=out_std, env=env, rngs=rngs)
         if model.post_norm:
             self.attention_post_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
             self.mlp_post_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
@@ -58,13 +65,18 @@ class Block(nnx.Module):
         segments_BT: jax.Array | None,
         window: int | None,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """The residual stream after this block, and the extended cache if one came in."""
+        order_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None, Load | None]:
+        """The residual stream after this block, the extended cache if one came in, and the load of experts."""
         branch = self.env.enter(self.attention_norm(x_BTD))
         branch, cache = self.attention(branch, turn, positions_BT, segments_BT, window, cache)
         x_BTD = self._residual(x_BTD, branch, "attention_post_norm")
-        branch = self.mlp(self.env.enter(self.mlp_norm(x_BTD)))
-        return self._residual(x_BTD, branch, "mlp_post_norm"), cache
+        x_normed_BTD, load = self.mlp_norm(x_BTD), None
+        if hasattr(self, "moe"):
+            branch, load = self.moe(x_normed_BTD, segments_BT, order_BT, decoding=cache is not None)
+        else:
+            branch = self.mlp(self.env.enter(x_normed_BTD))
+        return self._residual(x_BTD, branch, "mlp_post_norm"), cache, load
 
     def _residual(self, x_BTD: jax.Array, branch_BTD: jax.Array, post_norm: str) -> jax.Array:
         if hasattr(self, post_norm):
@@ -85,35 +97,70 @@ class Decoder(nnx.Module):
             self.head = env.param(rngs, ("embed", "vocab"), (model.embed, vocab), normal(model.init_std))
 
     def hidden(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array | None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Normed last hidden states [B, T, D] (and the cache, k and v [L, B, S, K, D], extended by T)."""
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        segments_BT: jax.Array | None,
+        cache: Cache | None = None,
+    ) -> tuple[jax.Array, Any, Load | None]:
+        """Normed last hidden states [B, T, D], the cache (k and v [L, B, S, K, D], extended by T), load by layer."""
         model = self.model
         x_BTD = self.embed(tokens_BT)
         if model.embed_scale:
             x_BTD = x_BTD * jnp.asarray(math.sqrt(model.embed), x_BTD.dtype)
         head_dim = model.head_dim or model.embed // model.heads
         turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
-        order_BT = self.env.whole(positions_BT)
+        # Of the tokens of a row, whatever order their array is in.
+        order_BT = None if segments_BT is None else segments_BT * tokens_BT.shape[1] + positions_BT
+        whole_BT = self.env.whole(positions_BT)
         segments_BT = None if segments_BT is None else self.env.whole(segments_BT)
         period = model.window_every
 
         def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
             last_of_group = period > 1 and index == period - 1
-            return block(x_BTD, turn, order_BT, segments_BT, None if last_of_group else model.window, cache)
+            window = None if last_of_group else model.window
+            x_BTD, *rest = block(x_BTD, turn, whole_BT, segments_BT, window, cache, order_BT)
+            return x_BTD, tuple(rest)
 
-        x_BTD, cache = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
-        return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None), cache
+        x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
+        return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None), cache, load
 
-    def loss(self, batch: dict[str, jax.Array], key: jax.Array) -> Terms:
-        """Loss terms of a batch (tokens, targets, positions, segments, weights, all [B, T]) as (sum, weight)."""
+    def loss(self, batch: dict[str, Any], key: jax.Array) -> Terms | tuple[Terms, Counts]:
+        """Loss terms of a batch (tokens, targets, positions, segments, weights, all [B, T]) as (sum, weight).
+
+        With experts also their load; and the batch may hold `statistics`, as of `statistics`.
+        """
         del key  # no dropout
-        x_BTD, _ = self.hidden(batch["tokens"], batch["positions"], batch["segments"])
-        return cross_entropy(
+        x_BTD, load = self._forward(batch)
+        terms = cross_entropy(
             x_BTD, self._head(), batch["targets"], batch["weights"],
             tied=self.model.tie_embeddings, chunks=self.terms.chunks, z_loss=self.terms.z_loss,
             label_smoothing=self.terms.label_smoothing, softcap=self.model.logits_softcap, sharder=self.env.sharder,
         )  # fmt: skip
+        if load is None:
+            return terms
+        tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32).astype(jnp.float32)
+        if self.terms.balance:
+            chosen_LE = batch.get("statistics", {"chosen": load.chosen_E})["chosen"]
+            terms["balance"] = (self.terms.balance * balance(load, chosen_LE), tokens)
+        if self.terms.router_z:
+            terms["router_z"] = (self.terms.router_z * router_z(load), tokens)
+        return terms, {"chosen": load.chosen_E, "placed": load.placed}
+
+    def statistics(self, batch: dict[str, Any], key: jax.Array) -> Counts | None:
+        """What `loss` must know of the whole global batch: choices [layers, experts], for the balance loss."""
+        del key
+        load = self._forward(batch)[1] if self.model.moe is not None and self.terms.balance else None
+        return None if load is None else {"chosen": load.chosen_E}
+
+    def metrics(self, counts: Counts) -> dict[str, jax.Array]:
+        """Metrics of a step from the counts of `loss`, added up over its global batch."""
+        return load_metrics(counts["chosen"], counts["placed"])
+
+    def _forward(self, batch: dict[str, Any]) -> tuple[jax.Array, Load | None]:
+        tokens, positions, segments = (batch[name] for name in ("tokens", "positions", "segments"))
+        x_BTD, _, load = self.hidden(tokens, positions, segments)
+        return x_BTD, load
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 logits [B, T, V] of hidden states; for generation, on few tokens."""
@@ -127,6 +174,7 @@ class Decoder(nnx.Module):
         """A cache of `length` tokens for `batch` sequences, k and v [L, B, S, K, D] in the compute dtype."""
         model = self.model
         kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
+        kv_heads *= kv_copies(model.heads, kv_heads, self.env.sharder.size("kv_heads"))
         zeros = jnp.zeros((model.layers, batch, length, kv_heads, head_dim), self.env.policy.compute)
         zeros = self.env.constrain(zeros, "layers", BATCH, None, "kv_heads", None)
         return Cache(zeros, zeros, jnp.zeros((model.layers,), jnp.int32))
@@ -140,7 +188,7 @@ class Decoder(nnx.Module):
         start = cache.length
         length = jnp.asarray(tokens_BT.shape[1] if length is None else length, jnp.int32)
         positions_BT = jnp.broadcast_to(start[0] + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        x_BTD, longer = self.hidden(tokens_BT, positions_BT, None, cache)
+        x_BTD, longer, _ = self.hidden(tokens_BT, positions_BT, None, cache)
         last_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, length - 1, 1, axis=1)
         return self.logits(last_B1D)[:, 0], longer._replace(length=start + length)
 

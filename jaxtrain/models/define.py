@@ -80,7 +80,14 @@ def define(config: Config, env: Env, vocab: int | None) -> Definition:
 
 def make_env(config: Config, sharder: Any) -> Env:
     """The surroundings that a config gives its model on a mesh."""
-    return Env(sharder, POLICIES[config.precision], config.step.attention, config.context, config.step.remat)
+    return Env(
+        sharder,
+        POLICIES[config.precision],
+        config.step.attention,
+        config.context,
+        config.step.remat,
+        config.step.offload,
+    )
 
 
 def _maker(config: Config, env: Env, vocab: int | None) -> Callable[[nnx.Rngs], nnx.Module]:

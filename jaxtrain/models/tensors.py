@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from math import prod
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import Model, Moe
+from jaxtrain.mesh.rules import KV_SHARED, kv_copies
 
 Names = tuple[str | None, ...]
 Table = dict[str, tuple[tuple[int, ...], Names]]
@@ -19,19 +20,20 @@ def head_dim(model: Model) -> int:
     return model.head_dim or model.embed // model.heads
 
 
-def decoder_tensors(model: Model, vocab: int) -> Table:
+def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1) -> Table:
     """Every parameter of the decoder.
 
     Args:
         model: the sizes.
         vocab: rows of the embedding table (the tokenizer's, where `model.vocab` is not set).
+        kv_shards: shards of `kv_heads`; where these have to be repeated their dim is named `kv_shared`.
 
     Returns:
         path, e.g. `layers/attention/q` -> (shape, logical names). Layers are stacked on a first dim `layers`.
     """
     D, V = model.embed, vocab
     table: Table = {"embed/table": ((V, D), ("vocab", "embed"))}
-    for path, (shape, names) in {**_attention(model), **_mlp(model), **_norms(model)}.items():
+    for path, (shape, names) in {**_attention(model, kv_shards), **_feed_forward(model), **_norms(model)}.items():
         table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
     table["final_norm/scale"] = ((D,), (None,))
     if not model.tie_embeddings:
@@ -44,19 +46,20 @@ def parameter_count(model: Model, vocab: int) -> int:
     return sum(prod(shape) for shape, _ in decoder_tensors(model, vocab).values())
 
 
-def _attention(model: Model) -> Table:
+def _attention(model: Model, kv_shards: int) -> Table:
     """Projections of one layer, without the `layers` dim."""
     D, H, K, h = model.embed, model.heads, model.kv_heads or model.heads, head_dim(model)
+    kv = "kv_heads" if kv_copies(H, K, kv_shards) == 1 else KV_SHARED
     table: Table = {
         "attention/q": ((D, H, h), ("embed", "heads", "head_dim")),
-        "attention/k": ((D, K, h), ("embed", "kv_heads", "head_dim")),
-        "attention/v": ((D, K, h), ("embed", "kv_heads", "head_dim")),
+        "attention/k": ((D, K, h), ("embed", kv, "head_dim")),
+        "attention/v": ((D, K, h), ("embed", kv, "head_dim")),
         "attention/o": ((H, h, D), ("heads", "head_dim", "embed")),
     }
     if model.attention_bias:
         table["attention/q_bias"] = ((H, h), ("heads", "head_dim"))
-        table["attention/k_bias"] = ((K, h), ("kv_heads", "head_dim"))
-        table["attention/v_bias"] = ((K, h), ("kv_heads", "head_dim"))
+        table["attention/k_bias"] = ((K, h), (kv, "head_dim"))
+        table["attention/v_bias"] = ((K, h), (kv, "head_dim"))
     if model.output_bias:
         table["attention/o_bias"] = ((D,), (None,))
     if model.qk_norm:
@@ -65,9 +68,28 @@ def _attention(model: Model) -> Table:
     return table
 
 
-def _mlp(model: Model) -> Table:
-    """Feed-forward of one layer; `gelu` has no gate."""
-    D, F = model.embed, model.mlp
+def _feed_forward(model: Model) -> Table:
+    """Feed-forward of one layer, or its experts."""
+    return _mlp(model, model.mlp) if model.moe is None else _moe(model, model.moe)
+
+
+def _moe(model: Model, moe: Moe) -> Table:
+    """Router, experts and shared experts of one layer; the router is too small to shard its experts."""
+    D, E, F = model.embed, moe.experts, moe.mlp or model.mlp
+    table: Table = {"moe/router": ((D, E), ("embed", None))}
+    if moe.bias_rate is not None:
+        table["moe/bias"] = ((E,), ("balance",))
+    for path, (shape, names) in _mlp(model, F).items():
+        table[path.replace("mlp/", "moe/")] = ((E, *shape), ("expert", *names))
+    if moe.shared:
+        shared = _mlp(model, moe.shared * F)
+        table |= {path.replace("mlp/", "moe/shared/"): entry for path, entry in shared.items()}
+    return table
+
+
+def _mlp(model: Model, mlp: int) -> Table:
+    """Feed-forward layer of this width; `gelu` has no gate."""
+    D, F = model.embed, mlp
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
     table["mlp/down"] = ((F, D), ("mlp", "embed"))

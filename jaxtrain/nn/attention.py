@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import attention
-from jaxtrain.mesh.rules import BATCH, CONTEXT
+from jaxtrain.mesh.rules import BATCH, CONTEXT, KV_SHARED, kv_copies
 from jaxtrain.nn.env import Env, constant, normal
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import rotate
@@ -52,14 +52,16 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.env, self.scale, self.softcap = env, scale, softcap
+        self.copies = kv_copies(heads, kv_heads, env.sharder.size("kv_heads"))
+        kv = "kv_heads" if self.copies == 1 else KV_SHARED
         self.q = env.param(rngs, ("embed", "heads", "head_dim"), (embed, heads, head_dim), normal(std))
-        self.k = env.param(rngs, ("embed", "kv_heads", "head_dim"), (embed, kv_heads, head_dim), normal(std))
-        self.v = env.param(rngs, ("embed", "kv_heads", "head_dim"), (embed, kv_heads, head_dim), normal(std))
+        self.k = env.param(rngs, ("embed", kv, "head_dim"), (embed, kv_heads, head_dim), normal(std))
+        self.v = env.param(rngs, ("embed", kv, "head_dim"), (embed, kv_heads, head_dim), normal(std))
         self.o = env.param(rngs, ("heads", "head_dim", "embed"), (heads, head_dim, embed), normal(out_std))
         if bias:
             self.q_bias = env.param(rngs, ("heads", "head_dim"), (heads, head_dim), constant(0.0))
-            self.k_bias = env.param(rngs, ("kv_heads", "head_dim"), (kv_heads, head_dim), constant(0.0))
-            self.v_bias = env.param(rngs, ("kv_heads", "head_dim"), (kv_heads, head_dim), constant(0.0))
+            self.k_bias = env.param(rngs, (kv, "head_dim"), (kv_heads, head_dim), constant(0.0))
+            self.v_bias = env.param(rngs, (kv, "head_dim"), (kv_heads, head_dim), constant(0.0))
         if output_bias:
             self.o_bias = env.param(rngs, (None,), (embed,), constant(0.0))
         if norm is not None:
@@ -100,9 +102,17 @@ class Attention(nnx.Module):
         return (out_BTD + self.env.weight(self.o_bias) if hasattr(self, "o_bias") else out_BTD), cache
 
     def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
-        out_BTHD = jnp.einsum("btd,dhk->bthk", x_BTD, self.env.weight(getattr(self, name)))
+        out_BTHD = jnp.einsum("btd,dhk->bthk", x_BTD, self._heads(getattr(self, name), name))
         bias = getattr(self, f"{name}_bias", None)
-        return out_BTHD if bias is None else out_BTHD + self.env.weight(bias)
+        return out_BTHD if bias is None else out_BTHD + self._heads(bias, name)
+
+    def _heads(self, param: nnx.Param, name: str) -> jax.Array:
+        """The weight [..., heads, head_dim]; key/value heads repeated where they are fewer than their shards."""
+        weight = self.env.weight(param)
+        if name == "q" or self.copies == 1:
+            return weight
+        copied = jnp.repeat(weight, self.copies, axis=-2)
+        return self.env.constrain(copied, *(None,) * (weight.ndim - 2), "kv_heads", None)
 
     def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
         out_BTHD = self._project(x_BTD, name)

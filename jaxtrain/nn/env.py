@@ -22,7 +22,8 @@ class Env:
     """Passed to every model's constructor. The default runs unsharded in float32.
 
     attention: the kernel; context: how attention crosses the shards of a sequence (see `kernels.attention`).
-    remat: `none`, `full`, `dots`, or the names of values to save (see `nn.stack`).
+    remat: `none`, `full`, `dots`, or the names of values to save; offload: of values to save in host memory (see
+    `nn.stack`).
     """
 
     sharder: Sharder = field(default_factory=Sharder)
@@ -30,15 +31,32 @@ class Env:
     attention: str = "auto"
     context: str = "auto"
     remat: str | tuple[str, ...] = "none"
+    offload: tuple[str, ...] = ()
 
     def param(
-        self, rngs: nnx.Rngs, names: tuple[str | None, ...], shape: tuple[int, ...], init: Init, *, exact: bool = False
+        self,
+        rngs: nnx.Rngs,
+        names: tuple[str | None, ...],
+        shape: tuple[int, ...],
+        init: Init,
+        *,
+        dtype: Any = None,
+        exact: bool = False,
     ) -> nnx.Param:
-        """A parameter in the storage dtype whose dims carry logical names; `exact`: used in float32 by any policy."""
+        """A parameter whose dims carry logical names.
+
+        Args:
+            names, shape: of the dims.
+            init: fresh values.
+            dtype: of storage; default: the policy's.
+            exact: used in float32 by any policy.
+        """
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
-        dtype = self.policy.params if exact else self.policy.compute
-        return nnx.Param(init(rngs.params(), shape, self.policy.params), names=names, travels=dtype)
+        stored = dtype or self.policy.params
+        return nnx.Param(
+            init(rngs.params(), shape, stored), names=names, travels=stored if exact else self.policy.compute
+        )
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""

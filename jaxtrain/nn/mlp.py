@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -13,6 +14,16 @@ from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.nn.env import Env, constant, normal
 
 GATES = {"swiglu": jax.nn.silu, "geglu": partial(jax.nn.gelu, approximate=True)}
+
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Hidden activations of a gated layer."""
+    return GATES[activation](gate) * up
+
+
+# Hidden activations of the results of the first matrices: (gate, up), or (up) alone.
+HIDDEN: dict[str, Callable[..., jax.Array]] = {name: partial(gated, name) for name in GATES}
+HIDDEN["gelu"] = partial(jax.nn.gelu, approximate=True)
 
 
 class MLP(nnx.Module):
@@ -34,11 +45,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D] on the residual stream's placement."""
-        up_BTF = self._column(x_BTD, "up")
-        if self.activation in GATES:
-            hidden_BTF = GATES[self.activation](self._column(x_BTD, "gate")) * up_BTF
-        else:
-            hidden_BTF = jax.nn.gelu(up_BTF, approximate=True)
+        inner = ("gate", "up") if self.activation in GATES else ("up",)
+        hidden_BTF = HIDDEN[self.activation](*(self._column(x_BTD, name) for name in inner))
         out_BTD = jnp.einsum("btf,fd->btd", hidden_BTF, self.env.weight(self.down))
         out_BTD = self.env.leave(out_BTD)
         return out_BTD + self.env.weight(self.down_bias) if hasattr(self, "down_bias") else out_BTD

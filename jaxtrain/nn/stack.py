@@ -52,7 +52,7 @@ def scan(stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period
         return step(nnx.merge(graphdef, _renamed(params, lambda names: names[1:])), carry, x, index)
 
     def bodies(in_scan: bool) -> list[Callable]:
-        remat = _rematerialised(env.remat, in_scan)
+        remat = _rematerialised(env.remat, env.offload, in_scan)
         return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
 
     groups = layers // period
@@ -85,7 +85,9 @@ def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
     return jax.tree.map(rename, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _rematerialised(policy: str | tuple[str, ...], in_scan: bool) -> Callable[[Callable], Callable]:
+def _rematerialised(
+    policy: str | tuple[str, ...], offload: tuple[str, ...], in_scan: bool
+) -> Callable[[Callable], Callable]:
     """`jax.checkpoint` under the named policy.
 
     `none` computes no matmul, sum or attention again, only casts, placements and elementwise operations, which fuse
@@ -93,11 +95,16 @@ def _rematerialised(policy: str | tuple[str, ...], in_scan: bool) -> Callable[[C
     kept whole for every layer, and a norm keeps its input alone.
     `dots` saves matmul outputs without batch dims. A tuple saves the values so named with `checkpoint_name`;
     the name `attention` is that of all the attention kernel keeps, softmax statistics included, so that the backward
-    pass does not run it again.
+    pass does not run it again. The values named in `offload` are kept in pinned host memory until then.
     """
     policies = jax.checkpoint_policies
     named = {"none": _is_kept, "full": None, "dots": policies.dots_with_no_batch_dims_saveable}
     chosen: Any = named[policy] if isinstance(policy, str) else policies.save_only_these_names(*policy)
+    if offload:
+        chosen = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[] if isinstance(policy, str) else list(policy),
+            names_which_can_be_offloaded=list(offload), offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
     # Outside of a loop the compiler would merge what is computed again with what was computed before.
     return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=not in_scan)
 

@@ -59,7 +59,11 @@ def attended(sequence: int, window: int | None) -> float:
 
 
 def layer_matmuls(model: Model, keys: float) -> dict[str, float]:
-    """Forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query."""
+    """Forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query.
+
+    Of experts those that a token visits, whatever their capacity.
+    """
+    moe = model.moe
     head_dim = model.head_dim or model.embed // model.heads
     queries, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
     terms = {
@@ -69,10 +73,18 @@ def layer_matmuls(model: Model, keys: float) -> dict[str, float]:
         "scores": 2.0 * queries * keys,
         "attention": 2.0 * queries * keys,
         "o": 2.0 * queries * model.embed,
-        "up": 2.0 * model.embed * model.mlp,
-        "down": 2.0 * model.mlp * model.embed,
     }
-    return terms if model.activation == "gelu" else terms | {"gate": 2.0 * model.embed * model.mlp}
+    terms |= _feed_forward(model, model.mlp if moe is None else moe.shared * (moe.mlp or model.mlp))
+    if moe is None:
+        return terms
+    routed = _feed_forward(model, moe.top_k * (moe.mlp or model.mlp))
+    return terms | {"router": 2.0 * model.embed * moe.experts} | {f"experts_{k}": v for k, v in routed.items()}
+
+
+def _feed_forward(model: Model, width: int) -> dict[str, float]:
+    """The matrix multiplications of a feed-forward layer of this width; `gelu` has no gate."""
+    inner = ("up",) if model.activation == "gelu" else ("gate", "up")
+    return dict.fromkeys((*inner, "down"), 2.0 * model.embed * width)
 
 
 def recomputed(model: Model, remat: str | tuple[str, ...]) -> set[str]:
@@ -81,12 +93,15 @@ def recomputed(model: Model, remat: str | tuple[str, ...]) -> set[str]:
     Whatever backward needs and is not saved: the outputs of o and down are needed by a following norm only (the
     second residual of a layer is the next layer's input, which the scan saves), those of q and k before their norm.
     """
+    # Dropless experts compute their hidden activations again by themselves, those with a capacity if told to.
+    inner = {"experts_up"} if model.activation == "gelu" else {"experts_gate", "experts_up"}
     if remat == "none":
-        return set()
+        return inner if model.moe is not None and model.moe.capacity is None else set()
+    experts = set() if model.moe is None else {*inner, "experts_down"}
     if remat == "dots":  # matmuls with batch dims are not saved
-        return {"scores", "attention"}
+        return {"scores", "attention"} | experts
     saved = set() if remat == "full" else set(remat)
-    needed = {"q", "k", "v", "scores", "attention", "o", "up"}
+    needed = {"q", "k", "v", "scores", "attention", "o", "up"} | experts | ({"router"} if experts else set())
     if model.activation != "gelu":
         needed.add("gate")
     needed -= saved - ({"q", "k"} if model.qk_norm else set())

@@ -33,7 +33,7 @@ class Tensor:
 def tensors(
     params: Mapping[str, Any],
     names: Mapping[str, Any],
-    spec: Callable[[Sequence[str | None]], Sequence[Any]],
+    stored: Callable[[Sequence[str | None], Sequence[int]], Sequence[tuple[str, ...]]],
     sizes: Mapping[str, int],
 ) -> list[Tensor]:
     """Every parameter of a nested dict.
@@ -41,7 +41,7 @@ def tensors(
     Args:
         params: leaves with `shape` and `dtype` (arrays or ShapeDtypeStructs).
         names: the same tree of logical-name tuples.
-        spec: logical names -> mesh axes per dim, such as `Sharder.spec`.
+        stored: logical names and shape -> mesh axes per dim, such as `Sharder.stored`.
         sizes: mesh axis -> size.
     """
     rows: list[Tensor] = []
@@ -49,11 +49,10 @@ def tensors(
         if isinstance(leaf, Mapping):
             rows += [
                 Tensor(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
-                for row in tensors(leaf, names[key], spec, sizes)
+                for row in tensors(leaf, names[key], stored, sizes)
             ]
             continue
-        placed = (*spec(names[key]), *(None,) * len(leaf.shape))[: len(leaf.shape)]
-        axes = tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in placed)
+        axes = tuple(stored(names[key], leaf.shape))
         local = prod(ceil(n / prod(sizes.get(a, 1) for a in dim)) for n, dim in zip(leaf.shape, axes))
         rows.append(Tensor(str(key), tuple(leaf.shape), tuple(names[key]), axes, local * leaf.dtype.itemsize))
     return rows
@@ -90,6 +89,42 @@ def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -
         names = [" ".join(name or "-" for name in row.names)] if width >= WIDE else []
         table.add_row(row.name, _placed(row), *names, f"{row.count:,}", size(row.bytes))
     return table
+
+
+def whole_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
+    """Why dims are not sharded, a line for each reason; nothing on one device.
+
+    Args:
+        rows: the parameters.
+        rules: logical name -> mesh axes.
+        sizes: mesh axis -> size.
+    """
+    if prod(sizes.values()) == 1:
+        return []
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for dim, (name, axes) in enumerate(zip(row.names, row.axes)):
+            if prod(sizes.get(axis, 1) for axis in axes) > 1 or row.shape[dim] == 1:
+                continue
+            reason, who = _why_whole(row, dim, name, rules)
+            reasons.setdefault(reason, {})[who] = None
+    return [f"whole: {', '.join(who)}: {reason}" for reason, who in reasons.items()]
+
+
+def _why_whole(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """The reason why a dim is whole, and what to name: the dim's logical name, or the tensor."""
+    if name is None:
+        return "dims without a logical name", f"{row.name} (dim {dim})"
+    if name == "layers":
+        return "a scan takes the layers one by one", name
+    if name == "kv_shared":
+        return "fewer key/value heads than shards; their weights are repeated for use", name
+    if rules.get(name):
+        return (
+            f"the layout gives it {' x '.join(rules[name])}, which on this mesh is one device or used by another dim",
+            name,
+        )
+    return "no rule in the layout", name
 
 
 def _placed(row: Tensor) -> Text:

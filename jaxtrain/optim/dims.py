@@ -10,7 +10,7 @@ import jax
 Names = tuple[str | None, ...]
 
 STACKING = ("layers", "expert")  # leading dims that only stack independent parameters
-HEADS = ("heads", "kv_heads")
+HEADS = ("heads", "kv_heads", "kv_shared")
 
 
 def is_names(x: Any) -> bool:
@@ -43,6 +43,11 @@ def features(names: Names) -> tuple[tuple[int, ...], ...]:
         else:
             groups.append((dim,))
     return tuple(groups)
+
+
+def is_selection(names: Names) -> bool:
+    """Whether this is the selection bias of a mixture of experts: its dim is named `balance`."""
+    return "balance" in names
 
 
 def is_table(names: Names) -> bool:

@@ -10,14 +10,17 @@ import optax
 from optax import contrib
 
 from jaxtrain.config.schema import Optimizer
-from jaxtrain.optim.dims import contraction, is_matrix, map_names
+from jaxtrain.optim.balance import apart, without_biases
+from jaxtrain.optim.dims import contraction, is_matrix, is_selection, map_names
 from jaxtrain.optim.factored import scale_by_adafactor
 from jaxtrain.optim.schedules import schedule
 
 MUON_RMS = 0.2  # RMS of a Muon update, about Adam's (Liu et al. 2025, arXiv 2502.16982)
 
 
-def optimizer(cfg: Optimizer, steps: int, names: Any, params: Any) -> optax.GradientTransformation:
+def optimizer(
+    cfg: Optimizer, steps: int, names: Any, params: Any, bias_rate: float | None = None
+) -> optax.GradientTransformation:
     """The config's optimizer: direction, then decoupled weight decay, then the learning rate.
 
         p <- p - lr(step) * (direction + weight_decay * p)
@@ -37,11 +40,16 @@ def optimizer(cfg: Optimizer, steps: int, names: Any, params: Any) -> optax.Grad
         steps: steps of the whole run, for the schedule.
         names: tree of logical-name tuples of the parameters.
         params: the same tree of arrays or ShapeDtypeStructs.
+        bias_rate: step of the selection biases of experts, which take no part in any of this (`optim.balance`).
 
     Raises:
         ValueError: a parameter whose number of names is not its number of dims.
     """
     check_names(names, params)
+    if bias_rate is not None:
+        is_bias = map_names(is_selection, names)
+        others = optimizer(cfg, steps, without_biases(names, is_bias), without_biases(params, is_bias))
+        return apart(others, is_bias, bias_rate)
     mask = None if cfg.decay_all else decayed(names)
     return in_float32(
         optax.chain(
@@ -134,13 +142,15 @@ def _up(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def clip(grads: Any, max_norm: float | None) -> tuple[Any, jax.Array]:
+def clip(grads: Any, max_norm: float | None, names: Any = None) -> tuple[Any, jax.Array]:
     """Gradients scaled to a global norm of at most `max_norm`, and the norm before (float32 scalar).
 
+    With `names`, selection biases of experts are not in the norm: their gradients are counts (only the sign matters).
     The norm is summed in float32 over all tensors; dtypes are kept. A norm that is not finite stays visible: the
     gradients become NaN rather than silently zero. Pascanu et al. 2013, arXiv 1211.5063.
     """
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    counted = grads if names is None else map_names(lambda n, g: None if is_selection(n) else g, names, grads)
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(counted)]
     norm = jnp.sqrt(sum(squares, jnp.float32(0)))
     if max_norm is None:
         return grads, norm

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,24 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
-from jaxtrain.train.loss import checked, scales, total
+from jaxtrain.train.loss import parted, scales, total
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]
 
 
+class Found(NamedTuple):
+    """grads: tree like the parameters. sums, weights: of each loss term. counts: see `loss.parted`, or None."""
+
+    grads: Tree
+    sums: Sums
+    weights: Sums
+    counts: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """(params, batch, key) -> (gradients, sums of the loss terms, their weights).
+    """(params, batch, key) -> gradients, loss terms and counts.
 
     Every array of the batch has a leading dim of global_batch rows. Gradients have the dtype and the place of the train
     state, and are of the sum over terms of sum / weight, times `loss_scale`.
@@ -37,48 +45,47 @@ class Gradients:
     accumulate: int = 1
     local: Definition | None = None
 
-    def __call__(
-        self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0
-    ) -> tuple[Tree, Sums, Sums]:
+    def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> Found:
         if self.accumulate > 1:
             return self._over_microbatches(params, batch, key, loss_scale)
 
-        def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, Sums]]:
-            terms = checked(self.definition.bind(self._ready(params)).loss(batch, key))
+        def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
+            terms, counts = parted(self.definition.bind(self._ready(params)).loss(batch, key))
             sums, weights = _split(terms)
-            return loss_scale * total(terms, scales(weights)), (sums, weights)
+            return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
 
-        grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
-        return self._kept(grads), sums, weights
+        grads, rest = jax.grad(loss, has_aux=True)(params)
+        return Found(self._kept(grads), *rest)
 
-    def _over_microbatches(
-        self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any
-    ) -> tuple[Tree, Sums, Sums]:
+    def _over_microbatches(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> Found:
         """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
 
         They do not depend on activations: the compiler drops all of the forward pass from it but the counting.
+
+        A model may have a method `statistics(batch, key)` for what else a term must know of the global batch: a pytree
+        of sums over rows, or None. They are added up in the first pass (which then has a forward pass to do) and handed
+        to `loss` as `batch["statistics"]`. In a batch that is not cut `loss` finds none, and its own sums are the same.
         """
         micro = jax.tree.map(lambda x: microbatches(self.sharder, x, self.accumulate), dict(batch))
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.accumulate))
         ready = self._ready(params)
 
-        def weigh(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Sums]:
-            return None, _split(checked(self.definition.bind(ready).loss(*inputs)))[1]
+        def weigh(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, tuple[Sums, Any]]:
+            model = self.definition.bind(ready)
+            statistics = getattr(model, "statistics", lambda *_: None)(*inputs)
+            return None, (_split(parted(model.loss(*inputs))[0])[1], statistics)
 
-        weights = jax.tree.map(lambda w: w.sum(0), jax.lax.scan(weigh, None, (micro, keys))[1])
+        weights, statistics = summed(jax.lax.scan(weigh, None, (micro, keys))[1])
         scale = {name: loss_scale * value for name, value in scales(weights).items()}
         first = jax.tree.map(lambda x: x[0], micro)
-        add_up = self._each
-        if self.local is not None and not draws(self.definition, ready, first, key):
-            add_up = partial(self._once, self.local)
-        grads, sums = add_up(ready, micro, keys, scale)
-        return grads, jax.tree.map(lambda s: s.sum(0), sums), weights
+        once = self.local is not None and not draws(self.definition, ready, first, key)
+        part = _Part(self.local if once else self.definition, ready, scale, statistics)
+        # Reduced once a step, or every microbatch's gradients into the train state's shards as they come.
+        grads, rest = self._once(part, micro, keys) if once else part.added_up(micro, keys, self._kept)
+        sums, counts = rest
+        return Found(grads, sums, weights, counts)
 
-    def _each(self, ready: Tree, micro: Batch, keys: jax.Array, scale: Sums) -> tuple[Tree, Sums]:
-        """Every microbatch's gradients reduced into the train state's shards as they come; sums of each."""
-        return _added_up(self.definition, self._kept, ready, micro, keys, scale)
-
-    def _once(self, local: Definition, ready: Tree, micro: Batch, keys: jax.Array, scale: Sums) -> tuple[Tree, Sums]:
+    def _once(self, part: _Part, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
         """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch.
 
         A shard_map over the replicas, because a vmap would take kernels through their batching rules, which cuDNN's
@@ -87,19 +94,19 @@ class Gradients:
         inner = self.sharder.without(REPLICAS)
 
         def placed(grads: Tree) -> Tree:
-            return jax.tree.map(lambda g, names: inner.place(g, inner.stored(names, g.shape)), grads, local.names)
+            names = self.definition.names
+            return jax.tree.map(lambda g, names: inner.place(g, inner.stored(names, g.shape)), grads, names)
 
-        def own(*args: Any) -> tuple[Tree, Sums]:
-            return jax.tree.map(lambda x: x[None], _added_up(local, placed, *args))
+        def own(given: tuple, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
+            return jax.tree.map(lambda x: x[None], _Part(part.definition, *given).added_up(micro, keys, placed))
 
         def reduced(g: jax.Array, dtype: Any) -> Any:
             # lax.reduce, because jnp.sum would widen what travels to float32.
             return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
-        specs = (P(), P(None, REPLICAS), P(), P())
-        grads, sums = self.sharder.map(own, specs, P(REPLICAS), axes=(REPLICAS,))(ready, micro, keys, scale)
-        grads = self._kept(jax.tree.map(reduced, grads, self.definition.travels))
-        return grads, jax.tree.map(lambda s: s.sum(0), sums)
+        run = self.sharder.map(own, (P(), P(None, REPLICAS), P()), P(REPLICAS), axes=(REPLICAS,))
+        grads, rest = run((part.ready, part.scale, part.statistics), micro, keys)
+        return self._kept(jax.tree.map(reduced, grads, self.definition.travels)), summed(rest)
 
     def _ready(self, params: Tree) -> Tree:
         """The train state's parameters where the model expects them, gathered over the replicas where it must."""
@@ -109,30 +116,46 @@ class Gradients:
         """Gradients placed in the train state's shards; widened after they travelled."""
 
         def keep(g: jax.Array, names: Any, p: Any) -> jax.Array:
-            return self.sharder.place(g, self.sharder.stored(names, g.shape)).astype(
-                jnp.promote_types(g.dtype, p.dtype)
-            )
+            g = self.sharder.place(g, self.sharder.stored(names, g.shape))
+            return g.astype(jnp.promote_types(g.dtype, p.dtype))
 
         return jax.tree.map(keep, grads, self.definition.names, self.definition.params)
 
 
-def _added_up(
-    definition: Definition, placed: Callable[[Tree], Tree], ready: Tree, micro: Batch, keys: jax.Array, scale: Sums
-) -> tuple[Tree, Sums]:
-    """Float32 gradients of all microbatches, `placed` after each; the sums of every one's terms [microbatches]."""
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A microbatch's part of the loss: what is the same for all of them."""
 
-    def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Sums]:
-        more, sums = jax.grad(_loss, argnums=1, has_aux=True)(definition, ready, *inputs, scale)
-        return placed(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))), sums
+    definition: Any
+    ready: Tree
+    scale: Sums
+    statistics: Any
 
-    zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), ready))
-    return jax.lax.scan(add, zeros, (micro, keys))
+    def gradient(self, batch: Batch, key: jax.Array) -> tuple[Tree, tuple[Sums, Any]]:
+        """Gradients of the ready parameters; the sums of the terms and the counts."""
+        known = {} if self.statistics is None else {"statistics": self.statistics}
+
+        def loss(ready: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
+            terms, counts = parted(self.definition.bind(ready).loss({**batch, **known}, key))
+            return total(terms, self.scale), (_split(terms)[0], counts)
+
+        return jax.grad(loss, has_aux=True)(self.ready)
+
+    def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
+        """Float32 gradients of all microbatches, `placed` after each; all sums and counts."""
+
+        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
+            more, rest = self.gradient(*inputs)
+            return placed(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))), rest
+
+        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
+        grads, rest = jax.lax.scan(add, zeros, (micro, keys))
+        return grads, summed(rest)
 
 
-def _loss(definition: Definition, ready: Tree, batch: Batch, key: jax.Array, scale: Sums) -> tuple[jax.Array, Sums]:
-    """A microbatch's part of the loss, and the sums of its terms."""
-    terms = checked(definition.bind(ready).loss(batch, key))
-    return total(terms, scale), _split(terms)[0]
+def summed(tree: Any) -> Any:
+    """Every leaf summed over its first dim, that of the microbatches."""
+    return jax.tree.map(lambda x: x.sum(0), tree)
 
 
 def _split(terms: Mapping) -> tuple[Sums, Sums]:

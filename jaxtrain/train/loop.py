@@ -14,6 +14,7 @@ from jaxtrain.config import Config
 from jaxtrain.data.loader import Prefetcher
 from jaxtrain.observe.profile import Profile
 from jaxtrain.observe.progress import Screen
+from jaxtrain.precision.scaling import SMALLEST
 from jaxtrain.train.program import Program, State
 from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command
 
@@ -152,7 +153,8 @@ def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = Non
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     run.latest |= values | (scores or {})
     run.observers.log(done, run.meter.record(done, values) | (scores or {}))
-    if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+    is_skipped = values.get("skipped", 0.0) > 0 and values["loss_scale"] > SMALLEST  # fp16: overflown, not lost
+    if not is_skipped and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         run.checkpoints.wait()
         kept = run.checkpoints.latest()
         where = "no checkpoint was written" if kept is None else f"checkpoint {kept} is the last good one"

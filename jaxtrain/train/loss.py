@@ -14,6 +14,17 @@ from jaxtrain.config.errors import UserError
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 
 
+def parted(returned: Any) -> tuple[Terms, Any]:
+    """Terms, and counts or None, of what a model's `loss` returned: terms, or (terms, counts).
+
+    Counts are a pytree of arrays that are sums over the rows of the batch. The step adds them up over microbatches,
+    and the model's `metrics(counts)` makes {name: scalar} of them: for what is no mean over tokens, such as the load
+    of experts.
+    """
+    terms, counts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    return checked(terms), counts
+
+
 def checked(terms: Any) -> Terms:
     """What a model's `loss` returned, in float32. Raises UserError where it is not {name: (sum, weight)}."""
     pairs = terms.values() if isinstance(terms, Mapping) else ()

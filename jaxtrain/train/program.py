@@ -53,7 +53,8 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     env = make_env(config, sharder)
     definition = define(config, env, vocab)
     check_layout(config, definition, len(devices))
-    tx = optimizer(config.optimizer, config.steps, definition.names, definition.params)
+    bias_rate = None if config.model.moe is None else config.model.moe.bias_rate
+    tx = optimizer(config.optimizer, config.steps, definition.names, definition.params, bias_rate)
     abstract = states.abstract(definition, tx, config)
     placed = states.shardings(abstract, definition, tx, sharder)
     accumulate, everywhere = config.step.accumulate, sharder.sharding(())

@@ -22,7 +22,7 @@ from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
 from jaxtrain.observe.meter import Meter, device_memory
 from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
-from jaxtrain.observe.summary import mesh_line, parameter_table, tensors
+from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import platform
@@ -173,11 +173,10 @@ def describe(run: Run, info: dict[str, Any]) -> None:
     """Prints the run's folder, the mesh and the parameters by tensor."""
     program, screen = run.program, run.screen
     sizes, device = program.layout.sizes, jax.devices()[0]
-    axes = lambda names: tuple(program.sharder.spec(names))  # noqa: E731
-    rows = tensors(program.definition.params, program.definition.names, axes, sizes)
+    rows = tensors(program.definition.params, program.definition.names, program.sharder.stored, sizes)
     kind = device.device_kind if device.platform != "cpu" else "simulated cpu" if run.config.simulate else "cpu"
     screen.print(f"run   {run.dir}", mesh_line(program.layout.name, sizes, kind))
-    screen.print(parameter_table(rows, screen.console.width))
+    screen.print(parameter_table(rows, screen.console.width), *whole_dims(rows, program.sharder.rules or {}, sizes))
     if isinstance(run.data, TextDataset):
         counts = f"{run.data.documents:,} documents, {run.data.tokens:,} tokens"
         screen.print(f"data  {counts}; unigram entropy {run.data.unigram_entropy:.4f} nats per token")

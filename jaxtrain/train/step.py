@@ -13,8 +13,8 @@ from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
 from jaxtrain.precision.scaling import updated
-from jaxtrain.train.gradients import Batch, Gradients, microbatches
-from jaxtrain.train.loss import checked, scales
+from jaxtrain.train.gradients import Batch, Gradients, microbatches, summed
+from jaxtrain.train.loss import parted, scales
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -31,28 +31,31 @@ def train_step(
     """One optimizer update on one global batch: (state, batch) -> (state, metrics).
 
     Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
-    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping) and `lr`. A state that holds
-    `scaling` has its loss scaled: a step whose gradients are not finite is skipped (`skipped` 1, `grad_norm` 0) and
-    the scale lowered; only `step` moves on.
+    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping), `lr`, and those that the model
+    makes of its counts (see `loss.parted`). A state that holds `scaling` has its loss scaled: a step whose gradients
+    are not finite is skipped (`skipped` 1, `grad_norm` 0) and the scale lowered; only `step` moves on.
     """
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
-        grads, sums, weights = gradients(state["params"], batch, key, scale)
+        found = gradients(state["params"], batch, key, scale)
+        grads, definition = found.grads, gradients.definition
         if "scaling" in state:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        grads, norm = clip(grads, max_norm)
+        grads, norm = clip(grads, max_norm, definition.names)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {**state, "step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if ema is not None:
             new["ema"] = ema_update(state["ema"], params, ema)
-        means = {name: sums[name] * scale for name, scale in scales(weights).items()}
+        means = {name: found.sums[name] * factor for name, factor in scales(found.weights).items()}
+        own = {} if found.counts is None else definition.bind(state["params"]).metrics(found.counts)
         metrics = {
             **means,
+            **{name: jnp.asarray(value, jnp.float32) for name, value in own.items()},
             "loss": jnp.sum(jnp.stack(list(means.values()))),
-            "tokens": jnp.max(jnp.stack(list(weights.values()))),
+            "tokens": jnp.max(jnp.stack(list(found.weights.values()))),
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
         }
@@ -78,9 +81,9 @@ def eval_step(
 
     def evaluate(params: Tree, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
         def part(_: None, inputs: Batch) -> tuple[None, dict]:
-            return None, checked(definition.bind(params).loss(inputs, jax.random.key(0)))
+            return None, parted(definition.bind(params).loss(inputs, jax.random.key(0)))[0]
 
         micro = jax.tree.map(lambda x: microbatches(sharder, x, accumulate), dict(batch))
-        return jax.tree.map(lambda x: x.sum(0), jax.lax.scan(part, None, micro)[1])
+        return summed(jax.lax.scan(part, None, micro)[1])
 
     return evaluate

@@ -68,7 +68,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         (
             "learnrate_lr: 1",
             "learnrate_lr: unknown key; the config has name, dir, seed, steps, simulate, precision,"
-            " compile_cache, layout, mesh, rules, context, model, data, loss, optimizer, step, checkpoint, eval,"
+            " compile_cache, layout, mesh, rules, context, zero, model, data, loss, optimizer, step, checkpoint, eval,"
             " log, extends and"
             " resolved",
         ),
@@ -79,8 +79,8 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("name: a\n b: c", "is not valid YAML: mapping values are not allowed here"),
         (
             "layout: fsdp_pt",
-            'layout: no layout "fsdp_pt"; there is 3d, ddp, fsdp, fsdp_tp, hsdp, tp and tp_sp'
-            " (did you mean `fsdp_tp` or `fsdp`?)",
+            'layout: no layout "fsdp_pt"; there is 3d, cp_gather, cp_ring, cp_ulysses, ddp, ep, ep_tp, fsdp, fsdp_tp,'
+            " hsdp, tp, tp_sp, zero1, zero2 and zero3 (did you mean `fsdp_tp` or `fsdp`?)",
         ),
     ],
 )
@@ -113,6 +113,28 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
             "model: {rope_scaling: {type: llama3, low_freq_factor: 4}}",
             "model.rope_scaling.low_freq_factor: 4 must be below model.rope_scaling.high_freq_factor 4",
         ),
+        ("loss: {balance: 0.1}", "loss.balance: the model has no experts; expected 0, or set model.moe"),
+        ("loss: {router_z: 0.1}", "loss.router_z: the model has no experts; expected 0, or set model.moe"),
+        (
+            "model: {moe: {experts: 4, top_k: 5}}",
+            "model.moe.top_k: a token cannot choose 5 of 4 experts; expected at most 4",
+        ),
+        (
+            "model: {moe: {top_k: 1, normalize: true}}",
+            "model.moe.normalize: with one choice every gate would be 1 and the router could not learn;"
+            " expected false, or top_k above 1",
+        ),
+        (
+            "model: {moe: {experts: 4, capacity: 2.5}}",
+            "model.moe.capacity: 2.5 even shares of 2 in 4 are more places than a sequence has tokens;"
+            " expected at most 2, or null to drop none",
+        ),
+        (
+            "model: {moe: {experts: 2, bias_rate: 0.001}}",
+            "model.moe.bias_rate: every token visits all 2 experts, there is nothing to select;"
+            " expected null, or a lower top_k",
+        ),
+        ("model: {moe: {}, mlp_bias: true}", "model.mlp_bias: experts have no biases; expected false"),
         (
             "step: {accumulate: 3}",
             "step.accumulate: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
@@ -209,11 +231,12 @@ layout: 3d
 
 
 def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
-    text = "layout: tp\nsimulate: 8\nmodel: {heads: 8, kv_heads: 4}\nrules:\n  mlpp: model\nsteps: 0\n"
+    text = "layout: tp\nsimulate: 8\nmodel: {heads: 12, head_dim: 8, kv_heads: 4}\nrules:\n  mlpp: model\nsteps: 0\n"
     found = lines(text, tmp_path, checks=[check_config])
     assert [line.split(": ")[:2] for line in found] == [
         ["c.yaml:5", "rules.mlpp"],
         ["c.yaml:6", "steps"],
+        ["layout tp", "rules.heads"],
         ["layout tp", "rules.kv_heads"],
     ]
     assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
@@ -225,7 +248,7 @@ def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
     found = lines("layout: own\n", tmp_path)
     assert [line.rpartition("/")[2] for line in found] == [
         "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
-        "own.yaml:3: rule: a layout holds mesh, rules and context only (did you mean `rules`?)",
+        "own.yaml:3: rule: a layout holds mesh, rules, context and zero only (did you mean `rules`?)",
     ]
 
 

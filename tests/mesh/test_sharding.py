@@ -12,7 +12,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import AXES, fill
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
-from jaxtrain.mesh.rules import dims_to_axes
+from jaxtrain.mesh.rules import dims_to_axes, storage_axes
 from jaxtrain.mesh.sharding import Sharder
 
 RULES = {"batch": ("data", "fsdp"), "embed": ("fsdp",), "mlp": ("model",), "sequence": ("model",)}
@@ -65,6 +65,16 @@ def test_specs_follow_the_rules():
     assert s.spec(("unknown", "embed")) == P(None, ("fsdp",))
     assert s.size("batch") == 4
     assert s.size(None) == 1
+
+
+def test_the_axes_of_the_experts_are_theirs_alone_in_their_own_tensors():
+    rules = {"batch": ("fsdp", "expert"), "embed": ("fsdp", "expert"), "mlp": ("model",), "expert": ("expert",)}
+    assert dims_to_axes(("embed", "mlp"), rules) == (("fsdp", "expert"), ("model",))
+    assert dims_to_axes(("expert", "embed", "mlp"), rules) == (("expert",), ("fsdp",), ("model",))
+    assert storage_axes(rules, ("embed", "mlp")) == {"fsdp", "expert"}
+    assert storage_axes(rules, ("expert", "embed", "mlp")) == {"fsdp"}
+    with pytest.raises(ValueError, match="`model` is used twice"):
+        dims_to_axes(("expert", "embed", "mlp"), rules | {"expert": ("model",)})
 
 
 def test_a_stored_weight_is_gathered_in_the_compute_dtype_and_its_gradient_lands_in_the_shards():

@@ -31,7 +31,7 @@ def _row(params, model, tokens, positions, segments):
             weights["attention"], model, _norm(x, weights["attention_norm"], model), positions, segments, window
         )
         x = x + (_norm(branch, weights["attention_post_norm"], model) if model.post_norm else branch)
-        branch = _mlp(weights["mlp"], model, _norm(x, weights["mlp_norm"], model))
+        branch = _feed_forward(weights, model, _norm(x, weights["mlp_norm"], model), segments)
         x = x + (_norm(branch, weights["mlp_post_norm"], model) if model.post_norm else branch)
     x = _norm(x, params["final_norm"], model)
     out = x @ (params["embed"]["table"].T if model.tie_embeddings else params["head"])
@@ -97,6 +97,29 @@ def _attention(weights, model, x, positions, segments, window):
                 p = np.exp(scores[t, seen] - scores[t, seen].max())
                 total[t] += (p / p.sum()) @ v[seen] @ weights["o"][head]
     return total + weights["o_bias"] if "o_bias" in weights else total
+
+
+def _feed_forward(weights, model, x, segments):
+    if model.moe is None:
+        return _mlp(weights["mlp"], model, x)
+    weights, moe = weights["moe"], model.moe
+    out = _mlp(weights["shared"], model, x) if moe.shared else np.zeros_like(x)
+    z = x @ weights["router"]
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    chosen = np.argsort(-(p + weights.get("bias", 0.0)), -1, kind="stable")[:, : moe.top_k]
+    even = len(x) * moe.top_k / moe.experts
+    room = {expert: len(x) if moe.capacity is None else math.ceil(moe.capacity * even) for expert in range(moe.experts)}
+    is_normalized = moe.top_k > 1 if moe.normalize is None else moe.normalize
+    for choice in range(moe.top_k):
+        for t in np.flatnonzero(segments):
+            expert = chosen[t, choice]
+            room[expert] -= 1
+            if room[expert] >= 0:
+                gate = p[t, expert] / (p[t, chosen[t]].sum() if is_normalized else 1.0)
+                own = {name: weights[name][expert] for name in ("gate", "up", "down") if name in weights}
+                out[t] += gate * _mlp(own, model, x[t])
+    return out
 
 
 def _mlp(weights, model, x):

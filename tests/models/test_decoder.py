@@ -26,6 +26,12 @@ FAMILIES = {
         "embed_scale": True, "tie_embeddings": True, "window": 4, "window_every": 2, "attention_scale": 0.3,
         "attention_softcap": 5.0, "logits_softcap": 3.0,
     },
+    "mixtral": {"kv_heads": 2, "moe": {"experts": 4, "top_k": 2}},
+    "switch": {"moe": {"experts": 4, "top_k": 1, "capacity": 0.8, "mlp": 24}, "activation": "gelu"},
+    "deepseek": {
+        "moe": {"experts": 6, "top_k": 3, "mlp": 16, "shared": 2, "normalize": False, "bias_rate": 1e-3},
+        "window": 4, "window_every": 2,
+    },
     "gelu_biases": {"activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True},
 }  # fmt: skip
 
@@ -65,7 +71,7 @@ def test_logits_equal_numpy(family: str):
     np.testing.assert_allclose(np.asarray(run(params))[:, real], expected[:, real], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "qwen3", "mixtral", "deepseek"])
 def test_decoding_with_a_cache_equals_the_whole_sequence(family: str):
     _, definition, params = setup(FAMILIES[family])
     tokens = packed(rows=2, length=12)[0]

@@ -20,6 +20,7 @@ PUBLISHED = {
     "qwen2_7b": 7_615_616_512,
     "qwen3_8b": 8_190_735_360,
     "gemma2_9b": 9_241_705_984,
+    "mixtral_8x7b": 46_702_792_704,
 }
 
 
@@ -36,6 +37,7 @@ def test_shipped_models_have_the_published_size(name: str) -> None:
         {},
         {"activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True},
         {"qk_norm": True, "post_norm": True, "tie_embeddings": True, "head_dim": 6},
+        {"moe": {"experts": 5, "shared": 1, "bias_rate": 1e-3}},
     ],
 )
 def test_the_table_is_well_formed(options: dict) -> None:
@@ -49,6 +51,8 @@ def test_the_table_is_well_formed(options: dict) -> None:
         "mlp": 24,
         "layers": 3,
         "head_dim": model.head_dim or 4,
+        "expert": 5,
+        "balance": 5,
     }
     for path, (shape, names) in table.items():
         assert len(shape) == len(names), path
@@ -70,6 +74,12 @@ def test_options_add_and_drop_their_tensors() -> None:
     assert paths(output_bias=True) - base == {"layers/attention/o_bias"}
     assert paths(mlp_bias=True) - base == {f"layers/mlp/{x}_bias" for x in ("gate", "up", "down")}
     assert paths(mlp_bias=True, activation="gelu") - base == {f"layers/mlp/{x}_bias" for x in ("up", "down")}
+    experts = {f"layers/moe/{x}" for x in ("router", "gate", "up", "down")}
+    assert paths(moe={}) - base == experts
+    assert base - paths(moe={}) == {f"layers/mlp/{x}" for x in ("gate", "up", "down")}
+    assert paths(moe={"bias_rate": 1.0}) - base == experts | {"layers/moe/bias"}
+    assert paths(moe={"shared": 2}) - base == experts | {f"layers/moe/shared/{x}" for x in ("gate", "up", "down")}
+    assert decoder_tensors(Model(moe={"shared": 2, "mlp": 7}), 8)["layers/moe/shared/up"][0] == (4, 256, 14)
     assert paths(post_norm=True) - base == {"layers/attention_post_norm/scale", "layers/mlp_post_norm/scale"}
 
 
@@ -95,6 +105,23 @@ def test_check_config_knows_the_vocabulary_only_when_told() -> None:
     assert keys(*layout, vocab=258) == ["rules.vocab"]
     assert keys(*layout, "model.vocab=258", vocab=256) == ["rules.vocab"]
     assert keys(*layout, vocab=256) == []
+
+
+MOE = ("model.moe={experts: 8}", "layout=ep", "simulate=8")
+
+
+def test_check_config_of_experts() -> None:
+    assert keys(*MOE) == []
+    assert keys(*MOE, "layout=ep_tp") == []
+    assert keys("layout=ep", "simulate=8") == ["mesh.expert"]
+    assert keys(*MOE, "model.moe.experts=6") == ["rules.expert"]
+    assert keys(*MOE, "rules.batch=[data, fsdp]", "rules.embed=fsdp") == ["rules.batch"]
+    assert keys(*MOE, "rules.batch=[data, fsdp]", "rules.embed=fsdp", "mesh.expert=1") == []
+    assert keys("model.moe={experts: 8}", "simulate=8", "mesh.data=1", "mesh.fsdp=8", "rules.batch=fsdp",
+                "rules.expert=fsdp", "rules.embed=fsdp") == []  # fmt: skip
+    (problem,) = check_config(load(None, *MOE, "rules.expert=model", "mesh.expert=1", "mesh.model=8"))
+    assert "over which rules.expert shares out the experts" in str(problem)
+    assert str(problem).endswith("expected [data, fsdp, expert, model]")
 
 
 def test_check_config_of_a_user_model_checks_what_it_can() -> None:

@@ -20,6 +20,7 @@ from jaxtrain.observe.flops import (
     user_flops,
     utilisation,
 )
+from jaxtrain.train.loss import parted
 
 
 def test_llama3_8b_by_hand():
@@ -71,7 +72,8 @@ def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=9
     inputs["weights"] = jax.ShapeDtypeStruct((batch, sequence), jnp.float32)
 
     def loss(params, batch):
-        return sum(total for total, _ in definition.bind(params).loss(batch, None).values())
+        terms, _ = parted(definition.bind(params).loss(batch, None))
+        return sum(total for total, _ in terms.values())
 
     return jax.grad(loss), (definition.params, inputs), config.model
 
@@ -88,7 +90,10 @@ SMALL = {"embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "m
 REMATS = ["none", "full", "dots", ("q", "k", "v"), ("attention", "residual"), ("gate", "up"), ("residual",)]
 
 
-@pytest.mark.parametrize("variant", [{}, {"activation": "gelu", "qk_norm": True}, {"post_norm": True}], ids=str)
+MOE = {"moe": {"experts": 4, "top_k": 2, "mlp": 24, "shared": 1, "capacity": 1.0}}  # as many places as choices
+
+
+@pytest.mark.parametrize("variant", [{}, {"activation": "gelu", "qk_norm": True}, {"post_norm": True}, MOE], ids=str)
 @pytest.mark.parametrize("remat", REMATS, ids=str)
 def test_traced_matmuls(remat, variant):
     grad, args, model = gradients(SMALL | variant, remat, chunks=4)
@@ -108,6 +113,16 @@ def test_xla_cost_analysis():
     grad, args, model = gradients(sizes, batch=2, sequence=128, vocab=512)
     counted = jax.jit(grad).lower(*args).compile().cost_analysis()["flops"] / 256
     assert 1.0 <= counted / (hardware_flops(model, "none", 128, 512) - 2 * 256 * 512) < 1.03
+
+
+def test_experts_count_as_often_as_they_are_visited():
+    dense, moe = Model(mlp=96), Model(moe={"experts": 64, "top_k": 4, "mlp": 16, "shared": 2})
+    router = 2 * 256 * 64
+    assert sum(layer_matmuls(moe, 8).values()) == sum(layer_matmuls(dense, 8).values()) + router
+    again = {remat: recomputed(moe, remat) - recomputed(dense, remat) for remat in ("none", "dots", "full")}
+    assert again["none"] == {"experts_gate", "experts_up"}
+    assert again["dots"] == again["none"] | {"experts_down"}
+    assert again["full"] == again["dots"] | {"router"}
 
 
 def test_hardware_flops_order():

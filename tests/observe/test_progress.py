@@ -22,7 +22,7 @@ from jaxtrain.observe.progress import (
     short,
     small,
 )
-from jaxtrain.observe.summary import mesh_line, parameter_table, tensors
+from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 
 VALUES = {
     "loss": 2.34567, "lr": 2.98e-4, "grad_norm": 0.5234, "tokens_per_sec": 45123.0, "mfu": 0.4123,
@@ -158,11 +158,11 @@ NAMES = {
     "layers": {"q": ("layers", "embed", "heads", "head_dim"), "norm": ("layers", None)},
 }
 SIZES = {"data": 2, "fsdp": 2, "model": 4}
-RULES = {"embed": ("data", "fsdp"), "heads": "model", "vocab": "model"}
+RULES = {"embed": ("data", "fsdp"), "heads": ("model",), "vocab": ("model",)}
 
 
 def rows():
-    return tensors(PARAMS, NAMES, lambda names: [RULES.get(name) for name in names], SIZES)
+    return tensors(PARAMS, NAMES, lambda names, shape: [RULES.get(name, ()) for name in names], SIZES)
 
 
 def test_tensors():
@@ -188,6 +188,17 @@ def test_parameter_table():
     assert "layers embed heads head_dim" in wide
     total = 512 * 256 + 4 * 256 * 6 * 64 + 4 * 256
     assert re.fullmatch(rf"total +{total:,} +162 KiB *", narrow.splitlines()[-1])
+
+
+def test_the_reason_of_every_whole_dim():
+    assert whole_dims(rows(), RULES, SIZES) == [
+        "whole: layers: a scan takes the layers one by one",
+        "whole: head_dim: no rule in the layout",
+        "whole: layers.norm (dim 1): dims without a logical name",
+    ]
+    assert whole_dims(rows(), RULES, {"data": 1, "fsdp": 1, "model": 1}) == []
+    (shared,) = tensors({"k": Leaf(8, 2)}, {"k": (None, "kv_shared")}, lambda names, shape: [("fsdp",), ()], SIZES)
+    assert "repeated for use" in whole_dims([shared], RULES, SIZES)[0]
 
 
 def test_many_tensors_show_the_largest():

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.schema import Config
+from jaxtrain.train.batches import Placer, row_order
 from jaxtrain.train.program import Program, build
 
 RULES = {
@@ -54,10 +55,16 @@ def batch(step: int) -> dict[str, np.ndarray]:
     return out
 
 
+def placed(program: Program, step: int) -> dict[str, jax.Array]:
+    """The batch as the loop puts it on the devices: rows in the order that the layout wants."""
+    order = row_order(program.config, program.sharder)
+    return Placer(lambda step, rows: batch(step), program.sharder, ROWS, True, order)(step)
+
+
 def run(program: Program, steps: int) -> tuple[dict, dict[str, np.ndarray]]:
     """The last state and the metrics of every step."""
     state, rows = program.init(), []
     for step in range(steps):
-        state, metrics = program.step(state, batch(step))
+        state, metrics = program.step(state, placed(program, step))
         rows.append(metrics)
     return state, {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}

@@ -43,7 +43,7 @@ def test_twenty_steps_equal_one_device(name: str):
 
 
 def gradients(program):
-    return jax.jit(program.gradients)(program.init()["params"], harness.batch(0), jax.random.key(0))[0]
+    return jax.jit(program.gradients)(program.init()["params"], harness.batch(0), jax.random.key(0)).grads
 
 
 @functools.cache
@@ -56,6 +56,15 @@ def one_device_gradients():
 def test_every_gradient_equals_one_device(name: str, rules: dict):
     got, expected = gradients(harness.program(LAYOUTS[name], rules)), one_device_gradients()
     close_trees(expected, got, 1e-5)
+
+
+def test_fewer_kv_heads_than_shards_are_repeated():
+    """Four shards of heads, one or two key/value heads: stored whole on each, the weights repeated for use."""
+    for kv_heads in (1, 2):
+        alone = harness.program(model={"kv_heads": kv_heads})
+        program = harness.program({"data": 2, "model": 4}, model={"kv_heads": kv_heads})
+        assert program.definition.names["layers"]["attention"]["k"][2] == "kv_shared"
+        close_trees(gradients(alone), gradients(program), 1e-5)
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "model": 2}], ids=["data", "3d"])
@@ -93,6 +102,16 @@ def test_accumulation_is_weighted_by_tokens(mesh, accumulate: int):
 def test_remat_does_not_change_the_result(remat):
     program = harness.program(LAYOUTS["3d"], step={"remat": remat})
     close_trees(one_device_gradients(), gradients(program), 1e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, LAYOUTS["3d"]], ids=["one", "3d"])
+def test_offloaded_values_come_back_unchanged(mesh):
+    """Bit for bit: the host only keeps them."""
+    kept = harness.program(mesh, step={"remat": ("q", "k", "v", "residual")})
+    moved = harness.program(mesh, step={"remat": ("q", "k"), "offload": ("v", "residual")})
+    traced = str(jax.make_jaxpr(moved.gradients)(moved.state["params"], harness.batch(0), jax.random.key(0)))
+    assert "f32<host>[8,32,32]" in traced  # the residual; the CPU backend itself has no other memory
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (gradients(kept), gradients(moved)))))
 
 
 def test_state_lives_in_shards():

@@ -110,7 +110,7 @@ def _plain(kernel: str, case: Case, device: Any, q: Array, k: Array, v: Array, t
     return checkpoint_name(xla.attention(q, k, v, case, tokens, _block(device)), RESIDUALS)
 
 
-def _self(kernel: str, case: Case, device: Any) -> Callable[[Array, Array, Array, Array | None], Array]:
+def _self(kernel: str, case: Case, device: Any) -> Callable[..., Any]:
     """Self-attention in array order of q, k, v and segments, on one shard."""
     if kernel == "cudnn":
         return partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
@@ -128,7 +128,7 @@ def _on_context(
 ) -> Array:
     """Attention across the shards of a sequence."""
     queries, keys = _specs(sharder, q, k, CONTEXT)
-    shards = contexts.Shards(sharder, queries, keys, tuple(a for a in sharder.axes(CONTEXT) if _over(sharder, a)))
+    shards = contexts.Shards(sharder, queries, keys, _axes(sharder, CONTEXT))
 
     def local(q: Array, k: Array) -> Callable:
         return _self(_choose(kernel, case, True, q, k, device), case, device)
@@ -138,8 +138,9 @@ def _on_context(
     )
 
 
-def _over(sharder: Sharder, axis: str) -> bool:
-    return sharder.mesh is not None and sharder.mesh.shape[axis] > 1
+def _axes(sharder: Sharder, name: str) -> tuple[str, ...]:
+    """Mesh axes of several devices that shard a logical name."""
+    return tuple(a for a in sharder.axes(name) if sharder.mesh is not None and sharder.mesh.shape[a] > 1)
 
 
 def _check(q: Array, k: Array, v: Array, causal: bool, window: Any, positions: Any, kv_positions: Any) -> None:
@@ -213,7 +214,7 @@ def _specs(sharder: Sharder, q: Array, k: Array, time: str | None) -> tuple[Part
     for name, size in ((BATCH, q.shape[0]), ("heads", q.shape[2]), (kv_heads, k.shape[2])):
         if size % sharder.size(name):
             raise UserError(f"attention: {size} {name} over {sharder.size(name)} shards of {sharder.axes(name)}")
-    if kv_heads and sharder.axes("heads") != sharder.axes("kv_heads"):
+    if kv_heads and _axes(sharder, "heads") != _axes(sharder, "kv_heads"):
         raise UserError(
             f"attention: heads lie on {sharder.axes('heads')} and kv_heads on {sharder.axes('kv_heads')}; "
             "shard both alike, or repeat the key and value weights up to the axis"

@@ -33,6 +33,8 @@ from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.mesh.sharding import Sharder
 
 FORMULATIONS = ("gather", "ulysses", "ring")
+SCORES = 2**22  # of a head that `gather` has at a time: fewer queries meet longer rows
+SMALLEST = 32  # queries, for the matrix units
 Local = Callable[[Any, Any], halo.Run]  # (q, k) with the shapes of one shard -> the kernel for them
 
 
@@ -155,6 +157,7 @@ def _halo(q, k, v, segments_BT, axes: tuple[str, ...], local: Local, window: int
 def _gathered(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Array, segments_BT: Array | None) -> Array:
     """Queries stay; keys and values of the whole row come together."""
     window = case.window if case.span is None else None
+    block = min(block, max(SMALLEST, SCORES // q.shape[1]))
 
     def body(q: Array, k: Array, v: Array, segments_BT: Array | None, window: Array | None) -> Array:
         k, v = (lax.all_gather(x, shards.axes, axis=1, tiled=True) for x in (k, v))
@@ -200,6 +203,15 @@ class _Plan:
         return self.shards.queries, self.shards.keys, self.shards.keys, tokens
 
 
+def _tied(rows: Any, q: Array) -> Any:
+    """`rows` as if they depended on `q`.
+
+    Masks depend on nothing else, and when JAX differentiates a scan over layers it takes what is the same in every
+    layer out of the loop: the masks of all blocks of all hops at once, quadratic in the sequence.
+    """
+    return lax.optimization_barrier((rows, lax.stop_gradient(q)))[0]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(plan: _Plan, q: Array, k: Array, v: Array, rows: tuple) -> Array:
     return _ring_fwd(plan, q, k, v, rows)[0]
@@ -208,7 +220,7 @@ def _ring(plan: _Plan, q: Array, k: Array, v: Array, rows: tuple) -> Array:
 def _ring_fwd(plan: _Plan, q: Array, k: Array, v: Array, rows: tuple):
     queries = plan.shards.queries
     statistics = PartitionSpec(*queries[:3])
-    body = lambda q, k, v, rows: ring_forward(plan.ring(rows), q, k, v)  # noqa: E731
+    body = lambda q, k, v, rows: ring_forward(plan.ring(_tied(rows, q)), q, k, v)  # noqa: E731
     out, lse = plan.shards.run(body, plan.specs(rows), (queries, statistics), q, k, v, rows)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in (out, lse))
     return out, (q, k, v, rows, out, lse)

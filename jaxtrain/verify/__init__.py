@@ -1,0 +1,1 @@
+"""Proof that no layout changes the result of a config: losses, gradients and updates against one device."""

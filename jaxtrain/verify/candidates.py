@@ -1,0 +1,119 @@
+"""Which layouts on which meshes: every way to share the devices out that the mesh doctor passes. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.config import UserError, resolve
+from jaxtrain.config.cross import cross_problems, divisors
+from jaxtrain.config.errors import did_you_mean, join
+from jaxtrain.config.output import as_dict
+from jaxtrain.config.schema import Config
+from jaxtrain.config.shipped import layout_names
+from jaxtrain.mesh.axes import AXES, shape_text
+from jaxtrain.models.check import check_config
+
+OWN = "(its own)"  # the layout that the config itself describes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout on one mesh; `sizes` holds all axes."""
+
+    layout: str
+    config: Config
+
+    @property
+    def mesh(self) -> str:
+        """`data 2 x model 4`."""
+        return shape_text({axis: getattr(self.config.mesh, axis) for axis in AXES})
+
+
+def candidates(
+    path: str | Path, overrides: Sequence[str], small: Config, names: Sequence[str], devices: int
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Every legal mesh of every layout asked for, and why a layout has none.
+
+    A layout's mesh keeps the axes that it sets itself above 1 there; its rules' other axes may take part. The first
+    mesh of each layout is tried with two microbatches as well.
+
+    Args:
+        path, overrides: of the user's config; layouts are looked for beside it too.
+        small: that config, made small.
+        names: layouts, or `all`.
+        devices: to share out.
+
+    Raises:
+        UserError: a layout that does not exist.
+    """
+    folder = Path(path).parent
+    known = layout_names(folder)
+    for name in names:
+        if name not in (*known, OWN, "all") and not name.endswith((".yaml", ".yml")):
+            raise UserError(f"--layouts: no layout `{name}`; there is {join(known, 'and')}{did_you_mean(name, known)}")
+    wanted = [OWN, *known] if "all" in names else list(names)
+    found: list[Candidate] = []
+    refused: dict[str, str] = {}
+    seen: set[str] = set()
+    for name in wanted:
+        layout = small if name == OWN else _with_layout(path, overrides, name, small)
+        legal, reason = _legal(layout, devices)
+        if not legal:
+            refused[name] = reason
+        fresh = [config for config in legal if _effect(config) not in seen]
+        seen |= {_effect(config) for config in fresh}
+        more = [_accumulated(fresh[0])] if fresh else []
+        found += [Candidate(name, config) for config in [*fresh, *more]]
+    return found, refused
+
+
+def _with_layout(path: str | Path, overrides: Sequence[str], name: str, small: Config) -> Config:
+    """The small config under another layout."""
+    kept = [text for text in overrides if not text.startswith(("layout", "mesh", "rules", "zero", "context"))]
+    other, _ = resolve(path, *kept, f"layout={name}", paths=False)
+    return small.model_copy(update={key: getattr(other, key) for key in ("layout", "mesh", "rules", "zero", "context")})
+
+
+def _legal(config: Config, devices: int) -> tuple[list[Config], str]:
+    """The config on every mesh that the doctor passes; else the reason of the first that it does not."""
+    legal, reason = [], "no mesh of these devices has its axes"
+    own = {axis for axis in AXES if getattr(config.mesh, axis) != 1}
+    possible = own | {axis for axes in config.rules.values() for axis in axes}
+    for sizes in _factorisations([axis for axis in AXES if axis in possible], devices):
+        if any(sizes.get(axis, 1) == 1 for axis in own):
+            continue
+        placed = Config(**{**as_dict(config), "mesh": {axis: sizes.get(axis, 1) for axis in AXES}})
+        problems = [*(found.message for found in cross_problems(placed)), *map(str, check_config(placed, devices))]
+        if not problems:
+            legal.append(placed)
+        else:
+            reason = problems[0]
+    return legal, reason
+
+
+def _factorisations(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
+    """Every way to write `devices` as a product of sizes of these axes."""
+    if not axes:
+        if devices == 1:
+            yield {}
+        return
+    for size in divisors(devices, devices, count=devices):
+        for rest in _factorisations(axes[1:], devices // size):
+            yield {axes[0]: size, **rest}
+
+
+def _effect(config: Config) -> str:
+    """What the layout does on its mesh: two that say the same in other words are run once."""
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.rules.items())}
+    rules = {name: axes for name, axes in rules.items() if axes}
+    zero = config.zero if sizes["data"] > 1 else 0
+    context = config.context if sizes["context"] > 1 else "auto"
+    return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.accumulate}"
+
+
+def _accumulated(config: Config) -> Config:
+    """The same with two microbatches."""
+    return config.model_copy(update={"step": config.step.model_copy(update={"accumulate": 2})})

@@ -1,0 +1,131 @@
+"""`jaxtrain verify`: equal layouts pass, every kind of fault is caught and named, users' own models too."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.cli.main import main
+from jaxtrain.config import UserError, load
+from jaxtrain.config.schema import Mesh
+from jaxtrain.train.program import build
+from jaxtrain.verify import faults
+from jaxtrain.verify.candidates import candidates
+from jaxtrain.verify.compare import cause, compare
+from jaxtrain.verify.run import Reference, Rows, check_one, collectives
+from jaxtrain.verify.shrink import shrunk
+
+CONFIG = """
+layout: 3d
+compile_cache: null
+model: {embed: 4096, layers: 32, heads: 32, kv_heads: 8, mlp: 14336, tie_embeddings: true}
+data: {sequence: 8192, global_batch: 512}
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("verify") / "large.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+@functools.cache
+def reference(path: Path) -> tuple:
+    """The small config, its data, one device, and the layout `3d` with two microbatches."""
+    small, _ = shrunk(load(path), 8)
+    small = small.model_copy(update={"model": small.model.model_copy(update={"layers": 1})})
+    found, _ = candidates(path, [], small, ["3d"], 8)
+    split = Rows(small)
+    hosts = [split.batch(step, slice(None)) for step in range(2)]
+    alone = small.model_copy(update={"mesh": Mesh(), "rules": {}, "simulate": None})
+    return found[-1], split, hosts, Reference(build(alone, small.model.vocab, jax.devices()[:1]), hosts)
+
+
+def test_a_large_config_shrinks_and_says_how(path):
+    small, changes = shrunk(load(path), 8)
+    assert small.precision == "fp32"
+    assert (small.model.heads, small.model.kv_heads, small.model.layers) == (8, 2, 2)
+    assert small.model.tie_embeddings
+    assert "model.embed: 4096 -> 64" in changes
+    assert "data.sequence: 8192 -> 64" in changes
+
+
+def test_every_legal_mesh_once(path):
+    small, _ = shrunk(load(path), 8)
+    found, refused = candidates(path, [], small, ["fsdp_tp", "tp", "(its own)", "fsdp"], 8)
+    meshes = [(c.layout, c.mesh, c.config.step.accumulate) for c in found]
+    assert ("fsdp_tp", "fsdp 4 x model 2", 1) in meshes
+    assert ("tp", "data 4 x model 2", 1) in meshes
+    assert ("fsdp", "fsdp 8", 2) in meshes
+    assert len(set(meshes)) == len(meshes)
+    assert not any("model 8" in mesh for _, mesh, _ in meshes)  # two key/value heads
+    assert not refused
+    _, refused = candidates(path, [], small, ["fsdp_tp"], 3)
+    assert "fsdp_tp" in refused
+    with pytest.raises(UserError, match="did you mean `fsdp_tp`"):
+        candidates(path, [], small, ["fsdp_pt"], 8)
+
+
+def test_a_right_layout_is_equal(path):
+    candidate, split, hosts, alone = reference(path)
+    row = check_one(candidate, split, hosts, alone, jax.devices(), None)
+    assert row.is_equal, row
+    assert row.verdict.gradient < 1e-5
+    assert "model" in row.collectives
+
+
+@pytest.mark.parametrize("fault", faults.INJECTIONS)
+def test_every_fault_is_caught_and_named(path, fault):
+    candidate, split, hosts, alone = reference(path)
+    row = check_one(candidate, split, hosts, alone, jax.devices(), fault)
+    assert not row.is_equal
+    named = "summed 2 times, over" if fault == faults.DOUBLED else fault
+    assert named in row.verdict.cause, row.verdict
+
+
+def test_a_users_own_model_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    file = Path(__file__).parents[2] / "configs" / "recipes" / "spirals.yaml"
+    command = ["verify", str(file), "compile_cache=null", "--layouts", "zero1,fsdp"]
+    assert main([*command, "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "EQUAL: 6 layouts and meshes of 8 devices" in out
+    assert main([*command, "--inject", "nothing"]) == 2
+    assert "expected missing-reduction" in capsys.readouterr().err
+    assert main(["verify", str(file), "--layouts", "nope"]) == 2
+
+
+def test_compare_by_hand():
+    want = {"a": np.array([3.0, 4.0]), "b": np.array([1.0])}
+    same = compare(([1.0], [1.0]), (want, want), (want, want))
+    assert same.is_equal
+    off = {"a": want["a"], "b": np.array([1.0 + 2e-5])}
+    seen = compare(([1.0], [1.0]), (off, want), (want, want))
+    assert (seen.first, seen.tensor) == ("b", "b")
+    assert seen.gradient == pytest.approx(2e-5, rel=1e-6)
+    assert compare(([1.1], [1.0]), (want, want), (want, want)).first == "the loss of step 0"
+    assert compare(([np.nan], [1.0]), (want, want), (want, want)).first == "the loss of step 0"
+    broken = {"a": want["a"] * np.nan, "b": want["b"]}
+    assert compare(([1.0], [1.0]), (broken, want), (want, want)).first == "a"
+    doubled = {"a": 4 * want["a"], "b": want["b"]}
+    assert cause(doubled, want, {}, {"data": 2, "model": 4}) == (
+        "a is 4 times the reference: summed 4 times, over model?"
+    )
+    assert cause(doubled, want, {"known": doubled}, {}) == "known"
+    assert cause({"a": np.array([9.0, 1.0]), "b": want["b"]}, want, {}, {}) == ""
+
+
+def test_collectives_in_a_line():
+    text = """HloModule m, entry_computation_layout={(f32[8])->f32[8]}
+add { x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT s = f32[] add(x, y) }
+ENTRY main { p = f32[250000] parameter(0)
+  ROOT r = f32[250000] all-reduce(p), replica_groups={{0,1}}, to_apply=add }
+"""
+    assert collectives(text, {"data": 2}) == "data 1 AR 1 MB"
