@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.mesh.rules import Names, Rules, axes_of, dims_to_axes, storage_axes, stored_dims, without, zero_rules
 
@@ -23,20 +23,38 @@ class Sharder:
 
     With `mesh=None` every method is the identity, so that a model runs unsharded in a plain test. `zero` is the ZeRO
     stage over the replicas: 0 keeps all state in each, from 1 on it is spread (`stored`); weights are gathered once a
-    step, in stage 3 in every layer.
+    step, in stage 3 in every layer. `manual` are axes that a `jax.shard_map` around everything has split already.
     """
 
     mesh: Mesh | None = None
     rules: Rules | None = None
     zero: int = 0
+    manual: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", zero_rules(self.rules or {}, self.zero))
 
     def without(self, axis: str) -> Sharder:
-        """The same on one slice of a mesh axis: no rule names it, nothing is spread over it."""
+        """The same inside a `map` over a mesh axis: no rule names it, nothing is spread over it."""
         rules = {name: tuple(a for a in axes if a != axis) for name, axes in (self.rules or {}).items()}
-        return Sharder(self.mesh, rules)
+        return Sharder(self.mesh, rules, manual=self.manual | {axis})
+
+    def map(self, body: Callable, in_specs: Any, out_specs: Any, axes: Iterable[str] | None = None) -> Callable:
+        """`jax.shard_map` over some mesh axes, default all that are left. Raises ValueError without a mesh.
+
+        Unchecked, as kernels need it: never differentiate across it inside.
+        """
+        mesh = self._mesh()
+        over = frozenset(mesh.axis_names if axes is None else axes) - self.manual
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=over, check_vma=False)
+
+    def _mesh(self) -> Any:
+        """The mesh as code sees it that runs with `manual` axes."""
+        if self.mesh is None:
+            raise ValueError("a sharding needs a mesh")
+        if not self.manual:
+            return self.mesh
+        return self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     def spec(self, names: Sequence[str | None]) -> PartitionSpec:
         """PartitionSpec of a tensor whose dims have these logical names."""
@@ -70,14 +88,14 @@ class Sharder:
             return x
         if len(dims) != x.ndim:
             raise ValueError(f"{len(dims)} names for a tensor of shape {x.shape}")
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, _spec(dims)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), _spec(dims)))
 
     def lead(self, x: jax.Array, dims: Dims) -> jax.Array:
         """`x` with its first dims placed by mesh axes and the others left as they lie."""
         if self.mesh is None:
             return x
         free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(dims))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*_spec(dims), *free)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), PartitionSpec(*_spec(dims), *free)))
 
     def stored(self, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
         """Mesh axes of every dim of a parameter, its gradient or its moment in the train state."""

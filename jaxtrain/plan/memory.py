@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -26,7 +26,12 @@ def leaf_bytes(leaf: Any) -> int:
     if sharding is not None:
         for dim, axes in enumerate(sharding.spec):
             shards[dim] = prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
-    return prod(ceil(size / count) for size, count in zip(leaf.shape, shards)) * leaf.dtype.itemsize
+    return shard_size(leaf.shape, shards) * leaf.dtype.itemsize
+
+
+def shard_size(shape: Sequence[int], shards: Sequence[int]) -> int:
+    """Elements of the largest shard of a tensor whose dims are cut into so many."""
+    return prod(ceil(size / count) for size, count in zip(shape, shards))
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

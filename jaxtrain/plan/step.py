@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.mesh.rules import REPLICAS
+from jaxtrain.mesh.sharding import Dims
+from jaxtrain.plan.memory import shard_size
 from jaxtrain.train.batches import batch_sharding
 from jaxtrain.train.program import Program
 
@@ -38,6 +42,32 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
         )
         for name, (shape, kind) in shapes.items()
     }  # fmt: skip
+
+
+def held_bytes(program: Program) -> dict[str, int]:
+    """Bytes per device that a step keeps besides the train state and activations.
+
+    weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gradients: of the step, float32, where
+    they are added up. microbatch: with `accumulate` > 1 one microbatch's own, in the dtypes that they travel in.
+    """
+    sharder, definition, gradients = program.sharder, program.definition, program.gradients
+    sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
+    inner = sharder if gradients.local is None else sharder.without(REPLICAS)
+    out = {"weights": 0, "gradients": 0, "microbatch": 0}
+
+    def count(param: Any, names: Any, travels: Any) -> None:
+        def elements(dims: Dims) -> int:
+            return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
+
+        stored, used = sharder.stored(names, param.shape), sharder.dims(names)
+        kept = elements(inner.stored(names, param.shape))
+        width = jnp.dtype(travels).itemsize
+        out["weights"] += width * elements(used) * (stored != used)
+        out["gradients"] += max(4, jnp.dtype(param.dtype).itemsize) * kept
+        out["microbatch"] += width * kept * (gradients.accumulate > 1)
+
+    jax.tree.map(count, definition.params, definition.names, definition.travels)
+    return out
 
 
 def compiled_step(program: Program, example: Mapping[str, Any] | None = None) -> jax.stages.Compiled:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
@@ -79,54 +80,33 @@ class Gradients:
         first = jax.tree.map(lambda x: x[0], micro)
         once = self.local is not None and not draws(self.definition, ready, first, key)
         part = _Part(self.local if once else self.definition, ready, scale, statistics)
-        add, zeros, finish = (self._once if once else self._each)(params, part)
-        grads, rest = jax.lax.scan(add, zeros, (micro, keys))
-        sums, counts = summed(rest)
-        return Found(finish(grads), sums, weights, counts)
+        # Reduced once a step, or every microbatch's gradients into the train state's shards as they come.
+        grads, rest = self._once(part, micro, keys) if once else part.added_up(micro, keys, self._kept)
+        sums, counts = rest
+        return Found(grads, sums, weights, counts)
 
-    def _each(self, params: Tree, part: _Part) -> tuple[Any, Tree, Any]:
-        """Every microbatch's gradients reduced into the train state's shards."""
+    def _once(self, part: _Part, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
+        """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch.
 
-        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
-            more, rest = part.gradient(*inputs)
-            return self._kept(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, self._kept(more))), rest
-
-        zeros = self._kept(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-        return add, zeros, lambda grads: grads
-
-    def _once(self, params: Tree, part: _Part) -> tuple[Any, Tree, Any]:
-        """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch."""
-        mesh = self.sharder.mesh
-        assert mesh is not None
-        count = mesh.shape[REPLICAS]
-        rest = tuple(axis for axis in self.sharder.axes(BATCH) if axis != REPLICAS)
+        A shard_map over the replicas, because a vmap would take kernels through their batching rules, which cuDNN's
+        attention does not have for packed documents, and both branches of every conditional.
+        """
         inner = self.sharder.without(REPLICAS)
 
-        def own(x: jax.Array) -> jax.Array:
-            return self.sharder.lead(x.reshape(count, -1, *x.shape[1:]), ((REPLICAS,), rest))
-
         def placed(grads: Tree) -> Tree:
-            return jax.tree.map(
-                lambda g, names: self.sharder.place(g, ((REPLICAS,), *inner.stored(names, g.shape[1:]))),
-                grads, self.definition.names,
-            )  # fmt: skip
+            names = self.definition.names
+            return jax.tree.map(lambda g, names: inner.place(g, inner.stored(names, g.shape)), grads, names)
 
-        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
-            batch, key = inputs
-            run = jax.vmap(part.gradient, in_axes=(0, None), spmd_axis_name=REPLICAS)
-            more, aside = run(jax.tree.map(own, batch), key)
-            grads = jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))
-            return placed(grads), summed(aside)
+        def own(given: tuple, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
+            return jax.tree.map(lambda x: x[None], _Part(part.definition, *given).added_up(micro, keys, placed))
 
-        def finish(grads: Tree) -> Tree:
+        def reduced(g: jax.Array, dtype: Any) -> Any:
             # lax.reduce, because jnp.sum would widen what travels to float32.
-            def reduced(g: jax.Array, dtype: Any) -> jax.Array:
-                return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+            return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
-            return self._kept(jax.tree.map(reduced, grads, self.definition.travels))
-
-        zeros = placed(jax.tree.map(lambda p: jnp.zeros((count, *p.shape), jnp.float32), params))
-        return add, zeros, finish
+        run = self.sharder.map(own, (P(), P(None, REPLICAS), P()), P(REPLICAS), axes=(REPLICAS,))
+        grads, rest = run((part.ready, part.scale, part.statistics), micro, keys)
+        return self._kept(jax.tree.map(reduced, grads, self.definition.travels)), summed(rest)
 
     def _ready(self, params: Tree) -> Tree:
         """The train state's parameters where the model expects them, gathered over the replicas where it must."""
@@ -160,6 +140,17 @@ class _Part:
             return total(terms, self.scale), (_split(terms)[0], counts)
 
         return jax.grad(loss, has_aux=True)(self.ready)
+
+    def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
+        """Float32 gradients of all microbatches, `placed` after each; all sums and counts."""
+
+        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
+            more, rest = self.gradient(*inputs)
+            return placed(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))), rest
+
+        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
+        grads, rest = jax.lax.scan(add, zeros, (micro, keys))
+        return grads, summed(rest)
 
 
 def summed(tree: Any) -> Any:

@@ -107,6 +107,17 @@ def test_rooms(tmp_path, name):
     assert quick(tmp_path, name, *(["--measure"] if name == "cross_entropy" else []))["results"]
 
 
+def test_memory_is_that_of_the_formulas(tmp_path):
+    results = quick(tmp_path, "memory")["results"]
+    for row in results["formula"]:
+        assert abs(row["ratio"] - 1) < 0.02
+        assert row["stage"] == 1 or row["held GB"] == pytest.approx(row["paper GB"], rel=0.07)
+    (first, second) = results["compiled"]
+    assert second["total MB"] < 0.75 * first["total MB"]  # gradients in shards
+    for row in results["compiled"]:
+        assert 0 < row["more MB"] < 0.6 * row["held MB"]
+
+
 def test_packed_batch_is_what_the_data_room_makes():
     batch = module("common").packed_batch(0, 3, 32, 100, 4)
     for row in range(3):

@@ -17,11 +17,6 @@ from jaxtrain.plan import targets
 H100 = "h100:2x8"
 V5P = "v5p:2x2x1"
 NO_COMPILER, NO_TPU = (targets.missing(targets.parse(target)) for target in (H100, V5P))
-EMBEDDING = {
-    "tp": "rows of the table are summed over model in float32, not in the compute dtype: twice the bytes",
-    "tp_sp": "the table is gathered over model in float32, and its gradient all-reduced whole over data and model",
-    "fsdp_tp": "the table is gathered over model in float32, and its gradient scattered so, where rows could move",
-}
 
 
 def differences(measured: dict, expected: dict) -> list[str]:
@@ -38,20 +33,9 @@ def of_part(rows: dict, name: str) -> dict:
     return {key: row for key, row in rows.items() if key[2] == name}
 
 
-def cases() -> list:
-    """Every layout and part; where the embedding is not at theory the case says why."""
-    return [
-        pytest.param(
-            layout, name,
-            marks=[pytest.mark.xfail(raises=AssertionError, strict=True, reason=EMBEDDING[layout])]
-            if name == "edges" and layout in EMBEDDING else [],
-        )
-        for layout in EXPECTED for name in ("layers", "loss", "edges")
-    ]  # fmt: skip
-
-
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.parametrize(("layout", "name"), cases())
+@pytest.mark.parametrize("name", ["layers", "loss", "edges"])
+@pytest.mark.parametrize("layout", EXPECTED)
 def test_every_collective_on_16_absent_h100(layout: str, name: str):
     measured = of_part(totals(communication(layout, H100)), name)
     assert differences(measured, of_part(theory(layout, H100), name)) == []

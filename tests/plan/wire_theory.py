@@ -7,6 +7,7 @@ bytes per device); parts are `layers`, `loss` and `edges` (embedding, final norm
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -32,19 +33,23 @@ MESHES = {
     "tp": {"data": 2, "model": 8},
     "tp_sp": {"data": 2, "model": 8},
     "fsdp_tp": {"fsdp": 2, "model": 8},
+    "zero1": {"data": 16},
+    "zero2": {"data": 16},
+    "zero3": {"data": 16},
 }
 LLAMA = {
     "model.embed": 1024, "model.layers": 4, "model.heads": 16, "model.kv_heads": 8, "model.mlp": 2816,
     "model.vocab": 49152, "data.sequence": 2048, "step.remat": "full", "precision": "bf16",
 }  # fmt: skip
-ROWS = 2  # sequences per device
+ROWS = 2  # sequences per device and microbatch
 SCALAR = 256  # bytes: an all-reduce of so little carries loss sums and gradient norms
 
 
 def configured(layout: str, mesh: dict[str, int], changes: dict[str, Any]) -> Config:
     count = prod(mesh.values())
     axes = {f"mesh.{axis}": size for axis, size in mesh.items()}
-    keys = {**LLAMA, "data.global_batch": ROWS * count, **axes, **changes, "layout": layout}
+    rows = ROWS * count * changes.get("step.accumulate", 1)
+    keys = {**LLAMA, "data.global_batch": rows, **axes, **changes, "layout": layout}
     return resolve(None, *(f"{key}={value}" for key, value in keys.items()), paths=False)[0]
 
 
@@ -61,6 +66,13 @@ def _measured(layout: str, target: str | None, changes: tuple) -> tuple[Config, 
     program = build(config, config.model.vocab, devices)
     text = step.compiled_step(program).as_text() or ""
     return config, dict(program.layout.sizes), wire.report(text, program.layout.sizes)
+
+
+def measured(
+    layout: str, target: str | None = None, **changes: Any
+) -> tuple[Config, dict[str, int], list[wire.Collective]]:
+    """Config, sizes of the mesh axes and collectives; see `communication`."""
+    return _measured(layout, target, _dotted(changes))
 
 
 def communication(layout: str, target: str | None = None, **changes: Any) -> list[wire.Collective]:
@@ -83,8 +95,9 @@ def _dotted(changes: dict[str, Any]) -> tuple:
 
 
 def part(row: wire.Collective) -> str:
-    """Part of the model that a row belongs to, by its scope."""
-    return "loss" if "cross_entropy" in row.scope else "layers" if "/while/" in row.scope else "edges"
+    """Part of the model that a row belongs to, by its scope; the loop over microbatches is none."""
+    scope = re.sub(r"^jit\(step\)/(shard_map/)?while(/body/closed_call)?", "", row.scope)
+    return "loss" if "cross_entropy" in scope else "layers" if "/while/" in scope else "edges"
 
 
 def totals(rows: list[wire.Collective]) -> Rows:
@@ -140,12 +153,12 @@ class Sizes:
 
 
 def ddp(s: Sizes) -> Rows:
-    """Each gradient is reduced once; the table's in float32."""
+    """Each gradient is reduced once."""
     twice = 2 * s.ring("data")
     return {
         ("all-reduce", "data", "layers"): (2 * s.layers, twice * s.layers * (s.weights * s.width + s.norms)),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width),
-        ("all-reduce", "data", "edges"): (2, twice * (s.head + s.embed) * 4),
+        ("all-reduce", "data", "edges"): (2, twice * (s.head * s.width + s.embed * 4)),
     }
 
 
@@ -172,7 +185,7 @@ def hsdp(s: Sizes) -> Rows:
     return _moved_norms(fsdp(s), "fsdp", "data+fsdp", s) | {
         ("all-reduce", "data", "layers"): (s.layers, twice * s.layers * s.weights * s.width / shards),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width / shards),
-        ("all-reduce", "data", "edges"): (1, twice * s.head * 4 / shards),
+        ("all-reduce", "data", "edges"): (1, twice * s.head * s.width / shards),
     }
 
 
@@ -192,12 +205,12 @@ def _statistics(s: Sizes) -> float:
 
 
 def _replicas(s: Sizes) -> Rows:
-    """Gradients of tensor-parallel shards over data; the table's in float32."""
+    """Gradients of tensor-parallel shards over data."""
     twice, split = 2 * s.ring("data"), s.axes["model"]
     return {
         ("all-reduce", "data", "layers"): (s.layers, twice * s.layers * s.weights * s.width / split),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width / split),
-        ("all-reduce", "data", "edges"): (1, twice * s.head * 4 / split),
+        ("all-reduce", "data", "edges"): (1, twice * s.head * s.width / split),
     }
 
 
@@ -207,7 +220,7 @@ def tp(s: Sizes) -> Rows:
     twice, over = 2 * s.ring("data"), ("all-reduce", "data")
     return own | {
         (*over, "layers"): (2 * s.layers, own[*over, "layers"][1] + twice * s.layers * s.norms),
-        (*over, "edges"): (1, own[*over, "edges"][1] + twice * s.embed * 4),
+        (*over, "edges"): (2, own[*over, "edges"][1] + twice * s.embed * 4),
         ("all-reduce", "model", "layers"): (5 * s.layers, 5 * s.layers * stream),
         ("all-reduce", "model", "loss"): (3, stream + _statistics(s)),
         ("all-reduce", "model", "edges"): (1, stream),

@@ -205,7 +205,7 @@ def _on_shards(run: Any, sharder: Sharder, q: Array, k: Array, v: Array, segment
         return run(q, k, v, segments)
     queries, keys = _specs(sharder, q, k, None)
     specs = (queries, keys, keys, None if segments is None else sharder.spec((BATCH, None)))
-    return jax.shard_map(run, mesh=sharder.mesh, in_specs=specs, out_specs=queries, check_vma=False)(q, k, v, segments)
+    return sharder.map(run, specs, queries)(q, k, v, segments)
 
 
 def _specs(sharder: Sharder, q: Array, k: Array, time: str | None) -> tuple[PartitionSpec, PartitionSpec]:

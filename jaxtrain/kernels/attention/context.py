@@ -59,8 +59,7 @@ class Shards:
 
     def run(self, body: Callable, in_specs: Any, out_specs: Any, *args: Any) -> Any:
         """`body` on the shards."""
-        mesh: Any = self.sharder.mesh
-        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+        return self.sharder.map(body, in_specs, out_specs)(*args)
 
 
 def choose(formulation: str, heads: int, shards: int) -> str:

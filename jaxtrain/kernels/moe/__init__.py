@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-from jax import Array, shard_map
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels.moe.group import Group
@@ -70,5 +70,4 @@ def experts(
     x_spec, choice_spec = (P(sharder.axes(BATCH), t, None) for t in (tokens, tokens if is_spread else context))
     # A prefix of the routing: one place for whatever it holds.
     specs = (x_spec, choice_spec, (sharder.spec(INNER), sharder.spec(DOWN)))
-    # check_vma=False: kernels are to run inside; so never differentiate there.
-    return shard_map(local, mesh=mesh, in_specs=specs, out_specs=x_spec, check_vma=False)(x_BTD, routing, weights)
+    return sharder.map(local, specs, x_spec)(x_BTD, routing, weights)

@@ -1,0 +1,172 @@
+"""What ZeRO stages save: bytes per device of the real program against the formulas, and the compiled step's memory.
+
+    python benchmarks/memory.py [--microbatches 4] [--out memory.json]
+
+First a Llama of 1.36e9 parameters, abstract: the train state by its shardings, and what a step holds besides: the
+gathered bf16 copy, gradients, one microbatch's own gradients. The paper (Rajbhandari et al. 2020, arXiv 1910.02054)
+counts 16 bytes a parameter for mixed-precision Adam: 2 weights, 2 gradients, 12 float32 weights and moments; stage 1
+shares out the 12, stage 2 the gradients too, stage 3 all. Here gradients are added up in float32, stages 0 and 3 cast
+weights layer by layer and keep no copy, and with one microbatch stage 1 reduces gradients as they come, as stage 2.
+`here` is the formula so changed, `rest` what else the program holds.
+
+Then the compiler's own figures for a small Llama with few tokens, on simulated CPU devices (float32, because this
+backend widens bf16 copies) and, where their compilers are installed, on GPUs and TPUs that are not there. `held` is
+the same sum for that model; what `total` has more are activations and what the compiler adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import common
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+FIXED = ("data.validation=0", "step.remat=full", "loss.chunks=8")
+SMALL = (
+    "model.embed=1024", "model.layers=8", "model.heads=8", "model.kv_heads=8", "model.mlp=4096", "model.vocab=4096",
+    "data.sequence=128",
+)  # fmt: skip
+QUICK = (
+    "model.embed=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.mlp=1024", "model.vocab=512",
+    "data.sequence=32",
+)  # fmt: skip
+
+
+def paper(stage: int, parameters: int, shards: int) -> float:
+    """Bytes per device, gradients in the compute dtype."""
+    return parameters * {0: 16, 1: 4 + 12 / shards, 2: 2 + 14 / shards, 3: 16 / shards}[stage]
+
+
+def here(stage: int, parameters: int, shards: int, microbatches: int, width: int = 2) -> float:
+    """Bytes per device as jaxtrain means it: float32 gradients, a copy of `width` bytes a parameter in stages 1, 2."""
+    whole_gradients = stage == 0 or (stage == 1 and microbatches > 1)
+    state = 12 if stage == 0 else 12 / shards
+    copy = width if stage in (1, 2) and shards > 1 else 0
+    return parameters * (state + copy + (4 if whole_gradients else 4 / shards))
+
+
+def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
+    """The config of a stage with one row a device and microbatch."""
+    from jaxtrain.config import resolve
+
+    own = (f"mesh.data={devices}", f"step.accumulate={microbatches}", f"data.global_batch={devices * microbatches}")
+    model = None if more else "configs/models/llama_1b.yaml"
+    return resolve(model, *FIXED, *own, f"layout={layout}", *more, paths=False)[0]
+
+
+def held(config: Any, devices: list[Any]) -> dict[str, int]:
+    """Parameters, and bytes per device of every part."""
+    import jax
+
+    from jaxtrain.plan import memory, step
+    from jaxtrain.train.program import build
+
+    program = build(config, config.model.vocab, devices)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.definition.params))
+    return {"parameters": parameters, **memory.state_bytes(program.state), **step.held_bytes(program)}
+
+
+def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any]]:
+    """Rows of the first table, in a process with as many simulated devices as the largest count."""
+    import jax
+
+    rows = []
+    for stage, layout in enumerate(STAGES):
+        for parts in microbatches:
+            for count in counts:
+                own = held(configured(layout, count, parts), jax.devices()[:count])
+                psi, one = own["parameters"], own["microbatch"]
+                kept = sum(own.values()) - psi - one
+                expected = here(stage, psi, count, parts)
+                rows.append({
+                    "stage": stage, "devices": count, "microbatches": parts,
+                    **{f"{part} GB": own[part] / 1e9 for part in ("params", "opt_state", "weights", "gradients")},
+                    "held GB": kept / 1e9, "here GB": expected / 1e9, "ratio": kept / expected,
+                    "rest MB": (kept - expected) / 1e6, "paper GB": paper(stage, psi, count) / 1e9,
+                    "microbatch GB": one / 1e9,
+                })  # fmt: skip
+    return rows
+
+
+def compiled(target: str, count: int, microbatches: int, stage: int, small: tuple[str, ...]) -> dict[str, Any]:
+    """A row of the second table: the real step compiled for `count` devices, in a process of its own."""
+    from jaxtrain.plan import compile
+
+    precision = "fp32" if target.startswith("cpu") else "bf16"
+    config = configured(STAGES[stage], count, microbatches, *small, f"precision={precision}")
+    report = compile.measure(config, None, target)
+    counted = common.in_child(
+        __file__, {"held": config.model_dump(mode="json"), "count": count}, {"JAX_NUM_CPU_DEVICES": str(count)}
+    )
+    if "error" in counted:
+        raise SystemExit(f"memory: {counted['error']}")
+    psi, batch = counted.pop("parameters"), 20 * config.data.sequence * microbatches
+    kept, memory = sum(counted.values()) + batch, report.memory
+    formula = here(stage, psi, count, microbatches, 4 if precision == "fp32" else 2)
+    total = memory.arguments + memory.temporaries
+    return {
+        "target": target, "stage": stage, "devices": count, "microbatches": microbatches,
+        "arguments MB": memory.arguments / 1e6, "temporaries MB": memory.temporaries / 1e6, "total MB": total / 1e6,
+        "held MB": kept / 1e6, "more MB": (total - kept) / 1e6, "formula MB": formula / 1e6,
+        "bytes/parameter": total / psi,
+    }  # fmt: skip
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """(target, devices) of the second table, as far as their compilers are installed."""
+    from jaxtrain.plan import targets
+
+    if args.quick:
+        return [("cpu:8", 8)]
+    wanted = [(f"cpu:{n}", n) for n in (1, 2, 4, 8)] + [("h100:1x8", 8), ("h100:8x8", 64), ("v5p:2x2x2", 8)]
+    out = []
+    for target, count in wanted:
+        if problem := targets.missing(targets.parse(target)):
+            print(f"memory: left out: {problem}")
+        else:
+            out.append((target, count))
+    return out
+
+
+def child(spec: dict[str, Any]) -> Any:
+    """What needs JAX with simulated devices."""
+    import jax
+
+    if "held" in spec:
+        from jaxtrain.config.schema import Config
+
+        return held(Config(**spec["held"]), jax.devices()[: spec["count"]])
+    return {"rows": by_formula(spec["counts"], spec["microbatches"])}
+
+
+def main() -> int:
+    """Prints both tables."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(child(json.loads(args.child))))
+        return 0
+    counts = [1, 8] if args.quick else [1, 2, 4, 8, 16, 32, 64]
+    parts = sorted({1, args.microbatches})
+    env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(counts[-1])}
+    made = common.in_child(__file__, {"counts": counts, "microbatches": parts}, env)
+    if "error" in made:
+        raise SystemExit(f"memory: {made['error']}")
+    print(common.table(made["rows"]))
+    rows = [
+        compiled(target, count, many, stage, QUICK if args.quick else SMALL)
+        for target, count in cases(args) for stage in ((1, 2) if args.quick else range(4))
+        for many in (parts if target == "h100:1x8" else parts[-1:])
+    ]  # fmt: skip
+    print()
+    print(common.table(rows))
+    common.report("memory", args, {"formula": made["rows"], "compiled": rows}, common.machine())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
