@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.config.output import as_dict, flatten
 from jaxtrain.config.schema import Config, Model
 
-HEADS, HEAD_DIM, EMBED, MLP, VOCAB, SEQUENCE = 8, 8, 64, 128, 512, 64
+HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 64
 EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
 
 
@@ -24,7 +24,7 @@ def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
         values["model"] |= _model(config.model)
         values["data"]["sequence"] = min(config.data.sequence, SEQUENCE)
     values["data"]["global_batch"] = 2 * devices
-    values["step"]["accumulate"] = 1
+    values["step"] |= {"accumulate": 1, "attention": "auto"}  # the fast kernels need their chips
     values |= {"precision": "fp32", "steps": 1000, "simulate": devices}
     values["optimizer"] |= {"schedule": "constant", "warmup": 0, "epsilon": max(EPSILON, config.optimizer.epsilon)}
     values["eval"]["every"] = values["checkpoint"]["every"] = None
@@ -50,4 +50,9 @@ def _model(model: Model) -> dict[str, Any]:
     }  # fmt: skip
     if model.window is not None:
         sizes["window"] = min(model.window, SEQUENCE // 3)
+    if model.moe is not None:
+        experts = min(model.moe.experts, EXPERTS)
+        width = min(model.moe.mlp or model.mlp, MLP // 2)
+        few = {"experts": experts, "top_k": min(model.moe.top_k, experts), "mlp": width}
+        sizes["moe"] = model.moe.model_dump() | few
     return sizes

@@ -55,6 +55,14 @@ def test_a_large_config_shrinks_and_says_how(path):
     assert "data.sequence: 8192 -> 64" in changes
 
 
+def test_experts_shrink_too():
+    config = load(None, "model.moe={experts: 64, top_k: 6, mlp: 1408}", "step.attention=cudnn")
+    small, changes = shrunk(config, 8)
+    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 6, 64)
+    assert small.step.attention == "auto"
+    assert "model.moe.experts: 64 -> 8" in changes
+
+
 def test_every_legal_mesh_once(path):
     small, _ = shrunk(load(path), 8)
     found, refused = candidates(small, ["fsdp_tp", "tp", "(its own)", "fsdp"], 8)
