@@ -93,7 +93,7 @@ def test_a_layout_equals_one_device(name: str, candidate: Candidate):
 
 
 def test_the_suite_covers_every_shipped_layout():
-    names = {parameters.values[1].layout for parameters in WANTED}
+    names = {parameters.values[1].config.layout for parameters in WANTED}
     shipped = {path.stem for path in Path(__file__).parents[2].glob("configs/layouts/*.yaml")}
     same = {"hsdp"}  # the same program as fsdp on a mesh with `data`
     assert shipped - names == same
