@@ -20,13 +20,11 @@ SMALL = 100_000  # bytes: float32 of so little is norms and their gradients, whi
 
 def zero_totals(rows: Iterable[wire.Collective]) -> Rows:
     """Rows added up by op, axes and part, less the embedding's and the norms'."""
-    kept = [
-        row for row in rows if not _is_embedding(row) and not (row.dtype == "f32" and row.bytes < SMALL * row.count)
-    ]
+    kept = [row for row in rows if not is_embedding(row) and not (row.dtype == "f32" and row.bytes < SMALL * row.count)]
     return {(op, where, "step" if name == "edges" else name): row for (op, where, name), row in totals(kept).items()}
 
 
-def _is_embedding(row: wire.Collective) -> bool:
+def is_embedding(row: wire.Collective) -> bool:
     """Token ids, and rows of the table or of its gradient on their way; not ids combined with weights."""
     named = ("_take" in row.scope or "embed" in row.scope) and "+" not in row.dtype
     own = named or row.dtype == "s32" or row.op == "all-to-all"
