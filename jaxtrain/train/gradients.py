@@ -131,26 +131,41 @@ class _Part:
     scale: Sums
     statistics: Any
 
-    def gradient(self, batch: Batch, key: jax.Array) -> tuple[Tree, tuple[Sums, Any]]:
-        """Gradients of the ready parameters; the sums of the terms and the counts."""
+    def gradient(self, batch: Batch, key: jax.Array, into: Any = None) -> tuple[Any, tuple[Sums, Any]]:
+        """Gradients of the ready parameters, or None where they go `into` a tree of Refs; sums of terms and counts."""
         known = {} if self.statistics is None else {"statistics": self.statistics}
 
         def loss(ready: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
             terms, counts = parted(self.definition.bind(ready).loss({**batch, **known}, key))
             return total(terms, self.scale), (_split(terms)[0], counts)
 
-        return jax.grad(loss, has_aux=True)(self.ready)
+        value, pull, rest = jax.vjp(loss, self.ready, has_aux=True)
+        pull = pull if into is None else pull.with_refs(into)
+        return pull(jnp.ones_like(value))[0], rest
 
     def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
-        """Float32 gradients of all microbatches, `placed` after each; all sums and counts."""
+        """Float32 gradients of all microbatches, `placed`; all sums and counts.
 
-        def add(grads: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, Any]:
-            more, rest = self.gradient(*inputs)
+        Gradients that come in float32 are added in place, layer by layer, as the backward pass makes them. A Ref takes
+        no other dtype, so those of parameters gathered in a narrower one (ZeRO 1 and 2) first come as a tree.
+        """
+        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
+        refs = jax.tree.map(jax.new_ref, zeros) if in_place(self.ready) else None
+
+        def add(grads: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
+            more, rest = self.gradient(*inputs, into=refs)
+            if refs:
+                return None, rest
             return placed(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))), rest
 
-        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
-        grads, rest = jax.lax.scan(add, zeros, (micro, keys))
-        return grads, summed(rest)
+        start: Any = None if refs else zeros
+        grads, rest = jax.lax.scan(add, start, (micro, keys))
+        return placed(jax.tree.map(jax.freeze, refs)) if refs else grads, summed(rest)
+
+
+def in_place(ready: Tree) -> bool:
+    """Whether gradients of the model's parameters are added up as they are made (see `_Part.added_up`)."""
+    return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(ready))
 
 
 def summed(tree: Any) -> Any:

@@ -96,7 +96,7 @@ def _dotted(changes: dict[str, Any]) -> tuple:
 
 def part(row: wire.Collective) -> str:
     """Part of the model that a row belongs to, by its scope; the loop over microbatches is none."""
-    scope = re.sub(r"^jit\(step\)/(shard_map/)?while(/body/closed_call)?", "", row.scope)
+    scope = re.sub(r"^jit\(step\)/(shard_map/)?while(/body)?(/closed_call)*", "", row.scope)
     return "loss" if "cross_entropy" in scope else "layers" if "/while/" in scope else "edges"
 
 

@@ -15,19 +15,16 @@ from wire_theory import Rows, Sizes, fsdp, part, totals, tp_sp
 from jaxtrain.plan import communication as wire
 
 TENSORS = 12  # of the model: nine in the layers, table, head, final norm
-SMALL = 20_000  # bytes: once a step so little is the final norm's gradient
+SMALL = 100_000  # bytes: float32 of so little is norms and their gradients, which the compiler moves out of loops
 
 
 def zero_totals(rows: Iterable[wire.Collective]) -> Rows:
-    """Rows added up by op, axes and part, less the embedding's and the smallest."""
-    out: Rows = {}
-    for (op, where, name), (count, size) in totals([row for row in rows if not _is_embedding(row)]).items():
-        if name != "edges" or size > SMALL * count:
-            out[op, where, "step" if name == "edges" else name] = count, size
-    return out
+    """Rows added up by op, axes and part, less the embedding's and the norms'."""
+    kept = [row for row in rows if not is_embedding(row) and not (row.dtype == "f32" and row.bytes < SMALL * row.count)]
+    return {(op, where, "step" if name == "edges" else name): row for (op, where, name), row in totals(kept).items()}
 
 
-def _is_embedding(row: wire.Collective) -> bool:
+def is_embedding(row: wire.Collective) -> bool:
     """Token ids, and rows of the table or of its gradient on their way; not ids combined with weights."""
     named = ("_take" in row.scope or "embed" in row.scope) and "+" not in row.dtype
     own = named or row.dtype == "s32" or row.op == "all-to-all"
@@ -46,7 +43,7 @@ def zero_differences(measured: Rows, expected: Rows) -> list[str]:
 
 
 def weights(s: Sizes) -> float:
-    """Bytes of a device's weights in the compute dtype, norms in float32."""
+    """Bytes of a device's weights in the compute dtype, norms in float32, as they travel together."""
     split = s.axes["model"] * s.axes["fsdp"]
     return (s.layers * s.weights + 2 * s.head) * s.width / split + s.layers * s.norms + 4 * s.embed
 
@@ -72,11 +69,8 @@ def each(inner: Callable[[Sizes], Rows], over: str) -> Callable[[Sizes, int], Ro
     def rows(s: Sizes, accumulate: int) -> Rows:
         share, kept = s.ring(*over.split("+")) / s.axes["model"], inner(s)
         kept = {key: row for key, row in kept.items() if key[:2] != ("reduce-scatter", "fsdp")}
-        layers: tuple[int, float] = (s.layers, share * s.layers * s.weights * s.width)
-        if not kept:  # norms too
-            layers = (2 * s.layers, layers[1] + share * s.layers * s.norms)
         gradients: Rows = {
-            ("reduce-scatter", over, "layers"): layers,
+            ("reduce-scatter", over, "layers"): (s.layers, share * s.layers * s.weights * s.width),
             ("reduce-scatter", over, "loss"): (s.chunks, share * s.head * s.width),
         }
         gathers: Rows = {("all-gather", "data", "step"): (TENSORS, s.ring("data") * weights(s))}
@@ -86,13 +80,9 @@ def each(inner: Callable[[Sizes], Rows], over: str) -> Callable[[Sizes, int], Ro
 
 
 def stage3(s: Sizes, accumulate: int) -> Rows:
-    """As fsdp over `data` in every microbatch, and norms, which no layer gathers, once a step."""
+    """As fsdp over `data` in every microbatch."""
     other = in_fsdp(replace(s, axes={**s.axes, "fsdp": s.axes["data"], "data": 1}))
-    rows: Rows = {(op, "data", name): row for (op, _, name), row in other.items() if op != "all-reduce"}
-    count, size = rows["reduce-scatter", "data", "layers"]
-    rows["reduce-scatter", "data", "layers"] = count + s.layers, size + s.ring("data") * s.layers * s.norms
-    norms = s.ring("data") * (s.layers * s.norms + 4 * s.embed)
-    return _times(accumulate, rows) | {("all-gather", "data", "step"): (3, norms)}
+    return _times(accumulate, {(op, "data", name): row for (op, _, name), row in other.items()})
 
 
 def alone(s: Sizes) -> Rows:
@@ -101,20 +91,13 @@ def alone(s: Sizes) -> Rows:
 
 
 def in_fsdp(s: Sizes) -> Rows:
-    """Inside a replica: layers and loss of fsdp; norms' gradients are summed over all that splits tokens."""
-    rows = {key: row for key, row in fsdp(s).items() if key[2] in ("layers", "loss") and key[0] != "all-reduce"}
-    return rows | _norms("fsdp", s)
+    """Inside a replica: layers and loss of fsdp."""
+    return {key: row for key, row in fsdp(s).items() if key[2] in ("layers", "loss") and key[0] != "all-reduce"}
 
 
 def in_tensor(s: Sizes) -> Rows:
     """Inside a replica: layers and loss of tp_sp."""
-    rows = {key: row for key, row in tp_sp(s).items() if key[2] in ("layers", "loss") and key[1] == "model"}
-    return rows | _norms("model", s)
-
-
-def _norms(axis: str, s: Sizes) -> Rows:
-    axes = ("data", axis) if s.axes["data"] > 1 else (axis,)
-    return {("all-reduce", "+".join(axes), "layers"): (s.layers, 2 * s.ring(*axes) * s.layers * s.norms)}
+    return {key: row for key, row in tp_sp(s).items() if key[2] in ("layers", "loss") and key[1] == "model"}
 
 
 def _times(count: int, rows: Rows) -> Rows:
