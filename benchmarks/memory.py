@@ -96,13 +96,17 @@ def compiled(case: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
     from jaxtrain.plan import compile
 
     config = Config(**case["config"])
-    memory = compile.measure(config, None, case["target"]).memory
+    names = {key: case[key] for key in ("target", "stage", "devices", "microbatches")}
+    try:
+        memory = compile.measure(config, None, case["target"]).memory
+    except RuntimeError as error:  # of the compiler: said in the table, the others go on
+        return names | {"error": str(error).splitlines()[-1][:200]}
     psi, count, many = own.pop("parameters"), case["devices"], case["microbatches"]
     kept = sum(own.values()) + 20 * config.data.sequence * many  # five arrays of a batch
     formula = here(case["stage"], psi, count, many, 4 if config.precision == "fp32" else 2)
     total = memory.arguments + memory.temporaries
     return {
-        **{key: case[key] for key in ("target", "stage", "devices", "microbatches")},
+        **names,
         "arguments MB": memory.arguments / 1e6, "temporaries MB": memory.temporaries / 1e6, "total MB": total / 1e6,
         "formula MB": formula / 1e6, "held MB": kept / 1e6, "more MB": (total - kept) / 1e6,
         "bytes/parameter": total / psi,
@@ -167,7 +171,10 @@ def main() -> int:
     print(common.table(made["rows"]))
     rows = [compiled(*pair) for pair in zip(asked, made["held"])]
     print()
-    print(common.table(rows))
+    print(common.table([row for row in rows if "error" not in row]))
+    for row in rows:
+        if "error" in row:
+            print(f"{row['target']}, stage {row['stage']}, microbatches {row['microbatches']}: {row['error']}")
     common.report("memory", args, {"formula": made["rows"], "compiled": rows}, common.machine())
     return 0
 

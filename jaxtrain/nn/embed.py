@@ -136,7 +136,9 @@ class _Lookup:
                 if axis in axes:
                     table = lax.psum_scatter(table, axis, scatter_dimension=dim, tiled=True)
                     axes.remove(axis)
-        return lax.psum(table, tuple(axes)) if axes else table
+        table = lax.psum(table, tuple(axes)) if axes else table
+        # XLA for TPU fails an internal check where it moves this sum out of a loop over microbatches that adds it up.
+        return lax.optimization_barrier(table)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
