@@ -115,7 +115,7 @@ def test_memory_is_that_of_the_formulas(tmp_path):
     (first, second) = results["compiled"]
     assert second["total MB"] < 0.75 * first["total MB"]  # gradients in shards
     for row in results["compiled"]:
-        assert 0 < row["more MB"] < 0.6 * row["held MB"]
+        assert 0 < row["more MB"] < 0.8 * row["held MB"]  # activations; not one more tree of gradients
 
 
 def test_packed_batch_is_what_the_data_room_makes():
