@@ -304,8 +304,9 @@ def _sums_bwd(plan: _Plan, saved, cotangents):
         (dx, dview), _ = body(start, jnp.int32(0))
     else:
         (dx, dview), _ = lax.scan(body, start, jnp.arange(plan.count, dtype=jnp.int32))
-    # lax.reduce, because jnp.sum would widen what travels to float32.
-    dx = lax.reduce(dx.astype(x.dtype), jnp.zeros((), x.dtype), lax.add, (2,))
+    # A matmul, because jnp.sum would widen what travels to float32, and the reducer of a bfloat16 lax.reduce comes out
+    # of a shard_map over other axes with a copy in it, on which XLA's CPU compiler aborts (AllReducePromotion).
+    dx = jnp.einsum("btnd,n->btd", dx.astype(x.dtype), jnp.ones((plan.shards,), x.dtype))
     dx = plan.sharder.constrain(dx, "batch", "sequence", None)
     return dx, plan.unsplit(dview), None, None
 
