@@ -178,8 +178,8 @@ def test_layers_in_a_scan_rematerialised(formulation: str):
         out, dx, dscales = compiled(g[:, order], q[:, order], scales)
         back = np.argsort(order)
         check((np.asarray(out)[:, back], np.asarray(dx)[:, back], dscales), wanted, 1e-5)
-    # Keys and values: two hops before the loop, one in it. The same in the backward pass (a forward pass that runs again
-    # shares the first two), where their gradients hop in the loop, after it and home.
+    # Keys and values: two hops before the loop, one in it. The same in the backward pass (a forward pass that runs
+    # again shares the first two), where their gradients hop in the loop, after it and home.
     assert counts == ([6 + 2 + 12, 6 + 12] if formulation == "ring" else [0, 0])
 
 
