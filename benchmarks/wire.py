@@ -1,52 +1,123 @@
 """What a step puts on the wire, against theory: the real train step compiled for GPUs that are not there.
 
-    python benchmarks/wire.py [--nodes 8] [--gpus 8] [--out wire.json]
+    python benchmarks/wire.py [--nodes 8] [--gpus 8] [--only cp] [--out wire.json]
 
-Llama 3 8B, 2 x 4096 tokens per device, full remat, bf16. Bytes per device and step are read off the compiled program:
-every collective, times the trip counts of the loops around it. Theory, with n shards and full remat: FSDP gathers each
-weight twice and reduces its gradient once, (n - 1) / n of it each time, and moves the rows of the embedding twice;
-sequence parallelism gathers 6 and scatters 5 residual streams a layer, and 1 and 1 for the loss. Needs the extra
-`plan-gpu`; says so otherwise. The JSON also holds every collective by mesh axis (jaxtrain.plan.communication).
+Llama 3 8B: 2 x 4096 tokens per device under fsdp and fsdp_tp, sequences of 131072 over `context` under cp_*. Mixtral
+8x7B: 2 x 4096 tokens per device under ep, capacity 1.25. Full remat, bf16. Bytes per device and step are read off the
+compiled program: every collective, times the trip counts of the loops around it. Theory, with n devices on an axis,
+(n - 1) / n of a tensor gathered, scattered or exchanged, and three passes a layer, forward, recomputed and backward:
+
+- weights: gathered twice and their gradient scattered once, a device's own experts over `fsdp`, all else over all axes;
+  and the embedding's rows move twice over each axis that splits them;
+- fsdp_tp: 6 gathers and 5 scatters of the residual stream a layer, and 1 and 1 for the loss;
+- cp_ulysses: q, k, v and the output in each pass; cp_gather: k and v in each pass; cp_ring: n - 1 hops of k and v in
+  each pass, and as many of their float32 gradients backward;
+- ep: the places of all experts for a device's tokens, there and back in each pass.
+
+Needs the extra `plan-gpu`; says so otherwise. The JSON also holds every collective by mesh axis
+(jaxtrain.plan.communication).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import common
 
-TOKENS = 2 * 4096  # per device
+OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+LONG = 131072
+MOE = "model.moe={experts: 8, top_k: 2, capacity: 1.25}"
 
 
-def theory(sizes: dict[str, int], model: Any, weights: int, table: int) -> float:
+@dataclass(frozen=True)
+class Case:
+    """A layout with `axis` over the GPUs of a node and fsdp over the nodes (None: fsdp over all)."""
+
+    layout: str
+    axis: str | None = None
+    model: str = "llama3_8b"
+    vocab: int = 128256
+    sequence: int = 4096
+    changes: tuple[str, ...] = ()
+
+    def keys(self, nodes: int, gpus: int) -> list[str]:
+        """Changes to the model's config."""
+        count = nodes * gpus
+        mesh = [f"mesh.fsdp={count}"] if self.axis is None else [f"mesh.fsdp={nodes}", f"mesh.{self.axis}={gpus}"]
+        rows = nodes if self.axis == "context" else 2 * count
+        data = [f"data.sequence={self.sequence}", f"data.global_batch={rows}", "data.validation=0"]
+        return [f"layout={self.layout}", *mesh, *data, "step.remat=full", *self.changes]
+
+
+CASES = (
+    Case("fsdp"),
+    Case("fsdp_tp", "model"),
+    *(Case(layout, "context", sequence=LONG) for layout in ("cp_ulysses", "cp_ring", "cp_gather")),
+    Case("ep", "expert", "mixtral_8x7b", 32000, changes=(MOE,)),
+)
+
+
+def theory(config: Any, sizes: dict[str, int], vocab: int) -> float:
     """Bytes per device that the layout has to send."""
-    fsdp, tp = sizes["fsdp"], sizes["model"]
-    gathered = 3 * 2 * (weights - table) / tp * (fsdp - 1) / fsdp
-    rows = 2 * 2 * TOKENS * model.embed * (fsdp - 1) / fsdp
-    stream = 2 * TOKENS * tp * model.embed * (tp - 1) / tp  # of the tokens of a tensor-parallel group
-    return gathered + rows + (11 * model.layers + 2) * stream * (tp > 1)
+    from jaxtrain.models.tensors import parameter_count
+
+    model, moe = config.model, config.model.moe
+    tokens = config.data.sequence * config.data.global_batch // prod(sizes.values())
+    experts = 0 if moe is None else 3 * model.layers * moe.experts * model.embed * (moe.mlp or model.mlp)
+    dense = parameter_count(model, vocab) - vocab * model.embed - experts
+    storage = [sizes[axis] for axis in ("fsdp", "context", "expert")]
+    weights = 3 * 2 * (dense * _ring(prod(storage)) + experts / sizes["expert"] * _ring(sizes["fsdp"])) / sizes["model"]
+    rows = sum(2 * 2 * tokens * model.embed * _ring(size) for size in storage)
+    return weights + rows + _stream(model, sizes["model"], tokens) + model.layers * _layer(config, sizes, tokens)
 
 
-def measure(layout: str, mesh: list[str], target: str, count: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _ring(size: int) -> float:
+    return (size - 1) / size
+
+
+def _stream(model: Any, size: int, tokens: int) -> float:
+    """Residual streams of a tensor-parallel group."""
+    return (11 * model.layers + 2) * 2 * tokens * size * model.embed * _ring(size)
+
+
+def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
+    """What attention exchanges over `context`, and experts over `expert`, in a layer and its three passes."""
+    from jaxtrain.kernels.moe.routing import places
+
+    model, moe, context = config.model, config.model.moe, sizes["context"]
+    head = model.head_dim or model.embed // model.heads
+    queries, keys = (2 * tokens * count * head for count in (model.heads, 2 * model.kv_heads))
+    if config.context == "ring":
+        return (3 + 2) * (context - 1) * keys
+    if config.context == "gather":
+        return 3 * context * keys * _ring(context)
+    sent = 3 * (2 * queries + keys) * _ring(context)
+    if moe is None:
+        return sent
+    rows, room = tokens // config.data.sequence, places(config.data.sequence, moe.experts, moe.top_k, moe.capacity)
+    return sent + 3 * 2 * 2 * rows * moe.experts * room * model.embed * _ring(sizes["expert"])
+
+
+def measure(case: Case, nodes: int, gpus: int, target: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One layout: a row of the table, bytes in GB per device; and every collective."""
     from jaxtrain.config import resolve
-    from jaxtrain.models.tensors import parameter_count
     from jaxtrain.plan import communication, compile
 
-    fixed = ["data.sequence=4096", f"data.global_batch={2 * count}", "step.remat=full", "data.validation=0"]
-    config, _ = resolve("configs/models/llama3_8b.yaml", *fixed, f"layout={layout}", *mesh, paths=False)
-    report = compile.measure(config, 128256, target)
-    weights = parameter_count(config.model, 128256)
-    expected = theory(report.sizes, config.model, weights, 128256 * config.model.embed)
+    config, _ = resolve(f"configs/models/{case.model}.yaml", *case.keys(nodes, gpus), paths=False)
+    report = compile.measure(config, case.vocab, target)
+    expected = theory(config, report.sizes, case.vocab)
     sent: Counter[str] = Counter()
     for row in report.rows:
         sent[row.op] += row.bytes
     total = sum(sent.values())
     return {
-        "layout": report.layout, "wire GB": total / 1e9, "theory GB": expected / 1e9, "ratio": total / expected,
-        **{op: sent[op] / 1e9 for op in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
+        "model": case.model, "layout": report.layout, "wire GB": total / 1e9, "theory GB": expected / 1e9,
+        "ratio": total / expected, **{op: sent[op] / 1e9 for op in OPERATIONS},
         "state GB": report.memory.arguments / 1e9, "temporaries GB": report.memory.temporaries / 1e9,
+        "compile s": report.seconds,
     }, communication.as_dict(report.rows)  # fmt: skip
 
 
@@ -55,6 +126,7 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--only", default="", help="layouts whose name begins so")
     args = parser.parse_args()
     from jaxtrain.plan import targets
 
@@ -62,9 +134,8 @@ def main() -> int:
     if problem := targets.missing(target):
         common.report("wire", args, {"skipped": problem}, common.machine(), f"wire: {problem}")
         return 0
-    count = args.nodes * args.gpus
-    cases = [("fsdp", [f"mesh.fsdp={count}"]), ("fsdp_tp", [f"mesh.model={args.gpus}", f"mesh.fsdp={args.nodes}"])]
-    measured = [measure(layout, mesh, str(target), count) for layout, mesh in cases[: 1 if args.quick else 2]]
+    cases = [case for case in CASES if case.layout.startswith(args.only)][: 1 if args.quick else None]
+    measured = [measure(case, args.nodes, args.gpus, str(target)) for case in cases]
     rows = [row for row, _ in measured]
     print(common.table(rows))
     note = f"compiled for {args.nodes} x {args.gpus} H100, none present"

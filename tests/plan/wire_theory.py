@@ -17,7 +17,7 @@ import jax
 
 from jaxtrain.config import resolve
 from jaxtrain.config.schema import Config
-from jaxtrain.models.tensors import parameter_count
+from jaxtrain.models.tensors import head_dim, parameter_count
 from jaxtrain.plan import communication as wire
 from jaxtrain.plan import compile, step, targets
 from jaxtrain.train.program import build
@@ -33,6 +33,11 @@ MESHES = {
     "tp": {"data": 2, "model": 8},
     "tp_sp": {"data": 2, "model": 8},
     "fsdp_tp": {"fsdp": 2, "model": 8},
+    "cp_ulysses": {"fsdp": 4, "context": 4},
+    "cp_ring": {"fsdp": 2, "context": 8},
+    "cp_gather": {"fsdp": 4, "context": 4},
+    "ep": {"fsdp": 4, "expert": 4},
+    "ep_tp": {"fsdp": 2, "expert": 4, "model": 2},
     "zero1": {"data": 16},
     "zero2": {"data": 16},
     "zero3": {"data": 16},
@@ -119,6 +124,8 @@ class Sizes:
     axes: dict[str, int]
     layers: int
     embed: int
+    heads: int  # elements of a token's queries
+    kv_heads: int  # of its keys and values together
     weights: int  # elements of a layer's matrices
     head: int  # elements of the head, and of the embedding table
     tokens: int  # per device
@@ -135,7 +142,9 @@ class Sizes:
         share = model.vocab // axes["model"]
         chunks = -(-share // min(share, max(512, -(-share // (config.loss.chunks * 128)) * 128)))
         tokens = config.data.sequence * ROWS
-        return cls(axes, model.layers, model.embed, weights, head, tokens, chunks, width)
+        size = head_dim(model)
+        heads, kv_heads = model.heads * size, 2 * (model.kv_heads or model.heads) * size
+        return cls(axes, model.layers, model.embed, heads, kv_heads, weights, head, tokens, chunks, width)
 
     def ring(self, *axes: str) -> float:
         n = prod(self.axes[axis] for axis in axes)
@@ -164,32 +173,42 @@ def ddp(s: Sizes) -> Rows:
 
 def fsdp(s: Sizes) -> Rows:
     """A layer is gathered for each pass and its gradient scattered; the table stays, its rows move."""
-    share, split = s.ring("fsdp"), s.axes["model"]
+    return sharded(s, "fsdp") | rows_of_table(s, "fsdp") | {
+        ("all-gather", "fsdp", "edges"): (1, s.ring("fsdp") * s.tokens * s.axes["model"] * s.axes["fsdp"] * 4),  # ids
+    }  # fmt: skip
+
+
+def sharded(s: Sizes, *axes: str) -> Rows:
+    """Weights in shards over all of these axes together."""
+    share, split, over = s.ring(*axes), s.axes["model"], "+".join(axes)
     weights, head = s.layers * s.weights * s.width / split, s.head * s.width / split
-    rows = s.tokens * s.embed * s.width
     return {
-        ("all-gather", "fsdp", "layers"): (2 * s.layers, share * 2 * weights),
-        ("reduce-scatter", "fsdp", "layers"): (s.layers, share * weights),
-        ("all-reduce", "fsdp", "layers"): (s.layers, 2 * share * s.layers * s.norms),
-        ("all-gather", "fsdp", "loss"): (2 * s.chunks, share * 2 * head),
-        ("reduce-scatter", "fsdp", "loss"): (s.chunks, share * head),
-        ("all-gather", "fsdp", "edges"): (1, share * s.tokens * split * s.axes["fsdp"] * 4),  # token ids
-        ("all-to-all", "fsdp", "edges"): (2, share * 2 * rows),
-        ("all-reduce", "fsdp", "edges"): (1, 2 * share * s.embed * 4),
+        ("all-gather", over, "layers"): (2 * s.layers, share * 2 * weights),
+        ("reduce-scatter", over, "layers"): (s.layers, share * weights),
+        ("all-reduce", over, "layers"): (s.layers, 2 * share * s.layers * s.norms),
+        ("all-gather", over, "loss"): (2 * s.chunks, share * 2 * head),
+        ("reduce-scatter", over, "loss"): (s.chunks, share * head),
+        ("all-reduce", over, "edges"): (1, 2 * share * s.embed * 4),
     }
+
+
+def rows_of_table(s: Sizes, *axes: str) -> Rows:
+    """A device's rows of the table there, and their gradients back, over one axis after the other."""
+    rows = s.tokens * s.embed * s.width
+    return {("all-to-all", axis, "edges"): (2, s.ring(axis) * 2 * rows) for axis in axes}
 
 
 def hsdp(s: Sizes) -> Rows:
     """FSDP in a group; across groups only the shards of the gradients."""
     twice, shards = 2 * s.ring("data"), s.axes["fsdp"]
-    return _moved_norms(fsdp(s), "fsdp", "data+fsdp", s) | {
+    return moved_norms(fsdp(s), "fsdp", "data+fsdp", s) | {
         ("all-reduce", "data", "layers"): (s.layers, twice * s.layers * s.weights * s.width / shards),
         ("all-reduce", "data", "loss"): (s.chunks, twice * s.head * s.width / shards),
         ("all-reduce", "data", "edges"): (1, twice * s.head * s.width / shards),
     }
 
 
-def _moved_norms(rows: Rows, before: str, after: str, s: Sizes) -> Rows:
+def moved_norms(rows: Rows, before: str, after: str, s: Sizes) -> Rows:
     """Norms are not sharded: their gradients are summed over every axis that splits tokens."""
     twice = 2 * s.ring(*after.split("+"))
     kept = {key: row for key, row in rows.items() if key[:2] != ("all-reduce", before)}
@@ -230,7 +249,7 @@ def tp(s: Sizes) -> Rows:
 def tp_sp(s: Sizes) -> Rows:
     """Gathers 2 + 2 + 2 and scatters 2 + 1 + 2 a layer: forward, recomputed, backward; 1 and 1 for loss and table."""
     stream = s.ring("model") * s.stream
-    return _moved_norms({}, "", "data+model" if s.axes["data"] > 1 else "fsdp+model", s) | _replicas(s) | {
+    return moved_norms({}, "", "data+model" if s.axes["data"] > 1 else "fsdp+model", s) | _replicas(s) | {
         ("all-gather", "model", "layers"): (6 * s.layers, 6 * s.layers * stream),
         ("reduce-scatter", "model", "layers"): (5 * s.layers, 5 * s.layers * stream),
         ("all-gather", "model", "loss"): (1, stream),
@@ -247,6 +266,45 @@ def fsdp_tp(s: Sizes) -> Rows:
     return tp_sp(s) | sharded
 
 
+def _context(s: Sizes, arrays: int) -> Rows:
+    """Weights as in fsdp, over both axes. Once a step each shard gathers ids of the whole row (for the table),
+    documents (for attention), and under the ring positions."""
+    ids = s.tokens * s.axes["context"] * 4
+    return sharded(s, "fsdp", "context") | rows_of_table(s, "fsdp", "context") | {
+        ("all-gather", "context", "edges"): (1, s.ring("context") * arrays * ids),
+        ("all-gather", "fsdp", "edges"): (1, s.ring("fsdp") * ids * s.axes["fsdp"]),
+    }  # fmt: skip
+
+
+def cp_ulysses(s: Sizes) -> Rows:
+    """All-to-alls of q, k, v and the output: forward, recomputed, backward."""
+    moved = s.tokens * (2 * s.heads + s.kv_heads) * s.width
+    return _context(s, 2) | {
+        ("all-to-all", "context", "layers"): (12 * s.layers, 3 * s.layers * s.ring("context") * moved),
+    }
+
+
+def cp_ring(s: Sizes) -> Rows:
+    """Keys and values make n - 1 hops forward, as many recomputed and as many backward, where their float32 gradients
+    make n - 1 too; but the first two hops of the backward pass are those recomputed, and the compiler keeps these.
+    It joins k and v in a hop; and backward, in n - 3 hops, k, v and their gradients."""
+    n, keys = s.axes["context"], s.tokens * s.kv_heads * s.width
+    hops = 2 * (n - 1) + (n - 3) + (n - 1) * 4 / s.width
+    return _context(s, 3) | {
+        ("collective-permute", "context", "layers"): (s.layers * (2 * (n - 1) + n), s.layers * hops * keys),
+    }
+
+
+def cp_gather(s: Sizes) -> Rows:
+    """Keys and values are gathered forward and recomputed, their gradients scattered."""
+    keys = s.layers * s.ring("context") * s.tokens * s.axes["context"] * s.kv_heads * s.width
+    return _context(s, 2) | {
+        ("all-gather", "context", "layers"): (4 * s.layers, 2 * keys),
+        ("reduce-scatter", "context", "layers"): (s.layers, keys),
+    }
+
+
 EXPECTED: dict[str, Callable[[Sizes], Rows]] = {
     "ddp": ddp, "fsdp": fsdp, "hsdp": hsdp, "tp": tp, "tp_sp": tp_sp, "fsdp_tp": fsdp_tp,
+    "cp_ulysses": cp_ulysses, "cp_ring": cp_ring, "cp_gather": cp_gather,
 }  # fmt: skip

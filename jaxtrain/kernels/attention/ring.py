@@ -5,7 +5,8 @@ Ring attention is of Liu et al. 2023, arXiv:2310.01889. A shard holds an early a
 blocks: equal work everywhere and no branch. The next keys are on their way while a block is computed.
 
 The derivative is written out, because the blocks' softmax must be that over all keys, and because autodiff would keep
-the keys of every hop. In the backward pass keys and values go round again and their gradients travel with them.
+the keys of every hop. In the backward pass keys and values go round again and their gradients travel with them, all
+but those by the shard's own queries: n - 1 hops for n shards, like all else that goes round.
 Everything here runs inside a `jax.shard_map` in which every mesh axis is manual.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -78,16 +79,18 @@ class Ring:
             source = (me - distance) % size
             return hop(carry, Keys(*kv, *self.tokens(source)), source < me)
 
-        def step(state: tuple[Any, Any], distance: Array) -> tuple[tuple[Any, Any], None]:
+        def step(state: tuple[Any, Any], distance: Any) -> tuple[tuple[Any, Any], None]:
             carry, kv = state
             coming = self.rotate(kv)
             return (meet(carry, kv, distance), coming), None
 
         coming = self.rotate((k, v))
-        carry = own(Keys(k, v, *self.tokens(me)))
+        state = own(Keys(k, v, *self.tokens(me))), coming
         if size > 2:
-            (carry, coming), _ = lax.scan(step, (carry, coming), jnp.arange(1, size - 1))
-        return meet(carry, coming, size - 1)
+            state, _ = step(state, 1)  # by itself: the first hop may change the structure of the carry
+        if size > 3:
+            state, _ = lax.scan(step, state, jnp.arange(2, size - 1))
+        return meet(*state, size - 1)
 
 
 def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -129,27 +132,35 @@ def ring_backward(
     def meet(case: Case, queries: Any, keys: Keys) -> tuple[Array, Array, Array]:
         return backward(case, queries[0], keys, queries[1], block)
 
-    def own(keys: Keys) -> tuple[Array, Array, Array]:
+    def own(keys: Keys) -> _Sums:
         low, high = _early(keys), _late(keys)
         a, b, c = meet(case, early, low), meet(ring.seen, late, low), meet(case, late, high)
-        return _both(a[0], b[0] + c[0]), _both(a[1] + b[1], c[1]), _both(a[2] + b[2], c[2])
+        mine = tuple(_both(x + y, z) for x, y, z in zip(a[1:], b[1:], c[1:]))
+        return _Sums(_both(a[0], b[0] + c[0]), mine, None)
 
-    def hop(carry: tuple[Array, Array, Array], keys: Keys, earlier: Array) -> tuple[Array, Array, Array]:
-        dq, dk, dv = carry
-        dk, dv = ring.rotate((dk, dv))  # so that they stay with their keys
+    def hop(carry: _Sums, keys: Keys, earlier: Array) -> _Sums:
+        # The sums stay with their keys. At the first hop there are none: keys leave home without their own.
+        sums = None if carry.travelling is None else ring.rotate(carry.travelling)
         low, high = _early(keys), _late(keys)
         a = meet(ring.seen, late, low)
         b = meet(ring.seen, _where(earlier, early, late), _where(earlier, low, high))
         in_early, in_late = ([jnp.where(earlier == is_early, x, 0.0) for x in b] for is_early in (True, False))
-        return (
-            dq + _both(in_early[0], a[0] + in_late[0]),
-            dk + _both(a[1] + in_early[1], in_late[1]),
-            dv + _both(a[2] + in_early[2], in_late[2]),
-        )
+        more = tuple(_both(a[i] + in_early[i], in_late[i]) for i in (1, 2))
+        sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
+        return carry._replace(dq=carry.dq + _both(in_early[0], a[0] + in_late[0]), travelling=sums)
 
-    dq, dk, dv = ring.sweep(own, hop, k, v)
-    dk, dv = ring.rotate((dk, dv))  # the last hop brings them home
+    dq, mine, sums = ring.sweep(own, hop, k, v)
+    dk, dv = jax.tree.map(jnp.add, mine, ring.rotate(sums))  # the last hop brings them home
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+class _Sums(NamedTuple):
+    """Float32 gradients on their way: of the shard's queries; of its own keys and values by its own queries; and of
+    the keys and values that are here, by the queries that they met elsewhere (None before any)."""
+
+    dq: Array
+    mine: tuple[Array, ...]
+    travelling: tuple[Array, ...] | None
 
 
 def _early(tree: T) -> T:
