@@ -78,7 +78,7 @@ def shown(value: Any) -> str:
 
 def close(word: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """The choices (at most two) that look like `word`, best first."""
-    return difflib.get_close_matches(str(word)[:SHOWN], list(choices), n=2, cutoff=cutoff)
+    return difflib.get_close_matches(str(word)[:SHOWN], [str(choice) for choice in choices], n=2, cutoff=cutoff)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

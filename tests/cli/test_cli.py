@@ -43,7 +43,7 @@ def test_help_answers_at_once():
         (["train", "configs/quickstart.yaml", "optimizer.lrr=1"], "did you mean"),
         (["train", "configs/quickstart.yaml", "layout=fdsp"], "fsdp"),
         (["train", "configs/quickstart.yaml", "mesh.model=3"], "mesh"),
-        (["train", "configs/quickstart.yaml", "mesh.data=1", "mesh.model=4"], "kv_heads"),
+        (["train", "configs/quickstart.yaml", "layout=tp", "mesh.model=8"], "kv_heads"),
         (["train", "configs/quickstart.yaml", "--profile", "3"], "START:STOP"),
         (["resume", "nowhere"], "not a run"),
         (["eval", "nowhere"], "not a run"),

@@ -89,8 +89,8 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
             " expected auto or xla, or heads that the 4 shards of context divide",
         ),
         (
-            ["layout=cp_ring", "mesh.model=2", "rules.heads=model", "rules.mlp=model"],
-            "command line: rules.heads: attention across shards of a sequence needs `heads` and `kv_heads` on the same"
+            ["layout=cp_ring", "mesh.model=2", "rules.kv_heads=null"],
+            "command line: rules.kv_heads: attention across shards of a sequence needs `heads` and `kv_heads` on the same"
             " axes; found model, and none",
         ),
         (

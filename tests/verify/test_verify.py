@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -102,7 +103,8 @@ def test_a_users_own_model_from_the_command_line(tmp_path, capsys, monkeypatch):
     command = ["verify", str(file), "compile_cache=null", "--layouts", "zero1,fsdp"]
     assert main([*command, "--steps", "2"]) == 0
     out = capsys.readouterr().out
-    assert "EQUAL: 6 layouts and meshes of 8 devices" in out
+    assert re.search(r"EQUAL: \d+ layouts and meshes of 8 devices, 2 steps equal one device", out)
+    assert "fsdp 8" in out
     assert main([*command, "--inject", "nothing"]) == 2
     assert "expected missing-reduction" in capsys.readouterr().err
     assert main(["verify", str(file), "--layouts", "nope"]) == 2
