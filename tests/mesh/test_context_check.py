@@ -90,8 +90,8 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         ),
         (
             ["layout=cp_ring", "mesh.model=2", "rules.kv_heads=null"],
-            "command line: rules.kv_heads: attention across shards of a sequence needs `heads` and `kv_heads` on the same"
-            " axes; found model, and none",
+            "command line: rules.kv_heads: attention across shards of a sequence needs `heads` and `kv_heads` on the"
+            " same axes; found model, and none",
         ),
         (
             ["context=rign"],
