@@ -306,7 +306,8 @@ def _sums_bwd(plan: _Plan, saved, cotangents):
         (dx, dview), _ = lax.scan(body, start, jnp.arange(plan.count, dtype=jnp.int32))
     # A matmul, because jnp.sum would widen what travels to float32, and the reducer of a bfloat16 lax.reduce comes out
     # of a shard_map over other axes with a copy in it, on which XLA's CPU compiler aborts (AllReducePromotion).
-    dx = jnp.einsum("btnd,n->btd", dx.astype(x.dtype), jnp.ones((plan.shards,), x.dtype))
+    dx = dx.astype(x.dtype)
+    dx = dx[:, :, 0] if plan.shards == 1 else jnp.einsum("btnd,n->btd", dx, jnp.ones((plan.shards,), x.dtype))
     dx = plan.sharder.constrain(dx, "batch", "sequence", None)
     return dx, plan.unsplit(dview), None, None
 

@@ -17,7 +17,7 @@ from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens, visible
 HOPPER = (9, 0)
 RUNS = 16  # at least so many documents a row; longer rows hold more, see `_most_runs`
 TOKENS_PER_RUN = 512  # cuDNN keeps a float32 statistic per run, head and token
-MASKED_QUERIES = 4096  # queries that a mask is made for at a time
+MASK = 2**27  # elements of a mask that is made at a time
 
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, hopper: bool) -> str | None:
@@ -140,7 +140,7 @@ def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Arr
     So that it stays small, long sequences come in equal blocks of queries, each against all keys.
     """
     B, T = segments_BT.shape
-    count = max(n for n in range(1, max(1, T // MASKED_QUERIES) + 1) if T % n == 0)
+    count = min(n for n in range(1, T + 1) if T % n == 0 and (B * T * T // n <= MASK or n == T))
     if count == 1:  # causality and window are cuDNN's own
         mask = visible(
             replace(case, causal=False, window=None), Tokens(segments_BT, segments_BT), slice(0, T), slice(0, T)
