@@ -63,7 +63,7 @@ def shape(text: str) -> Shape:
         return Shape(parts=tuple(shape(part) for part in _split(text[1:-1])))
     found = _ARRAY.match(text)
     if not found:
-        return Shape(re.match(r"\w*", text)[0] or "token")  # type: ignore[index]
+        return Shape(next(iter(re.findall(r"^\w+", text)), "token"))
     return Shape(found[1], tuple(int(size.strip(" <=")) for size in found[2].split(",") if size.strip()))
 
 

@@ -356,16 +356,14 @@ def test_cudnn_packing(want, monkeypatch):
     check(got, numpy_attention(*arrays, want, segments), 3e-6)
 
 
-@pytest.mark.parametrize(
-    ("queries", "hopper"), [(4096, True), (16, False)], ids=["too_many_documents", "before_hopper"]
-)
-def test_cudnn_with_a_mask(queries, hopper, monkeypatch):
-    monkeypatch.setattr(cudnn, "MASKED_QUERIES", queries)
+@pytest.mark.parametrize(("blocks", "hopper"), [(1, True), (3, False)], ids=["too_many_documents", "before_hopper"])
+def test_cudnn_with_a_mask(blocks, hopper, monkeypatch):
+    monkeypatch.setattr(cudnn, "MASK", 2 * 48 * 48 // blocks)
     without_cudnn(monkeypatch, lambda q, *_, **__: jnp.full_like(q, jnp.nan))
     arrays = inputs(48, "gqa")
     many = np.tile(np.arange(48, dtype=np.int32) // 2 + 1, (2, 1))
     many[0, -6:] = 0
-    want = Want(True, 3 if queries == 16 else None, "many", "gqa", None)
+    want = Want(True, None if blocks == 1 else 3, "many", "gqa", None)
     case = Case(want.causal, want.window, None, HEAD_DIM**-0.5)
     run = partial(cudnn.attention, segments_BT=jnp.asarray(many), case=case, hopper=hopper)
     run = jax.jit(partial(outputs, run), compiler_options=QUICK)

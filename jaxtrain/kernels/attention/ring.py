@@ -54,10 +54,10 @@ class Ring:
         """Order and documents of a shard's tokens."""
         size = self.order_BT.shape[1] // self.size
 
-        def cut(x: Array | None) -> Array | None:
-            return None if x is None else lax.dynamic_slice_in_dim(x, shard * size, size, axis=1)
+        def cut(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, shard * size, size, axis=1)
 
-        return cut(self.order_BT), cut(self.segments_BT)  # type: ignore[return-value]
+        return cut(self.order_BT), None if self.segments_BT is None else cut(self.segments_BT)
 
     def rotate(self, tree: T) -> T:
         """From every shard to the next one."""
