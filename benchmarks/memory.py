@@ -3,11 +3,12 @@
     python benchmarks/memory.py [--microbatches 4] [--out memory.json]
 
 First a Llama of 1.36e9 parameters, abstract: the train state by its shardings, and what a step holds besides: the
-gathered bf16 copy, gradients, one microbatch's own gradients. The paper (Rajbhandari et al. 2020, arXiv 1910.02054)
-counts 16 bytes a parameter for mixed-precision Adam: 2 weights, 2 gradients, 12 float32 weights and moments; stage 1
-shares out the 12, stage 2 the gradients too, stage 3 all. Here gradients are added up in float32, stages 0 and 3 cast
-weights layer by layer and keep no copy, and with one microbatch stage 1 reduces gradients as they come, as stage 2.
-`here` is the formula so changed, `rest` what else the program holds.
+gathered bf16 copy and gradients. The paper (Rajbhandari et al. 2020, arXiv 1910.02054) counts 16 bytes a parameter for
+mixed-precision Adam: 2 weights, 2 gradients, 12 float32 weights and moments; stage 1 shares out the 12, stage 2 the
+gradients too, stage 3 all. Here gradients are added up in float32, as in Megatron-LM's distributed optimizer: `paper 4`
+is the paper with 4 bytes a gradient. Stages 0 and 3 cast weights layer by layer and keep no copy, and with one
+microbatch stage 1 reduces gradients as they come, as stage 2: `here` is the formula so changed, `rest` what else the
+program holds.
 
 Then the compiler's own figures for a small Llama with few tokens, on simulated CPU devices (float32, because this
 backend widens bf16 copies) and, where their compilers are installed, on GPUs and TPUs that are not there. `held` is
@@ -34,9 +35,10 @@ QUICK = (
 )  # fmt: skip
 
 
-def paper(stage: int, parameters: int, shards: int) -> float:
-    """Bytes per device, gradients in the compute dtype."""
-    return parameters * {0: 16, 1: 4 + 12 / shards, 2: 2 + 14 / shards, 3: 16 / shards}[stage]
+def paper(stage: int, parameters: int, shards: int, gradient: int = 2) -> float:
+    """Bytes per device, `gradient` of them for a gradient."""
+    parts = (12, gradient, 2)  # optimizer, gradients, weights: stage n shares out the first n
+    return parameters * sum(part / (shards if place < stage else 1) for place, part in enumerate(parts))
 
 
 def here(stage: int, parameters: int, shards: int, microbatches: int, width: int = 2) -> float:
@@ -77,15 +79,15 @@ def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any
         for parts in microbatches:
             for count in counts:
                 own = held(configured(layout, count, parts), jax.devices()[:count])
-                psi, one = own["parameters"], own["microbatch"]
-                kept = sum(own.values()) - psi - one
+                psi = own.pop("parameters")
+                kept = sum(own.values())
                 expected = here(stage, psi, count, parts)
                 rows.append({
                     "stage": stage, "devices": count, "microbatches": parts,
                     **{f"{part} GB": own[part] / 1e9 for part in ("params", "opt_state", "weights", "gradients")},
                     "held GB": kept / 1e9, "here GB": expected / 1e9, "ratio": kept / expected,
                     "rest MB": (kept - expected) / 1e6, "paper GB": paper(stage, psi, count) / 1e9,
-                    "microbatch GB": one / 1e9,
+                    "paper 4 GB": paper(stage, psi, count, 4) / 1e9,
                 })  # fmt: skip
     return rows
 

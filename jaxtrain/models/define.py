@@ -16,6 +16,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.mesh.rules import Names
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.nn.env import Env
+from jaxtrain.nn.param import Param, plain
 from jaxtrain.precision.policy import POLICIES
 
 Tree = dict[str, Any]
@@ -36,6 +37,7 @@ class Definition:
     _make: Callable[[nnx.Rngs], nnx.Module]
     _graphdef: Any
     _paths: list[Path]
+    _foreign: frozenset[Path]  # of parameters that are not `nn.param.Param`
     _treedef: Any
 
     def init(self, key: jax.Array) -> Tree:
@@ -43,8 +45,9 @@ class Definition:
         return _to_dict(nnx.state(self._make(nnx.Rngs(key))))
 
     def bind(self, params: Tree) -> Any:
-        """The module with these parameters; call its methods at once, inside the same trace."""
+        """The module with these parameters, arrays or `Narrow`; call its methods at once, inside the same trace."""
         leaves = [_get(params, path) for path in self._paths]
+        leaves = [plain(leaf) if path in self._foreign else leaf for path, leaf in zip(self._paths, leaves)]
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], Names]]:
@@ -75,7 +78,8 @@ def define(config: Config, env: Env, vocab: int | None) -> Definition:
         _set(names, _text(path), marks.get("names") or (None,) * len(value.shape))
         _set(travels, _text(path), marks.get("travels", value.dtype))
     paths = [_text(path) for path, _ in flat]
-    return Definition(_to_dict(state), names, travels, make, graphdef, paths, jax.tree.structure(state))
+    foreign = frozenset(path for path, (_, param) in zip(paths, flat) if not isinstance(param, Param))
+    return Definition(_to_dict(state), names, travels, make, graphdef, paths, foreign, jax.tree.structure(state))
 
 
 def make_env(config: Config, sharder: Any) -> Env:

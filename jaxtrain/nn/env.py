@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
 from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.nn.param import Param
 from jaxtrain.precision.policy import POLICIES, Policy
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -42,7 +43,7 @@ class Env:
         *,
         dtype: Any = None,
         exact: bool = False,
-    ) -> nnx.Param:
+    ) -> Param:
         """A parameter whose dims carry logical names.
 
         Args:
@@ -54,9 +55,7 @@ class Env:
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
         stored = dtype or self.policy.params
-        return nnx.Param(
-            init(rngs.params(), shape, stored), names=names, travels=stored if exact else self.policy.compute
-        )
+        return Param(init(rngs.params(), shape, stored), names=names, travels=stored if exact else self.policy.compute)
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""

@@ -14,7 +14,6 @@ from jaxtrain.mesh.rules import REPLICAS
 from jaxtrain.mesh.sharding import Dims
 from jaxtrain.plan.memory import shard_size
 from jaxtrain.train.batches import batch_sharding
-from jaxtrain.train.gradients import in_place
 from jaxtrain.train.program import Program
 
 TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segments": jnp.int32}
@@ -49,31 +48,23 @@ def held_bytes(program: Program) -> dict[str, int]:
     """Bytes per device that a step keeps besides the train state and activations.
 
     weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gradients: of the step, float32, where
-    they are added up. microbatch: with `accumulate` > 1 one microbatch's own, where they are not added in place.
+    they are added up.
     """
     sharder, definition, gradients = program.sharder, program.definition, program.gradients
     sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
     inner = sharder if gradients.local is None else sharder.without(REPLICAS)
 
-    def ready(param: Any, names: Any, travels: Any) -> Any:
-        is_whole = sharder.stored(names, param.shape) == sharder.dims(names)
-        return jax.ShapeDtypeStruct(param.shape, param.dtype if is_whole else travels)
+    out = {"weights": 0, "gradients": 0}
 
-    parameters = jax.tree.map(ready, definition.params, definition.names, definition.travels)
-    is_apart = gradients.accumulate > 1 and not in_place(parameters)
-    out = {"weights": 0, "gradients": 0, "microbatch": 0}
-
-    def count(param: Any, names: Any, used: Any) -> None:
+    def count(param: Any, names: Any, travels: Any) -> None:
         def elements(dims: Dims) -> int:
             return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
 
-        kept = elements(inner.stored(names, param.shape))
         is_gathered = sharder.stored(names, param.shape) != sharder.dims(names)
-        out["weights"] += used.dtype.itemsize * elements(sharder.dims(names)) * is_gathered
-        out["gradients"] += max(4, param.dtype.itemsize) * kept
-        out["microbatch"] += used.dtype.itemsize * kept * is_apart
+        out["weights"] += jnp.dtype(travels).itemsize * elements(sharder.dims(names)) * is_gathered
+        out["gradients"] += max(4, param.dtype.itemsize) * elements(inner.stored(names, param.shape))
 
-    jax.tree.map(count, definition.params, definition.names, parameters)
+    jax.tree.map(count, definition.params, definition.names, definition.travels)
     return out
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
+from jaxtrain.nn.param import Narrow
 from jaxtrain.train.loss import parted, scales, total
 
 Batch = Mapping[str, jax.Array]
@@ -131,41 +132,28 @@ class _Part:
     scale: Sums
     statistics: Any
 
-    def gradient(self, batch: Batch, key: jax.Array, into: Any = None) -> tuple[Any, tuple[Sums, Any]]:
-        """Gradients of the ready parameters, or None where they go `into` a tree of Refs; sums of terms and counts."""
+    def add(self, batch: Batch, key: jax.Array, sums: Tree) -> tuple[Sums, Any]:
+        """Adds gradients of the ready parameters to a tree of float32 Refs; sums of terms and counts.
+
+        In place, layer by layer, as the backward pass makes them.
+        """
         known = {} if self.statistics is None else {"statistics": self.statistics}
 
-        def loss(ready: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            terms, counts = parted(self.definition.bind(ready).loss({**batch, **known}, key))
+        def loss(wide: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
+            params = jax.tree.map(lambda w, p: w if p.dtype == jnp.float32 else Narrow(p, w), wide, self.ready)
+            terms, counts = parted(self.definition.bind(params).loss({**batch, **known}, key))
             return total(terms, self.scale), (_split(terms)[0], counts)
 
-        value, pull, rest = jax.vjp(loss, self.ready, has_aux=True)
-        pull = pull if into is None else pull.with_refs(into)
-        return pull(jnp.ones_like(value))[0], rest
+        wide = jax.tree.map(lambda p: p if p.dtype == jnp.float32 else jnp.zeros(p.shape, jnp.float32), self.ready)
+        value, pull, rest = jax.vjp(loss, wide, has_aux=True)
+        pull.with_refs(sums)(jnp.ones_like(value))
+        return rest
 
     def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
-        """Float32 gradients of all microbatches, `placed`; all sums and counts.
-
-        Gradients that come in float32 are added in place, layer by layer, as the backward pass makes them. A Ref takes
-        no other dtype, so those of parameters gathered in a narrower one (ZeRO 1 and 2) first come as a tree.
-        """
-        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
-        refs = jax.tree.map(jax.new_ref, zeros) if in_place(self.ready) else None
-
-        def add(grads: Any, inputs: tuple[Batch, jax.Array]) -> tuple[Any, Any]:
-            more, rest = self.gradient(*inputs, into=refs)
-            if refs:
-                return None, rest
-            return placed(jax.tree.map(lambda g, m: g + m.astype(g.dtype), grads, placed(more))), rest
-
-        start: Any = None if refs else zeros
-        grads, rest = jax.lax.scan(add, start, (micro, keys))
-        return placed(jax.tree.map(jax.freeze, refs)) if refs else grads, summed(rest)
-
-
-def in_place(ready: Tree) -> bool:
-    """Whether gradients of the model's parameters are added up as they are made (see `_Part.added_up`)."""
-    return all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(ready))
+        """Float32 gradients of all microbatches, `placed`; all sums and counts."""
+        sums = jax.tree.map(jax.new_ref, placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready)))
+        _, rest = jax.lax.scan(lambda _, inputs: (None, self.add(*inputs, sums)), None, (micro, keys))
+        return placed(jax.tree.map(jax.freeze, sums)), summed(rest)
 
 
 def summed(tree: Any) -> Any:

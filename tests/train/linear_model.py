@@ -19,6 +19,19 @@ class Linear(nnx.Module):
         return {"square": (jnp.sum(batch["count"] * error**2), jnp.sum(batch["count"]))}
 
 
+class Foreign(nnx.Module):
+    """The same with a bias, and parameters that are flax's own, in two dtypes."""
+
+    def __init__(self, size: int, *, env, rngs):
+        self.w = nnx.Param(jnp.ones((size,), jnp.bfloat16), names=("features",))
+        self.bias = nnx.Param(jnp.ones((1,), jnp.float32))
+        self.stretch = env.param(rngs, (None,), (2,), constant(1.0), dtype=jnp.bfloat16)
+
+    def loss(self, batch, key):
+        error = self.stretch[1] * (batch["x"] @ self.w[...]) + self.bias[...] - batch["y"]
+        return {"square": (jnp.sum(batch["count"] * error**2), jnp.sum(batch["count"]))}
+
+
 def batch(rows: int, size: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(rows, size)), rng.normal(size=rows)

@@ -9,6 +9,7 @@ import functools
 
 import harness
 import jax
+import jax.extend
 import numpy as np
 import pytest
 
@@ -62,12 +63,33 @@ def test_accumulation_is_weighted_by_tokens(mesh, accumulate: int):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_microbatches_in_bfloat16_stay_near_float32(zero: int):
-    """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8: stages 1 and 2 add up gradients that came in bfloat16."""
+    """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8: every microbatch's gradients came in bfloat16."""
     program = harness.program({"data": 4, "model": 2}, zero=zero, precision="bf16", step={"accumulate": 2})
     exact, half = (jax.tree.leaves(tree) for tree in (one_device_gradients(), gradients(program)))
     assert all(g.dtype == np.float32 for g in half)
     error = sum(float(np.sum((np.asarray(a) - np.asarray(b)) ** 2)) for a, b in zip(exact, half))
     assert np.sqrt(error / sum(float(np.sum(np.asarray(a) ** 2)) for a in exact)) <= 4 * 1.03**2 * 2**-8
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_microbatches_add_gradients_layer_by_layer(zero: int, precision: str):
+    """No scan over layers hands out a stack of gradients, which would be one more copy of the model."""
+    changes = {"precision": precision, "model": {"window": None, "window_every": 1}, "step": {"accumulate": 2}}
+    program = harness.program({"data": 4, "model": 2}, zero=zero, **changes)
+    traced = jax.make_jaxpr(program.gradients)(program.state["params"], harness.batch(0), jax.random.key(0))
+    gate = program.definition.params["layers"]["mlp"]["gate"].shape
+    scans = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "scan"]
+    assert any(gate in [var.aval.shape for var in eqn.invars] for eqn in scans)  # of layers
+    assert not any(gate == var.aval.shape for eqn in scans for var in eqn.outvars)
+
+
+def equations(jaxpr):
+    """All equations, those of inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", ("attention", "residual")], ids=str)

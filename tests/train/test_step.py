@@ -33,6 +33,28 @@ def test_loss_and_gradient_of_a_linear_model_by_formula():
     assert float(metrics["tokens"]) == c.sum()
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_microbatches_of_a_model_with_parameters_of_flax(zero: int):
+    """A user's model may hold nnx.Param instead of `env.param`; here two of them in bfloat16, one read by index."""
+    from linear_model import batch
+
+    from jaxtrain.config.schema import Config
+    from jaxtrain.train.program import build
+
+    def grads(accumulate: int):
+        cfg = Config(
+            mesh={"data": 4}, rules={"batch": "data"}, zero=zero, steps=10, step={"accumulate": accumulate},
+            model={"type": "linear_model:Foreign", "options": {"size": 4}}, data={"global_batch": 8, "sequence": 1},
+        )  # fmt: skip
+        program = build(cfg, None, jax.devices()[:4])
+        found = jax.jit(program.gradients)(program.init()["params"], batch(8, 4), jax.random.key(0))
+        return [np.asarray(g, np.float32) for g in jax.tree.leaves(found.grads)]
+
+    for one, two in zip(grads(1), grads(2), strict=True):
+        np.testing.assert_allclose(two, one, rtol=2**-7)
+        assert np.any(one)
+
+
 def test_state_is_donated():
     program = harness.program({"data": 2, "fsdp": 2, "model": 2})
     state = program.init()
