@@ -63,7 +63,7 @@ def measure(
             cannot be compiled for the target (such as one that needs more memory than the device has).
     """
     where = targets.parse(target)
-    if problem := targets.missing(where):
+    if problem := targets.missing(where, config.step.attention):
         raise UserError(problem)
     asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where), "hlo": hlo and str(hlo)}
     path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # a user's own model is found
@@ -99,7 +99,8 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         config = Config(**asked["config"])
-        program = build(config, asked["vocab"] or config.model.vocab, targets.devices(asked["target"]))
+        devices = targets.devices(asked["target"], attention=config.step.attention)
+        program = build(config, asked["vocab"] or config.model.vocab, devices)
         compiled = compiled_step(program)
     except UserError as error:
         return {"error": str(error)}

@@ -81,10 +81,14 @@ def environment(target: Target) -> dict[str, str]:
     return out
 
 
-def missing(target: Target) -> str | None:
-    """What to install before compiling for a target, in one line; None where all is there."""
+def missing(target: Target, attention: str = "auto") -> str | None:
+    """What to install before compiling for a target, in one line; None where all is there.
+
+    A GPU's attention is cuDNN's, which compiles against the library, unless the kernel named is another.
+    """
+    cudnn = {"nvidia.cudnn": "nvidia-cudnn-cu13"} if attention in ("auto", "cudnn") else {}
     extra, needs = {
-        "cuda": ("plan-gpu", {"jax_plugins.xla_cuda13": "jax-cuda13-plugin", "nvidia.cudnn": "nvidia-cudnn-cu13"}),
+        "cuda": ("plan-gpu", {"jax_plugins.xla_cuda13": "jax-cuda13-plugin"} | cudnn),
         "tpu": ("plan-tpu", {"libtpu": "libtpu"}),
         "cpu": ("", {}),
     }[target.platform]
@@ -113,16 +117,16 @@ def _installed(module: str) -> bool:
         return False
 
 
-def devices(kind: str, *shape: int) -> list[Any]:
+def devices(kind: str, *shape: int, attention: str = "auto") -> list[Any]:
     """Absent devices to compile for: `devices("h100", nodes, per_node)`, `devices("v5p", 4, 4, 4)`.
 
-    The process must have been started with `environment(target)`.
+    `attention` is the kernel that the program will use. The process must have been started with `environment(target)`.
 
     Raises:
         UserError: an unknown target, or a package is not installed.
     """
     target = parse(f"{kind}:{'x'.join(map(str, shape))}" if shape else kind)
-    if problem := missing(target):
+    if problem := missing(target, attention):
         raise UserError(problem)
     import jax
     from jax.experimental import topologies

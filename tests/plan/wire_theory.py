@@ -44,7 +44,7 @@ MESHES = {
 }
 LLAMA = {
     "model.embed": 1024, "model.layers": 4, "model.heads": 16, "model.kv_heads": 8, "model.mlp": 2816,
-    "model.vocab": 49152, "data.sequence": 2048, "step.remat": "full", "precision": "bf16",
+    "model.vocab": 49152, "data.sequence": 2048, "step.remat": "full", "precision": "bf16", "step.attention": "xla",
 }  # fmt: skip
 ROWS = 2  # sequences per device and microbatch
 SCALAR = 256  # bytes: an all-reduce of so little carries loss sums and gradient norms
