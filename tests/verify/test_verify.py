@@ -59,9 +59,15 @@ def test_a_large_config_shrinks_and_says_how(path):
 def test_experts_shrink_too():
     config = load(None, "model.moe={experts: 64, top_k: 6, mlp: 1408}", "step.attention=cudnn")
     small, changes = shrunk(config, 8)
-    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 6, 64)
+    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 4, 64)
     assert small.step.attention == "auto"
     assert "model.moe.experts: 64 -> 8" in changes
+    # What was legal stays so: a selection bias needs something to select, and places are no more than tokens.
+    for options in ("experts: 256, top_k: 8, bias_rate: 0.001", "experts: 64, top_k: 6, capacity: 4.0"):
+        small, _ = shrunk(load(None, f"model.moe={{{options}}}"), 8)
+        assert candidates(small, ["ep", "ddp"], 8)[1] == {}
+    small, _ = shrunk(load(None, "model.moe={experts: 4, top_k: 4, capacity: 1.0}"), 8)
+    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.capacity) == (4, 4, 1.0)
 
 
 def test_every_legal_mesh_once(path):
