@@ -32,6 +32,8 @@ def lines(outcome: Outcome) -> list[str]:
     wrong = [row for row in outcome.rows if not row.is_equal]
     said = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]
     said += [f"{row.candidate.layout} on {row.candidate.mesh}: {_fault(row)}" for row in wrong]
+    if not outcome.rows:
+        return [*said, f"NOTHING COMPARED: no layout was tried on {outcome.devices} devices"]
     tried = f"{len(outcome.rows)} layouts and meshes of {outcome.devices} devices, {outcome.steps} steps"
     limits = f"loss {LOSS:g}, gradient {GRADIENT:g} of its norm, update {UPDATE:g}"
     if wrong:

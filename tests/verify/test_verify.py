@@ -17,7 +17,8 @@ from jaxtrain.train.program import build
 from jaxtrain.verify import faults
 from jaxtrain.verify.candidates import candidates
 from jaxtrain.verify.compare import cause, compare
-from jaxtrain.verify.run import Reference, Rows, check_one, collectives
+from jaxtrain.verify.run import Outcome, Reference, Rows, check_one, collectives
+from jaxtrain.verify.show import lines
 from jaxtrain.verify.shrink import shrunk
 
 CONFIG = """
@@ -84,6 +85,22 @@ def test_every_legal_mesh_once(path):
     assert "fsdp_tp" in refused
     with pytest.raises(UserError, match="did you mean `fsdp_tp`"):
         candidates(small, ["fsdp_pt"], 8)
+
+
+def test_formulations_are_apart_on_whatever_axis_shards_the_context(tmp_path, path):
+    names = []
+    for formulation in ("ring", "gather"):
+        names.append(str(tmp_path / f"{formulation}.yaml"))
+        text = "mesh: {model: -1}\nrules: {batch: data, sequence: model, context: model}\n"
+        Path(names[-1]).write_text(f"{text}context: {formulation}\n")
+    small, _ = shrunk(load(path), 8)
+    found, _ = candidates(small, names, 8)
+    assert {c.config.context for c in found if c.mesh == "model 8"} == {"ring", "gather"}
+
+
+def test_nothing_compared_is_not_called_equal():
+    *_, last = lines(Outcome([], [], {"ep": "no experts"}, 8, 3))
+    assert last == "NOTHING COMPARED: no layout was tried on 8 devices"
 
 
 def test_a_right_layout_is_equal(path):
