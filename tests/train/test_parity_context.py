@@ -9,6 +9,7 @@ import harness
 import jax
 import numpy as np
 import pytest
+from harness import close_trees
 
 from jaxtrain.generate import Generator, decoding
 from jaxtrain.models.define import define, make_env
@@ -21,13 +22,6 @@ RULES = {
 }  # fmt: skip
 LIGHT = {"window_every": 1}  # one kind of layer compiles in half the time
 FSDP, ALL = {"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "model": 2}
-
-
-def close_trees(a, b, tolerance: float) -> None:
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        scale = max(np.linalg.norm(x), 1e-6)
-        assert np.linalg.norm(x - y) <= tolerance * scale, (jax.tree_util.keystr(path), np.linalg.norm(x - y) / scale)
 
 
 @functools.cache
