@@ -126,6 +126,19 @@ def test_a_right_layout_is_equal(path):
     assert "model" in row.collectives
 
 
+def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
+    """Such as a user's model that constrains an activation over one axis twice."""
+    small, _ = shrunk(load(path), 8)
+    (candidate, *_), _ = candidates(small, ["tp"], 8)
+
+    def refused(*_):
+        raise UserError("axis `model` is used twice on a tensor")
+
+    monkeypatch.setattr("jaxtrain.verify.run.build", refused)
+    row = check_one(candidate, None, [], None, jax.devices(), None)
+    assert row == Row(candidate, None, error="axis `model` is used twice on a tensor")
+
+
 @pytest.mark.parametrize("fault", faults.INJECTIONS)
 def test_every_fault_is_caught_and_named(path, fault):
     candidate, split, hosts, alone = reference(path)
