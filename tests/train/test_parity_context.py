@@ -122,5 +122,6 @@ def test_only_the_expected_collectives():
         assert sum("transpose" in row[2] for row in inside) == backward
         # Nothing else of the layers moves but their weights: neither documents nor activations.
         layers = [row for row in found if "while/body" in row[2] and row not in inside and "entropy" not in row[2]]
+        assert layers
         assert not [row for row in layers if row[1].startswith("s32") or re.match(r"f32\[8,(8|32),", row[1])]
         assert not [row for row in layers if row[0] not in ("all-gather", "all-reduce")]
