@@ -12,8 +12,6 @@ head_dim forward and 10 x head_dim backward each.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from functools import partial
 
 import common
@@ -86,17 +84,11 @@ def main() -> None:
     ids = segments(args)
     flops = pairs(args, ids) * args.heads * args.head_dim * 14
     compiled = programs(args, arrays, ids)
-    seconds: dict[str, list[float]] = {name: [] for name in compiled}
-    for turn in range(args.repeats + 1):
-        for name, program in compiled.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
-            if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
+    seconds = common.medians(compiled, arrays, args.repeats)
     print(f"{'kernel':12}{'temporaries MiB':>18}{'ms':>10}{'TFLOP/s':>10}")
     results = []
     for name, program in compiled.items():
-        taken = statistics.median(seconds[name])
+        taken = seconds[name]
         temporaries = program.memory_analysis().temp_size_in_bytes
         results.append({"kernel": name, "temporaries": temporaries, "seconds": taken, "flops": flops})
         print(f"{name:12}{temporaries / 2**20:18.1f}{taken * 1e3:10.1f}{flops / taken / 1e12:10.3f}")

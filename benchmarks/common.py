@@ -9,7 +9,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,20 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         return dict.fromkeys(("median", "q1", "q3"), values[0])
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
+
+
+def medians(programs: Mapping[str, Callable], arrays: Sequence[Any], repeats: int) -> dict[str, float]:
+    """Median seconds of each program on the same arrays; the runs of different programs take turns."""
+    import jax
+
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(repeats + 1):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def in_child(script: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None, timeout: float = 540) -> dict:

@@ -11,8 +11,6 @@ median of interleaved runs. `full` is the plain form: logits, log-softmax, autom
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 
 import common
 import jax
@@ -62,14 +60,7 @@ def measure(compiled: dict[str, jax.stages.Compiled], args: argparse.Namespace) 
         jax.random.randint(keys[2], (1, args.rows), 0, args.vocab, jnp.int32),
         jnp.ones((1, args.rows), jnp.float32),
     )
-    seconds: dict[str, list[float]] = {name: [] for name in compiled}
-    for turn in range(args.repeats + 1):
-        for name, program in compiled.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
-            if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return common.medians(compiled, arrays, args.repeats)
 
 
 def main() -> None:

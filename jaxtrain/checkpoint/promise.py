@@ -113,7 +113,7 @@ def compare_configs(
       same_data: the documents and the tokenizer are known to be the same, wherever they lie now.
 
     Returns: (changes, refused): lines `key: old -> new`. `changes` holds all of them; a run with any in `refused`
-      (these say why) cannot go on and needs a new name. Layout, mesh, rules, precision with the same parameter dtype,
+      (these say why) cannot go on and needs a new name. Layout, mesh, rules, precision between fp32 and bf16,
       accumulation, kernels, learning rate, steps, logging and checkpoints may change.
     """
     before, after = _flat(saved), _flat(new)
@@ -142,6 +142,8 @@ def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
         return "the checkpoint holds " + ("no average" if before is None else "an average") + " of the weights"
     if key == "precision" and "bf16_pure" in (before, after):
         return "the saved parameters have another dtype"
+    if key == "precision" and "fp16" in (before, after):
+        return "the checkpoint holds " + ("a" if before == "fp16" else "no") + " loss scale"
     return None
 
 

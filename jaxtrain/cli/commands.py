@@ -117,9 +117,9 @@ def verify(args: argparse.Namespace) -> int:
         outcome = run(args.config, args.overrides, **options, progress=progress)
     console = Console()
     console.print("shrunk to compile fast, in float32:", *(f"  {change}" for change in outcome.changes), sep="\n")
-    console.print(table(outcome))
+    console.print(table(outcome, console.width))
     for line in lines(outcome):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     return 0 if outcome.rows and all(row.is_equal for row in outcome.rows) else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,8 +108,3 @@ def _source(key: str, provenance: Mapping[str, str]) -> str:
         return provenance[key]
     under = [where for name, where in provenance.items() if name.startswith(key + ".") and where != "default"]
     return under[0] if under else ""
-
-
-def file_line(where: str) -> str:
-    """The file of a `FILE:LINE`."""
-    return re.sub(r":\d+$", "", where)

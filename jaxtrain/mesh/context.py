@@ -15,6 +15,11 @@ from jaxtrain.mesh.rules import CONTEXT, axes_of
 ANY_KERNEL = ("auto", "xla")  # values of `step.attention` that every formulation of attention across shards can do
 
 
+def has_tokens(config: Config) -> bool:
+    """Whether the second dim of a batch is of tokens: of text, or for the decoder; others need not have one."""
+    return config.data.type == "text" or config.model.type == "decoder"
+
+
 def zigzag(tokens: int, shards: int) -> np.ndarray:
     """Order of a row under the ring: int64 [tokens], the natural index of the token at each place.
 
@@ -92,7 +97,7 @@ def _kv_heads(config: Config, sizes: Mapping[str, int | None]) -> Iterator[Probl
 
 
 def _ring(config: Config, count: int) -> Iterator[Problem]:
-    if config.data.type != "text" and config.model.type != "decoder":
+    if not has_tokens(config):
         message = "ring permutes the tokens of a row, and rows of a user's own data for a user's own model may hold "
         yield Problem("", "context", f"{message}anything; expected auto, ulysses or gather")
     elif config.data.sequence % count == 0 and config.data.sequence % (2 * count):  # the rest is found with the rules

@@ -26,6 +26,3 @@ def resolve(config: Config, devices: int) -> Layout:
     """The config's layout on `devices` devices; a -1 is filled. Raises ValueError where it does not fit."""
     sizes = fill({axis: getattr(config.mesh, axis) for axis in AXES}, devices)
     return Layout(config.layout, sizes, dict(config.rules), dict(config.mesh.dcn))
-
-
-SINGLE = Layout("single", dict.fromkeys(AXES, 1), {}, {})

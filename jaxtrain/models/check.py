@@ -73,6 +73,6 @@ def _experts(config: Config) -> list[Problem]:
 def activations(config: Config) -> dict[str, int]:
     """Logical name -> size of the activation dims of a microbatch."""
     sizes = {"batch": config.data.global_batch // config.step.accumulate}
-    if config.model.type == "decoder" or config.data.type == "text":
+    if context.has_tokens(config):
         sizes |= {"sequence": config.data.sequence, "context": config.data.sequence}
     return sizes

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: Llama 2/3, Mistral, Qwen 2/3 and Gemma-like variants by config.
+"""A decoder-only transformer: Llama 2/3, Mistral, Mixtral, Qwen 2/3 and Gemma-like variants by config.
 
 Shapes: B batch, T tokens, D embed, H heads, K kv_heads, F mlp, V vocab, L layers. No mesh axis is named here.
 """

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.rules import REPLICAS
 from jaxtrain.mesh.sharding import Dims
 from jaxtrain.plan.memory import shard_size
@@ -38,7 +39,7 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
     return {
         name: jax.ShapeDtypeStruct(
             (data.global_batch, *shape), kind,
-            sharding=batch_sharding(program.sharder, 1 + len(shape), data.type == "text"),
+            sharding=batch_sharding(program.sharder, 1 + len(shape), has_tokens(program.config)),
         )
         for name, (shape, kind) in shapes.items()
     }  # fmt: skip

@@ -10,8 +10,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
-from jaxtrain.data.dataset import TextDataset
-from jaxtrain.mesh.context import zigzag
+from jaxtrain.mesh.context import has_tokens, zigzag
 from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.train.program import Program
@@ -65,9 +64,9 @@ class Placer:
 
 
 def placer(split: Any, program: Program) -> Placer:
-    """Device batches of a dataset: those of text or for the decoder have a dim of tokens, others need not."""
+    """Device batches of a dataset."""
     config, sharder = program.config, program.sharder
-    is_tokens = isinstance(split, TextDataset) or config.model.type == "decoder"
+    is_tokens = has_tokens(config)
     order = row_order(config, sharder) if is_tokens else None
     return Placer(split.batch, sharder, config.data.global_batch, is_tokens, order)
 

@@ -19,6 +19,7 @@ from jaxtrain.config.output import as_dict
 from jaxtrain.data.dataset import TextDataset, open_datasets
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh import layout as layouts
+from jaxtrain.mesh.context import has_tokens
 from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
 from jaxtrain.observe.meter import Meter, device_memory
 from jaxtrain.observe.peak import Peak, device_peak
@@ -106,12 +107,12 @@ def _assemble(
     config: Config, directory: Path, program: Program, data: Any, validation: Any, checkpoints: Any, screen: Screen
 ) -> tuple[Run, dict[str, Any]]:
     """The run, and what its start event says."""
-    is_main, is_text = jax.process_index() == 0, isinstance(data, TextDataset)
+    is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
     manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
     observers = Observers(trackers(config, directory, is_main) + ([screen] if is_main else []), screen.print)
-    flops, peak = _flops(config, program, data), _peak(config, program)
-    items = config.data.global_batch * (config.data.sequence if is_text else 1)
+    items = config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
+    flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
     meter = Meter(items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
     run = Run(config, directory, program, data, validation, checkpoints, observers, screen, meter, manifest)
@@ -245,17 +246,18 @@ def _cache_progress(screen: Screen) -> Any:
     return progress
 
 
-def _flops(config: Config, program: Program, data: Any) -> Flops | None:
+def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | None:
+    """FLOPs of each of the `items` of a global batch: tokens where it has such, else rows."""
     if config.model.type == "decoder":
         vocab = program.definition.params["embed"]["table"].shape[0]
         again = recomputes(vocab // program.sharder.size("vocab"), config.loss.chunks)
         return decoder_flops(config.model, vocab, config.data.sequence, config.step.remat, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
-    return user_flops(program.definition.bind(program.definition.params), shapes, config.data.global_batch)
+    return user_flops(program.definition.bind(program.definition.params), shapes, items)
 
 
-def _peak(config: Config, program: Program) -> Peak | None:
+def _peak(config: Config) -> Peak | None:
     compute = POLICIES[config.precision].compute
     return device_peak(jax.local_devices()[0], jax.local_device_count(), compute, config.log.peak_tflops)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
@@ -50,10 +51,10 @@ def train_step(
         if ema is not None:
             new["ema"] = ema_update(state["ema"], params, ema)
         means = {name: found.sums[name] * factor for name, factor in scales(found.weights).items()}
-        own = {} if found.counts is None else definition.bind(state["params"]).metrics(found.counts)
+        own = {} if found.counts is None else _of_counts(definition.bind(state["params"]), found.counts)
         metrics = {
             **means,
-            **{name: jnp.asarray(value, jnp.float32) for name, value in own.items()},
+            **own,
             "loss": jnp.sum(jnp.stack(list(means.values()))),
             "tokens": jnp.max(jnp.stack(list(found.weights.values()))),
             "grad_norm": norm,
@@ -62,6 +63,13 @@ def train_step(
         return _unless_overflown(state, new, metrics) if "scaling" in state else (new, metrics)
 
     return step
+
+
+def _of_counts(model: Any, counts: Any) -> Metrics:
+    """The model's own metrics."""
+    if not hasattr(model, "metrics"):
+        raise UserError("model.type: `loss` returned counts beside its terms; expected a method `metrics(counts)` too")
+    return {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(counts).items()}
 
 
 def _unless_overflown(old: State, new: State, metrics: Metrics) -> tuple[State, Metrics]:

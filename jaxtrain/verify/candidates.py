@@ -13,6 +13,7 @@ from jaxtrain.config.output import as_dict
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.mesh.axes import AXES, shape_text
+from jaxtrain.mesh.rules import CONTEXT
 from jaxtrain.models.check import check_config
 
 Load = Callable[[str], Config]
@@ -113,7 +114,7 @@ def _effect(config: Config) -> str:
     rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.rules.items())}
     rules = {name: axes for name, axes in rules.items() if axes}
     zero = config.zero if sizes["data"] > 1 else 0
-    context = config.context if sizes["context"] > 1 else "auto"
+    context = config.context if CONTEXT in rules else "auto"
     return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.accumulate}"
 
 

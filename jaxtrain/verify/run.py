@@ -140,7 +140,7 @@ def check_one(
             seen = Runner(program, batches[0]).observe(batches)
     except ConfigError as error:
         return str(error.problems[0])
-    except jax.errors.JaxRuntimeError as error:
+    except (UserError, jax.errors.JaxRuntimeError) as error:  # what only tracing or compiling shows
         return Row(candidate, None, error=" ".join(str(error).split())[:200])
     want = reference.seen
     verdict = compare((seen.losses, want.losses), (seen.gradients, want.gradients), (seen.updates, want.updates))

@@ -7,23 +7,30 @@ from rich.table import Table
 from jaxtrain.verify.compare import GRADIENT, LOSS, UPDATE
 from jaxtrain.verify.run import Outcome, Row
 
+WIDE, WIDEST = 110, 140  # columns from which on there is room for the worst tensor, and for the collectives
 
-def table(outcome: Outcome) -> Table:
-    """A line per layout and mesh, worst differences relative to one device."""
-    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in ("layout", "mesh", "micro", "loss", "gradient", "worst tensor", "update", "verdict"):
-        out.add_column(title, no_wrap=title not in ("verdict", "worst tensor"), overflow="fold")
-    out.add_column("collectives per step", overflow="fold", style="dim")
+
+def table(outcome: Outcome, width: int) -> Table:
+    """A line per layout and mesh, worst differences relative to one device; `lines` says what is wrong.
+
+    The worst tensor and the collectives are left out of a screen of fewer columns than these take.
+    """
+    gap = 2 if width >= WIDE else 1
+    out = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+    titles = ["layout", "mesh", "micro", "loss", "gradient", "update", "verdict"]
+    for title in titles + ["worst tensor"] * (width >= WIDE):
+        out.add_column(title, no_wrap=True, overflow="ellipsis")
+    if width >= WIDEST:
+        out.add_column("collectives per step", overflow="fold", style="dim")
     for row in outcome.rows:
-        config = row.candidate.config
+        config, seen = row.candidate.config, row.verdict
         head = (row.candidate.layout, row.candidate.mesh, str(config.step.accumulate))
-        if row.verdict is None:
-            out.add_row(*head, "", "", "", "", f"[red]failed: {row.error}[/red]", "")
+        if seen is None:
+            out.add_row(*head, "", "", "", "[red]failed[/red]")
             continue
-        seen = row.verdict
-        numbers = (f"{seen.loss:.1e}", f"{seen.gradient:.1e}", seen.tensor, f"{seen.update:.1e}")
-        said = "[green]equal[/green]" if seen.is_equal else f"[red]differs: {seen.first}[/red]"
-        out.add_row(*head, *numbers, said, row.collectives)
+        numbers = (f"{seen.loss:.1e}", f"{seen.gradient:.1e}", f"{seen.update:.1e}")
+        said = "[green]equal[/green]" if seen.is_equal else "[red]differs[/red]"
+        out.add_row(*head, *numbers, said, *(seen.tensor, row.collectives)[: (width >= WIDE) + (width >= WIDEST)])
     return out
 
 
@@ -32,6 +39,8 @@ def lines(outcome: Outcome) -> list[str]:
     wrong = [row for row in outcome.rows if not row.is_equal]
     said = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]
     said += [f"{row.candidate.layout} on {row.candidate.mesh}: {_fault(row)}" for row in wrong]
+    if not outcome.rows:
+        return [*said, f"NOTHING COMPARED: no layout was tried on {outcome.devices} devices"]
     tried = f"{len(outcome.rows)} layouts and meshes of {outcome.devices} devices, {outcome.steps} steps"
     limits = f"loss {LOSS:g}, gradient {GRADIENT:g} of its norm, update {UPDATE:g}"
     if wrong:

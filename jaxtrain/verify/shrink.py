@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtrain.config.output import as_dict, flatten
-from jaxtrain.config.schema import Config, Model
+from jaxtrain.config.schema import Config, Model, Moe
 
 HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 64
 EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
@@ -51,8 +51,15 @@ def _model(model: Model) -> dict[str, Any]:
     if model.window is not None:
         sizes["window"] = min(model.window, SEQUENCE // 3)
     if model.moe is not None:
-        experts = min(model.moe.experts, EXPERTS)
-        width = min(model.moe.mlp or model.mlp, MLP // 2)
-        few = {"experts": experts, "top_k": min(model.moe.top_k, experts), "mlp": width}
-        sizes["moe"] = model.moe.model_dump() | few
+        sizes["moe"] = _moe(model.moe, model.mlp)
     return sizes
+
+
+def _moe(moe: Moe, mlp: int) -> dict[str, Any]:
+    """A small mixture. Of fewer experts a token visits at most half, so that there still is something to select."""
+    experts, capacity = min(moe.experts, EXPERTS), moe.capacity
+    top_k = moe.top_k if experts == moe.experts else min(moe.top_k, experts // 2)
+    if capacity is not None:
+        capacity = min(capacity, experts / top_k)  # more places than a sequence has tokens are refused
+    few = {"experts": experts, "top_k": top_k, "mlp": min(moe.mlp or mlp, MLP // 2), "capacity": capacity}
+    return moe.model_dump() | few

@@ -90,6 +90,7 @@ def test_each_difference_is_named(monkeypatch):
         ({"optimizer": {"name": "lion"}}, "optimizer.name: adamw -> lion"),
         ({"optimizer": {"ema": 0.99}}, "optimizer.ema: none -> 0.99"),
         ({"precision": "bf16_pure"}, "precision: bf16 -> bf16_pure"),
+        ({"precision": "fp16"}, "precision: bf16 -> fp16"),
     ],
 )
 def test_refused_changes(change, key):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import numpy as np
 
 from jaxtrain.config.schema import Config
 from jaxtrain.train.batches import Placer, row_order
 from jaxtrain.train.program import Program, build
+from jaxtrain.verify.batch import packed
 
 RULES = {
     "batch": ["data", "fsdp"], "embed": "fsdp", "heads": "model", "kv_heads": "model", "mlp": "model",
@@ -40,19 +39,7 @@ def program(mesh: dict | None = None, rules: dict = RULES, **changes) -> Program
 
 def batch(step: int) -> dict[str, np.ndarray]:
     """Packed documents of random lengths; one row is mostly padding, so that weights differ a lot between rows."""
-    rng = np.random.default_rng(step)
-    out = {name: np.zeros((ROWS, LENGTH), np.int32) for name in ("tokens", "targets", "positions", "segments")}
-    out["weights"] = np.zeros((ROWS, LENGTH), np.float32)
-    for row in range(ROWS):
-        end = LENGTH if row else 5
-        cuts = [0, *sorted(rng.choice(np.arange(1, end), size=2, replace=False)), end]
-        for segment, (a, b) in enumerate(itertools.pairwise(cuts), start=1):
-            document = rng.integers(0, 250, b - a + 1)
-            out["tokens"][row, a:b], out["targets"][row, a:b] = document[:-1], document[1:]
-            out["positions"][row, a:b] = np.arange(b - a)
-            out["segments"][row, a:b] = segment
-            out["weights"][row, a : b - 1] = 1.0
-    return out
+    return packed(step, ROWS, LENGTH, 250)
 
 
 def placed(program: Program, step: int) -> dict[str, jax.Array]:
@@ -68,3 +55,11 @@ def run(program: Program, steps: int) -> tuple[dict, dict[str, np.ndarray]]:
         state, metrics = program.step(state, placed(program, step))
         rows.append(metrics)
     return state, {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+
+
+def close_trees(a, b, tolerance: float) -> None:
+    """Every tensor of `b` within `tolerance` of the norm of its own in `a`."""
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        scale = max(np.linalg.norm(x), 1e-6)
+        assert np.linalg.norm(x - y) <= tolerance * scale, (jax.tree_util.keystr(path), np.linalg.norm(x - y) / scale)

@@ -7,6 +7,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.nn.env import constant
+from jaxtrain.verify.batch import packed
 
 
 class Linear(nnx.Module):
@@ -30,6 +31,36 @@ class Foreign(nnx.Module):
     def loss(self, batch, key):
         error = self.stretch[1] * (batch["x"] @ self.w[...]) + self.bias[...] - batch["y"]
         return {"square": (jnp.sum(batch["count"] * error**2), jnp.sum(batch["count"]))}
+
+
+class Counted(Linear):
+    """Returns counts, of which it makes no metrics."""
+
+    def loss(self, batch, key):
+        return super().loss(batch, key), jnp.float32(len(batch["x"]))
+
+
+class Bigrams(nnx.Module):
+    """A user's own model of text, that counts 7 FLOPs a token."""
+
+    def __init__(self, *, env, rngs):
+        self.table = env.param(rngs, (None,), (256,), constant(0.0))
+
+    def loss(self, batch, key):
+        return {"count": (jnp.sum(self.table.get_value()[batch["tokens"] % 256]), jnp.float32(batch["tokens"].size))}
+
+    def flops(self, shapes):
+        return 7 * np.prod(shapes["tokens"])
+
+
+class Packed:
+    """A user's own data for the decoder."""
+
+    def __init__(self, split, seed, global_batch):
+        self.rows = global_batch
+
+    def batch(self, step, rows=None):
+        return {name: value[rows] for name, value in packed(step, self.rows, 64, 256).items()}
 
 
 def batch(rows: int, size: int) -> dict[str, np.ndarray]:

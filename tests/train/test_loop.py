@@ -12,8 +12,12 @@ import pytest
 from rich.console import Console
 
 import jaxtrain
+from jaxtrain.config import Config
+from jaxtrain.config.output import as_dict
+from jaxtrain.observe.flops import decoder_flops
 from jaxtrain.observe.progress import Screen
 from jaxtrain.train import loop
+from jaxtrain.train.run import open_run
 
 
 @pytest.fixture
@@ -136,6 +140,23 @@ def test_a_users_own_model_trains_on_any_layout(tmp_path):
         found.append(jaxtrain.train(cfg, screen=quiet(60)).metrics)
     assert found[0]["eval/loss"] < 0.4
     assert found[0]["eval/loss"] == pytest.approx(found[1]["eval/loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("own", ["model", "data"])
+def test_rates_and_flops_count_the_same_items(tmp_path, corpus, own):
+    """Tokens, also where the model or the data are the user's own: MFU is their product over the peak."""
+    base = config(tmp_path, corpus)
+    values, model = as_dict(base), base.model.model_copy(update={"vocab": 256})
+    if own == "model":
+        values["model"], per_token = {"type": "linear_model:Bigrams"}, 7
+    else:
+        values["model"], per_token = model.model_dump(), decoder_flops(model, 256, 64).model
+        values["data"] = {"type": "linear_model:Packed", "sequence": 64, "global_batch": 8}
+    run, *_ = open_run(Config(**values), tmp_path / own, screen=quiet(), resume=False)
+    run.observers.close()
+    run.checkpoints.close()
+    assert run.meter.tokens == 8 * 64
+    assert run.meter.flops.model == per_token
 
 
 def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):

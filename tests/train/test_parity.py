@@ -12,15 +12,9 @@ import jax
 import jax.extend
 import numpy as np
 import pytest
+from harness import close_trees
 
 EVERYTHING = {"data": 2, "fsdp": 2, "model": 2}
-
-
-def close_trees(a, b, tolerance: float) -> None:
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        scale = max(np.linalg.norm(x), 1e-6)
-        assert np.linalg.norm(x - y) <= tolerance * scale, (jax.tree_util.keystr(path), np.linalg.norm(x - y) / scale)
 
 
 def gradients(program):

@@ -9,6 +9,7 @@ import harness
 import jax
 import numpy as np
 import pytest
+from harness import close_trees
 
 from jaxtrain.generate import Generator, decoding
 from jaxtrain.models.define import define, make_env
@@ -21,13 +22,6 @@ RULES = {
 }  # fmt: skip
 LIGHT = {"window_every": 1}  # one kind of layer compiles in half the time
 FSDP, ALL = {"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "model": 2}
-
-
-def close_trees(a, b, tolerance: float) -> None:
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        scale = max(np.linalg.norm(x), 1e-6)
-        assert np.linalg.norm(x - y) <= tolerance * scale, (jax.tree_util.keystr(path), np.linalg.norm(x - y) / scale)
 
 
 @functools.cache
@@ -128,5 +122,6 @@ def test_only_the_expected_collectives():
         assert sum("transpose" in row[2] for row in inside) == backward
         # Nothing else of the layers moves but their weights: neither documents nor activations.
         layers = [row for row in found if "while/body" in row[2] and row not in inside and "entropy" not in row[2]]
+        assert layers
         assert not [row for row in layers if row[1].startswith("s32") or re.match(r"f32\[8,(8|32),", row[1])]
         assert not [row for row in layers if row[0] not in ("all-gather", "all-reduce")]

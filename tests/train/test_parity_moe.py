@@ -8,7 +8,7 @@ import harness
 import jax
 import numpy as np
 import pytest
-from test_parity import close_trees
+from harness import close_trees
 
 from jaxtrain.generate import decoding
 from jaxtrain.models.define import define, make_env

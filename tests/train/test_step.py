@@ -5,17 +5,17 @@ from __future__ import annotations
 import harness
 import jax
 import jax.numpy as jnp
+import linear_model
 import numpy as np
 import pytest
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.schema import Config
+from jaxtrain.train.program import build
 
 
 def test_loss_and_gradient_of_a_linear_model_by_formula():
     """The whole step on a model small enough to differentiate by hand: SGD on a weighted mean square."""
-    import linear_model  # registers nothing: a user's own model
-
-    from jaxtrain.config.schema import Config
-    from jaxtrain.train.program import build
-
     cfg = Config(
         precision="fp32", mesh={"data": 4}, rules={"batch": "data"}, steps=10,
         model={"type": "linear_model:Linear", "options": {"size": 3}}, data={"global_batch": 8, "sequence": 1},
@@ -53,6 +53,14 @@ def test_microbatches_of_a_model_with_parameters_of_flax(zero: int):
     for one, two in zip(grads(1), grads(2), strict=True):
         np.testing.assert_allclose(two, one, rtol=2**-7)
         assert np.any(one)
+
+
+def test_counts_without_metrics_are_one_line():
+    model = {"type": "linear_model:Counted", "options": {"size": 3}}
+    cfg = Config(model=model, data={"global_batch": 8}, rules={"batch": "data"})
+    program = build(cfg, None, jax.devices()[:1])
+    with pytest.raises(UserError, match=r"expected a method `metrics\(counts\)` too"):
+        jax.eval_shape(program.step, program.state, linear_model.batch(8, 3))
 
 
 def test_state_is_donated():

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import io
 import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxtrain.cli.main import main
 from jaxtrain.config import UserError, load
 from jaxtrain.config.schema import Mesh
 from jaxtrain.train.program import build
 from jaxtrain.verify import faults
-from jaxtrain.verify.candidates import candidates
-from jaxtrain.verify.compare import cause, compare
-from jaxtrain.verify.run import Reference, Rows, check_one, collectives
+from jaxtrain.verify.candidates import Candidate, candidates
+from jaxtrain.verify.compare import Verdict, cause, compare
+from jaxtrain.verify.run import Outcome, Reference, Row, Rows, check_one, collectives
+from jaxtrain.verify.show import lines, table
 from jaxtrain.verify.shrink import shrunk
 
 CONFIG = """
@@ -59,9 +62,15 @@ def test_a_large_config_shrinks_and_says_how(path):
 def test_experts_shrink_too():
     config = load(None, "model.moe={experts: 64, top_k: 6, mlp: 1408}", "step.attention=cudnn")
     small, changes = shrunk(config, 8)
-    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 6, 64)
+    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 4, 64)
     assert small.step.attention == "auto"
     assert "model.moe.experts: 64 -> 8" in changes
+    # What was legal stays so: a selection bias needs something to select, and places are no more than tokens.
+    for options in ("experts: 256, top_k: 8, bias_rate: 0.001", "experts: 64, top_k: 6, capacity: 4.0"):
+        small, _ = shrunk(load(None, f"model.moe={{{options}}}"), 8)
+        assert candidates(small, ["ep", "ddp"], 8)[1] == {}
+    small, _ = shrunk(load(None, "model.moe={experts: 4, top_k: 4, capacity: 1.0}"), 8)
+    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.capacity) == (4, 4, 1.0)
 
 
 def test_every_legal_mesh_once(path):
@@ -80,12 +89,54 @@ def test_every_legal_mesh_once(path):
         candidates(small, ["fsdp_pt"], 8)
 
 
+def test_formulations_are_apart_on_whatever_axis_shards_the_context(tmp_path, path):
+    names = []
+    for formulation in ("ring", "gather"):
+        names.append(str(tmp_path / f"{formulation}.yaml"))
+        text = "mesh: {model: -1}\nrules: {batch: data, sequence: model, context: model}\n"
+        Path(names[-1]).write_text(f"{text}context: {formulation}\n")
+    small, _ = shrunk(load(path), 8)
+    found, _ = candidates(small, names, 8)
+    assert {c.config.context for c in found if c.mesh == "model 8"} == {"ring", "gather"}
+
+
+def test_nothing_compared_is_not_called_equal():
+    *_, last = lines(Outcome([], [], {"ep": "no experts"}, 8, 3))
+    assert last == "NOTHING COMPARED: no layout was tried on 8 devices"
+
+
+@pytest.mark.parametrize(("width", "is_shown"), [(80, (False, False)), (110, (True, False)), (140, (True, True))])
+def test_a_row_of_the_table_is_one_line_of_any_screen(width, is_shown):
+    candidate = Candidate("cp_ulysses", load(None, "mesh={data: 2, context: 2, model: 2}"))
+    equal = Row(candidate, Verdict(1e-7, 2e-7, "layers/attention/q", 3e-5, None), "fsdp 65 AG 2.2 MB")
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(table(Outcome([equal, Row(candidate, None, error="INTERNAL: " + "long " * 20)], [], {}, 8, 3), width))
+    _, first, second = console.export_text().splitlines()
+    start = ["cp_ulysses", "data", "2", "x", "context", "2", "x", "model", "2", "1"]
+    assert first.split()[:14] == [*start, "1.0e-07", "2.0e-07", "3.0e-05", "equal"]
+    assert second.split() == [*start, "failed"]
+    assert (equal.verdict.tensor in first, equal.collectives in first) == is_shown
+
+
 def test_a_right_layout_is_equal(path):
     candidate, split, hosts, alone = reference(path)
     row = check_one(candidate, split, hosts, alone, jax.devices(), None)
     assert row.is_equal, row
     assert row.verdict.gradient < 1e-5
     assert "model" in row.collectives
+
+
+def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
+    """Such as a user's model that constrains an activation over one axis twice."""
+    small, _ = shrunk(load(path), 8)
+    (candidate, *_), _ = candidates(small, ["tp"], 8)
+
+    def refused(*_):
+        raise UserError("axis `model` is used twice on a tensor")
+
+    monkeypatch.setattr("jaxtrain.verify.run.build", refused)
+    row = check_one(candidate, None, [], None, jax.devices(), None)
+    assert row == Row(candidate, None, error="axis `model` is used twice on a tensor")
 
 
 @pytest.mark.parametrize("fault", faults.INJECTIONS)
