@@ -139,13 +139,14 @@ def schedule(args: argparse.Namespace) -> int:
         raise UserError("schedule: expected the name of a schedule, or --compare")
     costs, tables = _costs(args.costs), _tables(args)
     console = Console(highlight=False)
+    drawn = draw.chart(tables, costs, args.out or f"{tables[0].name}.svg") if args.out or not args.compare else None
     if args.compare:
         console.print(draw.compare(tables, costs))
     else:
         console.print(*draw.grid(tables[0], console.width), sep="\n")
         console.print(*draw.summary(tables[0], price(tables[0], costs), costs), sep="\n", markup=False)
-    if args.out or not args.compare:
-        print(f"chart: {draw.chart(tables, costs, args.out or f'{tables[0].name}.svg')}")
+    if drawn:
+        print(f"chart: {drawn}")
     return 0
 
 

@@ -115,9 +115,7 @@ def buffers(table: Table) -> Buffers:
     """The buffers of a table, which must have passed `check`; each has as few slots as its busiest stage needs."""
     activations, gradients = _inbox(table, Action.F, -1), _inbox(table, Action.B, 1)
     send = np.zeros(table.action.shape, np.int32)
-    sides = {way: np.zeros((4, *table.action.shape), np.int32) for way in (Way.NEXT, Way.PREVIOUS, Way.HERE)}
-    for side in sides.values():
-        side[1] = NONE
+    sides = {way: Arrivals(*_empty(table, 0, NONE, 0, 0)) for way in (Way.NEXT, Way.PREVIOUS, Way.HERE)}
     for tick, stage, (action, microbatch, chunk) in table.steps():
         step = {Action.F: 1, Action.B: -1, Action.BW: -1}.get(action, 0)
         target = int(table.virtual[stage, chunk]) + step
@@ -126,12 +124,14 @@ def buffers(table: Table) -> Buffers:
             way = _way(table, stage, to, step)
             kind, slots = (Kind.ACTIVATION, activations) if step > 0 else (Kind.GRADIENT, gradients)
             send[tick, stage] = way
-            sides[way][:, tick, to] = kind, slots.write[tick, stage], microbatch, to_chunk
+            side = sides[way]
+            side.kind[tick, to], side.slot[tick, to] = kind, slots.write[tick, stage]
+            side.microbatch[tick, to], side.chunk[tick, to] = microbatch, to_chunk
     return Buffers(
         send,
-        from_previous=Arrivals(*list(sides[Way.NEXT])),
-        from_next=Arrivals(*list(sides[Way.PREVIOUS])),
-        from_here=Arrivals(*list(sides[Way.HERE])),
+        from_previous=sides[Way.NEXT],
+        from_next=sides[Way.PREVIOUS],
+        from_here=sides[Way.HERE],
         activations=Inbox(activations.slots, activations.read),
         gradients=Inbox(gradients.slots, gradients.read),
         until_backward=_kept(table, Action.F, Action.B),
@@ -168,7 +168,7 @@ def _ring(table: Table, pairs: Iterable[tuple[Action, int, Action, int]]) -> Rin
         if 0 <= source < table.virtual.size:
             spans = zip(table.when[writer, source].tolist(), table.when[reader, target].tolist())
             lives[table.home[target, 0]] += [(begin, end, table.home[source, 0]) for begin, end in spans if begin < end]
-    write, read = (np.full(table.action.shape, NONE, np.int32) for _ in range(2))
+    write, read = _empty(table, NONE, NONE)
     slots = 0
     for stage, spans in enumerate(lives):
         free: list[int] = []
@@ -185,3 +185,8 @@ def _ring(table: Table, pairs: Iterable[tuple[Action, int, Action, int]]) -> Rin
             write[begin, source], read[end, stage] = slot, slot
         slots = max(slots, used)
     return Ring(slots, write, read)
+
+
+def _empty(table: Table, *values: int) -> list[np.ndarray]:
+    """An int32 [ticks, stages] full of each value."""
+    return [np.full(table.action.shape, value, np.int32) for value in values]

@@ -198,9 +198,11 @@ def _draw_legend(figure: Any, tables: Sequence[Table]) -> None:
     from matplotlib.patches import Patch
 
     used = [action for action in MEANING if any((table.action == action).any() for table in tables)]
-    if len(tables) > 1 and Action.B in used and Action.BW in used:
+    meaning = dict(MEANING)
+    if Action.B in used and Action.BW in used:  # one colour
         used.remove(Action.BW)
-    faces = [(COLORS[action][0], MEANING[action]) for action in used]
+        meaning[Action.B] = "backward, or input gradient"
+    faces = [(COLORS[action][0], meaning[action]) for action in used]
     if any(table.chunks > 1 for table in tables):
         faces.append((COLORS[used[0]][1], "pale, italic: later chunk"))
     handles = [

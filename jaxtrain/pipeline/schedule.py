@@ -56,8 +56,8 @@ def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int = 2) -> 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Table:
     """1F1B with weight gradients put off to where a stage would wait (Qi et al., arXiv 2401.10241, 2.2).
 
-    3m + p - 1 ticks, which no schedule of one chunk can beat; bubble (p-1)(F+B-W) for F >= W (the paper's B is ours
-    too: the input gradient); p activations at most, kept until W.
+    3m + p - 1 ticks, which no schedule of one chunk can beat; bubble (p-1)(F+B-W), the paper's, where W <= F and
+    W <= B, and (p-1) max(F+B-W, F, B) in general; p activations, kept until W.
     """
     forwards, backwards = _in_turn(microbatches, Action.B)
     orders = [_alternate(forwards, backwards, stages - 1 - stage) for stage in range(stages)]
