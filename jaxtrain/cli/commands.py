@@ -155,14 +155,16 @@ def _tables(args: argparse.Namespace) -> list[Table]:
     from jaxtrain.pipeline.custom import is_file, load
     from jaxtrain.pipeline.schedule import SCHEDULES, make
 
-    stages, microbatches, own = args.stages, args.microbatches, []
+    stages, microbatches, asked = args.stages, args.microbatches, []
     if args.schedule and is_file(args.schedule):
-        own = [load(args.schedule, stages, microbatches, args.chunks)]
-        stages, microbatches = own[0].stages, own[0].microbatches
+        asked = [load(args.schedule, stages, microbatches, args.chunks)]
+        stages, microbatches = asked[0].stages, asked[0].microbatches
     size = (4 if stages is None else stages, 8 if microbatches is None else microbatches)
-    if not args.compare:
-        return own or [load(args.schedule, *size, args.chunks)]
-    return [*own, *(make(name, *size, None if kind.chunks else args.chunks) for name, kind in SCHEDULES.items())]
+    if args.schedule and not asked:
+        made = load(args.schedule, *size, args.chunks)
+        asked = [] if args.compare else [made]
+    shipped = SCHEDULES.items() if args.compare else ()
+    return [*asked, *(make(name, *size, None if kind.chunks else args.chunks) for name, kind in shipped)]
 
 
 def _costs(text: str) -> Costs:

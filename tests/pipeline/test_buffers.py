@@ -91,7 +91,9 @@ def test_no_more_slots_than_items_at_once(table):
     """Counted tick by tick: what is written and not yet read when a tick ends."""
     program, places = buffers(table), path(table.placement, table.stages, table.chunks)
     when = {(part, stage, *rest): t for (t, stage), (letter, *rest) in cells(table).items() for part in letter}
-    spans = {name: [[] for _ in range(table.stages)] for name in ("activations", "gradients", "backward", "weight", "bw")}
+    spans = {
+        name: [[] for _ in range(table.stages)] for name in ("activations", "gradients", "backward", "weight", "bw")
+    }
     for i in range(table.microbatches):
         for stage, chunk in places:
             forward, backward, weight = (when[part, stage, i, chunk] for part in "FBW")
