@@ -74,9 +74,10 @@ def _broken(table: Table) -> Iterator[str]:
             if ready >= tick:
                 at, chunk = table.home[virtual].tolist()
                 source = f"{kind.name} of stage {at}{_of_chunk(table, chunk)}"
+                name = table.letter(step.action)
                 yield (
-                    f"{spot(table, stage, tick, step)}: {step.action.name} needs the {source}, which is done at tick "
-                    f"{ready}; expected {step.action.name} at tick {ready + 1} or later"
+                    f"{spot(table, stage, tick, step)}: {name} needs the {source}, which is done at tick {ready}; "
+                    f"expected {name} at tick {ready + 1} or later"
                 )
 
 
@@ -87,10 +88,9 @@ def _missing(table: Table) -> Iterator[str]:
         stage, chunk = table.home[virtual].tolist()
         ready = [int(table.when[need, at, microbatch]) for need, at in needs(kind, virtual, last)]
         after = f" at tick {max(ready, default=-1) + 1} or later" if min(ready, default=0) >= 0 else ""
-        name = kind.name if kind != Action.B or table.is_split else "backward (B)"
         if kind != Action.W or table.is_split:
             place = f"stage {stage}, microbatch {microbatch}{_of_chunk(table, chunk)}"
-            yield f"{place}: {name} is missing in all {table.ticks} ticks; expected it once{after}"
+            yield f"{place}: {kind.name} is missing in all {table.ticks} ticks; expected it once{after}"
 
 
 def _overfull(table: Table, peak: float) -> Iterator[str]:

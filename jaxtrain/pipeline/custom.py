@@ -156,7 +156,7 @@ def _count(what: str, numbers: set[int], wanted: int | None) -> int:
     count = wanted or len(numbers)
     absent = next((i for i in range(count) if i not in numbers), None)
     if absent is not None:
-        raise _Wrong(f"{what} {absent} is nowhere in the table; expected every {what} of 0 to {count - 1}")
+        raise _Wrong(f"{what} {absent} is nowhere in the table; expected every one of 0 to {count - 1}")
     return count
 
 

@@ -218,7 +218,7 @@ def _color(step: Step) -> str:
 
 def _label(table: Table, step: Step) -> str:
     """`F3`, `B3`, `W3`; with `'` for the second chunk of two, with its number where there are more."""
-    letter = "B" if step.action == Action.BW and not table.is_split else step.action.name
+    letter = table.letter(step.action)
     if table.chunks <= 2:
         return f"{letter}{step.microbatch}{chr(39) * step.chunk}"
     return f"{letter}{step.microbatch}.{step.chunk}"

@@ -68,10 +68,14 @@ class Table:
     def stages(self) -> int:
         return self.action.shape[1]
 
-    @property
+    @cached_property
     def is_split(self) -> bool:
         """Whether weight gradients are computed apart from input gradients, at least somewhere."""
         return bool((self.action == Action.W).any())
+
+    def letter(self, action: Action) -> str:
+        """The name of an action in drawings and files: B also for BW where no backward is split."""
+        return "B" if action == Action.BW and not self.is_split else action.name
 
     @cached_property
     def virtual(self) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 F, B, W, BW = "F", "B", "W", "BW"
 LETTERS = ["", F, B, W, BW]
 
@@ -45,7 +47,7 @@ def faults(table):
         return found
     for i in range(table.microbatches):
         chain = [ticks[(F, *place, i)] for place in places] + [ticks[(B, *place, i)] for place in reversed(places)]
-        if any(later <= earlier for earlier, later in zip(chain, chain[1:])):
+        if any(later <= earlier for earlier, later in pairwise(chain)):
             found.append(f"microbatch {i} goes through the stages at {chain}")
         for place in places:
             weight, gradient = ticks[(W, *place, i)], ticks[(B, *place, i)]

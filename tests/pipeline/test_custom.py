@@ -99,25 +99,25 @@ def _as_table(table, grid):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["F0,F1,,B0,,B1", "F0,,B0,F1,B1,"], "stage 1, tick 0, microbatch 0: F needs the F of stage 0, which is done at "
-         "tick 0; expected F at tick 1 or later"),
-        (["F0,F1,B0,,,B1", ",F0,B0,F1,B1,"], "stage 0, tick 2, microbatch 0: BW needs the B of stage 1, which is done at "
-         "tick 2; expected BW at tick 3 or later"),
-        (["F0,F1,,B0,,", ",F0,B0,F1,B1,"], "stage 0, microbatch 1: backward (B) is missing in all 5 ticks; expected it "
+        (["F0,F1,,B0,,B1", "F0,,B0,F1,B1,"], "stage 1, tick 0, microbatch 0: F needs the F of stage 0, which is done "
+         "at tick 0; expected F at tick 1 or later"),
+        (["F0,F1,B0,,,B1", ",F0,B0,F1,B1,"], "stage 0, tick 2, microbatch 0: B needs the B of stage 1, which is done "
+         "at tick 2; expected B at tick 3 or later"),
+        (["F0,F1,,B0,,", ",F0,B0,F1,B1,"], "stage 0, microbatch 1: B is missing in all 5 ticks; expected it "
          "once at tick 5 or later"),
         (["F0,F1,,B0,W0,B1,", ",F0,B0,F1,B1,W0,W1"], "stage 0, microbatch 1: W is missing in all 7 ticks"),
         (["F0,F1,F1,B0,,B1", ",F0,B0,F1,B1,"], "stage 0, tick 2, microbatch 1: F is done at tick 1 already"),
         (["F0,F1 B0,,,,B1", ",F0,B0,F1,B1,"], 'stage 0, tick 1: "F1 B0" is 2 actions; expected one a tick'),
         (["F0,G1,,B0,,B1", ",F0,B0,F1,B1,"], 'stage 0, tick 1: expected a cell such as F3, B3, W3, F3.1 or nothing; '
          'found "G1"'),
-        (["F0,F2,,B0,,B2", ",F0,B0,F2,B2,"], "microbatch 1 is nowhere in the table; expected every microbatch of 0 to 1"),
+        (["F0,F2,,B0,,B2", ",F0,B0,F2,B2,"], "microbatch 1 is nowhere in the table; expected every one of 0 to 1"),
         (["F0,F999999,,B0,,B1", ",F0,B0,F1,B1,"], "microbatch 2 is nowhere"),
         ([",,,", ","], "no actions"),
         ([""], "no actions"),
         (["# peak: 1", *TWO_STAGES], "stage 0, tick 1, microbatch 1: keeps 2 microbatches' activations"),
         (["# peak: none", *TWO_STAGES], 'peak: expected a number above 0; found "none"'),
         (["# placement: w", *TWO_STAGES], 'placement: expected loop or v; found "w"'),
-        (["# microbatches: 3", *TWO_STAGES], "microbatch 2 is nowhere in the table; expected every microbatch of 0 to 2"),
+        (["# microbatches: 3", *TWO_STAGES], "microbatch 2 is nowhere in the table; expected every one of 0 to 2"),
         (["# microbatches: 1", *TWO_STAGES], "stage 0, tick 1, microbatch 1: expected a microbatch of 0 to 0"),
     ],
 )  # fmt: skip

@@ -59,10 +59,10 @@ def test_boxes_lie_where_the_time_is(monkeypatch, tmp_path):
     table = make("1f1b", 2, 2)
     draw.chart([table], Costs(1, 1.5, 0.5), tmp_path / "x.svg")
     lockstep, asynchronous = kept[0].axes
-    spans = [
-        sorted((round(box.y0 + 0.42), box.x0, box.x1) for box in (path.get_extents() for path in axes.collections[0].get_paths()))
-        for axes in (lockstep, asynchronous)
-    ]  # fmt: skip
+    spans = []
+    for axes in (lockstep, asynchronous):
+        boxes = [path.get_extents() for path in axes.collections[0].get_paths()]
+        spans.append(sorted((round(box.y0 + 0.42), box.x0, box.x1) for box in boxes))
     # Ticks: F | F F | B F | B B ... in lockstep a tick with a backward takes 2.
     assert spans[0] == [(0, 0, 1), (0, 1, 2), (0, 4, 6), (0, 8, 10), (1, 1, 2), (1, 2, 4), (1, 4, 5), (1, 6, 8)]
     assert spans[1] == [(0, 0, 1), (0, 1, 2), (0, 4, 6), (0, 7, 9), (1, 1, 2), (1, 2, 4), (1, 4, 5), (1, 5, 7)]
