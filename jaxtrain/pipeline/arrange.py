@@ -22,6 +22,7 @@ def place(
     chunks: int,
     limit: int | None = None,
     eager: bool = False,
+    aligned: bool = False,
 ) -> Table:
     """Gives every action the first tick at which its stage is free and its inputs are there.
 
@@ -32,6 +33,7 @@ def place(
         orders: F and B, or F and BW, of each stage.
         limit: chunk activations that a stage may keep, each from F to W (or BW); default: any number.
         eager: a stage that would wait may also take a later F of its first chunk, where that leaves room for another F.
+        aligned: all stages do the same kind of action in a tick, in turn; whoever has another one next waits.
 
     Raises:
         ValueError: the orders wait for each other, or the limit is too small for them.
@@ -45,18 +47,27 @@ def place(
 
     workers = [_Worker(order, NEVER if limit is None else limit, eager) for order in orders]
     rows: list[list[Step | None]] = [[] for _ in orders]
-    tick = 0
+    tick, kind = 0, Action.NOTHING
     while any(worker.order or worker.open for worker in workers):
-        chosen = [worker.choose(partial(is_ready, stage=stage, tick=tick)) for stage, worker in enumerate(workers)]
+        chosen = [worker.next(partial(is_ready, stage=stage, tick=tick)) for stage, worker in enumerate(workers)]
         if not any(chosen):
             waiting = next(s for s, worker in enumerate(workers) if worker.order)
             raise ValueError(f"{name}: stage {waiting} waits for ever at tick {tick} with {workers[waiting].order[0]}")
+        if aligned:
+            kind = _turn(kind, {step.action for step in chosen if step})
+            chosen = [step if step and step.action == kind else None for step in chosen]
         for stage, step in enumerate(chosen):
             rows[stage].append(step)
             if step:
+                workers[stage].take(step)
                 done[list(parts(step.action)), virtual[stage, step.chunk], step.microbatch] = tick
         tick += 1
     return from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
+
+
+def _turn(last: Action, able: set[Action]) -> Action:
+    """The next kind of action after `last`, round and round, of those that some stage is able to do."""
+    return min(able, key=lambda action: (action <= last, action))
 
 
 class _Worker:
@@ -66,27 +77,24 @@ class _Worker:
         self.order, self.open, self.kept = list(order), deque[Step](), 0
         self._limit, self._eager = limit, eager
 
-    def choose(self, is_ready: Callable[[Step], bool]) -> Step | None:
-        """Takes what to do in this tick, if anything."""
-        step = self._next(is_ready)
-        if step is not None:
-            self.order.remove(step)
-        elif self.open:
-            step = self.open.popleft()
+    def next(self, is_ready: Callable[[Step], bool]) -> Step | None:
+        """What it can do in this tick, if anything."""
+        if self.order:
+            step = self.order[0]
+            if is_ready(step) and (step.action != Action.F or self.kept < self._limit):
+                return step
+            if self._eager and self.kept < self._limit - 1:
+                step = next((step for step in self.order if step.action == Action.F and step.chunk == 0), None)
+                if step and is_ready(step):
+                    return step
+        return self.open[0] if self.open else None
+
+    def take(self, step: Step) -> None:
+        """Does it."""
+        if step.action == Action.W:
+            self.open.remove(step)
         else:
-            return None
+            self.order.remove(step)
         self.kept += {Action.F: 1, Action.W: -1, Action.BW: -1}.get(step.action, 0)
         if step.action == Action.B:
             self.open.append(Step(Action.W, step.microbatch, step.chunk))
-        return step
-
-    def _next(self, is_ready: Callable[[Step], bool]) -> Step | None:
-        if not self.order:
-            return None
-        step = self.order[0]
-        if is_ready(step) and (step.action != Action.F or self.kept < self._limit):
-            return step
-        if self._eager and self.kept < self._limit - 1:
-            step = next((step for step in self.order if step.action == Action.F and step.chunk == 0), None)
-            return step if step and is_ready(step) else None
-        return None

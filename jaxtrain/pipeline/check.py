@@ -95,11 +95,10 @@ def _missing(table: Table) -> Iterator[str]:
 
 def _overfull(table: Table, peak: float) -> Iterator[str]:
     """The first tick of each stage at which it keeps more activations than it may."""
-    change = np.isin(table.action, Action.F) * 1 - np.isin(table.action, (Action.W, Action.BW))
-    for stage, kept in enumerate((np.cumsum(change, axis=0) / table.chunks).T):
+    for stage, kept in enumerate((table.kept / table.chunks).T):
         over = np.flatnonzero(kept > peak)
         if len(over):
             tick = int(over[0])
             step = Step(Action.F, int(table.microbatch[tick, stage]), int(table.chunk[tick, stage]))
-            keeps = f"keeps {kept[tick]:g} microbatches' activations, of which {kept.max():g} in the end"
+            keeps = f"keeps the activations of {kept[tick]:g} microbatches, and up to {kept.max():g} later"
             yield f"{spot(table, stage, tick, step)}: {keeps}; expected at most peak: {peak:g}"

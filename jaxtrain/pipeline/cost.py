@@ -120,10 +120,9 @@ def start_times(table: Table, costs: Costs) -> np.ndarray:
 def peak(table: Table) -> np.ndarray:
     """float64 [stages]: activations kept at most, in microbatches of a whole stage (1/chunks for each chunk's).
 
-    One is kept from its F to its W (or BW): the weight gradient reads it. The papers count so too.
+    Each counts from its F to its W (or BW), as in the papers.
     """
-    change = (table.action == Action.F) * 1 - np.isin(table.action, (Action.W, Action.BW))
-    return np.cumsum(change, axis=0).max(axis=0) / table.chunks
+    return table.kept.max(axis=0) / table.chunks
 
 
 def sends(table: Table) -> int:

@@ -36,21 +36,24 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Table:
     return place(orders, name="1f1b", placement="loop", microbatches=microbatches, chunks=chunks)
 
 
+def aligned_one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Table:
+    """1F1B for lockstep: all stages do their forwards in the same ticks, and their backwards in the next ones.
+
+    In plain 1F1B neighbours do F and BW in the same tick, which in lockstep costs a BW each time. Here the bubble is
+    (p-1)(F+B+W) in lockstep too, as with GPipe, for min(m, 2(p-s) - 1) activations at stage s. It is the interleaved
+    schedule of one chunk.
+    """
+    return _in_rounds("1f1b_aligned", stages, microbatches, chunks)
+
+
 def interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int = 2) -> Table:
     """1F1B over v chunks a stage, microbatches in rounds of p (Megatron-LM, arXiv 2104.04473, 2.2).
 
-    For m a multiple of p: bubble (p-1)(F+B+W)/v; activations min(m, (2(p-1-s) + (v-1)p + 1) / v), at most
-    p + (p-1)/v, at stage s. For other m the last round is filled up in thought and what is not there left out.
+    For m a multiple of p: bubble (p-1)(F+B+W)/v, also in lockstep, as all stages do F, or BW, in the same ticks;
+    activations min(m, (2(p-1-s) + (v-1)p + 1) / v), at most p + (p-1)/v, at stage s. For other m the last round is
+    filled up in thought and what is not there left out.
     """
-    rounds = range(0, microbatches, stages)
-    turns = [(chunk, first + i) for first in rounds for chunk in range(chunks) for i in range(stages)]
-    forwards = [Step(Action.F, microbatch, chunk) for chunk, microbatch in turns]
-    backwards = [Step(Action.BW, microbatch, chunks - 1 - chunk) for chunk, microbatch in turns]
-    orders = [
-        [step for step in _alternate(forwards, backwards, warmup) if step.microbatch < microbatches]
-        for warmup in (2 * (stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages))
-    ]
-    return place(orders, name="interleaved_1f1b", placement="loop", microbatches=microbatches, chunks=chunks)
+    return _in_rounds("interleaved_1f1b", stages, microbatches, chunks)
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Table:
@@ -99,6 +102,7 @@ class Schedule:
 SCHEDULES = {
     "gpipe": Schedule(gpipe, (1,), "all forwards, then all backwards"),
     "1f1b": Schedule(one_f_one_b, (1,), "one forward, one backward in turn"),
+    "1f1b_aligned": Schedule(aligned_one_f_one_b, (1,), "1F1B for lockstep: forwards together, backwards together"),
     "interleaved_1f1b": Schedule(interleaved_one_f_one_b, (), "1F1B over several chunks a stage"),
     "zb_h1": Schedule(zb_h1, (1,), "1F1B with weight gradients apart"),
     "zb_v": Schedule(zb_v, (2,), "two chunks in a V, no bubble at equal costs"),
@@ -136,6 +140,19 @@ def _in_turn(microbatches: int, backward: Action) -> tuple[list[Step], list[Step
     """The forwards and backwards of one chunk."""
     numbers = range(microbatches)
     return [Step(Action.F, i) for i in numbers], [Step(backward, i) for i in numbers]
+
+
+def _in_rounds(name: str, stages: int, microbatches: int, chunks: int) -> Table:
+    """Rounds of `stages` microbatches, which go through the first chunk of every stage, then the second, and so on."""
+    rounds = range(0, microbatches, stages)
+    turns = [(chunk, first + i) for first in rounds for chunk in range(chunks) for i in range(stages)]
+    forwards = [Step(Action.F, microbatch, chunk) for chunk, microbatch in turns]
+    backwards = [Step(Action.BW, microbatch, chunks - 1 - chunk) for chunk, microbatch in turns]
+    orders = [
+        [step for step in _alternate(forwards, backwards, warmup) if step.microbatch < microbatches]
+        for warmup in (2 * (stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages))
+    ]
+    return place(orders, name=name, placement="loop", microbatches=microbatches, chunks=chunks, aligned=True)
 
 
 def _alternate(forwards: Sequence[Step], backwards: Sequence[Step], warmup: int) -> list[Step]:

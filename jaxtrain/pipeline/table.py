@@ -97,6 +97,15 @@ class Table:
             yield tick, stage, Step(Action(int(cell[0])), int(cell[1]), int(cell[2]))
 
     @cached_property
+    def kept(self) -> np.ndarray:
+        """int64 [ticks, stages]: activations, each of one chunk, that a stage keeps after each tick.
+
+        One is kept from its F to its W (or BW), which reads it.
+        """
+        change = (self.action == Action.F) * 1 - np.isin(self.action, (Action.W, Action.BW))
+        return np.cumsum(change, axis=0)
+
+    @cached_property
     def when(self) -> np.ndarray:
         """int32 [4, stages * chunks, microbatches]: tick of each F, B and W (a BW is both); -1 where it is missing."""
         ticks = np.full((4, self.virtual.size, self.microbatches), -1, np.int32)

@@ -114,7 +114,7 @@ def _as_table(table, grid):
         (["F0,F999999,,B0,,B1", ",F0,B0,F1,B1,"], "microbatch 2 is nowhere"),
         ([",,,", ","], "no actions"),
         ([""], "no actions"),
-        (["# peak: 1", *TWO_STAGES], "stage 0, tick 1, microbatch 1: keeps 2 microbatches' activations"),
+        (["# peak: 1", *TWO_STAGES], "stage 0, tick 1, microbatch 1: keeps the activations of 2 microbatches"),
         (["# peak: none", *TWO_STAGES], 'peak: expected a number above 0; found "none"'),
         (["# placement: w", *TWO_STAGES], 'placement: expected loop or v; found "w"'),
         (["# microbatches: 3", *TWO_STAGES], "microbatch 2 is nowhere in the table; expected every one of 0 to 2"),

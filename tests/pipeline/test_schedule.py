@@ -70,11 +70,21 @@ def test_1f1b(p, m, costs):
 
 
 @settings(deadline=None, max_examples=60)
+@given(stages, microbatches, costs)
+def test_aligned_1f1b_has_its_bubble_in_lockstep_too(p, m, costs):
+    figures = price(make("1f1b_aligned", p, m), costs)
+    assert figures.ticks == 2 * (m + p - 1)
+    assert figures.lockstep - figures.work == figures.span - figures.work == (p - 1) * sum(costs)
+    assert figures.peak.tolist() == [min(m, 2 * (p - s) - 1) for s in range(p)]
+
+
+@settings(deadline=None, max_examples=60)
 @given(stages, st.integers(1, 4), st.integers(1, 4), costs)
 def test_interleaved(p, rounds, v, costs):
     m = rounds * p
     figures = price(make("interleaved_1f1b", p, m, v), costs)
     assert figures.span - figures.work == pytest.approx((p - 1) * sum(costs) / v)
+    assert figures.lockstep == pytest.approx(figures.span)
     assert figures.peak * v == pytest.approx([min(m * v, 2 * (p - 1 - s) + (v - 1) * p + 1) for s in range(p)])
     assert figures.peak.max() <= p + (p - 1) / v + 1e-9
 
@@ -85,6 +95,7 @@ def test_interleaved_takes_any_number_of_microbatches(p, m, v):
     """A last round that is not full costs no more than a full one."""
     part, full = (price(make("interleaved_1f1b", p, count, v)) for count in (m, -(-m // p) * p))
     assert part.ticks <= full.ticks
+    assert part.lockstep <= full.lockstep
     assert (part.peak <= full.peak).all()
 
 
