@@ -10,8 +10,6 @@ import numpy as np
 
 from jaxtrain.pipeline.table import Action, Placement, Step, Table, from_rows, needs, parts, virtual_stages
 
-NEVER = np.iinfo(np.int32).max
-
 
 def place(
     orders: Sequence[Sequence[Step]],
@@ -32,24 +30,24 @@ def place(
     Args:
         orders: F and B, or F and BW, of each stage.
         limit: chunk activations that a stage may keep, each from F to W (or BW); default: any number.
-        eager: a stage that would wait may also take a later F of its first chunk, where that leaves room for another F.
+        eager: a stage that would wait may also take a later F of its first chunk, within the limit.
         aligned: all stages do the same kind of action in a tick, in turn; whoever has another one next waits.
 
     Raises:
         ValueError: the orders wait for each other, or the limit is too small for them.
     """
     virtual = virtual_stages(placement, len(orders), chunks)
-    done = np.full((4, virtual.size, microbatches), NEVER, np.int64)
+    done = np.zeros((4, virtual.size, microbatches), bool)  # before this tick
 
-    def is_ready(step: Step, stage: int, tick: int) -> bool:
+    def is_ready(step: Step, stage: int) -> bool:
         required = needs(step.action, int(virtual[stage, step.chunk]), virtual.size - 1)
-        return all(done[kind, at, step.microbatch] < tick for kind, at in required)
+        return all(done[kind, at, step.microbatch] for kind, at in required)
 
-    workers = [_Worker(order, NEVER if limit is None else limit, eager) for order in orders]
+    workers = [_Worker(order, len(order) if limit is None else limit, eager) for order in orders]
     rows: list[list[Step | None]] = [[] for _ in orders]
     tick, kind = 0, Action.NOTHING
     while any(worker.order or worker.open for worker in workers):
-        chosen = [worker.next(partial(is_ready, stage=stage, tick=tick)) for stage, worker in enumerate(workers)]
+        chosen = [worker.next(partial(is_ready, stage=stage)) for stage, worker in enumerate(workers)]
         if not any(chosen):
             waiting = next(s for s, worker in enumerate(workers) if worker.order)
             raise ValueError(f"{name}: stage {waiting} waits for ever at tick {tick} with {workers[waiting].order[0]}")
@@ -60,7 +58,7 @@ def place(
             rows[stage].append(step)
             if step:
                 workers[stage].take(step)
-                done[list(parts(step.action)), virtual[stage, step.chunk], step.microbatch] = tick
+                done[list(parts(step.action)), virtual[stage, step.chunk], step.microbatch] = True
         tick += 1
     return from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
 
@@ -79,11 +77,12 @@ class _Worker:
 
     def next(self, is_ready: Callable[[Step], bool]) -> Step | None:
         """What it can do in this tick, if anything."""
+        has_room = self.kept < self._limit
         if self.order:
             step = self.order[0]
-            if is_ready(step) and (step.action != Action.F or self.kept < self._limit):
+            if is_ready(step) and (has_room or step.action != Action.F):
                 return step
-            if self._eager and self.kept < self._limit - 1:
+            if self._eager and has_room:
                 step = next((step for step in self.order if step.action == Action.F and step.chunk == 0), None)
                 if step and is_ready(step):
                     return step
