@@ -8,12 +8,17 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schema, resolve, show
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.check import check_config
 
-__all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", "schema", "train", "verify"]
+if TYPE_CHECKING:
+    from jaxtrain.pipeline.cost import Costs
+    from jaxtrain.pipeline.table import Table
+
+__all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", "schedule", "schema", "train", "verify"]
 
 
 def config(args: argparse.Namespace) -> int:
@@ -121,6 +126,58 @@ def verify(args: argparse.Namespace) -> int:
     for line in lines(outcome):
         console.print(line, markup=False, soft_wrap=True)
     return 0 if outcome.rows and all(row.is_equal for row in outcome.rows) else 1
+
+
+def schedule(args: argparse.Namespace) -> int:
+    """Prints a pipeline schedule and its figures, and draws it; or sets all schedules side by side."""
+    from rich.console import Console
+
+    from jaxtrain.pipeline import draw
+    from jaxtrain.pipeline.cost import price
+
+    if args.schedule is None and not args.compare:
+        raise UserError("schedule: expected the name of a schedule, or --compare")
+    costs, tables = _costs(args.costs), _tables(args)
+    console = Console(highlight=False)
+    drawn = draw.chart(tables, costs, args.out or f"{tables[0].name}.svg") if args.out or not args.compare else None
+    if args.compare:
+        console.print(draw.compare(tables, costs))
+    else:
+        console.print(*draw.grid(tables[0], console.width), sep="\n")
+        console.print(*draw.summary(tables[0], price(tables[0], costs), costs), sep="\n", markup=False)
+    if drawn:
+        print(f"chart: {drawn}")
+    return 0
+
+
+def _tables(args: argparse.Namespace) -> list[Table]:
+    """The table asked for; to compare, a user's own and all that are shipped."""
+    from jaxtrain.pipeline.custom import is_file, load
+    from jaxtrain.pipeline.schedule import SCHEDULES, make
+
+    stages, microbatches, asked = args.stages, args.microbatches, []
+    if args.schedule and is_file(args.schedule):
+        asked = [load(args.schedule, stages, microbatches, args.chunks)]
+        stages, microbatches = asked[0].stages, asked[0].microbatches
+    size = (4 if stages is None else stages, 8 if microbatches is None else microbatches)
+    if args.schedule and not asked:
+        made = load(args.schedule, *size, args.chunks)
+        asked = [] if args.compare else [made]
+    shipped = SCHEDULES.items() if args.compare else ()
+    return [*asked, *(make(name, *size, None if kind.chunks else args.chunks) for name, kind in shipped)]
+
+
+def _costs(text: str) -> Costs:
+    from jaxtrain.pipeline.cost import Costs
+
+    try:
+        costs = Costs(*map(float, text.split(",")))
+    except (TypeError, ValueError):
+        costs = Costs(0, 0, 0)
+    if not all(0 < cost < float("inf") for cost in costs) or text.count(",") != 2:
+        message = f"expected three numbers above 0, F,B,W such as 1,1.2,0.8; found {text!r}"
+        raise ConfigError([Problem("command line", "--costs", message)])
+    return costs
 
 
 def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *, resume: bool) -> int:

@@ -88,12 +88,25 @@ def _verify(parser: Parser) -> None:
     parser.add_argument("--inject", help=argparse.SUPPRESS)
 
 
+def _schedule(parser: Parser) -> None:
+    parser.add_argument("schedule", metavar="NAME", nargs="?", help="schedule, or a .csv or .yaml table of one's own")
+    parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (4)")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of a step (8)")
+    parser.add_argument("--chunks", type=int, metavar="V", help="parts of the model that each stage holds")
+    parser.add_argument(
+        "--costs", default="1,1,1", metavar="F,B,W", help="of a stage: forward, input gradient, weights"
+    )
+    parser.add_argument("--compare", action="store_true", help="set all schedules side by side")
+    parser.add_argument("--out", metavar="FILE", help="chart to write, .svg or .png (NAME.svg)")
+
+
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "train": ("train from a config", _train),
     "resume": ("go on from the newest good checkpoint of a run", _resume),
     "eval": ("validation loss of a checkpoint", _eval),
     "generate": ("text from a checkpoint", _generate),
     "verify": ("prove that no layout changes the losses and gradients of a config", _verify),
+    "schedule": ("print, price and draw a pipeline schedule", _schedule),
     "config": ("print the resolved config and where each value came from", _config),
     "schema": ("print the JSON Schema of the config", _schema),
     "diff": ("compare two configs or runs", _diff),
