@@ -48,7 +48,8 @@ def report(text: str, sizes: Mapping[str, int]) -> list[Collective]:
 
     Bytes are those of ring algorithms, with n devices in a group: (n - 1) / n of the whole tensor for all-gather,
     reduce-scatter and all-to-all, twice that for all-reduce, the tensor for a permute, and (n - 1) / n of it for a
-    broadcast along a ring. A ragged all-to-all counts as if its operand were full, the most it can send.
+    broadcast along a ring. A ragged all-to-all counts as if the smaller of its operand and its result were full: over
+    all devices, as much is received as sent.
 
     Args:
         text: `compiled.as_text()`.
@@ -89,9 +90,10 @@ def _collective(module: hlo.Module, site: hlo.Site, sizes: Mapping[str, int]) ->
 
 
 def _moved(site: hlo.Site, computation: hlo.Computation) -> hlo.Shape:
-    """Shape of the result; of a ragged all-to-all the operand, because the result is only a buffer for it."""
+    """Shape of the result; of a ragged all-to-all the operand where that is smaller, with less room for what moves."""
+    result = site.instruction.result
     source = computation.get(site.instruction.operands[0]) if site.op == "ragged-all-to-all" else None
-    return source.shape if source is not None else site.instruction.result
+    return result if source is None else min(source.shape, result, key=lambda shape: shape.bytes)
 
 
 def _full(site: hlo.Site, moved: hlo.Shape, members: int) -> int:

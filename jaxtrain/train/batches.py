@@ -53,8 +53,10 @@ class Placer:
             if rows.shape[1] != len(self._order):
                 raise UserError(f"data.sequence: {len(self._order)} tokens a row, but the data gave {rows.shape[1]}")
             rows = rows[:, self._order]
-        if len(self.local) == self._rows:
+        if sharding.is_fully_addressable:
             return jax.device_put(rows, sharding)
+        # Elsewhere device_put compares the rows of all processes, with a collective that this thread would issue beside
+        # those of the step: each process waits for the other in another one.
 
         def shard(index: Any) -> np.ndarray:
             local = self._position[index[0]]

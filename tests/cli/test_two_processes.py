@@ -21,14 +21,11 @@ from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.train.batches import Placer
 
 CONFIG = """
-name: run
 dir: {dir}/runs
 simulate: 4
 steps: 6
 precision: fp32
-layout: fsdp_tp
-mesh: {{fsdp: 2, model: 2}}
-model: {{embed: 32, layers: 2, heads: 2, mlp: 64}}
+model: {{embed: 32, layers: 2, heads: 4, mlp: 64}}
 data:
   sources: [{{path: {dir}/corpus}}]
   sequence: 32
@@ -40,23 +37,53 @@ optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every: 3}}
 compile_cache: null
 """
+EXPERTS = ("model.moe={experts: 4, top_k: 2, shared: 1, capacity: 1.25}", "loss.balance=0.01")
+# What one process trains, and two of which every axis but `model` spans both.
+ALONE = {"dense": ("layout=fsdp_tp", "mesh.model=2"), "experts": ("layout=fsdp", *EXPERTS)}
+TOGETHER = {
+    "dense": {
+        "fsdp_tp": ("layout=fsdp_tp", "mesh.model=2"),
+        "cp_ring": ("layout=cp_ring",),
+        "cp_ulysses": ("layout=cp_ulysses",),
+    },
+    "experts": {"ep_tp": ("layout=ep_tp", "mesh.expert=2", *EXPERTS)},
+}
+PAIRS = [(kind, name) for kind, runs in TOGETHER.items() for name in runs]
+# Runs, one after the other: starting Python and JAX takes longer than any of them.
+SCRIPT = """
+import json, sys, threading
+from jax.experimental import multihost_utils
+from jaxtrain.cli.main import main
+
+gather = multihost_utils.process_allgather
+
+def on_the_main_thread(*args, **options):
+    assert threading.current_thread() is threading.main_thread(), "a collective beside the step's: it can hang"
+    return gather(*args, **options)
+
+multihost_utils.process_allgather = on_the_main_thread
+for name, changes in json.loads(sys.argv[1]).items():
+    if code := main(["train", "config.yaml", f"name={name}", *changes]):
+        sys.exit(code)
+"""
 
 
-def launch(place: Path, name: str, count: int) -> list[subprocess.CompletedProcess]:
+def launch(place: Path, runs: dict[str, tuple[str, ...]], count: int) -> list[subprocess.CompletedProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    base = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    # Code generation as cheap as in this process: compiling is most of the time.
+    base = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     running = []
     for index in range(count):
         here = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
-        command = [sys.executable, "-m", "jaxtrain.cli.main", "train", "config.yaml", f"name={name}"]
+        command = [sys.executable, "-c", SCRIPT, json.dumps(runs)]
         running.append(
             subprocess.Popen(
                 command, cwd=place, env=base | here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-    results = [(process, *process.communicate(timeout=300)) for process in running]
+    results = [(process, *process.communicate(timeout=250)) for process in running]
     return [subprocess.CompletedProcess(p.args, p.returncode, out, err) for p, out, err in results]
 
 
@@ -65,21 +92,29 @@ def losses(run: Path) -> list[float]:
     return [r["loss"] for r in records if "loss" in r]
 
 
-def test_two_processes_equal_one(tmp_path):
-    (tmp_path / "corpus").mkdir()
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Where one process has trained the runs of ALONE, and a pair those of TOGETHER; the second says nothing."""
+    place = tmp_path_factory.mktemp("processes")
+    (place / "corpus").mkdir()
     rng = random.Random(1)
     for index in range(50):
-        (tmp_path / "corpus" / f"{index}.txt").write_text("".join(rng.choices("abcdef ", k=rng.randint(50, 400))))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(dir=tmp_path))
-    (one,) = launch(tmp_path, "one", 1)
+        (place / "corpus" / f"{index}.txt").write_text("".join(rng.choices("abcdef ", k=rng.randint(50, 400))))
+    (place / "config.yaml").write_text(CONFIG.format(dir=place))
+    (one,) = launch(place, ALONE, 1)
     assert one.returncode == 0, one.stderr
-    first, second = launch(tmp_path, "two", 2)
+    first, second = launch(place, {name: changes for runs in TOGETHER.values() for name, changes in runs.items()}, 2)
     assert first.returncode == 0, first.stderr
     assert second.returncode == 0, second.stderr
     # Gloo's threads write over each other's lines.
     quiet = [line for line in second.stdout.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
     assert quiet == []
-    expected, got = losses(tmp_path / "runs/one"), losses(tmp_path / "runs/two")
+    return place
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_two_processes_equal_one(place: Path, kind: str, name: str):
+    expected, got = losses(place / "runs" / kind), losses(place / "runs" / name)
     assert len(got) == 6
     assert got == pytest.approx(expected, rel=1e-5)
 

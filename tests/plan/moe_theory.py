@@ -110,18 +110,19 @@ def ep(e: Experts) -> Rows:
     })  # fmt: skip
 
 
-def ep_dropless(e: Experts) -> Rows:
-    """At most. Choices go there, three times, in runs that fill what they are sent from; back come rows from where all
-    choices of all devices would find room, so that these count for as many times what is sent as there are devices.
-    And how many go where."""
+def _choices(e: Experts) -> Rows:
+    """All choices of a device's tokens go there and back, in runs, three times; and how many go where."""
     s, n = e.dense, e.dense.axes["expert"]
-    most = n * s.tokens * min(e.top_k, e.local)
-    room = -(-most // BLOCK) * BLOCK + e.local * BLOCK
-    moved = s.ring("expert") * s.embed * s.width * (s.tokens * e.top_k + room)
-    return added(_weights(e), {
-        ("ragged-all-to-all", "expert", "tokens"): (6 * s.layers, 3 * s.layers * moved),
+    moved = s.ring("expert") * s.tokens * e.top_k * s.embed * s.width
+    return {
+        ("ragged-all-to-all", "expert", "tokens"): (6 * s.layers, 6 * s.layers * moved),
         ("all-gather", "expert", "counts"): (2 * s.layers, 2 * s.layers * s.ring("expert") * n * e.count * 4),
-    })  # fmt: skip
+    }
+
+
+def ep_dropless(e: Experts) -> Rows:
+    """Weights and choices."""
+    return added(_weights(e), _choices(e))
 
 
 def ep_tp(e: Experts) -> Rows:
@@ -147,6 +148,33 @@ def ep_tp(e: Experts) -> Rows:
     )  # fmt: skip
 
 
+def ep_tp_dropless(e: Experts) -> Rows:
+    """Dropless, with tensor and sequence parallelism: attention moves the stream as in tp_sp. A device's own choices
+    travel over `expert`; what arrives each member hands to every other one and gets back, three times, in runs: at most
+    the room for all that could come, and none of it dense. Where the runs of the members begin and how long they are.
+    """
+    s, m = e.dense, e.dense.axes["model"]
+    stream, share = s.ring("model") * s.stream, s.ring("model") * s.layers
+    most = s.axes["expert"] * s.tokens * min(e.top_k, e.local)
+    room = -(-most // BLOCK) * BLOCK + e.local * BLOCK
+    hops = 6 * s.layers * (m - 1)
+    router = e.router * 4 / s.axes["fsdp"] / s.axes["expert"]
+    return added(
+        {key: row for key, row in _weights(e).items() if key[0] != "all-reduce"},
+        {key: row for key, row in tp_sp(s).items() if key[:2] == ("all-reduce", "model")},
+        moved_norms({}, "", "fsdp+expert+model", s),
+        _choices(e),
+        {
+            ("all-gather", "model", "stream"): (3 * s.layers + 2, (3 * s.layers + 2) * stream),
+            ("reduce-scatter", "model", "stream"): (3 * s.layers + 2, (3 * s.layers + 2) * stream),
+            ("ragged-all-to-all", "model", "rows"): (hops, hops * s.ring("model") * room * s.embed * s.width),
+            ("all-gather", "model", "runs"): (4 * s.layers, 4 * share * m * e.local * 4),
+            ("all-reduce", "model", "routing"): (s.layers, 2 * share * router),
+        },
+    )  # fmt: skip
+
+
 MOE_LAYOUTS: dict[str, tuple[str, float | None, Callable[[Experts], Rows]]] = {
     "ep": ("ep", 1.25, ep), "ep_dropless": ("ep", None, ep_dropless), "ep_tp": ("ep_tp", 1.25, ep_tp),
+    "ep_tp_dropless": ("ep_tp", None, ep_tp_dropless),
 }  # fmt: skip

@@ -107,6 +107,7 @@ def test_ring_bytes_of_every_operation():
             f"%c = f32[16]{{0}} all-reduce(%p), {OVER_FSDP}, to_apply=%add",
             f"%d = (f32[2], f32[2], f32[2], f32[2]) all-to-all(%p, %p, %p, %p), {OVER_FSDP}",
             f"%e = f32[100]{{0}} ragged-all-to-all(%p, %o, %i, %i, %i, %i), {OVER_FSDP}",  # of the operand's 32
+            f"%h = f32[4]{{0}} ragged-all-to-all(%p, %o, %i, %i, %i, %i), {OVER_FSDP}",  # of the result's 16
             "%f = f32[16]{0} collective-permute(%p), source_target_pairs={{0,1},{1,2},{2,3}}",
             "%g = f32[16]{0} collective-broadcast(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}",
         )
@@ -116,7 +117,7 @@ def test_ring_bytes_of_every_operation():
         ("all-to-all", "fsdp", 1, 24, "f32"),
         ("collective-broadcast", "data", 1, 32, "f32"),
         ("collective-permute", "fsdp", 1, 64, "f32"),
-        ("ragged-all-to-all", "fsdp", 1, 24, "f32"),
+        ("ragged-all-to-all", "fsdp", 2, 36, "f32"),
         ("reduce-scatter", "fsdp", 1, 192, "f32"),
     ]
 

@@ -26,6 +26,27 @@ class Runs(NamedTuple):
     arrive: Array
 
 
+def rotation(devices: Group, hop: int, begin_NM: Array, size_NM: Array) -> tuple[Runs, Runs, Any]:
+    """Every device hands all its runs to the one `hop` places on, where they land as they lie.
+
+    Args:
+        begin_NM, size_NM: int32, every device's runs, of the same number each.
+
+    Returns:
+        Runs there and back, and the place of the device that this one receives from.
+    """
+    N, me = devices.size, devices.index()
+    to, source = (me + hop) % N, (me - hop) % N
+
+    def entries(table_NM: Array, of: Any, at: Any) -> Array:
+        """Device `of`'s runs in the entries for device `at`, zeros elsewhere."""
+        return jnp.where(jnp.arange(N)[:, None] == at, table_NM[of], 0).reshape(-1)
+
+    out, into = entries(size_NM, me, to), entries(size_NM, source, source)
+    begin, land = entries(begin_NM, me, to), entries(begin_NM, source, source)
+    return Runs(begin, out, begin, into), Runs(land, into, land, out), source
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def exchange(devices: Group, native: bool, rows: int, x_RD: Array, there: Runs, back: Runs) -> Array:
     """[rows, D]: what arrives by `there`, zeros elsewhere. `back` moves the same runs the other way: the transpose.
@@ -41,7 +62,8 @@ def exchange(devices: Group, native: bool, rows: int, x_RD: Array, there: Runs, 
     del back
     if not native:
         return _picked(devices, rows, x_RD, there)
-    output = jnp.zeros((rows, x_RD.shape[-1]), x_RD.dtype)
+    # The barrier: XLA would make the zeros of all exchanges of a layer at once, at its begin.
+    x_RD, output = lax.optimization_barrier((x_RD, jnp.zeros((rows, x_RD.shape[-1]), x_RD.dtype)))
     axis: Any = devices.axes if len(devices.axes) > 1 else "".join(devices.axes)
     return lax.ragged_all_to_all(x_RD, output, there.begin, there.size, there.land, there.arrive, axis_name=axis)
 

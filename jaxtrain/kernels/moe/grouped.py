@@ -21,7 +21,7 @@ def feed_forward(hidden: Hidden, x: Array, weights: Weights) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def grouped(hidden: Hidden, block: int, x_RD: Array, weights: Weights, start_PG: Array, size_PG: Array) -> Array:
+def grouped(hidden: Hidden, block: int, x_RD: Array, weights: Weights, start_G: Array, size_G: Array) -> Array:
     """Every expert on its own rows, block by block, and no work on blocks that are empty.
 
     `lax.ragged_dot` computes every group on all rows on CPU and CUDA. The hidden activations are not kept but
@@ -30,35 +30,35 @@ def grouped(hidden: Hidden, block: int, x_RD: Array, weights: Weights, start_PG:
     Args:
         hidden: see `Hidden`; it maps zeros to zeros.
         block: rows of one matmul.
-        x_RD: rows; those of expert g in part p are [start, start + size), zeros up to the next multiple of `block`.
+        x_RD: rows; those of expert g are [start, start + size), zeros up to the next multiple of `block`.
         weights: of G experts.
-        start_PG: int32, multiples of `block`.
-        size_PG: int32.
+        start_G: int32, multiples of `block`.
+        size_G: int32.
 
     Returns:
         [R, D] in the dtype of `x_RD`; zeros in rows of no expert.
     """
 
     def expert(y_RD: Array, inputs: Any) -> tuple[Array, None]:
-        own, start_P, size_P = inputs
+        own, start, size = inputs
 
         def one(at: Array, y_RD: Array) -> Array:
             return _put(y_RD, feed_forward(hidden, _get(x_RD, at, block), own), at)
 
-        return _blocks(one, y_RD, start_P, size_P, block), None
+        return _blocks(one, y_RD, start, size, block), None
 
-    return lax.scan(expert, jnp.zeros_like(x_RD), (weights, start_PG.T, size_PG.T))[0]
+    return lax.scan(expert, jnp.zeros_like(x_RD), (weights, start_G, size_G))[0]
 
 
-def _grouped_fwd(hidden, block, x_RD, weights, start_PG, size_PG):
-    return grouped(hidden, block, x_RD, weights, start_PG, size_PG), (x_RD, weights, start_PG, size_PG)
+def _grouped_fwd(hidden, block, x_RD, weights, start_G, size_G):
+    return grouped(hidden, block, x_RD, weights, start_G, size_G), (x_RD, weights, start_G, size_G)
 
 
 def _grouped_bwd(hidden, block, residuals, g_RD):
-    x_RD, weights, start_PG, size_PG = residuals
+    x_RD, weights, start_G, size_G = residuals
 
     def expert(dx_RD: Array, inputs: Any) -> tuple[Array, Any]:
-        own, start_P, size_P = inputs
+        own, start, size = inputs
 
         def one(at: Array, carry: Any) -> Any:
             dx_RD, sums = carry
@@ -67,23 +67,19 @@ def _grouped_bwd(hidden, block, residuals, g_RD):
             return _put(dx_RD, dx, at), jax.tree.map(lambda s, m: s + m.astype(s.dtype), sums, more)
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), own)
-        dx_RD, sums = _blocks(one, (dx_RD, zeros), start_P, size_P, block)
+        dx_RD, sums = _blocks(one, (dx_RD, zeros), start, size, block)
         return dx_RD, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, own)
 
-    dx_RD, dw = lax.scan(expert, jnp.zeros_like(x_RD), (weights, start_PG.T, size_PG.T))
+    dx_RD, dw = lax.scan(expert, jnp.zeros_like(x_RD), (weights, start_G, size_G))
     return dx_RD, dw, None, None
 
 
 grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def _blocks(one: Callable[[Array, Any], Any], carry: Any, start_P: Array, size_P: Array, block: int) -> Any:
-    """`one(first row, carry)` for every block of every part."""
-
-    def part(p: Array, carry: Any) -> Any:
-        return lax.fori_loop(0, -(-size_P[p] // block), lambda i, c: one(start_P[p] + i * block, c), carry)
-
-    return lax.fori_loop(0, start_P.shape[0], part, carry)
+def _blocks(one: Callable[[Array, Any], Any], carry: Any, start: Array, size: Array, block: int) -> Any:
+    """`one(first row, carry)` for every block of an expert."""
+    return lax.fori_loop(0, -(-size // block), lambda i, carry: one(start + i * block, carry), carry)
 
 
 def _get(x_RD: Array, at: Array, block: int) -> Array:

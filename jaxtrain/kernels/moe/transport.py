@@ -13,7 +13,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.moe.exchange import Runs, exchange
+from jaxtrain.kernels.moe.exchange import Runs, exchange, rotation
 from jaxtrain.kernels.moe.gathers import combine, dispatch, places_of
 from jaxtrain.kernels.moe.group import Group
 from jaxtrain.kernels.moe.grouped import Hidden, Weights, feed_forward, grouped
@@ -72,7 +72,7 @@ def dropless(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Ar
         start_E = _starts(_whole_blocks(count_E, plan.block))
         places = places_of(_row(start_E, expert_A, rank_A), _room(expert_A.size, plan.experts, plan.block))
         rows = dispatch(x_TD, places)
-        y_RD = grouped(plan.hidden, plan.block, rows, weights, start_E[None], count_E[None])
+        y_RD = grouped(plan.hidden, plan.block, rows, weights, start_E, count_E)
         return combine(y_RD, gate_TK, places).reshape(B, T, D)
     places = places_of(_row(_starts(count_E), expert_A, rank_A), expert_A.size)
     there, back, start_M, size_M = _itinerary(plan, count_E)
@@ -85,13 +85,29 @@ def dropless(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Ar
 
 
 def _on_experts(plan: Plan, rows: Array, weights: Weights, start_M: Array, size_M: Array) -> Array:
-    """The local experts on what arrived; where tokens are spread, on what arrived at all members."""
-    members = plan.split if plan.is_spread else Group()
-    first = jnp.arange(members.size, dtype=jnp.int32)[:, None] * rows.shape[0]
-    start_PM = members.gather(start_M[None], 0) + first
-    size_PM = members.gather(size_M[None], 0)
-    y_RD: Any = grouped(plan.hidden, plan.block, members.gather(rows, 0), weights, start_PM, size_PM)
-    return members.scatter(y_RD, 0)
+    """The local experts on what arrived.
+
+    Where tokens are spread, every member hands its rows to each other one, which has another part of the width, and
+    adds up in float32 what they return. One member after the other, in runs: a gather would send whole buffers, which
+    have room for all that could come, and hold those of all members at once.
+    """
+
+    def outputs(x_RD: Array, start_M: Array, size_M: Array) -> Array:
+        return cast(Array, grouped(plan.hidden, plan.block, x_RD, weights, start_M, size_M))
+
+    y_RD = outputs(rows, start_M, size_M)
+    if not plan.is_spread:
+        return y_RD
+    members, room = plan.split, rows.shape[0]
+    start_NM, size_NM = (members.gather(table[None], 0) for table in (start_M, size_M))
+    sum_RD = y_RD.astype(jnp.float32)
+    for hop in range(1, members.size):
+        there, back, source = rotation(members, hop, start_NM, size_NM)
+        x_RD: Any = exchange(members, plan.native, room, rows, there, back)
+        y_RD = outputs(x_RD, start_NM[source], size_NM[source])
+        theirs: Any = exchange(members, plan.native, room, y_RD, back, there)
+        sum_RD += theirs.astype(jnp.float32)
+    return sum_RD.astype(rows.dtype)
 
 
 def _itinerary(plan: Plan, count_E: Array) -> tuple[Runs, Runs, Array, Array]:
