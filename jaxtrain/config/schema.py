@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
-LAYOUT_KEYS = ("mesh", "rules", "context", "zero")  # what a layout file holds
+LAYOUT_KEYS = ("mesh", "rules", "context", "zero", "pipeline")  # what a layout file holds
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
 
@@ -83,6 +83,13 @@ class Mesh(Section):
     context: AxisSize = key(1, "sequence shards (context parallel)")
     model: AxisSize = key(1, "tensor parallel; sequence parallel rides on it")
     dcn: dict[str, PositiveInt] = key({}, "part of an axis that spans slices or nodes, e.g. {data: 2}")
+
+
+class Pipeline(Section):
+    """How the stages of the mesh axis `pipeline` share out the microbatches (`step.accumulate`) of a step."""
+
+    schedule: str = key("1f1b_aligned", "name of a schedule (see `jaxtrain schedule`), or a .csv or .yaml table")
+    chunks: PositiveInt | None = key(None, "parts of the model a stage holds; default: the schedule's")
 
 
 class RopeScaling(Section):
@@ -243,7 +250,7 @@ class Config(Section):
         "bf16", "dtype policy; bf16 and fp16 keep float32 masters, fp16 scales its loss"
     )
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
-    layout: str = key("ddp", "name in configs/layouts or path: gives `mesh`, `rules`, `context` and `zero`")
+    layout: str = key("ddp", "name in configs/layouts or path: gives all from `mesh` to `pipeline`")
     mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
     rules: dict[str, Axes] = key({}, "logical name -> mesh axes; refines the layout's")
     context: Literal["auto", "gather", "ulysses", "ring"] = key(
@@ -253,6 +260,7 @@ class Config(Section):
     zero: Literal[0, 1, 2, 3] = key(
         0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters"
     )
+    pipeline: Pipeline = section(Pipeline, "the schedule of pipeline stages")
     model: Model = section(Model, "the model")
     data: Data = section(Data, "the data")
     loss: Loss = section(Loss, "loss terms")

@@ -102,16 +102,71 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         cache: Cache | None = None,
-    ) -> tuple[jax.Array, Any, Load | None]:
-        """Normed last hidden states [B, T, D], the cache (k and v [L, B, S, K, D], extended by T), load by layer."""
-        model = self.model
+    ) -> tuple[jax.Array, Any]:
+        """Normed last hidden states [B, T, D], and the cache (k and v [L, B, S, K, D], extended by T)."""
+        x_BTD, cache, _ = self._blocks(self._embedded(tokens_BT), positions_BT, segments_BT, cache)
+        return self._normed(x_BTD), cache
+
+    def loss(self, batch: dict[str, Any], key: jax.Array) -> Terms | tuple[Terms, Counts]:
+        """Loss terms of a batch (tokens, targets, positions, segments, weights, all [B, T]) as (sum, weight).
+
+        With experts also their load; and the batch may hold `statistics`, as of `statistics`.
+        """
+        x_BTD, terms, counts = self.through(self.begin(batch, key), batch, key)
+        terms = self.finish(x_BTD, batch, key) | terms
+        return (terms, counts) if counts else terms
+
+    def begin(self, batch: dict[str, Any], key: jax.Array) -> jax.Array:
+        """What goes into the first layer, [B, T, D]."""
+        del key  # no dropout
+        return self._embedded(batch["tokens"])
+
+    def through(
+        self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array, layers_L: jax.Array | None = None
+    ) -> tuple[jax.Array, Terms, Counts]:
+        """Through the layers of `self.layers`: all of them, or those of the numbers `layers_L`.
+
+        Returns what goes into the next layer, and the layers' own terms and counts.
+        """
+        del key
+        x_BTD, _, load = self._blocks(x_BTD, batch["positions"], batch["segments"])
+        return (x_BTD, *({}, {})) if load is None else (x_BTD, *self._load_terms(load, batch, layers_L))
+
+    def finish(self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array) -> Terms:
+        """The terms that what comes out of the last layer has."""
+        del key
+        return cross_entropy(
+            self._normed(x_BTD), self._head(), batch["targets"], batch["weights"],
+            tied=self.model.tie_embeddings, chunks=self.terms.chunks, z_loss=self.terms.z_loss,
+            label_smoothing=self.terms.label_smoothing, softcap=self.model.logits_softcap, sharder=self.env.sharder,
+        )  # fmt: skip
+
+    def statistics(self, batch: dict[str, Any], key: jax.Array) -> Counts | None:
+        """What `loss` must know of the whole global batch: choices [layers, experts], for the balance loss."""
+        if self.model.moe is None or not self.terms.balance:
+            return None
+        return {"chosen": self.through(self.begin(batch, key), batch, key)[2]["chosen"]}
+
+    def metrics(self, counts: Counts) -> dict[str, jax.Array]:
+        """Metrics of a step from the counts of `loss`, added up over its global batch."""
+        return load_metrics(counts["chosen"], counts["placed"])
+
+    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = self.embed(tokens_BT)
-        if model.embed_scale:
-            x_BTD = x_BTD * jnp.asarray(math.sqrt(model.embed), x_BTD.dtype)
+        return x_BTD * jnp.asarray(math.sqrt(self.model.embed), x_BTD.dtype) if self.model.embed_scale else x_BTD
+
+    def _normed(self, x_BTD: jax.Array) -> jax.Array:
+        return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None)
+
+    def _blocks(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array | None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Any, Load | None]:
+        """What leaves the last block, the longer cache, and the load by layer."""
+        model = self.model
         head_dim = model.head_dim or model.embed // model.heads
         turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
         # Of the tokens of a row, whatever order their array is in.
-        order_BT = None if segments_BT is None else segments_BT * tokens_BT.shape[1] + positions_BT
+        order_BT = None if segments_BT is None else segments_BT * x_BTD.shape[1] + positions_BT
         whole_BT = self.env.whole(positions_BT)
         segments_BT = None if segments_BT is None else self.env.whole(segments_BT)
         period = model.window_every
@@ -123,44 +178,20 @@ class Decoder(nnx.Module):
             return x_BTD, tuple(rest)
 
         x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
-        return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None), cache, load
+        return x_BTD, cache, load
 
-    def loss(self, batch: dict[str, Any], key: jax.Array) -> Terms | tuple[Terms, Counts]:
-        """Loss terms of a batch (tokens, targets, positions, segments, weights, all [B, T]) as (sum, weight).
-
-        With experts also their load; and the batch may hold `statistics`, as of `statistics`.
-        """
-        del key  # no dropout
-        x_BTD, load = self._forward(batch)
-        terms = cross_entropy(
-            x_BTD, self._head(), batch["targets"], batch["weights"],
-            tied=self.model.tie_embeddings, chunks=self.terms.chunks, z_loss=self.terms.z_loss,
-            label_smoothing=self.terms.label_smoothing, softcap=self.model.logits_softcap, sharder=self.env.sharder,
-        )  # fmt: skip
-        if load is None:
-            return terms
+    def _load_terms(self, load: Load, batch: dict[str, Any], layers_L: jax.Array | None) -> tuple[Terms, Counts]:
+        """Terms and counts of these layers' experts."""
+        terms: Terms = {}
         tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32).astype(jnp.float32)
         if self.terms.balance:
-            chosen_LE = batch.get("statistics", {"chosen": load.chosen_E})["chosen"]
-            terms["balance"] = (self.terms.balance * balance(load, chosen_LE), tokens)
+            chosen_LE = batch["statistics"]["chosen"] if "statistics" in batch else load.chosen_E
+            if layers_L is not None:
+                chosen_LE = chosen_LE[layers_L]
+            terms["balance"] = (self.terms.balance * balance(load, chosen_LE, self.model.layers), tokens)
         if self.terms.router_z:
-            terms["router_z"] = (self.terms.router_z * router_z(load), tokens)
+            terms["router_z"] = (self.terms.router_z * router_z(load, self.model.layers), tokens)
         return terms, {"chosen": load.chosen_E, "placed": load.placed}
-
-    def statistics(self, batch: dict[str, Any], key: jax.Array) -> Counts | None:
-        """What `loss` must know of the whole global batch: choices [layers, experts], for the balance loss."""
-        del key
-        load = self._forward(batch)[1] if self.model.moe is not None and self.terms.balance else None
-        return None if load is None else {"chosen": load.chosen_E}
-
-    def metrics(self, counts: Counts) -> dict[str, jax.Array]:
-        """Metrics of a step from the counts of `loss`, added up over its global batch."""
-        return load_metrics(counts["chosen"], counts["placed"])
-
-    def _forward(self, batch: dict[str, Any]) -> tuple[jax.Array, Load | None]:
-        tokens, positions, segments = (batch[name] for name in ("tokens", "positions", "segments"))
-        x_BTD, _, load = self.hidden(tokens, positions, segments)
-        return x_BTD, load
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 logits [B, T, V] of hidden states; for generation, on few tokens."""
@@ -188,7 +219,7 @@ class Decoder(nnx.Module):
         start = cache.length
         length = jnp.asarray(tokens_BT.shape[1] if length is None else length, jnp.int32)
         positions_BT = jnp.broadcast_to(start[0] + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        x_BTD, longer, _ = self.hidden(tokens_BT, positions_BT, None, cache)
+        x_BTD, longer = self.hidden(tokens_BT, positions_BT, None, cache)
         last_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, length - 1, 1, axis=1)
         return self.logits(last_B1D)[:, 0], longer._replace(length=start + length)
 

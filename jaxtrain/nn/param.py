@@ -29,6 +29,16 @@ def plain(value: Any) -> Any:
     return _value(value) if isinstance(value, Narrow) else value
 
 
+def widened(params: Any) -> Any:
+    """What to differentiate by: float32 parameters themselves, stand-ins for narrower ones."""
+    return jax.tree.map(lambda p: p if p.dtype == jnp.float32 else jnp.zeros(p.shape, jnp.float32), params)
+
+
+def narrowed(wide: Any, params: Any) -> Any:
+    """`params` for the model, as a function of `widened(params)`."""
+    return jax.tree.map(lambda w, p: w if p.dtype == jnp.float32 else Narrow(p, w), wide, params)
+
+
 class Param(nnx.Param):
     """A parameter that hands out an array where it holds a `Narrow`."""
 

@@ -94,7 +94,9 @@ class Buffers:
         from_next: what came from the next stage (it sent `PREVIOUS`).
         from_here: what a stage made for another of its own chunks (it sent `HERE`).
         activations: inputs waiting for their F. -1 at virtual stage 0, which reads the batch.
-        gradients: of outputs waiting for their B or BW. -1 at the last virtual stage, which has the loss.
+        from_loss: int32 [ticks, stages], the slot of `gradients` for what the loss says of the output that F of the
+            last virtual stage makes in this tick; -1 for none.
+        gradients: of outputs waiting for their B or BW.
         until_backward: what F keeps for B or BW.
         until_weight: what F keeps for W or BW: the same write, read by the last action that could need it.
         backward_to_weight: what B keeps for W. No slots where nothing is split.
@@ -104,6 +106,7 @@ class Buffers:
     from_previous: Arrivals
     from_next: Arrivals
     from_here: Arrivals
+    from_loss: np.ndarray
     activations: Inbox
     gradients: Inbox
     until_backward: Ring
@@ -113,7 +116,10 @@ class Buffers:
 
 def buffers(table: Table) -> Buffers:
     """The buffers of a table, which must have passed `check`; each has as few slots as its busiest stage needs."""
-    activations, gradients = _inbox(table, Action.F, -1), _inbox(table, Action.B, 1)
+    last = table.virtual.size - 1
+    activations = _ring(table, ((Action.F, at - 1, Action.F, at) for at in range(1, last + 1)))
+    passed = [(Action.B, at + 1, Action.B, at) for at in range(last)]
+    gradients = _ring(table, [*passed, (Action.F, last, Action.B, last)])
     send = np.zeros(table.action.shape, np.int32)
     sides = {way: Arrivals(*_empty(table, 0, NONE, 0, 0)) for way in (Way.NEXT, Way.PREVIOUS, Way.HERE)}
     for tick, stage, (action, microbatch, chunk) in table.steps():
@@ -132,6 +138,7 @@ def buffers(table: Table) -> Buffers:
         from_previous=sides[Way.NEXT],
         from_next=sides[Way.PREVIOUS],
         from_here=sides[Way.HERE],
+        from_loss=np.where(table.action == Action.F, gradients.write, NONE),
         activations=Inbox(activations.slots, activations.read),
         gradients=Inbox(gradients.slots, gradients.read),
         until_backward=_kept(table, Action.F, Action.B),
@@ -146,11 +153,6 @@ def _way(table: Table, stage: int, to: int, step: int) -> Way:
         return Way.HERE
     is_next = step > 0 if table.placement == "loop" else to == stage + 1
     return Way.NEXT if is_next else Way.PREVIOUS
-
-
-def _inbox(table: Table, reader: Action, step: int) -> Ring:
-    """Slots for what the same action of virtual stage + `step` sends; `write` stands at the sender's place."""
-    return _ring(table, ((reader, at + step, reader, at) for at in range(table.virtual.size)))
 
 
 def _kept(table: Table, writer: Action, reader: Action) -> Ring:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
-from jaxtrain.nn.param import Narrow
+from jaxtrain.nn.param import narrowed, widened
 from jaxtrain.train.loss import parted, scales, total
 
 Batch = Mapping[str, jax.Array]
@@ -140,12 +140,10 @@ class _Part:
         known = {} if self.statistics is None else {"statistics": self.statistics}
 
         def loss(wide: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            params = jax.tree.map(lambda w, p: w if p.dtype == jnp.float32 else Narrow(p, w), wide, self.ready)
-            terms, counts = parted(self.definition.bind(params).loss({**batch, **known}, key))
+            terms, counts = parted(self.definition.bind(narrowed(wide, self.ready)).loss({**batch, **known}, key))
             return total(terms, self.scale), (_split(terms)[0], counts)
 
-        wide = jax.tree.map(lambda p: p if p.dtype == jnp.float32 else jnp.zeros(p.shape, jnp.float32), self.ready)
-        value, pull, rest = jax.vjp(loss, wide, has_aux=True)
+        value, pull, rest = jax.vjp(loss, widened(self.ready), has_aux=True)
         pull.with_refs(sums)(jnp.ones_like(value))
         return rest
 

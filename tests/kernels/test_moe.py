@@ -140,8 +140,8 @@ def test_losses_and_metrics_by_formula():
     _, load = route(jnp.asarray(logits), None, is_token, top_k=1, normalize=False)
     both: Load = jax.tree.map(lambda a: jnp.stack([a, a]), load)  # two equal layers
     share = np.bincount(p.argmax(-1), minlength=E) / len(p)
-    np.testing.assert_allclose(balance(both, both.chosen_E) / len(p), E * (share * p.mean(0)).sum(), rtol=1e-5)
-    np.testing.assert_allclose(router_z(both) / len(p), (z**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(balance(both, both.chosen_E, both.chosen_E.shape[0]) / len(p), E * (share * p.mean(0)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(router_z(both, both.chosen_E.shape[0]) / len(p), (z**2).mean(), rtol=1e-5)
     metrics = load_metrics(jnp.array([[3.0, 1.0], [2.0, 2.0]]), jnp.array([3.0, 4.0]))
     assert {name: float(value) for name, value in metrics.items()} == {
         "moe/load_max": 1.5, "moe/load_min": 0.5, "moe/dropped": 0.125,

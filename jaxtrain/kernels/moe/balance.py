@@ -8,7 +8,7 @@ from jax import Array, lax
 from jaxtrain.kernels.moe.routing import Load
 
 
-def balance(load: Load, chosen_LE: Array) -> Array:
+def balance(load: Load, chosen_LE: Array, layers: int) -> Array:
     """Sum over tokens of the balance loss, whose mean over tokens is 1 where the load is even; float32 scalar.
 
     For each layer experts * sum_e f_e P_e, with f_e the share of all choices that fell on expert e and P_e its mean
@@ -18,16 +18,16 @@ def balance(load: Load, chosen_LE: Array) -> Array:
     Args:
         load: sums over the tokens of this microbatch, with a leading dim of layers.
         chosen_LE: choices by layer and expert over the global batch.
+        layers: of the whole model, of which `load` may have a part; the parts' sums add up.
     """
     total_L1 = chosen_LE.sum(-1, keepdims=True)
     share_LE = lax.stop_gradient(chosen_LE / jnp.where(total_L1 > 0, total_L1, 1.0))
-    layers, experts = chosen_LE.shape
-    return experts / layers * jnp.sum(share_LE * load.probability_E)
+    return chosen_LE.shape[-1] / layers * jnp.sum(share_LE * load.probability_E)
 
 
-def router_z(load: Load) -> Array:
+def router_z(load: Load, layers: int) -> Array:
     """Sum over tokens of log(Z)^2 of the router, mean over layers (ST-MoE, arXiv 2202.08906, equation 5)."""
-    return jnp.mean(load.squares)
+    return jnp.sum(load.squares) / layers
 
 
 def load_metrics(chosen_LE: Array, placed_L: Array) -> dict[str, Array]:

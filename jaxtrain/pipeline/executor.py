@@ -1,0 +1,222 @@
+"""Runs a schedule's table: one SPMD program in which every stage does what its row says, tick by tick.
+
+A scan over ticks. In each, code that is manual over the mesh axis `pipeline` lets every stage choose its action by a
+`lax.switch`; then two permutations, which all stages take part in, hand on what it made. (A permutation inside of a
+branch would wait for stages that are in another one.) What comes before the first layer and after the last one is
+computed by all stages together, in ticks that are the same for all: no stage waits for another's head, whose weights
+the rules may shard over `pipeline` too.
+
+What F keeps are the residuals of its derivative, so that nothing is computed twice but what `step.remat` says.
+Activations, residuals, gradients and sums are Refs, written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.models.define import Definition, Tree
+from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.pipeline.buffers import Buffers, Kind, buffers
+from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage
+from jaxtrain.pipeline.stages import STAGES, Stages
+from jaxtrain.pipeline.table import Action, Table
+
+Counts = Any
+STEPS = {"previous": 1, "next": -1, "here": 0}  # where what arrives from a side has to go
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """A table's program, and a model's part in it.
+
+    Args:
+        table: of as many stages as the mesh axis `pipeline` has.
+        sharder: of the whole mesh.
+        whole: the model on the whole mesh, which begins and finishes.
+        inside: the model on one slice of `pipeline`, which goes through layers.
+    """
+
+    table: Table
+    sharder: Sharder
+    whole: Definition
+    inside: Definition
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Who holds which layers."""
+        return Stages.of(self.table, self.whole, self.sharder)
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """Slots and ways of the table."""
+        return buffers(self.table)
+
+    @cached_property
+    def rows(self) -> dict[str, np.ndarray]:
+        """What every stage needs to know in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
+        table, b = self.table, self.buffers
+
+        def slots(slot: np.ndarray, ring: Any) -> np.ndarray:
+            return np.where(slot < 0, ring.slots, slot)
+
+        is_first = table.virtual[np.arange(table.stages), table.chunk] == 0
+        rows = {
+            "action": table.action, "microbatch": table.microbatch, "chunk": table.chunk, "is first": is_first,
+            "read input": slots(b.activations.read, b.activations), "read gradient": slots(b.gradients.read, b.gradients),
+            "read kept": slots(b.until_weight.read, b.until_weight), "keep": slots(b.until_weight.write, b.until_weight),
+            "keep between": slots(b.backward_to_weight.write, b.backward_to_weight),
+            "read between": slots(b.backward_to_weight.read, b.backward_to_weight),
+            "take loss": slots(np.roll(b.from_loss, 1, axis=0), b.gradients),  # found at the end of the tick before
+        }  # fmt: skip
+        for side, arrivals in {"previous": b.from_previous, "next": b.from_next, "here": b.from_here}.items():
+            for kind, ring in ((Kind.ACTIVATION, b.activations), (Kind.GRADIENT, b.gradients)):
+                if (arrivals.kind == kind).any():
+                    rows[f"take {side} {kind.name}"] = slots(np.where(arrivals.kind == kind, arrivals.slot, -1), ring)
+        return {name: np.asarray(row, np.int32) for name, row in rows.items()}
+
+    @cached_property
+    def sides(self) -> dict[str, int]:
+        """From where anything ever arrives, and how many stages on it was sent."""
+        return {side: step for side, step in STEPS.items() if any(f"take {side} " in name for name in self.rows)}
+
+    @cached_property
+    def ends(self) -> dict[str, np.ndarray]:
+        """Microbatch, int32 [ticks], that begins, that reaches the loss, whose gradient leaves layer 0; -1 for none."""
+        table = self.table
+
+        def microbatch(virtual: int, *actions: Action) -> np.ndarray:
+            stage, chunk = table.home[virtual]
+            is_it = np.isin(table.action[:, stage], actions) & (table.chunk[:, stage] == chunk)
+            return np.where(is_it, table.microbatch[:, stage], -1).astype(np.int32)
+
+        return {
+            "begin": microbatch(0, Action.F), "loss": microbatch(-1, Action.F), "end": microbatch(0, Action.B, Action.BW),
+        }  # fmt: skip
+
+
+@dataclass(eq=False)
+class Run:
+    """One trace of an executor's program.
+
+    Args:
+        ready: parameters where the model expects them, layers stacked in their order.
+        placed: puts gradients, in a tree like `ready`, where they are added up.
+    """
+
+    plan: Executor
+    ready: Tree
+    shared: Shared
+    placed: Callable[[Tree], Tree]
+
+    def __post_init__(self) -> None:
+        stages = self.plan.stages
+        layers, self.edges = stages.parted(self.ready)
+        self.layers = stages.view(layers)
+        self.derivative = Derivative(self.plan.inside, stages)
+        self.passed = jax.eval_shape(lambda: self._begin(self.edges, 0))  # what goes from stage to stage
+
+    def gradients(self) -> tuple[Tree, tuple[dict[str, Array], Counts]]:
+        """Float32 gradients; sums of terms, and counts or None, over all microbatches."""
+        stages = self.plan.stages
+        zeros = self.placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
+        of_layers, of_edges = stages.parted(zeros)
+        self.edge_grads = jax.tree.map(jax.new_ref, of_edges)
+        self.edge_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.shared.scale}
+        self.refs = self._refs(stages.view(of_layers))
+        lax.scan(self._tick, _zeros(self.passed), (self.plan.rows, self.plan.ends))
+        end = jax.tree.map(jax.freeze, self.refs)
+        grads = stages.joined(stages.natural(end.grads), jax.tree.map(jax.freeze, self.edge_grads))
+        sums = {name: jax.freeze(ref) + end.sums.get(name, jnp.zeros(1)).sum() for name, ref in self.edge_sums.items()}
+        return self.placed(grads), (sums, stages.natural(end.counts) or None)
+
+    def _refs(self, grads: Any) -> Refs:
+        """Zeros, in slots and a spare one where there are slots."""
+        b, sharder = self.plan.buffers, self.plan.sharder
+
+        def slots(count: int, like: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), like)
+
+        def blank(numbers: Array, layers: Any, shared: Shared) -> tuple:
+            chunks = self.plan.table.chunks
+            own = jax.tree.map(lambda x: x[: x.shape[0] // chunks], layers)
+            shapes = jax.eval_shape(lambda x: self.derivative.forward(own, numbers[0, 0], shared, 0, x), self.passed)
+            _, sums, counts, kept = shapes
+            return (
+                slots(b.activations.slots, self.passed), slots(b.gradients.slots, self.passed),
+                slots(b.until_weight.slots, kept), slots(b.backward_to_weight.slots, self.passed),
+                jax.tree.map(lambda x: jnp.zeros((1,), x.dtype), sums),
+                jax.tree.map(lambda x: jnp.zeros((chunks * x.shape[0], *x.shape[1:]), x.dtype), counts),
+            )  # fmt: skip
+
+        run = sharder.map(blank, (P(STAGES), P(STAGES), P()), P(STAGES), axes=(STAGES,))
+        *buffers, sums, counts = run(self.plan.stages.numbers, self.layers, self.shared)
+        return jax.tree.map(jax.new_ref, Refs(*buffers, grads, sums, counts))
+
+    def _tick(self, late: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
+        """One tick; `late` is the gradient of the loss found in the last one, on its way to the last stage."""
+        rows, ends = tick
+        begun = self._if(ends["begin"], lambda i: self._begin(self.edges, i), self.passed)
+        made = self._on_stages(rows, begun, late)
+        late = self._if(ends["loss"], lambda i: self._loss(self._of(made, -1), i), self.passed)
+        self._if(ends["end"], lambda i: self._begin_backward(self._of(made, 0), i), None)
+        return late, None
+
+    def _on_stages(self, rows: dict[str, Array], begun: Any, late: Any) -> Any:
+        """What each stage made, [stages, ...]."""
+        derivative, sides = self.derivative, self.plan.sides
+
+        def stage(rows: dict, numbers: Array, layers: Any, refs: Refs, *everywhere: Any) -> Any:
+            row = {name: value[0] for name, value in rows.items()}
+            made = Stage(derivative, row, numbers, layers, refs, *everywhere, sides).act()
+            return jax.tree.map(lambda m: m[None], made)
+
+        specs = (*[P(STAGES)] * 4, *[P()] * 3)
+        run = self.plan.sharder.map(stage, specs, P(STAGES), axes=(STAGES,))
+        return run(rows, self.plan.stages.numbers, self.layers, self.refs, self.shared, begun, late)
+
+    def _of(self, made: Any, virtual: int) -> Any:
+        """What the stage of a virtual stage made, on all stages."""
+        stage = int(self.plan.table.home[virtual, 0])
+        return jax.tree.map(lambda x: x[stage], made)
+
+    def _if(self, microbatch: Array, run: Callable[[Array], Any], like: Any) -> Any:
+        """`run(microbatch)`, or zeros where there is none."""
+        return lax.cond(microbatch >= 0, run, lambda _: _zeros(like), microbatch)
+
+    def _model(self, edges: Any) -> Any:
+        return self.plan.whole.bind(self.plan.stages.joined({}, edges))
+
+    def _begin(self, edges: Any, microbatch: Any) -> Any:
+        return self._model(edges).begin(*self.shared.batch(microbatch))
+
+    def _begin_backward(self, dx: Any, microbatch: Array) -> None:
+        _, pull = jax.vjp(lambda wide: self._begin(narrowed(wide, self.edges), microbatch), widened(self.edges))
+        pull.with_refs(self.edge_grads)(dx)
+
+    def _loss(self, x: Any, microbatch: Array) -> Any:
+        """Adds the sums of the terms at the model's end, and gradients of its parameters; the gradient of x."""
+
+        def finish(wide: Any, x: Any) -> tuple[Array, dict[str, Array]]:
+            model = self._model(narrowed(wide, self.edges))
+            return self.shared.weighted(model.finish(x, *self.shared.batch(microbatch)))
+
+        _, pull, sums = jax.vjp(finish, widened(self.edges), x, has_aux=True)
+        for name, value in sums.items():
+            self.edge_sums[name][...] += value
+        dx = jax.tree.map(jax.new_ref, _zeros(x))
+        pull.with_refs(self.edge_grads, dx)(jnp.float32(1))
+        return jax.tree.map(jax.freeze, dx)
+
+
+def _zeros(like: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)

@@ -1,0 +1,202 @@
+"""What one stage of a pipeline does in one tick, as code that is manual over the mesh axis `pipeline`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxtrain.models.define import Definition
+from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.pipeline.stages import STAGES, Stages
+
+Sums = dict[str, Array]
+
+
+class Shared(NamedTuple):
+    """What is the same for all stages and ticks.
+
+    micro: arrays [microbatches, rows, ...]. keys: of each microbatch. scale: of every term's sum in the loss. known:
+    what every microbatch's batch holds besides.
+    """
+
+    micro: Mapping[str, Array]
+    keys: Array
+    scale: Sums
+    known: Mapping[str, Any]
+
+    def batch(self, microbatch: Any) -> tuple[dict[str, Any], Array]:
+        """A microbatch and its key."""
+        take = lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False)  # noqa: E731
+        return {**jax.tree.map(take, dict(self.micro)), **self.known}, take(self.keys)
+
+    def weighted(self, terms: Mapping[str, tuple[Array, Array]]) -> tuple[Array, Sums]:
+        """The part of the loss that these terms are, and their sums."""
+        sums = {name: jnp.asarray(total, jnp.float32) for name, (total, _) in terms.items()}
+        return sum((sums[name] * self.scale[name] for name in sums), jnp.zeros(())), sums
+
+
+class Refs(NamedTuple):
+    """What stages keep from tick to tick: arrays [stages * n, ...] of which each stage sees its own [n, ...].
+
+    inputs, gradients: what arrived, in slots. kept: what F keeps, in slots; between: what B keeps for W. grads: of the
+    layers, as these lie. sums, counts: of the layers' own terms; counts as the layers lie.
+    """
+
+    inputs: Any
+    gradients: Any
+    kept: list[Any]
+    between: Any
+    grads: Any
+    sums: Any
+    counts: Any
+
+
+@dataclass(eq=False)
+class Derivative:
+    """A stage's derivative, taken apart into what F keeps and what a backward action has anyway."""
+
+    inside: Definition
+    stages: Stages
+    _rebuild: Callable[[list[Array], tuple], Any] | None = field(default=None)
+
+    def forward(self, layers: Any, numbers: Array, shared: Shared, microbatch: Array, x: Any) -> tuple[Any, ...]:
+        """(what goes on, sums, counts, residuals)."""
+        batch, key = shared.batch(microbatch)
+
+        def through(wide: Any, x: Any) -> tuple[Any, Any]:
+            model = self.inside.bind(self.stages.joined(narrowed(wide, layers), {}))
+            y, terms, counts = model.through(x, batch, key, numbers)
+            part, sums = shared.weighted(terms)
+            return (y, part), (sums, counts)
+
+        wide = widened(layers)
+        (y, _), pull, (sums, counts) = jax.vjp(through, wide, x, has_aux=True)
+        known = self._known(wide, layers, shared)
+        leaves, tree = jax.tree.flatten(pull)
+        source = [next((i for i, own in enumerate(known) if own is leaf), None) for leaf in leaves]
+
+        def rebuild(kept: list[Array], known: list[Array]) -> Any:
+            rest = iter(kept)
+            return jax.tree.unflatten(tree, [next(rest) if i is None else known[i] for i in source])
+
+        self._rebuild = rebuild  # by the side, for it is no array; the last trace is the one that counts
+        return y, sums, counts, [leaf for leaf, i in zip(leaves, source) if i is None]
+
+    def pull(self, kept: list[Array], layers: Any, shared: Shared) -> Any:
+        """The pull-back of (what goes on, part of the loss), from what a `forward` traced before has kept."""
+        assert self._rebuild is not None
+        return self._rebuild(kept, self._known(widened(layers), layers, shared))
+
+    def _known(self, wide: Any, layers: Any, shared: Shared) -> list[Array]:
+        """What is at hand in every action."""
+        return jax.tree.leaves((wide, layers, shared))
+
+
+@dataclass(eq=False)
+class Stage:
+    """One stage in one tick. `row`: its numbers. `begun`: the first layer's input, where this tick begins one."""
+
+    derivative: Derivative
+    row: Mapping[str, Array]
+    numbers: Array
+    layers: Any
+    refs: Refs
+    shared: Shared
+    begun: Any
+    late: Any
+    sides: Mapping[str, int]
+
+    @property
+    def actions(self) -> tuple[Callable, ...]:
+        """By `Action`, less waiting."""
+        return self.forward, self.inputs, self.weights, self.both
+
+    def act(self) -> Any:
+        """Does the action of this tick, hands on what it made, and takes what arrives. Returns what it made."""
+        row, refs = self.row, self.refs
+        _write(refs.gradients, row["take loss"], self.late)
+        x = jax.tree.map(
+            lambda new, old: jnp.where(row["is first"], new, old[row["read input"]]), self.begun, refs.inputs
+        )
+        dy = _read(refs.gradients, row["read gradient"])
+        chunk = row["chunk"]
+        layers = self._of_chunk(self.layers)
+        operands = (layers, self.numbers[0, chunk], self.shared, x, dy)
+        made = lax.switch(row["action"], [self.wait, *self.actions], *operands)
+        for side, step in self.sides.items():
+            self._take(side, made if step == 0 else self._passed(made, step))
+        return made
+
+    def _of_chunk(self, layers: Any) -> Any:
+        if self.numbers.shape[1] == 1:
+            return layers
+        split = lambda x: x.reshape(self.numbers.shape[1], -1, *x.shape[1:])  # noqa: E731
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(split(x), self.row["chunk"], keepdims=False), layers)
+
+    def _passed(self, made: Any, step: int) -> Any:
+        count = lax.axis_size(STAGES)
+        return jax.tree.map(lambda x: lax.ppermute(x, STAGES, [(i, (i + step) % count) for i in range(count)]), made)
+
+    def _take(self, side: str, message: Any) -> None:
+        for kind, ref in (("ACTIVATION", self.refs.inputs), ("GRADIENT", self.refs.gradients)):
+            if (slot := self.row.get(f"take {side} {kind}")) is not None:
+                _write(ref, slot, message)
+
+    def wait(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+        """Nothing."""
+        return jax.tree.map(jnp.zeros_like, x)
+
+    def forward(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+        """F: what goes on to the next layers; keeps the residuals."""
+        y, sums, counts, kept = self.derivative.forward(layers, numbers, shared, self.row["microbatch"], x)
+        _write(self.refs.kept, self.row["keep"], kept)
+        for name, value in sums.items():
+            self.refs.sums[name][0] += value
+        jax.tree.map(self._add, self.refs.counts, counts)
+        return y
+
+    def both(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+        """BW: the gradient of what came in; adds those of the weights."""
+        pull = self._pull(layers, shared)
+        if self.numbers.shape[1] > 1:
+            grads, dx = pull((dy, jnp.float32(1)))
+            jax.tree.map(self._add, self.refs.grads, grads)
+            return dx
+        into = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), x)
+        pull.with_refs(self.refs.grads, into)((dy, jnp.float32(1)))
+        return jax.tree.map(jax.freeze, into)
+
+    def inputs(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+        """B: the gradient of what came in."""
+        _write(self.refs.between, self.row["keep between"], dy)
+        return self._pull(layers, shared)((dy, jnp.float32(1)))[1]
+
+    def weights(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+        """W: adds the gradients of the weights."""
+        dy = _read(self.refs.between, self.row["read between"])
+        jax.tree.map(self._add, self.refs.grads, self._pull(layers, shared)((dy, jnp.float32(1)))[0])
+        return jax.tree.map(jnp.zeros_like, x)
+
+    def _pull(self, layers: Any, shared: Shared) -> Any:
+        return self.derivative.pull(_read(self.refs.kept, self.row["read kept"]), layers, shared)
+
+    def _add(self, ref: Any, value: Array) -> None:
+        """Adds what is of this chunk's layers to that of all layers of the stage."""
+        size = value.shape[0]
+        ref[jax.ds(self.row["chunk"] * size, size)] += value
+
+
+def _read(refs: Any, slot: Array) -> Any:
+    return jax.tree.map(lambda ref: ref[slot], refs)
+
+
+def _write(refs: Any, slot: Array, values: Any) -> None:
+    def write(ref: Any, value: Array) -> None:
+        ref[slot] = value
+
+    jax.tree.map(write, refs, values)
