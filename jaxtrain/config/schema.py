@@ -50,7 +50,12 @@ def _axis_size(value: int) -> int:
     return value
 
 
-AxisSize = Annotated[int, Field(ge=-1, le=LARGEST, strict=True), AfterValidator(_axis_size)]
+AxisSize = Annotated[
+    int,
+    Field(ge=-1, le=LARGEST, strict=True),
+    AfterValidator(_axis_size),
+    WithJsonSchema({"anyOf": [{"enum": [-1]}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
+]
 
 
 def _axes(value: Any) -> Any:

@@ -58,6 +58,8 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ),
         ("rules: {batch: 5}", "rules.batch: expected a list of words, text or null; found 5"),
         ("mesh: {data: 0}", "mesh.data: 0 is no size; expected a positive number, or -1 for what is left"),
+        ("mesh: {data: -2}", "mesh.data: expected -1 or a whole number of at least 1; found -2"),
+        ("mesh: {data: x}", 'mesh.data: expected -1 or a whole number of at least 1; found "x"'),
         ("zero: true", "zero: expected one of 0, 1, 2 or 3; found true"),
         ("zero: 1.0", "zero: expected one of 0, 1, 2 or 3; found 1.0"),
         ("lr: 1", "lr: unknown key here; `lr` lives at optimizer.lr"),
