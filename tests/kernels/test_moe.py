@@ -191,7 +191,7 @@ def expected(capacity: float | None, activation: str = "swiglu"):
 
 
 def close(got, want) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got)):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(a), jax.tree_util.keystr(path)
 
