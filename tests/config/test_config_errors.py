@@ -241,8 +241,9 @@ def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
         ["c.yaml:5", "rules.mlpp"],
         ["c.yaml:6", "steps"],
         ["layout tp", "rules.heads"],
-        ["layout tp", "rules.kv_heads"],
     ]
+    alone = text.replace("rules:", "rules:\n  heads: null").replace("kv_heads: 4", "kv_heads: 3")
+    assert "layout tp: rules.kv_heads: 3" in "\n".join(lines(alone, tmp_path, checks=[check_config]))
     assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
 
 
