@@ -266,9 +266,7 @@ class Config(Section):
         "auto",
         "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",
     )
-    zero: Stage = key(
-        0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters"
-    )
+    zero: Stage = key(0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters")
     model: Model = section(Model, "the model")
     data: Data = section(Data, "the data")
     loss: Loss = section(Loss, "loss terms")
