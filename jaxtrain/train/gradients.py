@@ -62,25 +62,21 @@ class Gradients:
         """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
 
         They do not depend on activations: the compiler drops all of the forward pass from it but the counting.
-
-        A model may have a method `statistics(batch, key)` for what else a term must know of the global batch: a pytree
-        of sums over rows, or None. They are added up in the first pass (which then has a forward pass to do) and handed
-        to `loss` as `batch["statistics"]`. In a batch that is not cut `loss` finds none, and its own sums are the same.
+        What else a term must know of the global batch is added up by `statistics`.
         """
         micro = jax.tree.map(lambda x: microbatches(self.sharder, x, self.accumulate), dict(batch))
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.accumulate))
         ready = self._ready(params)
 
-        def weigh(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, tuple[Sums, Any]]:
-            model = self.definition.bind(ready)
-            statistics = getattr(model, "statistics", lambda *_: None)(*inputs)
-            return None, (_split(parted(model.loss(*inputs))[0])[1], statistics)
+        def weigh(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Sums]:
+            return None, _split(parted(self.definition.bind(ready).loss(*inputs))[0])[1]
 
-        weights, statistics = summed(jax.lax.scan(weigh, None, (micro, keys))[1])
+        weights = summed(jax.lax.scan(weigh, None, (micro, keys))[1])
+        known = statistics(self.definition, ready, micro, keys)
         scale = {name: loss_scale * value for name, value in scales(weights).items()}
         first = jax.tree.map(lambda x: x[0], micro)
         once = self.local is not None and not draws(self.definition, ready, first, key)
-        part = _Part(self.local if once else self.definition, ready, scale, statistics)
+        part = _Part(self.local if once else self.definition, ready, scale, known)
         # Reduced once a step, or every microbatch's gradients into the train state's shards as they come.
         grads, rest = self._once(part, micro, keys) if once else part.added_up(micro, keys, self._kept)
         sums, counts = rest
@@ -106,7 +102,7 @@ class Gradients:
             return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
         run = self.sharder.map(own, (P(), P(None, REPLICAS), P()), P(REPLICAS), axes=(REPLICAS,))
-        grads, rest = run((part.ready, part.scale, part.statistics), micro, keys)
+        grads, rest = run((part.ready, part.scale, part.known), micro, keys)
         return self._kept(jax.tree.map(reduced, grads, self.definition.travels)), summed(rest)
 
     def _ready(self, params: Tree) -> Tree:
@@ -130,18 +126,17 @@ class _Part:
     definition: Any
     ready: Tree
     scale: Sums
-    statistics: Any
+    known: Batch
 
     def add(self, batch: Batch, key: jax.Array, sums: Tree) -> tuple[Sums, Any]:
         """Adds gradients of the ready parameters to a tree of float32 Refs; sums of terms and counts.
 
         In place, layer by layer, as the backward pass makes them.
         """
-        known = {} if self.statistics is None else {"statistics": self.statistics}
 
         def loss(wide: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
             params = jax.tree.map(lambda w, p: w if p.dtype == jnp.float32 else Narrow(p, w), wide, self.ready)
-            terms, counts = parted(self.definition.bind(params).loss({**batch, **known}, key))
+            terms, counts = parted(self.definition.bind(params).loss({**batch, **self.known}, key))
             return total(terms, self.scale), (_split(terms)[0], counts)
 
         wide = jax.tree.map(lambda p: p if p.dtype == jnp.float32 else jnp.zeros(p.shape, jnp.float32), self.ready)
@@ -154,6 +149,21 @@ class _Part:
         sums = jax.tree.map(jax.new_ref, placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready)))
         _, rest = jax.lax.scan(lambda _, inputs: (None, self.add(*inputs, sums)), None, (micro, keys))
         return placed(jax.tree.map(jax.freeze, sums)), summed(rest)
+
+
+def statistics(definition: Definition, params: Tree, micro: Batch, keys: jax.Array) -> Batch:
+    """What a term must know of the whole batch: added up over its microbatches, and joined to each of them for `loss`.
+
+    A model may have a method `statistics(batch, key)`: a pytree of sums over rows, which takes a forward pass of its
+    own, or None. `loss` finds them as `batch["statistics"]`; in a batch that is not cut it finds none, and its own sums
+    are the same.
+    """
+
+    def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Any]:
+        return None, getattr(definition.bind(params), "statistics", lambda *_: None)(*inputs)
+
+    found = summed(jax.lax.scan(part, None, (micro, keys))[1])
+    return {} if found is None else {"statistics": found}
 
 
 def summed(tree: Any) -> Any:

@@ -13,7 +13,7 @@ from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
 from jaxtrain.precision.scaling import updated
-from jaxtrain.train.gradients import Batch, Gradients, microbatches, summed
+from jaxtrain.train.gradients import Batch, Gradients, microbatches, statistics, summed
 from jaxtrain.train.loss import parted, scales
 
 State = dict[str, Any]
@@ -80,10 +80,14 @@ def eval_step(
     """(params, batch) -> loss terms as (sum, weight), to be added up over batches; in as many parts as training."""
 
     def evaluate(params: Tree, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
-        def part(_: None, inputs: Batch) -> tuple[None, dict]:
-            return None, parted(definition.bind(params).loss(inputs, jax.random.key(0)))[0]
-
         micro = jax.tree.map(lambda x: microbatches(sharder, x, accumulate), dict(batch))
-        return summed(jax.lax.scan(part, None, micro)[1])
+        keys = jnp.broadcast_to(jax.random.key(0), (accumulate,))
+        known = statistics(definition, params, micro, keys) if accumulate > 1 else {}
+
+        def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, dict]:
+            rows, key = inputs
+            return None, parted(definition.bind(params).loss({**rows, **known}, key))[0]
+
+        return summed(jax.lax.scan(part, None, (micro, keys))[1])
 
     return evaluate
