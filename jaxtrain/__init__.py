@@ -27,8 +27,9 @@ def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, A
     """
     from jaxtrain.config import resolve
     from jaxtrain.models.check import check_config
+    from jaxtrain.pipeline.fit import check_pipeline
 
-    return resolve(path, *overrides, base=base, checks=[check_config])[0]
+    return resolve(path, *overrides, base=base, checks=[check_config, check_pipeline])[0]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ WITHOUT_JAX = (
     "jaxtrain.observe.flops", "jaxtrain.checkpoint", "jaxtrain.plan.communication", "jaxtrain.plan.memory",
     "jaxtrain.plan.targets", "jaxtrain.plan.compile", "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
     "jaxtrain.verify.compare", "jaxtrain.pipeline.schedule", "jaxtrain.pipeline.custom", "jaxtrain.pipeline.buffers",
-    "jaxtrain.pipeline.draw",
+    "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit",
 )  # fmt: skip
 
 

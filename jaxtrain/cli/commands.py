@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schema, resolve, show
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.check import check_config
+from jaxtrain.pipeline.fit import check_pipeline
 
 if TYPE_CHECKING:
     from jaxtrain.pipeline.cost import Costs
@@ -23,7 +24,7 @@ __all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", 
 
 def config(args: argparse.Namespace) -> int:
     """Prints the resolved config, a line per key, and where each value came from."""
-    resolved, provenance = resolve(args.config, *args.overrides, paths=False, checks=[check_config])
+    resolved, provenance = resolve(args.config, *args.overrides, paths=False, checks=[check_config, check_pipeline])
     print("\n".join(show(resolved, provenance)))
     return 0
 
@@ -66,7 +67,7 @@ def data(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace) -> int:
     """Trains from a config file."""
     overrides = _overrides(args)
-    resolved, _ = resolve(args.config, *overrides, checks=[check_config])
+    resolved, _ = resolve(args.config, *overrides, checks=[check_config, check_pipeline])
     return _train(resolved, None, args, resume=False)
 
 
@@ -75,7 +76,7 @@ def resume(args: argparse.Namespace) -> int:
     from jaxtrain.cli.runs import saved_config
 
     directory = Path(args.run)
-    resolved, _ = resolve(saved_config(directory), *_overrides(args), checks=[check_config])
+    resolved, _ = resolve(saved_config(directory), *_overrides(args), checks=[check_config, check_pipeline])
     return _train(resolved, directory, args, resume=True)
 
 

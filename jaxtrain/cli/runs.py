@@ -20,6 +20,7 @@ from jaxtrain.models.check import check_config
 from jaxtrain.models.define import define, make_env
 from jaxtrain.observe.plot import loss_plot
 from jaxtrain.observe.progress import Screen
+from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
 from jaxtrain.train.loop import Result, validate
@@ -47,7 +48,7 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     Raises:
         UserError: not a run, no usable checkpoint, one that does not fit the config, or nothing to evaluate on.
     """
-    config, _ = resolve(saved_config(directory), *overrides, checks=[check_config])
+    config, _ = resolve(saved_config(directory), *overrides, checks=[check_config, check_pipeline])
     count = config.eval.batches if batches is None else batches
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
@@ -67,7 +68,7 @@ def open_generator(
 
     Needs the tokenizer, not the data.
     """
-    config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
+    config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config, check_pipeline])
     tokenizer = _tokenizer(config)
     program = build(config, vocabulary(config, tokenizer.vocab), platform.start(config))
     return streamer(program, tokenizer, _weights(directory, step, program)[0], **sampling)

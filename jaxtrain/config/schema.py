@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticKnownError
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
@@ -33,13 +34,28 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 
 
+def _no_lookalike(value: Any) -> Any:
+    """`Literal` takes whatever is equal: true and 1.0 for 1."""
+    if isinstance(value, (bool, float)):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_lookalike)]
+
+
 def _axis_size(value: int) -> int:
     if value == 0:
         raise ValueError("0 is no size; expected a positive number, or -1 for what is left")
     return value
 
 
-AxisSize = Annotated[int, Field(ge=-1, le=LARGEST, strict=True), AfterValidator(_axis_size)]
+AxisSize = Annotated[
+    int,
+    Field(ge=-1, le=LARGEST, strict=True),
+    AfterValidator(_axis_size),
+    WithJsonSchema({"anyOf": [{"enum": [-1]}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
+]
 
 
 def _axes(value: Any) -> Any:
@@ -257,9 +273,7 @@ class Config(Section):
         "auto",
         "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",
     )
-    zero: Literal[0, 1, 2, 3] = key(
-        0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters"
-    )
+    zero: Stage = key(0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters")
     pipeline: Pipeline = section(Pipeline, "the schedule of pipeline stages")
     model: Model = section(Model, "the model")
     data: Data = section(Data, "the data")

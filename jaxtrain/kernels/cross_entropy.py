@@ -87,9 +87,23 @@ def cross_entropy(
     return terms
 
 
-def recomputes(vocab: int, chunks: int) -> bool:
-    """Whether the backward pass computes the logits of a shard of `vocab` ids again: they are in several chunks."""
-    return _chunk(vocab, chunks) < vocab
+def recomputes(vocab: int, chunks: int, sharder: Sharder | None = None) -> bool:
+    """Whether the backward pass computes the logits again: those of a shard of the vocabulary are in several chunks."""
+    part = _split(sharder or Sharder(), vocab)[2]
+    return _chunk(part, chunks) < part
+
+
+def _split(sharder: Sharder, vocab: int) -> tuple[tuple[str, ...], int, int]:
+    """Mesh axes that split the vocabulary, number of shards, ids of one, after padding to whole shards.
+
+    Not the axes over which weights are only stored in shards: over these the head is gathered.
+    """
+    if sharder.mesh is None:
+        return (), 1, vocab
+    gathered = storage_axes(sharder.rules or {})
+    over = tuple(axis for axis in sharder.axes("vocab") if axis not in gathered)
+    shards = prod(sharder.mesh.shape[axis] for axis in over)
+    return over, shards, -(-vocab // shards)
 
 
 def _chunk(part: int, chunks: int) -> int:
@@ -139,10 +153,8 @@ class _Plan:
         # Replicas that keep shards of the state (ZeRO) get shards of every chunk's gradient.
         more = tuple(a for a in kept[embed] if a not in parameter[embed])
         gathered = storage_axes(rules)
-        over = tuple(a for a in sharder.axes("vocab") if a not in gathered) if rules else ()
         held = tuple(a for dim in parameter for a in dim if a in gathered)  # FSDP axes, kept on embed until used
-        shards = prod(sharder.mesh.shape[a] for a in over) if sharder.mesh is not None else 1
-        part = -(-shape[vocab] // shards)
+        over, shards, part = _split(sharder, shape[vocab])
         size = _chunk(part, chunks)
         order = (lambda embed: (over, (), embed)) if tied else (lambda embed: (embed, over, ()))
         return cls(

@@ -15,6 +15,7 @@ BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
 EMBED, LAYERS, EXPERT = "embed", "layers", "expert"
 KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards: whole on each
 REPLICAS = "data"  # the mesh axis of replicas, over which ZeRO spreads what they would all hold
+STAGES = "pipeline"  # the mesh axis of pipeline stages, which hold layers
 
 
 def axes_of(name: str | None, rules: Rules) -> tuple[str, ...]:

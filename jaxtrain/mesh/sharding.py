@@ -12,7 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.mesh.rules import Names, Rules, axes_of, dims_to_axes, storage_axes, stored_dims, without, zero_rules
+from jaxtrain.mesh.rules import (
+    STAGES,
+    Names,
+    Rules,
+    axes_of,
+    dims_to_axes,
+    storage_axes,
+    stored_dims,
+    without,
+    zero_rules,
+)
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of every dim
 
@@ -37,7 +47,13 @@ class Sharder:
     def without(self, axis: str) -> Sharder:
         """The same inside a `map` over a mesh axis: no rule names it, nothing is spread over it."""
         rules = {name: tuple(a for a in axes if a != axis) for name, axes in (self.rules or {}).items()}
-        return Sharder(self.mesh, rules, manual=self.manual | {axis})
+        return Sharder(self.mesh, rules, self.zero, self.manual | {axis})
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether this is code of a pipeline stage: other stages may be in another branch, and would miss a permutation
+        here, for which all devices wait."""
+        return STAGES in self.manual
 
     def map(self, body: Callable, in_specs: Any, out_specs: Any, axes: Iterable[str] | None = None) -> Callable:
         """`jax.shard_map` over some mesh axes, default all that are left. Raises ValueError without a mesh.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
+
 from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh import context
 from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
-from jaxtrain.mesh.rules import BATCH, EXPERT, REPLICAS, axes_of, zero_rules
+from jaxtrain.mesh.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, axes_of, zero_rules
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -34,12 +37,29 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
 
 def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
     """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
-    rules = zero_rules(config.rules, config.zero)
+    rules, sizes = zero_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
+    if tensors is not None and _follows_heads(config, sizes):
+        tensors = {path: (shape, _unsplit(names)) for path, (shape, names) in tensors.items()}
     problems = check(config.mesh, rules, tensors, activations(config), devices)
-    problems += _zero(config) + context.check(config, axis_sizes(config.mesh, devices)[0])
+    problems += _zero(config) + context.check(config, sizes)
     if config.model.type == "decoder":
         problems += _dense(config) if config.model.moe is None else _experts(config)
     return problems
+
+
+def _follows_heads(config: Config, sizes: Mapping[str, int | None]) -> bool:
+    """Whether the same axes fail to split the query heads.
+
+    Then key/value heads are not judged: which of them work is known once the query heads are split, because fewer than
+    the shards are repeated.
+    """
+    heads, kv_heads = ({a for a in axes_of(n, config.rules) if sizes.get(a, 1) != 1} for n in ("heads", "kv_heads"))
+    shards = prod(sizes.get(axis) or 1 for axis in heads)
+    return config.model.type == "decoder" and heads == kv_heads and config.model.heads % shards != 0
+
+
+def _unsplit(names: Names) -> Names:
+    return tuple(KV_SHARED if name == "kv_heads" else name for name in names)
 
 
 def _zero(config: Config) -> list[Problem]:

@@ -85,7 +85,10 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, stacked blocks, final norm, head. `loss` trains it, `decode` extends a cache."""
+    """Embedding, stacked blocks, final norm, head. `loss` trains it, `decode` extends a cache.
+
+    `loss` is `begin`, `through` and `finish`, of which a pipeline's stages each have a part.
+    """
 
     def __init__(self, model: Model, loss: Loss, vocab: int, *, env: Env, rngs: nnx.Rngs):
         self.env, self.model, self.terms, self.vocab = env, model, loss, vocab
@@ -130,7 +133,7 @@ class Decoder(nnx.Module):
         """
         del key
         x_BTD, _, load = self._blocks(x_BTD, batch["positions"], batch["segments"])
-        return (x_BTD, *({}, {})) if load is None else (x_BTD, *self._load_terms(load, batch, layers_L))
+        return (x_BTD, {}, {}) if load is None else (x_BTD, *self._load_terms(load, batch, layers_L))
 
     def finish(self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array) -> Terms:
         """The terms that what comes out of the last layer has."""
@@ -145,7 +148,11 @@ class Decoder(nnx.Module):
         """What `loss` must know of the whole global batch: choices [layers, experts], for the balance loss."""
         if self.model.moe is None or not self.terms.balance:
             return None
-        return {"chosen": self.through(self.begin(batch, key), batch, key)[2]["chosen"]}
+        return self.statistics_of(self.through(self.begin(batch, key), batch, key)[2])
+
+    def statistics_of(self, counts: Counts) -> Counts:
+        """The same from the counts of all layers over the global batch."""
+        return {"chosen": counts["chosen"]}
 
     def metrics(self, counts: Counts) -> dict[str, jax.Array]:
         """Metrics of a step from the counts of `loss`, added up over its global batch."""

@@ -13,7 +13,7 @@ Activations, residuals, gradients and sums are Refs, written in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,15 +23,16 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.mesh.rules import STAGES
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.pipeline.arrange import place
 from jaxtrain.pipeline.buffers import Buffers, Kind, buffers
-from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage
-from jaxtrain.pipeline.stages import STAGES, Stages
+from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage, Sums
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Action, Table
 
-Counts = Any
 STEPS = {"previous": 1, "next": -1, "here": 0}  # where what arrives from a side has to go
 
 
@@ -52,6 +53,22 @@ class Executor:
     inside: Definition
 
     @cached_property
+    def forward(self) -> Executor:
+        """The forward passes alone."""
+        orders = [
+            [step for _, at, step in self.table.steps() if at == stage and step.action == Action.F]
+            for stage in range(self.table.stages)
+        ]
+        t = self.table
+        numbers = {"placement": t.placement, "microbatches": t.microbatches, "chunks": t.chunks}
+        return replace(self, table=place(orders, name=f"{t.name}, forward", **numbers))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether there is a backward pass."""
+        return "end" in self.ends
+
+    @cached_property
     def stages(self) -> Stages:
         """Who holds which layers."""
         return Stages.of(self.table, self.whole, self.sharder)
@@ -65,19 +82,24 @@ class Executor:
     def rows(self) -> dict[str, np.ndarray]:
         """What every stage needs to know in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
         table, b = self.table, self.buffers
+        kept, between = b.until_weight, b.backward_to_weight
 
         def slots(slot: np.ndarray, ring: Any) -> np.ndarray:
             return np.where(slot < 0, ring.slots, slot)
 
-        is_first = table.virtual[np.arange(table.stages), table.chunk] == 0
         rows = {
-            "action": table.action, "microbatch": table.microbatch, "chunk": table.chunk, "is first": is_first,
-            "read input": slots(b.activations.read, b.activations), "read gradient": slots(b.gradients.read, b.gradients),
-            "read kept": slots(b.until_weight.read, b.until_weight), "keep": slots(b.until_weight.write, b.until_weight),
-            "keep between": slots(b.backward_to_weight.write, b.backward_to_weight),
-            "read between": slots(b.backward_to_weight.read, b.backward_to_weight),
+            "action": table.action,
+            "microbatch": table.microbatch,
+            "chunk": table.chunk,
+            "is first": table.virtual[np.arange(table.stages), table.chunk] == 0,
+            "read input": slots(b.activations.read, b.activations),
+            "read gradient": slots(b.gradients.read, b.gradients),
+            "keep": slots(kept.write, kept),
+            "read kept": slots(kept.read, kept),
+            "keep between": slots(between.write, between),
+            "read between": slots(between.read, between),
             "take loss": slots(np.roll(b.from_loss, 1, axis=0), b.gradients),  # found at the end of the tick before
-        }  # fmt: skip
+        }
         for side, arrivals in {"previous": b.from_previous, "next": b.from_next, "here": b.from_here}.items():
             for kind, ring in ((Kind.ACTIVATION, b.activations), (Kind.GRADIENT, b.gradients)):
                 if (arrivals.kind == kind).any():
@@ -91,7 +113,10 @@ class Executor:
 
     @cached_property
     def ends(self) -> dict[str, np.ndarray]:
-        """Microbatch, int32 [ticks], that begins, that reaches the loss, whose gradient leaves layer 0; -1 for none."""
+        """Microbatch, int32 [ticks], that begins, that reaches the loss, whose gradient leaves layer 0; -1 for none.
+
+        What never happens is left out.
+        """
         table = self.table
 
         def microbatch(virtual: int, *actions: Action) -> np.ndarray:
@@ -99,9 +124,12 @@ class Executor:
             is_it = np.isin(table.action[:, stage], actions) & (table.chunk[:, stage] == chunk)
             return np.where(is_it, table.microbatch[:, stage], -1).astype(np.int32)
 
-        return {
-            "begin": microbatch(0, Action.F), "loss": microbatch(-1, Action.F), "end": microbatch(0, Action.B, Action.BW),
-        }  # fmt: skip
+        found = {
+            "begin": microbatch(0, Action.F),
+            "loss": microbatch(-1, Action.F),
+            "end": microbatch(0, Action.B, Action.BW),
+        }
+        return {name: row for name, row in found.items() if (row >= 0).any()}
 
 
 @dataclass(eq=False)
@@ -110,34 +138,46 @@ class Run:
 
     Args:
         ready: parameters where the model expects them, layers stacked in their order.
-        placed: puts gradients, in a tree like `ready`, where they are added up.
     """
 
     plan: Executor
     ready: Tree
     shared: Shared
-    placed: Callable[[Tree], Tree]
 
     def __post_init__(self) -> None:
-        stages = self.plan.stages
+        stages, self.ends = self.plan.stages, self.plan.ends
         layers, self.edges = stages.parted(self.ready)
         self.layers = stages.view(layers)
-        self.derivative = Derivative(self.plan.inside, stages)
+        self.derivative = Derivative(self.plan.inside, stages, self.plan.is_training)
         self.passed = jax.eval_shape(lambda: self._begin(self.edges, 0))  # what goes from stage to stage
 
-    def gradients(self) -> tuple[Tree, tuple[dict[str, Array], Counts]]:
-        """Float32 gradients; sums of terms, and counts or None, over all microbatches."""
+    def gradients(self, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
+        """Float32 gradients; sums of terms, and counts or None, over all microbatches.
+
+        Args:
+            placed: puts gradients, in a tree like `ready`, where they are added up.
+        """
         stages = self.plan.stages
-        zeros = self.placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
+        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
         of_layers, of_edges = stages.parted(zeros)
-        self.edge_grads = jax.tree.map(jax.new_ref, of_edges)
+        end, edge_grads, rest = self._run(stages.view(of_layers), of_edges)
+        return placed(stages.joined(stages.natural(end.grads), edge_grads)), rest
+
+    def sums(self, finish: bool = True) -> tuple[Sums, Any]:
+        """Sums of terms, and counts or None, of a plan without a backward pass; `finish`: those of the end too."""
+        if not finish:
+            self.ends = {name: row for name, row in self.ends.items() if name != "loss"}
+        return self._run({}, {})[2]
+
+    def _run(self, grads: Any, edge_grads: Any) -> tuple[Refs, Any, tuple[Sums, Any]]:
+        """Adds to zeros for gradients. What the Refs hold at the end, gradients of the edges, sums and counts."""
+        self.edge_grads = jax.tree.map(jax.new_ref, edge_grads)
         self.edge_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.shared.scale}
-        self.refs = self._refs(stages.view(of_layers))
-        lax.scan(self._tick, _zeros(self.passed), (self.plan.rows, self.plan.ends))
+        self.refs = self._refs(grads)
+        lax.scan(self._tick, _zeros(self.passed), (self.plan.rows, self.ends))
         end = jax.tree.map(jax.freeze, self.refs)
-        grads = stages.joined(stages.natural(end.grads), jax.tree.map(jax.freeze, self.edge_grads))
         sums = {name: jax.freeze(ref) + end.sums.get(name, jnp.zeros(1)).sum() for name, ref in self.edge_sums.items()}
-        return self.placed(grads), (sums, stages.natural(end.counts) or None)
+        return end, jax.tree.map(jax.freeze, self.edge_grads), (sums, self.plan.stages.natural(end.counts) or None)
 
     def _refs(self, grads: Any) -> Refs:
         """Zeros, in slots and a spare one where there are slots."""
@@ -159,25 +199,27 @@ class Run:
             )  # fmt: skip
 
         run = sharder.map(blank, (P(STAGES), P(STAGES), P()), P(STAGES), axes=(STAGES,))
-        *buffers, sums, counts = run(self.plan.stages.numbers, self.layers, self.shared)
-        return jax.tree.map(jax.new_ref, Refs(*buffers, grads, sums, counts))
+        inputs, gradients, kept, between, sums, counts = run(self.plan.stages.numbers, self.layers, self.shared)
+        return jax.tree.map(jax.new_ref, Refs(inputs, gradients, kept, between, grads, sums, counts))
 
     def _tick(self, late: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
         """One tick; `late` is the gradient of the loss found in the last one, on its way to the last stage."""
         rows, ends = tick
         begun = self._if(ends["begin"], lambda i: self._begin(self.edges, i), self.passed)
         made = self._on_stages(rows, begun, late)
-        late = self._if(ends["loss"], lambda i: self._loss(self._of(made, -1), i), self.passed)
-        self._if(ends["end"], lambda i: self._begin_backward(self._of(made, 0), i), None)
+        if "loss" in ends:
+            late = self._if(ends["loss"], lambda i: self._loss(self._of(made, -1), i), self.passed)
+        if "end" in ends:
+            self._if(ends["end"], lambda i: self._begin_backward(self._of(made, 0), i), None)
         return late, None
 
     def _on_stages(self, rows: dict[str, Array], begun: Any, late: Any) -> Any:
         """What each stage made, [stages, ...]."""
         derivative, sides = self.derivative, self.plan.sides
 
-        def stage(rows: dict, numbers: Array, layers: Any, refs: Refs, *everywhere: Any) -> Any:
+        def stage(rows: dict, numbers: Array, layers: Any, refs: Refs, shared: Shared, begun: Any, late: Any) -> Any:
             row = {name: value[0] for name, value in rows.items()}
-            made = Stage(derivative, row, numbers, layers, refs, *everywhere, sides).act()
+            made = Stage(derivative, row, numbers, layers, refs, shared, begun, late, sides).act()
             return jax.tree.map(lambda m: m[None], made)
 
         specs = (*[P(STAGES)] * 4, *[P()] * 3)
@@ -191,7 +233,9 @@ class Run:
 
     def _if(self, microbatch: Array, run: Callable[[Array], Any], like: Any) -> Any:
         """`run(microbatch)`, or zeros where there is none."""
-        return lax.cond(microbatch >= 0, run, lambda _: _zeros(like), microbatch)
+        # XLA refuses branches that end in constraints which differ: a barrier has none.
+        branches = (lambda i: lax.optimization_barrier(run(i)), lambda _: lax.optimization_barrier(_zeros(like)))
+        return lax.cond(microbatch >= 0, *branches, microbatch)
 
     def _model(self, edges: Any) -> Any:
         return self.plan.whole.bind(self.plan.stages.joined({}, edges))
@@ -206,16 +250,22 @@ class Run:
     def _loss(self, x: Any, microbatch: Array) -> Any:
         """Adds the sums of the terms at the model's end, and gradients of its parameters; the gradient of x."""
 
-        def finish(wide: Any, x: Any) -> tuple[Array, dict[str, Array]]:
+        def finish(wide: Any, x: Any) -> tuple[Array, Sums]:
             model = self._model(narrowed(wide, self.edges))
             return self.shared.weighted(model.finish(x, *self.shared.batch(microbatch)))
 
+        if not self.plan.is_training:
+            self._add_sums(finish(self.edges, x)[1])
+            return _zeros(x)
         _, pull, sums = jax.vjp(finish, widened(self.edges), x, has_aux=True)
-        for name, value in sums.items():
-            self.edge_sums[name][...] += value
+        self._add_sums(sums)
         dx = jax.tree.map(jax.new_ref, _zeros(x))
         pull.with_refs(self.edge_grads, dx)(jnp.float32(1))
         return jax.tree.map(jax.freeze, dx)
+
+    def _add_sums(self, sums: Sums) -> None:
+        for name, value in sums.items():
+            self.edge_sums[name][...] += value
 
 
 def _zeros(like: Any) -> Any:

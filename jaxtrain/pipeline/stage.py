@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxtrain.mesh.rules import STAGES
 from jaxtrain.models.define import Definition
 from jaxtrain.nn.param import narrowed, widened
-from jaxtrain.pipeline.stages import STAGES, Stages
+from jaxtrain.pipeline.stages import Stages
 
 Sums = dict[str, Array]
 
@@ -37,7 +38,7 @@ class Shared(NamedTuple):
     def weighted(self, terms: Mapping[str, tuple[Array, Array]]) -> tuple[Array, Sums]:
         """The part of the loss that these terms are, and their sums."""
         sums = {name: jnp.asarray(total, jnp.float32) for name, (total, _) in terms.items()}
-        return sum((sums[name] * self.scale[name] for name in sums), jnp.zeros(())), sums
+        return sum((sums[name] * self.scale[name] for name in sums if name in self.scale), jnp.zeros(())), sums
 
 
 class Refs(NamedTuple):
@@ -58,13 +59,17 @@ class Refs(NamedTuple):
 
 @dataclass(eq=False)
 class Derivative:
-    """A stage's derivative, taken apart into what F keeps and what a backward action has anyway."""
+    """A stage's derivative, taken apart into what F keeps and what a backward action has anyway.
+
+    is_training: else there is no derivative, and nothing is kept.
+    """
 
     inside: Definition
     stages: Stages
-    _rebuild: Callable[[list[Array], tuple], Any] | None = field(default=None)
+    is_training: bool
+    _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
-    def forward(self, layers: Any, numbers: Array, shared: Shared, microbatch: Array, x: Any) -> tuple[Any, ...]:
+    def forward(self, layers: Any, numbers: Array, shared: Shared, microbatch: Any, x: Any) -> tuple[Any, ...]:
         """(what goes on, sums, counts, residuals)."""
         batch, key = shared.batch(microbatch)
 
@@ -74,6 +79,9 @@ class Derivative:
             part, sums = shared.weighted(terms)
             return (y, part), (sums, counts)
 
+        if not self.is_training:
+            (y, _), (sums, counts) = through(layers, x)
+            return y, sums, counts, []
         wide = widened(layers)
         (y, _), pull, (sums, counts) = jax.vjp(through, wide, x, has_aux=True)
         known = self._known(wide, layers, shared)
@@ -114,7 +122,7 @@ class Stage:
     @property
     def actions(self) -> tuple[Callable, ...]:
         """By `Action`, less waiting."""
-        return self.forward, self.inputs, self.weights, self.both
+        return (self.forward, self.inputs, self.weights, self.both) if self.derivative.is_training else (self.forward,)
 
     def act(self) -> Any:
         """Does the action of this tick, hands on what it made, and takes what arrives. Returns what it made."""

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxtrain.mesh.rules import LAYERS
+from jaxtrain.mesh.rules import LAYERS, STAGES
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.pipeline.table import Table
-
-STAGES = "pipeline"  # the mesh axis
 
 
 @dataclass(frozen=True, eq=False)

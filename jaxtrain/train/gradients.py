@@ -14,6 +14,8 @@ from jaxtrain.mesh.rules import BATCH, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.pipeline.executor import Executor, Run
+from jaxtrain.pipeline.stage import Shared
 from jaxtrain.train.loss import parted, scales, total
 
 Batch = Mapping[str, jax.Array]
@@ -39,15 +41,19 @@ class Gradients:
     With microbatches (`accumulate` > 1) and replicas that keep whole gradients (ZeRO 0 and 1), every replica adds
     up its own gradients and they are reduced once, at the end; else each microbatch's are reduced as they come.
     `local` is the definition on one slice of the replicas' axis, for that.
+
+    `pipeline` and `local_pipeline` run the schedule of pipeline stages, which then is the loop over microbatches.
     """
 
     definition: Definition
     sharder: Sharder
     accumulate: int = 1
     local: Definition | None = None
+    pipeline: Executor | None = None
+    local_pipeline: Executor | None = None
 
     def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> Found:
-        if self.accumulate > 1:
+        if self.accumulate > 1 or self.pipeline:
             return self._over_microbatches(params, batch, key, loss_scale)
 
         def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
@@ -62,25 +68,19 @@ class Gradients:
         """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
 
         They do not depend on activations: the compiler drops all of the forward pass from it but the counting.
-
-        A model may have a method `statistics(batch, key)` for what else a term must know of the global batch: a pytree
-        of sums over rows, or None. They are added up in the first pass (which then has a forward pass to do) and handed
-        to `loss` as `batch["statistics"]`. In a batch that is not cut `loss` finds none, and its own sums are the same.
+        What else a term must know of the global batch is added up by `statistics`.
         """
         micro = jax.tree.map(lambda x: microbatches(self.sharder, x, self.accumulate), dict(batch))
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.accumulate))
         ready = self._ready(params)
 
-        def weigh(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, tuple[Sums, Any]]:
-            model = self.definition.bind(ready)
-            statistics = getattr(model, "statistics", lambda *_: None)(*inputs)
-            return None, (_split(parted(model.loss(*inputs))[0])[1], statistics)
-
-        weights, statistics = summed(jax.lax.scan(weigh, None, (micro, keys))[1])
+        weights = weigh(self.definition, ready, micro, keys)
+        known = statistics(self.definition, ready, micro, keys, self.pipeline)
         scale = {name: loss_scale * value for name, value in scales(weights).items()}
         first = jax.tree.map(lambda x: x[0], micro)
         once = self.local is not None and not draws(self.definition, ready, first, key)
-        part = _Part(self.local if once else self.definition, ready, scale, statistics)
+        model = (self.local, self.local_pipeline) if once else (self.definition, self.pipeline)
+        part = _Part(*model, ready, scale, known)
         # Reduced once a step, or every microbatch's gradients into the train state's shards as they come.
         grads, rest = self._once(part, micro, keys) if once else part.added_up(micro, keys, self._kept)
         sums, counts = rest
@@ -99,14 +99,16 @@ class Gradients:
             return jax.tree.map(lambda g, names: inner.place(g, inner.stored(names, g.shape)), grads, names)
 
         def own(given: tuple, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
-            return jax.tree.map(lambda x: x[None], _Part(part.definition, *given).added_up(micro, keys, placed))
+            return jax.tree.map(
+                lambda x: x[None], _Part(part.definition, part.pipeline, *given).added_up(micro, keys, placed)
+            )
 
         def reduced(g: jax.Array, dtype: Any) -> Any:
             # lax.reduce, because jnp.sum would widen what travels to float32.
             return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
         run = self.sharder.map(own, (P(), P(None, REPLICAS), P()), P(REPLICAS), axes=(REPLICAS,))
-        grads, rest = run((part.ready, part.scale, part.statistics), micro, keys)
+        grads, rest = run((part.ready, part.scale, part.known), micro, keys)
         return self._kept(jax.tree.map(reduced, grads, self.definition.travels)), summed(rest)
 
     def _ready(self, params: Tree) -> Tree:
@@ -128,19 +130,19 @@ class _Part:
     """A microbatch's part of the loss: what is the same for all of them."""
 
     definition: Any
+    pipeline: Executor | None
     ready: Tree
     scale: Sums
-    statistics: Any
+    known: Batch
 
     def add(self, batch: Batch, key: jax.Array, sums: Tree) -> tuple[Sums, Any]:
         """Adds gradients of the ready parameters to a tree of float32 Refs; sums of terms and counts.
 
         In place, layer by layer, as the backward pass makes them.
         """
-        known = {} if self.statistics is None else {"statistics": self.statistics}
 
         def loss(wide: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            terms, counts = parted(self.definition.bind(narrowed(wide, self.ready)).loss({**batch, **known}, key))
+            terms, counts = parted(self.definition.bind(narrowed(wide, self.ready)).loss({**batch, **self.known}, key))
             return total(terms, self.scale), (_split(terms)[0], counts)
 
         value, pull, rest = jax.vjp(loss, widened(self.ready), has_aux=True)
@@ -149,9 +151,40 @@ class _Part:
 
     def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
         """Float32 gradients of all microbatches, `placed`; all sums and counts."""
+        if self.pipeline:
+            return Run(self.pipeline, self.ready, Shared(micro, keys, self.scale, self.known)).gradients(placed)
         sums = jax.tree.map(jax.new_ref, placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready)))
         _, rest = jax.lax.scan(lambda _, inputs: (None, self.add(*inputs, sums)), None, (micro, keys))
         return placed(jax.tree.map(jax.freeze, sums)), summed(rest)
+
+
+def weigh(definition: Definition, params: Tree, micro: Batch, keys: jax.Array) -> Sums:
+    """Weights of all terms over all microbatches; the compiler drops all else that this computes."""
+
+    def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Sums]:
+        return None, _split(parted(definition.bind(params).loss(*inputs))[0])[1]
+
+    return summed(jax.lax.scan(part, None, (micro, keys))[1])
+
+
+def statistics(
+    definition: Definition, params: Tree, micro: Batch, keys: jax.Array, pipeline: Executor | None = None
+) -> Batch:
+    """What a term must know of the whole batch: added up over its microbatches, and joined to each of them for `loss`.
+
+    A model may have a method `statistics(batch, key)`: a pytree of sums over rows, which takes a forward pass of its
+    own, or None. `loss` finds them as `batch["statistics"]`; in a batch that is not cut it finds none, and its own sums
+    are the same. Pipeline stages make them of their layers' counts: `statistics_of(counts)`.
+    """
+
+    def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Any]:
+        return None, getattr(definition.bind(params), "statistics", lambda *_: None)(*inputs)
+
+    if pipeline and jax.eval_shape(lambda: part(None, jax.tree.map(lambda x: x[0], (micro, keys))))[1] is not None:
+        counts = Run(pipeline.forward, params, Shared(micro, keys, {}, {})).sums(finish=False)[1]
+        return {"statistics": definition.bind(params).statistics_of(counts)}
+    found = summed(jax.lax.scan(part, None, (micro, keys))[1])
+    return {} if found is None else {"statistics": found}
 
 
 def summed(tree: Any) -> Any:

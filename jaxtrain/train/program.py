@@ -13,12 +13,14 @@ from jaxtrain.config.errors import ConfigError
 from jaxtrain.config.schema import Config, Loss
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
-from jaxtrain.mesh.rules import BATCH, REPLICAS
+from jaxtrain.mesh.rules import BATCH, REPLICAS, STAGES
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.check import check_placed
 from jaxtrain.models.define import Definition, define, make_env
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
+from jaxtrain.pipeline.custom import load
+from jaxtrain.pipeline.executor import Executor
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import state as states
 from jaxtrain.train.gradients import Gradients
@@ -58,12 +60,17 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     abstract = states.abstract(definition, tx, config)
     placed = states.shardings(abstract, definition, tx, sharder)
     accumulate, everywhere = config.step.accumulate, sharder.sharding(())
-    gradients = Gradients(definition, sharder, accumulate, local_definition(config, sharder, vocab))
+    local, own = local_definition(config, sharder, vocab), sharder.without(REPLICAS)
+    gradients = Gradients(
+        definition, sharder, accumulate, local,
+        executor(config, sharder, definition, vocab), local and executor(config, own, local, vocab),
+    )  # fmt: skip
     rate, options = schedule(config.optimizer, config.steps), config.optimizer
     step = train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema)
     # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
     plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
-    evaluate = eval_step(define(plain, env, vocab), sharder, accumulate)
+    measured = define(plain, env, vocab)
+    evaluate = eval_step(measured, sharder, accumulate, executor(plain, sharder, measured, vocab))
     return Program(
         config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
         step=jax.jit(_precise(step, config), donate_argnums=0, out_shardings=(placed, everywhere)),
@@ -79,6 +86,15 @@ def local_definition(config: Config, sharder: Sharder, vocab: int | None) -> Def
     if sharder.mesh is None or sharder.mesh.shape[REPLICAS] == 1:
         return None
     return define(config, make_env(config, sharder.without(REPLICAS)), vocab)
+
+
+def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | None) -> Executor | None:
+    """What runs the schedule of pipeline stages, where there are several."""
+    stages = 1 if sharder.mesh is None else sharder.mesh.shape[STAGES]
+    if stages == 1:
+        return None
+    table = load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
+    return Executor(table, sharder, whole, define(config, make_env(config, sharder.without(STAGES)), vocab))
 
 
 def _precise(fn: Callable, config: Config) -> Callable:

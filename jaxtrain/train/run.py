@@ -250,7 +250,7 @@ def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | N
     """FLOPs of each of the `items` of a global batch: tokens where it has such, else rows."""
     if config.model.type == "decoder":
         vocab = program.definition.params["embed"]["table"].shape[0]
-        again = recomputes(vocab // program.sharder.size("vocab"), config.loss.chunks)
+        again = recomputes(vocab, config.loss.chunks, program.sharder)
         return decoder_flops(config.model, vocab, config.data.sequence, config.step.remat, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}

@@ -13,8 +13,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
+from jaxtrain.pipeline.executor import Executor, Run
+from jaxtrain.pipeline.stage import Shared
 from jaxtrain.precision.scaling import updated
-from jaxtrain.train.gradients import Batch, Gradients, microbatches, summed
+from jaxtrain.train.gradients import Batch, Gradients, microbatches, statistics, summed, weigh
 from jaxtrain.train.loss import parted, scales
 
 State = dict[str, Any]
@@ -83,15 +85,24 @@ def _unless_overflown(old: State, new: State, metrics: Metrics) -> tuple[State, 
 
 
 def eval_step(
-    definition: Definition, sharder: Sharder, accumulate: int = 1
+    definition: Definition, sharder: Sharder, accumulate: int = 1, pipeline: Executor | None = None
 ) -> Callable[[Tree, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
     """(params, batch) -> loss terms as (sum, weight), to be added up over batches; in as many parts as training."""
 
     def evaluate(params: Tree, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
-        def part(_: None, inputs: Batch) -> tuple[None, dict]:
-            return None, parted(definition.bind(params).loss(inputs, jax.random.key(0)))[0]
-
         micro = jax.tree.map(lambda x: microbatches(sharder, x, accumulate), dict(batch))
-        return summed(jax.lax.scan(part, None, micro)[1])
+        keys = jnp.broadcast_to(jax.random.key(0), (accumulate,))
+        known = statistics(definition, params, micro, keys, pipeline) if accumulate > 1 else {}
+        if pipeline:
+            weights = weigh(definition, params, micro, keys)
+            ones = dict.fromkeys(weights, jnp.ones(()))
+            sums, _ = Run(pipeline.forward, params, Shared(micro, keys, ones, known)).sums()
+            return {name: (sums[name], weight) for name, weight in weights.items()}
+
+        def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, dict]:
+            rows, key = inputs
+            return None, parted(definition.bind(params).loss({**rows, **known}, key))[0]
+
+        return summed(jax.lax.scan(part, None, (micro, keys))[1])
 
     return evaluate

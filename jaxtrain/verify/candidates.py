@@ -13,8 +13,9 @@ from jaxtrain.config.output import as_dict
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.mesh.axes import AXES, shape_text
-from jaxtrain.mesh.rules import CONTEXT
+from jaxtrain.mesh.rules import BATCH, CONTEXT, axes_of
 from jaxtrain.models.check import check_config
+from jaxtrain.pipeline.fit import check_pipeline
 
 Load = Callable[[str], Config]
 OWN = "(its own)"  # the layout that the config itself describes
@@ -38,8 +39,9 @@ def candidates(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Every legal mesh of every layout asked for, and why a layout has none.
 
-    A layout's mesh keeps the axes that it sets itself above 1 there; its rules' other axes may take part. The first
-    mesh of each layout is tried with two microbatches as well.
+    A layout's mesh keeps the axes that it sets itself above 1 there; its rules' other axes may take part, and so may
+    the axis of -1, which stays where the layout sets no other: tp without `model` is none. The first mesh of each
+    layout that splits the batch is tried with two microbatches as well.
 
     Args:
         small: the user's config, made small.
@@ -66,7 +68,7 @@ def candidates(
             refused[name] = reason
         fresh = [config for config in legal if _effect(config) not in seen]
         seen |= {_effect(config) for config in fresh}
-        more = [_accumulated(fresh[0])] if fresh else []
+        more = [_accumulated(max(fresh, key=_splits_batch))] if fresh else []
         found += [Candidate(name, config) for config in [*fresh, *more]]
     return found, refused
 
@@ -83,13 +85,15 @@ def _with_layout(small: Config, other: Config) -> Config:
 def _legal(config: Config, devices: int) -> tuple[list[Config], str]:
     """The config on every mesh that the doctor passes; else the reason of the first that it does not."""
     legal, reason = [], "no mesh of these devices has its axes"
-    own = {axis for axis in AXES if getattr(config.mesh, axis) != 1}
-    possible = own | {axis for axes in config.rules.values() for axis in axes}
+    given = {axis for axis in AXES if getattr(config.mesh, axis) != 1}
+    own = {axis for axis in given if getattr(config.mesh, axis) != -1} or given
+    possible = given | {axis for axes in config.rules.values() for axis in axes}
     for sizes in _factorisations([axis for axis in AXES if axis in possible], devices):
         if any(sizes.get(axis, 1) == 1 for axis in own):
             continue
         placed = Config(**{**as_dict(config), "mesh": {axis: sizes.get(axis, 1) for axis in AXES}})
-        problems = [*(found.message for found in cross_problems(placed)), *map(str, check_config(placed, devices))]
+        found = [*check_config(placed, devices), *check_pipeline(placed, devices)]
+        problems = [*(found.message for found in cross_problems(placed)), *map(str, found)]
         if not problems:
             legal.append(placed)
         else:
@@ -116,6 +120,10 @@ def _effect(config: Config) -> str:
     zero = config.zero if sizes["data"] > 1 else 0
     context = config.context if CONTEXT in rules else "auto"
     return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.accumulate}"
+
+
+def _splits_batch(config: Config) -> bool:
+    return any(getattr(config.mesh, axis) > 1 for axis in axes_of(BATCH, config.rules))
 
 
 def _accumulated(config: Config) -> Config:

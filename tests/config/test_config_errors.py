@@ -58,6 +58,10 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ),
         ("rules: {batch: 5}", "rules.batch: expected a list of words, text or null; found 5"),
         ("mesh: {data: 0}", "mesh.data: 0 is no size; expected a positive number, or -1 for what is left"),
+        ("mesh: {data: -2}", "mesh.data: expected -1 or a whole number of at least 1; found -2"),
+        ("mesh: {data: x}", 'mesh.data: expected -1 or a whole number of at least 1; found "x"'),
+        ("zero: true", "zero: expected one of 0, 1, 2 or 3; found true"),
+        ("zero: 1.0", "zero: expected one of 0, 1, 2 or 3; found 1.0"),
         ("lr: 1", "lr: unknown key here; `lr` lives at optimizer.lr"),
         (
             "data: {every: 1}",
@@ -237,8 +241,9 @@ def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
         ["c.yaml:5", "rules.mlpp"],
         ["c.yaml:6", "steps"],
         ["layout tp", "rules.heads"],
-        ["layout tp", "rules.kv_heads"],
     ]
+    alone = text.replace("rules:", "rules:\n  heads: null").replace("kv_heads: 4", "kv_heads: 3")
+    assert "layout tp: rules.kv_heads: 3" in "\n".join(lines(alone, tmp_path, checks=[check_config]))
     assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
 
 

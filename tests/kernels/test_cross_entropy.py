@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxtrain.kernels.cross_entropy import cross_entropy
+from jaxtrain.kernels.cross_entropy import cross_entropy, recomputes
 from jaxtrain.mesh.sharding import Sharder
 
 BATCH, TIME, EMBED, VOCAB = 8, 6, 16, 2048
@@ -177,6 +177,15 @@ def test_vocab_that_the_shards_do_not_divide():
     result = run(want, sharder, stored)(arrays[0], table, *arrays[2:])
     check(result, arrays, want)
     assert result[1][1].sharding.is_equivalent_to(sharder.sharding(stored), 2)
+
+
+@pytest.mark.parametrize(("axes", "again"), [(("fsdp",), True), (("model",), False), (("model", "fsdp"), False)])
+def test_only_several_chunks_of_a_shard_are_computed_again(axes, again):
+    """1024 ids in two chunks at most of 512: gathered over `fsdp` there are two, of each of two shards one."""
+    sharder = sharder_of({"fsdp": 4, "model": 2}, FSDP_TP | {"vocab": axes, "embed": ()})
+    x, head, ids = jnp.ones((4, 2, 8)), jnp.ones((8, 1024)), jnp.ones((4, 2), jnp.int32)
+    loss = lambda x: cross_entropy(x, head, ids, jnp.ones((4, 2)), chunks=2, sharder=sharder)["cross_entropy"][0]  # noqa: E731
+    assert recomputes(1024, 2, sharder) == again == ("scan" in str(jax.make_jaxpr(jax.grad(loss))(x)))
 
 
 def test_logits_of_the_batch_never_exist():

@@ -140,8 +140,8 @@ def test_losses_and_metrics_by_formula():
     _, load = route(jnp.asarray(logits), None, is_token, top_k=1, normalize=False)
     both: Load = jax.tree.map(lambda a: jnp.stack([a, a]), load)  # two equal layers
     share = np.bincount(p.argmax(-1), minlength=E) / len(p)
-    np.testing.assert_allclose(balance(both, both.chosen_E, both.chosen_E.shape[0]) / len(p), E * (share * p.mean(0)).sum(), rtol=1e-5)
-    np.testing.assert_allclose(router_z(both, both.chosen_E.shape[0]) / len(p), (z**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(balance(both, both.chosen_E, 2) / len(p), E * (share * p.mean(0)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(router_z(both, 2) / len(p), (z**2).mean(), rtol=1e-5)
     metrics = load_metrics(jnp.array([[3.0, 1.0], [2.0, 2.0]]), jnp.array([3.0, 4.0]))
     assert {name: float(value) for name, value in metrics.items()} == {
         "moe/load_max": 1.5, "moe/load_min": 0.5, "moe/dropped": 0.125,
@@ -192,7 +192,7 @@ def expected(capacity: float | None, activation: str = "swiglu"):
 
 
 def close(got, want) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got)):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(a), jax.tree_util.keystr(path)
 

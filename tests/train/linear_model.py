@@ -63,6 +63,18 @@ class Packed:
         return {name: value[rows] for name, value in packed(step, self.rows, 64, 256).items()}
 
 
+class Spread(Linear):
+    """Squares of the distance from the mean of y, weighted by count: a term that must know the whole batch."""
+
+    def statistics(self, batch, key):
+        return {"y": jnp.sum(batch["count"] * batch["y"]), "count": jnp.sum(batch["count"])}
+
+    def loss(self, batch, key):
+        whole = batch.get("statistics", self.statistics(batch, key))
+        error = batch["x"] @ self.env.weight(self.w) - batch["y"] + whole["y"] / whole["count"]
+        return {"square": (jnp.sum(batch["count"] * error**2), jnp.sum(batch["count"]))}
+
+
 def batch(rows: int, size: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(rows, size)), rng.normal(size=rows)

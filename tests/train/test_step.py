@@ -63,6 +63,27 @@ def test_counts_without_metrics_are_one_line():
         jax.eval_shape(program.step, program.state, linear_model.batch(8, 3))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_term_knows_the_whole_batch_in_training_and_validation(accumulate: int):
+    """A model's `statistics` reach its loss however the batch is cut: here the variance of y, by NumPy."""
+    from linear_model import batch
+
+    from jaxtrain.config.schema import Config
+    from jaxtrain.train.program import build
+
+    cfg = Config(
+        precision="fp32", mesh={"data": 2}, rules={"batch": "data"}, steps=10, step={"accumulate": accumulate},
+        model={"type": "linear_model:Spread", "options": {"size": 3}}, data={"global_batch": 8, "sequence": 1},
+    )  # fmt: skip
+    program, rows = build(cfg, None, jax.devices()[:2]), batch(8, 3)
+    y, c = rows["y"].astype(np.float64), rows["count"].astype(np.float64)
+    variance = np.average((y - np.average(y, weights=c)) ** 2, weights=c)
+    state = program.init()  # the weights are zeros
+    total, weight = program.evaluate(state["params"], rows)["square"]
+    np.testing.assert_allclose(total / weight, variance, rtol=1e-6)
+    np.testing.assert_allclose(program.step(state, rows)[1]["loss"], variance, rtol=1e-6)
+
+
 def test_state_is_donated():
     program = harness.program({"data": 2, "fsdp": 2, "model": 2})
     state = program.init()
@@ -130,9 +151,13 @@ def test_clipping_bounds_the_update():
 def test_accumulation_computes_the_forward_pass_once_per_microbatch():
     """The pass that counts the weights must cost nothing: compare matmuls of 1 x 8 rows with 4 x 2 rows."""
 
-    def dots(accumulate: int) -> int:
+    def dots(accumulate: int, part: str) -> int:
         program = harness.program(step={"accumulate": accumulate})
         batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in harness.batch(0).items()}
-        return program.step.lower(program.state, batch).compile().as_text().count(" dot(")
+        run, given = {
+            "step": (program.step, program.state), "evaluate": (program.evaluate, program.state["params"])
+        }[part]  # fmt: skip
+        return run.lower(given, batch).compile().as_text().count(" dot(")
 
-    assert dots(4) == dots(1)
+    assert dots(4, "step") == dots(1, "step")
+    assert dots(4, "evaluate") == dots(1, "evaluate")

@@ -83,6 +83,13 @@ def test_every_legal_mesh_once(path):
     assert len(set(meshes)) == len(meshes)
     assert ("tp", "model 8", 1) in meshes  # two key/value heads are repeated
     assert not refused
+    assert not [mesh for layout, mesh, _ in meshes if layout == "tp" and "model" not in mesh]
+    found, _ = candidates(small, ["cp_ring"], 8)
+    assert {"context 8", "context 2 x model 4", "fsdp 2 x context 4"} <= {c.mesh for c in found}
+    (parted,) = (c.config for c in found if c.config.step.accumulate == 2)
+    assert parted.mesh.fsdp == 2  # microbatches of a batch in shards
+    experts, _ = shrunk(load(None, "model.moe={}"), 8)
+    assert "expert 4 x model 2" in {c.mesh for c in candidates(experts, ["ep_tp"], 8)[0]}
     _, refused = candidates(small, ["fsdp_tp"], 3)
     assert "fsdp_tp" in refused
     with pytest.raises(UserError, match="did you mean `fsdp_tp`"):

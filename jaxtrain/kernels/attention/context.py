@@ -120,7 +120,7 @@ def attention(
     with jax.named_scope(f"attention_{formulation}"):
         if formulation == "ulysses":
             body = partial(_ulysses, axes=shards.axes, local=local)
-        elif case.causal and case.span is not None and case.span <= chunk + 1:
+        elif case.causal and case.span is not None and case.span <= chunk + 1 and not shards.sharder.takes_turns:
             body = partial(_halo, axes=shards.axes, local=local, window=case.span, zigzag=formulation == "ring")
         elif kernel not in ANY_KERNEL:
             able = " or ".join(ANY_KERNEL)
