@@ -40,8 +40,8 @@ def candidates(
     """Every legal mesh of every layout asked for, and why a layout has none.
 
     A layout's mesh keeps the axes that it sets itself above 1 there; its rules' other axes may take part, and so may
-    the axis of -1, which stays where the layout sets no other: tp without `model` is none. The first mesh of each
-    layout that splits the batch is tried with two microbatches as well.
+    the axis of -1, which stays where the layout sets no other: tp without `model` is none. Meshes of most axes come
+    first in each layout, and the first of them is tried with two microbatches as well.
 
     Args:
         small: the user's config, made small.
@@ -66,9 +66,9 @@ def candidates(
         legal, reason = _legal(layout, devices)
         if not legal:
             refused[name] = reason
-        fresh = [config for config in legal if _effect(config) not in seen]
+        fresh = sorted((c for c in legal if _effect(c) not in seen), key=_tests, reverse=True)
         seen |= {_effect(config) for config in fresh}
-        more = [_accumulated(max(fresh, key=_splits_batch))] if fresh else []
+        more = [_accumulated(fresh[0])] if fresh else []
         found += [Candidate(name, config) for config in [*fresh, *more]]
     return found, refused
 
@@ -122,8 +122,10 @@ def _effect(config: Config) -> str:
     return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.accumulate}"
 
 
-def _splits_batch(config: Config) -> bool:
-    return any(getattr(config.mesh, axis) > 1 for axis in axes_of(BATCH, config.rules))
+def _tests(config: Config) -> tuple[int, bool]:
+    """How much a mesh puts to the test: its number of axes, and whether they split the batch."""
+    axes = [axis for axis in AXES if getattr(config.mesh, axis) > 1]
+    return len(axes), any(axis in axes for axis in axes_of(BATCH, config.rules))
 
 
 def _accumulated(config: Config) -> Config:

@@ -79,15 +79,14 @@ def test_every_legal_mesh_once(path):
     meshes = [(c.layout, c.mesh, c.config.step.accumulate) for c in found]
     assert ("fsdp_tp", "fsdp 4 x model 2", 1) in meshes
     assert ("tp", "data 4 x model 2", 1) in meshes
-    assert ("fsdp", "fsdp 8", 2) in meshes
+    assert ("fsdp", "data 2 x fsdp 4", 2) in meshes
     assert len(set(meshes)) == len(meshes)
     assert ("tp", "model 8", 1) in meshes  # two key/value heads are repeated
     assert not refused
     assert not [mesh for layout, mesh, _ in meshes if layout == "tp" and "model" not in mesh]
     found, _ = candidates(small, ["cp_ring"], 8)
     assert {"context 8", "context 2 x model 4", "fsdp 2 x context 4"} <= {c.mesh for c in found}
-    (parted,) = (c.config for c in found if c.config.step.accumulate == 2)
-    assert parted.mesh.fsdp == 2  # microbatches of a batch in shards
+    assert [c.mesh for c in found if c.config.step.accumulate == 2] == ["fsdp 2 x context 2 x model 2"]
     experts, _ = shrunk(load(None, "model.moe={}"), 8)
     assert "expert 4 x model 2" in {c.mesh for c in candidates(experts, ["ep_tp"], 8)[0]}
     _, refused = candidates(small, ["fsdp_tp"], 3)
