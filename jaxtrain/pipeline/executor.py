@@ -95,7 +95,7 @@ class Executor:
             "read input": slots(b.activations.read, b.activations),
             "read gradient": slots(b.gradients.read, b.gradients),
             "keep": slots(kept.write, kept),
-            "read kept": slots(kept.read, kept),
+            "read kept": slots(self._kept_slots(), kept),
             "keep between": slots(between.write, between),
             "read between": slots(between.read, between),
             "take loss": slots(np.roll(b.from_loss, 1, axis=0), b.gradients),  # found at the end of the tick before
@@ -105,6 +105,16 @@ class Executor:
                 if (arrivals.kind == kind).any():
                     rows[f"take {side} {kind.name}"] = slots(np.where(arrivals.kind == kind, arrivals.slot, -1), ring)
         return {name: np.asarray(row, np.int32) for name, row in rows.items()}
+
+    def _kept_slots(self) -> np.ndarray:
+        """int32 [ticks, stages]: where F wrote what a backward action of any kind reads; -1 for none."""
+        table, write = self.table, self.buffers.until_weight.write
+        found = np.full_like(write, -1)
+        for tick, stage, (action, microbatch, chunk) in table.steps():
+            if action != Action.F:
+                forward = table.when[Action.F, table.virtual[stage, chunk], microbatch]
+                found[tick, stage] = write[forward, stage]
+        return found
 
     @cached_property
     def sides(self) -> dict[str, int]:

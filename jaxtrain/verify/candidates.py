@@ -13,11 +13,12 @@ from jaxtrain.config.output import as_dict
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.mesh.axes import AXES, shape_text
-from jaxtrain.mesh.rules import BATCH, CONTEXT, axes_of
+from jaxtrain.mesh.rules import BATCH, CONTEXT, STAGES, axes_of
 from jaxtrain.models.check import check_config
 from jaxtrain.pipeline.fit import check_pipeline
 
 Load = Callable[[str], Config]
+MICROBATCHES = 4  # for pipeline stages to share
 OWN = "(its own)"  # the layout that the config itself describes
 
 
@@ -92,6 +93,8 @@ def _legal(config: Config, devices: int) -> tuple[list[Config], str]:
         if any(sizes.get(axis, 1) == 1 for axis in own):
             continue
         placed = Config(**{**as_dict(config), "mesh": {axis: sizes.get(axis, 1) for axis in AXES}})
+        if sizes.get(STAGES, 1) > 1:
+            placed = _accumulated(placed, MICROBATCHES)
         found = [*check_config(placed, devices), *check_pipeline(placed, devices)]
         problems = [*(found.message for found in cross_problems(placed)), *map(str, found)]
         if not problems:
@@ -128,6 +131,6 @@ def _tests(config: Config) -> tuple[int, bool]:
     return len(axes), any(axis in axes for axis in axes_of(BATCH, config.rules))
 
 
-def _accumulated(config: Config) -> Config:
-    """The same with two microbatches."""
-    return config.model_copy(update={"step": config.step.model_copy(update={"accumulate": 2})})
+def _accumulated(config: Config, microbatches: int = 2) -> Config:
+    """The same with so many microbatches."""
+    return config.model_copy(update={"step": config.step.model_copy(update={"accumulate": microbatches})})

@@ -8,6 +8,7 @@ from jaxtrain.config.output import as_dict, flatten
 from jaxtrain.config.schema import Config, Model, Moe
 
 HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 64
+LAYERS = 4  # two for each of two pipeline stages
 EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
 
 
@@ -46,7 +47,7 @@ def _model(model: Model) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "heads": heads, "kv_heads": kv_heads, "embed": min(model.embed, EMBED), "mlp": min(model.mlp, MLP),
         "head_dim": min(model.head_dim or model.embed // model.heads, HEAD_DIM), "vocab": VOCAB,
-        "layers": min(model.layers, max(2, model.window_every)),
+        "layers": min(model.layers, -(-LAYERS // model.window_every) * model.window_every),
     }  # fmt: skip
     if model.window is not None:
         sizes["window"] = min(model.window, SEQUENCE // 3)

@@ -72,8 +72,8 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         (
             "learnrate_lr: 1",
             "learnrate_lr: unknown key; the config has name, dir, seed, steps, simulate, precision,"
-            " compile_cache, layout, mesh, rules, context, zero, model, data, loss, optimizer, step, checkpoint, eval,"
-            " log, extends and"
+            " compile_cache, layout, mesh, rules, context, zero, pipeline, model, data, loss, optimizer, step,"
+            " checkpoint, eval, log, extends and"
             " resolved",
         ),
         ("optimizer.lr: 1", "optimizer.lr: unknown key; write it nested, as optimizer: {lr: ...}"),
@@ -84,7 +84,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         (
             "layout: fsdp_pt",
             'layout: no layout "fsdp_pt"; there is 3d, cp_gather, cp_ring, cp_ulysses, ddp, ep, ep_tp, fsdp, fsdp_tp,'
-            " hsdp, tp, tp_sp, zero1, zero2 and zero3 (did you mean `fsdp_tp` or `fsdp`?)",
+            " hsdp, pp, pp_fsdp, tp, tp_sp, zero1, zero2 and zero3 (did you mean `fsdp_tp` or `fsdp`?)",
         ),
     ],
 )
@@ -253,7 +253,7 @@ def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
     found = lines("layout: own\n", tmp_path)
     assert [line.rpartition("/")[2] for line in found] == [
         "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
-        "own.yaml:3: rule: a layout holds mesh, rules, context and zero only (did you mean `rules`?)",
+        "own.yaml:3: rule: a layout holds mesh, rules, context, zero and pipeline only (did you mean `rules`?)",
     ]
 
 

@@ -27,7 +27,7 @@ def execute(table, program):
     gradients, grid = [], cells(table)
 
     for tick in range(table.ticks):
-        out = ["junk"] * p
+        out, losses = ["junk"] * p, {}
         for stage in range(p):
             where = tick, stage
 
@@ -44,11 +44,13 @@ def execute(table, program):
                 write("until_backward", ("kept", i, k))
                 write("until_weight", ("kept", i, k))
                 out[stage] = ("x", i, k + 1)
+                if k == last:
+                    losses[stage] = ("g", i, k)
             elif letter:
                 assert letter == "W" or read("until_backward") == ("kept", i, k)
                 assert letter == "B" or read("until_weight") == ("kept", i, k)
             if letter in ("B", "BW"):
-                assert program.gradients.read[where] == -1 if k == last else read("gradients") == ("g", i, k)
+                assert read("gradients") == ("g", i, k)
                 out[stage] = ("g", i, k - 1)
             if letter == "B":
                 write("backward_to_weight", ("both", i, k))
@@ -61,6 +63,10 @@ def execute(table, program):
         back = [out[stage] if program.send[tick, stage] == Way.PREVIOUS else "junk" for stage in range(p)]
         here = [out[stage] if program.send[tick, stage] == Way.HERE else "junk" for stage in range(p)]
         for stage in range(p):
+            slot = program.from_loss[tick, stage]
+            assert (slot != -1) == (stage in losses)
+            if stage in losses:
+                store["gradients"][stage][slot] = losses[stage]
             sides = (
                 (program.from_previous, forward[stage - 1]),
                 (program.from_next, back[(stage + 1) % p]),
@@ -100,6 +106,7 @@ def test_no_more_slots_than_items_at_once(table):
             spans["backward"][stage].append((forward, backward))
             spans["weight"][stage].append((forward, weight))
             spans["bw"][stage].append((backward, weight))
+        spans["gradients"][stage].append((forward, backward))  # of the loss, at the last place
         for (s0, c0), (s1, c1) in pairwise(places):
             spans["activations"][s1].append((when["F", s0, i, c0], when["F", s1, i, c1]))
             spans["gradients"][s0].append((when["B", s1, i, c1], when["B", s0, i, c0]))
@@ -122,7 +129,7 @@ def test_slots_of_known_schedules():
 
     assert slots("1f1b", 4, 100) == slots("1f1b", 4, 10) == [1, 1, 4, 4, 0]
     assert slots("zb_h1", 4, 100) == [1, 1, 4, 4, 4]
-    assert slots("gpipe", 4, 9) == [1, 1, 9, 9, 0]
+    assert slots("gpipe", 4, 9) == [1, 9, 9, 9, 0]
     assert slots("v_half", 8, 100)[3] == 10
 
 

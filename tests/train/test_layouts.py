@@ -28,12 +28,12 @@ from jaxtrain.verify.shrink import shrunk
 STEPS, DEVICES = 20, 8
 MODELS = {
     "dense": {
-        "model": {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": True,
+        "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": True,
                   "attention_bias": True, "window": 20, "logits_softcap": 20.0},
         "loss": {"z_loss": 1e-3, "label_smoothing": 0.05},
     },
     "moe": {
-        "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 32, "tie_embeddings": True,
+        "model": {"embed": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 32, "tie_embeddings": True,
                   "moe": {"experts": 8, "top_k": 2, "shared": 1, "capacity": 1.25, "bias_rate": 1e-3}},
         "loss": {"balance": 0.02, "router_z": 1e-3},
     },

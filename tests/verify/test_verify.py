@@ -53,7 +53,7 @@ def reference(path: Path) -> tuple:
 def test_a_large_config_shrinks_and_says_how(path):
     small, changes = shrunk(load(path), 8)
     assert small.precision == "fp32"
-    assert (small.model.heads, small.model.kv_heads, small.model.layers) == (8, 2, 2)
+    assert (small.model.heads, small.model.kv_heads, small.model.layers) == (8, 2, 4)
     assert small.model.tie_embeddings
     assert "model.embed: 4096 -> 64" in changes
     assert "data.sequence: 8192 -> 64" in changes

@@ -1,0 +1,70 @@
+"""Pipeline stages under every schedule give the loss and the gradients of one device."""
+
+from __future__ import annotations
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import pytest
+from harness import close_trees
+
+RULES = {**harness.RULES, "layers": "pipeline", "vocab": ["pipeline", "model"]}
+LAYERS, MICROBATCHES = 8, 4
+DENSE = {"layers": LAYERS, "window": None, "window_every": 1}
+EXPERTS = {**DENSE, "attention_bias": False, "mlp_bias": False, "moe": {"experts": 4, "top_k": 2, "bias_rate": 1e-3}}
+MOE_RULES = {**RULES, "batch": "expert", "expert": "expert", "embed": "expert"}
+SCHEDULES = ("gpipe", "1f1b", "1f1b_aligned", "interleaved_1f1b", "zb_h1", "zb_v", "v_half")
+MESHES = {
+    "2": {"pipeline": 2},
+    "2 fsdp model": {"pipeline": 2, "fsdp": 2, "model": 2},
+    "2 data": {"pipeline": 2, "data": 2, "model": 2},
+    "4 fsdp": {"pipeline": 4, "fsdp": 2},
+    "4 model": {"pipeline": 4, "model": 2},
+}
+
+
+@functools.cache
+def want(kind: str):
+    changes = {"model": DENSE}
+    if kind == "moe":
+        changes = {"model": EXPERTS, "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3}}
+    return changes, found(harness.program(**changes))
+
+
+def found(program):
+    return jax.jit(program.gradients)(program.init()["params"], harness.placed(program, 0), jax.random.key(0))
+
+
+def equal(kind: str, mesh: dict, rules: dict, **more):
+    changes, expected = want(kind)
+    more = {"step": {"accumulate": MICROBATCHES}, **more}
+    got = found(harness.program(mesh, rules=rules, **changes, **more))
+    close_trees(got.grads, expected.grads, 1e-5)
+    assert got.sums.keys() == expected.sums.keys()
+    for name, value in expected.sums.items():
+        np.testing.assert_allclose(got.sums[name], value, rtol=1e-5)
+        np.testing.assert_allclose(got.weights[name], expected.weights[name], rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, got.counts, expected.counts)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mesh", ["2 fsdp model", "4 fsdp"])
+def test_every_schedule(mesh: str, schedule: str):
+    equal("dense", MESHES[mesh], RULES, pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_and_zero(zero: int):
+    equal("dense", MESHES["2 data"], RULES, zero=zero)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b_aligned", "interleaved_1f1b", "zb_v"])
+def test_experts(schedule: str):
+    equal("moe", {"pipeline": 2, "expert": 2, "model": 2}, MOE_RULES, pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("remat", ["full", ("attention", "residual")], ids=str)
+def test_remat(remat):
+    equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": remat})
