@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
+from jaxtrain.plan.step import without_permutes_in_branches
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
@@ -74,6 +75,8 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     screen.console.quiet = not is_main
     data, validation = open_data(config, screen)
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
+    if program.gradients.pipeline:
+        program = replace(program, step=without_permutes_in_branches(program.step))
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint

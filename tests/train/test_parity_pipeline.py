@@ -16,6 +16,7 @@ DENSE = {"layers": LAYERS, "window": None, "window_every": 1}
 EXPERTS = {**DENSE, "attention_bias": False, "mlp_bias": False, "moe": {"experts": 4, "top_k": 2, "bias_rate": 1e-3}}
 MOE_RULES = {**RULES, "batch": "expert", "expert": "expert", "embed": "expert"}
 SCHEDULES = ("gpipe", "1f1b", "1f1b_aligned", "interleaved_1f1b", "zb_h1", "zb_v", "v_half")
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes the time
 MESHES = {
     "2": {"pipeline": 2},
     "2 fsdp model": {"pipeline": 2, "fsdp": 2, "model": 2},
@@ -34,7 +35,8 @@ def want(kind: str):
 
 
 def found(program):
-    return jax.jit(program.gradients)(program.init()["params"], harness.placed(program, 0), jax.random.key(0))
+    gradients = jax.jit(program.gradients, compiler_options=QUICK)
+    return gradients(program.init()["params"], harness.placed(program, 0), jax.random.key(0))
 
 
 def equal(kind: str, mesh: dict, rules: dict, **more):
@@ -49,22 +51,26 @@ def equal(kind: str, mesh: dict, rules: dict, **more):
     jax.tree.map(np.testing.assert_array_equal, got.counts, expected.counts)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("mesh", ["2 fsdp model", "4 fsdp"])
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        *(("2 fsdp model", name) for name in SCHEDULES),
+        *(("4 fsdp", name) for name in ("1f1b", "interleaved_1f1b", "zb_v")),
+    ],
+)
 def test_every_schedule(mesh: str, schedule: str):
     equal("dense", MESHES[mesh], RULES, pipeline={"schedule": schedule})
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_replicas_and_zero(zero: int):
     equal("dense", MESHES["2 data"], RULES, zero=zero)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b_aligned", "interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
 def test_experts(schedule: str):
     equal("moe", {"pipeline": 2, "expert": 2, "model": 2}, MOE_RULES, pipeline={"schedule": schedule})
 
 
-@pytest.mark.parametrize("remat", ["full", ("attention", "residual")], ids=str)
-def test_remat(remat):
-    equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": remat})
+def test_remat():
+    equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": "full"})
