@@ -129,3 +129,12 @@ def sends(table: Table) -> int:
     """Tensors that go from one stage to another in a step: an activation and a gradient at every cut between stages."""
     stages = table.home[:, 0]
     return int(2 * table.microbatches * (stages[1:] != stages[:-1]).sum())
+
+
+def summary(table: Table) -> str:
+    """`1f1b: 4 stages, 8 microbatches: 22 ticks, bubble 33.3% in lockstep at equal costs, 4 kept at most`."""
+    found = price(table)
+    chunks = f" of {table.chunks} chunks" if table.chunks > 1 else ""
+    size = f"{table.name}: {table.stages} stages{chunks}, {table.microbatches} microbatches: {table.ticks} ticks"
+    kept = f"{peak(table).max():g} microbatches kept at most"
+    return f"{size}, bubble {found.lockstep_bubble:.1%} in lockstep where F, B and W cost the same, {kept}"

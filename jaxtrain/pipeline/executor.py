@@ -71,7 +71,7 @@ class Executor:
     @cached_property
     def stages(self) -> Stages:
         """Who holds which layers."""
-        return Stages.of(self.table, self.whole, self.sharder)
+        return Stages(self.table, self.whole, self.sharder)
 
     @cached_property
     def buffers(self) -> Buffers:

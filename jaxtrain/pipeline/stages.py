@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh.rules import LAYERS, STAGES
 from jaxtrain.mesh.sharding import Sharder
@@ -18,33 +19,27 @@ from jaxtrain.pipeline.table import Table
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The layers of every stage.
+    """The layers of every stage: equal parts, in the order of the virtual stages.
 
-    numbers: int32 [stages, chunks, layers], the layer at each place.
+    The train state holds layers in their order, the first stage the first of them. Under a schedule of several chunks
+    a stage works on others than these, and they are sent there at the beginning of a step, gradients back at its end.
     """
 
-    numbers: np.ndarray
+    table: Table
     definition: Definition
     sharder: Sharder
 
-    @staticmethod
-    def of(table: Table, definition: Definition, sharder: Sharder) -> Stages:
-        """Layers in equal parts, in the order of the virtual stages."""
-        stacked = {n[0]: p.shape[0] for n, p in zip(*map(_leaves, (definition.names, definition.params))) if n}
-        layers = stacked[LAYERS]
-        each = layers // table.virtual.size
-        return Stages(each * table.virtual[..., None] + np.arange(each, dtype=np.int32), definition, sharder)
-
     @property
-    def is_natural(self) -> bool:
-        """Whether stages hold the layers in their order, so that these need not move."""
-        return bool((np.diff(self.numbers.reshape(-1)) == 1).all())
+    def numbers(self) -> np.ndarray:
+        """int32 [stages, chunks, layers], the layer at each place."""
+        stacked = {n[0]: p.shape[0] for n, p in zip(self._names(), _leaves(self.definition.params)) if n}
+        each = stacked[LAYERS] // self.table.virtual.size
+        return each * self.table.virtual[..., None] + np.arange(each, dtype=np.int32)
 
     def parted(self, tree: Tree) -> tuple[dict[int, Any], dict[int, Any]]:
         """Leaves of a tree like the parameters, by number: those with a dim of layers first, and the others."""
+        is_layer = [bool(names) and names[0] == LAYERS for names in self._names()]
         leaves = list(enumerate(_leaves(tree)))
-        names = _leaves(self.definition.names)
-        is_layer = [bool(n) and n[0] == LAYERS for n in names]
         return {i: x for i, x in leaves if is_layer[i]}, {i: x for i, x in leaves if not is_layer[i]}
 
     def joined(self, layers: dict[int, Any], edges: dict[int, Any]) -> Tree:
@@ -54,16 +49,38 @@ class Stages:
         return jax.tree.unflatten(jax.tree.structure(self.definition.params), leaves)
 
     def view(self, layers: dict[int, Array]) -> dict[int, Array]:
-        """[layers, ...] in their order -> in the order of the stages, each stage's own on its devices."""
-        return {i: self.sharder.lead(self._taken(x, self.numbers.reshape(-1)), ((STAGES,),)) for i, x in layers.items()}
+        """[layers, ...] in their order -> in that of the stages, each stage's own on its devices."""
+        return {i: self._moved(self.sharder.lead(x, ((STAGES,),)), False) for i, x in layers.items()}
 
     def natural(self, tree: Any) -> Any:
         """The way back."""
-        back = np.argsort(self.numbers.reshape(-1))
-        return jax.tree.map(lambda x: self._taken(x, back), tree)
+        return jax.tree.map(lambda x: self._moved(x, True), tree)
 
-    def _taken(self, x: Array, order: np.ndarray) -> Array:
-        return x if self.is_natural else jnp.take(x, order, axis=0)
+    def _moved(self, x: Array, back: bool) -> Array:
+        """Sends every virtual stage's layers from where they lie in their order to their stage and chunk, or back.
+
+        By permutations: a gather along the sharded dim would bring all layers to every device.
+        """
+        chunks, parts = self.table.chunks, range(self.table.virtual.size)
+        if chunks == 1:
+            return x
+        ways = [(divmod(part, chunks), tuple(self.table.home[part].tolist())) for part in parts]
+        ways = [(there, here) if back else (here, there) for here, there in ways]
+
+        def move(x: Array) -> Array:
+            blocks = x.reshape(chunks, -1, *x.shape[1:])
+            out = [jnp.zeros_like(blocks[0])] * chunks
+            for begin in range(chunks):
+                for end in range(chunks):
+                    pairs = [(here[0], there[0]) for here, there in ways if (here[1], there[1]) == (begin, end)]
+                    if pairs:  # who is not in them gets zeros
+                        out[end] = out[end] + lax.ppermute(blocks[begin], STAGES, pairs)
+            return jnp.concatenate(out)
+
+        return self.sharder.map(move, P(STAGES), P(STAGES), axes=(STAGES,))(x)
+
+    def _names(self) -> list[Any]:
+        return _leaves(self.definition.names)
 
 
 def _leaves(tree: Any) -> list[Any]:

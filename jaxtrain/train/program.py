@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.errors import ConfigError
+from jaxtrain.config.errors import ConfigError, UserError
 from jaxtrain.config.schema import Config, Loss
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
@@ -93,6 +93,10 @@ def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | N
     stages = 1 if sharder.mesh is None else sharder.mesh.shape[STAGES]
     if stages == 1:
         return None
+    for method in ("begin", "through", "finish"):
+        if not hasattr(whole.bind(whole.params), method):
+            message = f"pipeline stages need its methods begin, through and finish, and it has no `{method}`"
+            raise UserError(f"model.type {config.model.type}: {message}; expected mesh.pipeline 1, or these methods")
     table = load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
     return Executor(table, sharder, whole, define(config, make_env(config, sharder.without(STAGES)), vocab))
 

@@ -26,6 +26,7 @@ from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
+from jaxtrain.pipeline.cost import summary
 from jaxtrain.plan.step import without_permutes_in_branches
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import platform
@@ -181,6 +182,8 @@ def describe(run: Run, info: dict[str, Any]) -> None:
     rows = tensors(program.definition.params, program.definition.names, program.sharder.stored, sizes)
     kind = device.device_kind if device.platform != "cpu" else "simulated cpu" if run.config.simulate else "cpu"
     screen.print(f"run   {run.dir}", mesh_line(program.layout.name, sizes, kind))
+    if program.gradients.pipeline:
+        screen.print(f"pipe  {summary(program.gradients.pipeline.table)}")
     screen.print(parameter_table(rows, screen.console.width), *whole_dims(rows, program.sharder.rules or {}, sizes))
     if isinstance(run.data, TextDataset):
         counts = f"{run.data.documents:,} documents, {run.data.tokens:,} tokens"

@@ -8,7 +8,12 @@ import harness
 import jax
 import numpy as np
 import pytest
+import tower_model
 from harness import close_trees
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.schema import Config
+from jaxtrain.train.program import build
 
 RULES = {**harness.RULES, "layers": "pipeline", "vocab": ["pipeline", "model"]}
 LAYERS, MICROBATCHES = 8, 4
@@ -74,3 +79,33 @@ def test_experts(schedule: str):
 
 def test_remat():
     equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": "full"})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_users_own_model(schedule: str):
+    """Not of tokens: a pytree goes from stage to stage, and the weights of the ends are shared."""
+
+    def run(mesh: dict, rules: dict, **more):
+        cfg = Config(
+            precision="fp32", mesh=mesh, rules=rules, steps=10, data={"global_batch": 8, "sequence": 1},
+            model={"type": "tower_model:Tower", "options": {"size": 8, "layers": 4}}, **more,
+        )  # fmt: skip
+        program = build(cfg, None, jax.devices()[: int(np.prod(list(mesh.values())))])
+        key = jax.random.key(0)
+        return jax.jit(program.gradients)(program.init()["params"], tower_model.batch(8, 8), key)
+
+    one = run({"data": 1}, {"batch": "data"})
+    rules = {"batch": "data", "layers": "pipeline", "mlp": "model"}
+    pipeline = {"schedule": schedule}
+    got = run({"pipeline": 2, "data": 2, "model": 2}, rules, pipeline=pipeline, step={"accumulate": 4})
+    close_trees(got.grads, one.grads, 1e-5)
+    close_trees((got.sums, got.weights, got.counts), (one.sums, one.weights, one.counts), 1e-5)
+
+
+def test_a_model_without_parts_is_refused():
+    cfg = Config(
+        mesh={"pipeline": 2}, rules={"features": "pipeline"}, data={"global_batch": 8, "sequence": 1},
+        model={"type": "linear_model:Linear", "options": {"size": 4}},
+    )  # fmt: skip
+    with pytest.raises(UserError, match="need its methods begin, through and finish, and it has no `begin`"):
+        build(cfg, None, jax.devices()[:2])
