@@ -1,17 +1,22 @@
-"""A jaxpr as a flat list of operations, of which some can be run: calls are inlined, loops are open."""
+"""A jaxpr as a flat list of operations, of which some can be run: calls are inlined, `scan` and `shard_map` are open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives
+from jax.sharding import PartitionSpec
 
-CALLS = {primitives.jit_p, primitives.remat_p, primitives.custom_jvp_call_p, primitives.custom_vjp_call_p}
+CALLS = {
+    primitives.jit_p, primitives.remat_p, primitives.custom_jvp_call_p, primitives.custom_vjp_call_p,
+    primitives.closed_call_p, primitives.call_p,
+}  # fmt: skip
 VARIABLE = object()
 
 
@@ -47,7 +52,7 @@ class Op:
 
 
 class Link(NamedTuple):
-    """A value as an operation outside of a loop and one inside know it."""
+    """A value as operations outside of a loop know it, and those inside."""
 
     outer: Value
     inner: Value
@@ -64,16 +69,34 @@ class Carry(NamedTuple):
 
 @dataclass(eq=False)
 class Loop:
-    """A `lax.scan`. inside: all values that its body and the loops in it make."""
+    """A `lax.scan`; or a `jax.shard_map`, whose iterations are its devices, and whose inputs are all `xs`.
+
+    inside: all values that its body and the loops in it make.
+    """
 
     eqn: Any
     length: int
-    consts: list[Link] = field(default_factory=list)
-    carries: list[Carry] = field(default_factory=list)
-    xs: list[Link] = field(default_factory=list)
-    ys: list[Link] = field(default_factory=list)
-    body: Ops = field(default_factory=list)
-    inside: set[Value] = field(default_factory=set)
+    body: Ops
+    consts: list[Link]
+    carries: list[Carry]
+    xs: list[Link]
+    ys: list[Link]
+    inside: set[Value] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inside = {link.inner for link in (*self.consts, *self.carries, *self.xs)}
+        for op in self.body:
+            self.inside.update(op.outs, op.inside if isinstance(op, Loop) else ())
+
+    @property
+    def outs(self) -> list[Value]:
+        """What it makes outside."""
+        return [*(carry.final for carry in self.carries), *(link.outer for link in self.ys)]
+
+    @property
+    def stacks(self) -> bool:
+        """Whether its results are all iterations' values, one after the other, as they are when kept."""
+        return self.eqn.primitive is primitives.scan_p
 
 
 Ops = list[Op | Loop]
@@ -98,47 +121,52 @@ def flatten(jaxpr: Any, args: Sequence[Value], times: int = 1) -> tuple[Ops, lis
         if eqn.primitive in CALLS:
             more, outs = flatten(_called(eqn), ins, times)
             ops += more
-        elif eqn.primitive is primitives.scan_p:
-            loop, outs = _loop(eqn, ins, times)
-            ops.append(loop)
         else:
-            _refuse_refs(eqn)
             outs = [Value(var.aval, times) for var in eqn.outvars]
-            ops.append(Op(eqn, ins, outs))
+            ops.append(_operation(eqn, ins, outs, times))
         values.update(zip(eqn.outvars, outs, strict=True))
     return ops, [read(atom) for atom in inner.outvars]
 
 
 def _called(eqn: Any) -> Any:
-    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params)
+    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
 
 
-def _refuse_refs(eqn: Any) -> None:
+def _operation(eqn: Any, ins: list[Value], outs: list[Value], times: int) -> Op | Loop:
+    if eqn.primitive is primitives.scan_p:
+        return _scan(eqn, ins, outs, times)
+    if eqn.primitive.name == "shard_map":
+        return _map(eqn, ins, outs, times)
     # The class has no public name.
     if any(parent.__name__ == "RefEffect" for effect in eqn.effects for parent in type(effect).__mro__):
         raise ValueError(f"{eqn.primitive}: a pull-back that is to be split must not use Refs")
+    return Op(eqn, ins, outs)
 
 
-def _loop(eqn: Any, ins: list[Value], times: int) -> tuple[Loop, list[Value]]:
-    """A scan's parts, told apart by their dims: what is stacked has one more outside than inside."""
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
+def _body(eqn: Any, length: int, times: int) -> tuple[Ops, list[Value], list[Value]]:
+    """Operations, inputs and results of one iteration."""
+    body = eqn.params["jaxpr"]
     inner = [Value(var.aval, times * length) for var in getattr(body, "jaxpr", body).invars]
-    loop = Loop(eqn, length)
-    loop.body, outs = flatten(body, inner, times * length)
-    finals = [Value(var.aval, times) for var in eqn.outvars]
+    ops, outs = flatten(body, inner, times * length)
+    return ops, inner, outs
+
+
+def _scan(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
+    """A scan's parts, told apart by their dims: what is stacked has one more outside than inside."""
+    length = eqn.params["length"]
+    body, inner, outs = _body(eqn, length, times)
     carries = sum(final.aval.ndim == out.aval.ndim for final, out in zip(finals, outs))
     stacked = sum(value.aval.ndim > own.aval.ndim for value, own in zip(ins, inner))
     consts = len(ins) - carries - stacked
-    links = [Link(*pair) for pair in zip(ins, inner)]
-    loop.consts, loop.xs = links[:consts], links[consts + carries :]
-    loop.carries = [
-        Carry(link.outer, link.inner, out, final) for link, out, final in zip(links[consts:], outs, finals[:carries])
-    ]
-    loop.ys = [Link(final, out) for final, out in zip(finals[carries:], outs[carries:])]
-    loop.inside = {*inner}.union(*(op.inside if isinstance(op, Loop) else op.outs for op in loop.body))
-    loop.inside.update(link.outer for op in loop.body if isinstance(op, Loop) for link in op.ys)
-    loop.inside.update(carry.final for op in loop.body if isinstance(op, Loop) for carry in op.carries)
-    return loop, finals
+    links, results = list(map(Link, ins, inner)), list(map(Link, finals, outs))
+    own = [Carry(*before, after.inner, after.outer) for before, after in zip(links[consts:], results[:carries])]
+    return Loop(eqn, length, body, links[:consts], own, links[consts + carries :], results[carries:])
+
+
+def _map(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
+    length = prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["manual_axes"])
+    body, inner, outs = _body(eqn, length, times)
+    return Loop(eqn, length, body, [], [], list(map(Link, ins, inner)), list(map(Link, finals, outs)))
 
 
 def walk(ops: Ops) -> Iterable[Op | Loop]:
@@ -224,41 +252,73 @@ class Program:
         kept: dict[Value, Any] = {}
         for op in ops:
             if isinstance(op, Loop):
-                kept |= self._scan(op, made, given)
+                kept |= self._loop(op, made, given)
             elif any(self._is_made(out) for out in op.outs):
                 made.update(zip(op.outs, _bind(op.eqn, [_read(made, value) for value in op.ins]), strict=True))
         return kept | {value: made[value] for value in self.kept if value in made}
 
-    def _scan(self, loop: Loop, made: dict[Value, Any], given: dict[Value, Any]) -> dict[Value, Any]:
+    def _loop(self, loop: Loop, made: dict[Value, Any], given: dict[Value, Any]) -> dict[Value, Any]:
         """The same for a loop: in its place, one with fewer operations."""
-        made.update({link.outer: given[link.inner] for link in loop.ys if link.inner in given})
+        if loop.stacks:
+            made.update({link.outer: given[link.inner] for link in loop.ys if link.inner in given})
         carries = [c for c in loop.carries if self._is_made(c.final) or self._is_made(c.inner)]
-        ys = [link for link in loop.ys if self._is_made(link.outer) and link.inner not in given]
+        ys = [link for link in loop.ys if self._is_made(link.outer) and link.outer not in made]
         kept = [value for value in self.kept if value in loop.inside]
         if not (carries or ys or kept):
             return {}
         held = [value for value in given if value in loop.inside and value in self.wanted]
         xs = [link for link in loop.xs if self._is_made(link.inner)]
         consts = {link.inner: _read(made, link.outer) for link in loop.consts if self._is_made(link.inner)}
-        stacked = list(dict.fromkeys([*(link.inner for link in ys), *kept]))
 
-        def body(carry: list[Any], slices: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            own = consts | dict(zip((link.inner for link in xs), slices[0]))
-            own |= dict(zip((c.inner for c in carries), carry))
-            now = dict(zip(held, slices[1]))
-            own |= now
+        def body(carry: list[Any], own_xs: list[Any], own_held: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+            now = dict(zip(held, own_held))
+            own = consts | now | dict(zip([link.inner for link in xs], own_xs))
+            own |= dict(zip([c.inner for c in carries], carry))
             own |= self._run(loop.body, own, now)
-            return [_read(own, c.out) for c in carries], [_read(own, value) for value in stacked]
+            results = [c.out for c in carries], [link.inner for link in ys], kept
+            return tuple([_read(own, value) for value in values] for values in results)
 
-        first = [_read(made, c.init) for c in carries]
+        run = _scanned if loop.stacks else _mapped
         inputs = [_read(made, link.outer) for link in xs], [given[value] for value in held]
-        params = {name: loop.eqn.params[name] for name in ("length", "reverse", "unroll")}
         with loop.eqn.ctx.manager:
-            last, all_of = lax.scan(body, first, inputs, **params)
-        results = dict(zip(stacked, all_of))
-        made.update(zip((c.final for c in carries), last))
-        made.update({link.outer: results[link.inner] for link in ys})
-        return {value: results[value] for value in kept}
+            last, results, keeps = run(loop, body, [_read(made, c.init) for c in carries], xs, ys, *inputs)
+        made.update(zip([c.final for c in carries], last))
+        made.update(zip([link.outer for link in ys], results))
+        return dict(zip(kept, keeps))
+
+
+Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any], list[Any]]]
+
+
+def _scanned(loop: Loop, body: Body, first: list[Any], xs: Any, ys: Any, *inputs: list[Any]) -> tuple[Any, ...]:
+    def step(carry: list[Any], slices: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
+        carry, results, keeps = body(carry, *slices)
+        return carry, (results, keeps)
+
+    params = {name: loop.eqn.params[name] for name in ("length", "reverse", "unroll")}
+    last, (results, keeps) = lax.scan(step, first, inputs, **params)
+    return last, results, keeps
+
+
+def _mapped(
+    loop: Loop, body: Body, first: list[Any], xs: list[Link], ys: list[Link], *inputs: list[Any]
+) -> tuple[Any, ...]:
+    """What is kept, or was, has a leading dim of devices."""
+    params = loop.eqn.params
+    axes = [axis for axis in params["mesh"].axis_names if axis in params["manual_axes"]]
+    takes = [spec for link, spec in zip(loop.xs, params["in_specs"]) if link in xs]
+    makes = [spec for link, spec in zip(loop.ys, params["out_specs"]) if link in ys]
+
+    def local(own_xs: list[Any], own_held: list[Any]) -> tuple[list[Any], list[Any]]:
+        _, results, keeps = body([], own_xs, [x[0] for x in own_held])
+        return results, [x[None] for x in keeps]
+
+    of_all = PartitionSpec(tuple(axes))
+    run = jax.shard_map(
+        local, mesh=params["mesh"], in_specs=(takes, of_all), out_specs=(makes, of_all),
+        axis_names=params["manual_axes"], check_vma=params["check_vma"],
+    )  # fmt: skip
+    return ([], *run(*inputs))
 
 
 def _read(made: dict[Value, Any], value: Value) -> Any:

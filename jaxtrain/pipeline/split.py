@@ -29,7 +29,7 @@ from jaxtrain.pipeline.flat import Loop, Op, Ops, Program, Value, flatten, mark,
 AGAIN = CHEAP | {
     "abs", "add", "add_any", "bitcast_convert_type", "cbrt", "ceil", "clamp", "copy", "copy_p", "cos", "device_put",
     "dynamic_slice", "erf", "exp2", "expand_dims", "expm1", "floor", "is_finite", "le", "log", "log1p", "max", "min",
-    "not", "one_minus_square", "or", "pad", "pow", "pvary", "reduce_precision", "rem", "reshape", "rev", "round",
+    "name", "not", "one_minus_square", "or", "pad", "pow", "pvary", "reduce_precision", "rem", "reshape", "rev", "round",
     "sign", "sin", "slice", "sqrt", "squeeze", "tan", "tanh", "transpose", "xor",
 }  # fmt: skip
 # What may be moved from W to B where its result is smaller than what it is computed from.
@@ -195,7 +195,8 @@ class _Cut:
                 self.graph.edge(self._node(carry.out), SINK)
         for link in loop.ys:
             if link.outer in self.live:
-                self._connect(self.graph.node(), [link.inner], [link.outer], link.outer in self.by_b, free=True)
+                is_b = link.outer in self.by_b
+                self._connect(self.graph.node(), [link.inner], [link.outer], is_b, free=loop.stacks)
 
 
 def _forward(ops: Ops, live: set[Value], after_dy: set[Value]) -> list[Value]:
