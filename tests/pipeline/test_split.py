@@ -114,3 +114,137 @@ def two_matmuls(remat: str | None):
 
 def nbytes(shapes) -> int:
     return sum(x.size * x.dtype.itemsize for x in shapes)
+
+
+@pytest.mark.parametrize("remat", [None, "full", "dots"])
+def test_a_layer_keeps_the_inputs_of_its_matmuls_and_their_cotangents_and_nothing_else(remat: str | None):
+    cut, case, (whole, b, w) = check(*two_matmuls(remat))
+    kept = [case[1][i] for i in cut.kept]
+    forward = 2 * 2 * B * T * D * F * L
+    assert w == forward  # the weights' gradients alone
+    assert b == whole - w == forward * (1.5 if remat == "full" else 1)
+    ends, inner = L * B * T * D * 4, L * B * T * F * 4  # bytes of x or y, and of hidden values, in all layers
+    assert nbytes([*kept, *cut.between]) == 2 * ends + 2 * inner
+    # What F keeps is not copied: x, and the hidden values unless they are computed again.
+    assert nbytes(cut.between) == ends + inner * (2 if remat == "full" else 1)
+    assert cut.dy == ()
+
+
+def test_layers_in_a_python_loop_take_the_cotangent_from_the_caller():
+    def stage(params, x):
+        for index in range(L):
+            x = layer(jax.tree.map(lambda w, i=index: w[i], params), x)
+        return x
+
+    _, params, x = two_matmuls(None)
+    cut, _, _ = check(stage, params, x)
+    assert cut.dy == (0,)
+    assert nbytes(cut.between) == (L - 1) * B * T * D * 4 + L * B * T * F * 4
+
+
+def test_casts_of_weights_are_done_again_and_sums_are_done_early():
+    def norm(x, scale):
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * scale
+
+    def step(x, w):
+        up, down = (w[name].astype(jnp.bfloat16) for name in ("up", "down"))
+        return x + jax.nn.silu(norm(x, w["scale"]).astype(jnp.bfloat16) @ up) @ down, None
+
+    params = {"up": normal(0, L, D, F), "down": normal(1, L, F, D), "scale": 1 + normal(3, L, D)}
+    cut, case, _ = check(lambda p, x: lax.scan(jax.checkpoint(step), x, p)[0], params, normal(2, B, T, D, dtype=jnp.bfloat16), False)
+    shapes = sorted(x.shape[1:] for x in cut.between)
+    # Not the cotangent behind the norm, which is as big as x: the sum of it that the scale's gradient is.
+    assert shapes == sorted([(D,), (B, T, D), (B, T, D), (B, T, F), (B, T, F)])
+    assert {x.shape: x.dtype for x in cut.between}[L, B, T, F] == jnp.bfloat16
+
+
+def test_a_scan_in_a_scan_and_weights_that_layers_share():
+    def inner(x, w):
+        return layer(w, x), jnp.sum(x**2)
+
+    def stage(params, x):
+        def outer(x, w):
+            x, sums = lax.scan(jax.checkpoint(inner), x, w)
+            return x * jnp.tanh(x @ params["shared"]), sums.sum()
+
+        x, sums = lax.scan(outer, x, params["own"])
+        return x @ params["shared"], sums.sum()
+
+    own = {"up": normal(0, 2, L, D, F), "down": normal(1, 2, L, F, D)}
+    cut, _, _ = check(stage, {"own": own, "shared": normal(2, D, D)}, normal(3, B, T, D))
+    assert (2, L, B, T, F) in [x.shape for x in cut.between]
+
+
+def test_what_cannot_be_cut_is_in_b():
+    def stage(params, x):
+        x = lax.cond(x[0, 0, 0] > 0, lambda: layer(params, x), lambda: x)
+        return lax.fori_loop(0, 2, lambda _, x: jnp.sin(x @ params["square"]), x)
+
+    params = {"up": normal(0, D, F), "down": normal(1, F, D), "square": normal(2, D, D)}
+    case = taken(stage, params, normal(3, B, T, D))
+    cut, weights = parts(*case)
+    pull, kept, given, dy = case
+    own_dx, between = cut.b(kept, given, dy)
+    jax.tree.map(np.testing.assert_array_equal, (weights(kept, given, between, dy), own_dx), pull(kept, given, dy))
+
+
+def test_named_values_and_a_custom_rule():
+    @jax.custom_vjp
+    def rule(w, x):
+        return x @ w
+
+    rule.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: (jnp.einsum("bti,bto->io", kept[1], 2 * g), g @ kept[0].T))
+
+    def step(x, w):
+        return x + rule(w["down"], checkpoint_name(jax.nn.gelu(rule(w["up"], x)), "hidden")), None
+
+    _, params, x = two_matmuls(None)
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    check(lambda p, x: lax.scan(jax.checkpoint(step, policy=policy), x, p)[0], params, x)
+
+
+MODEL = {"embed": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 48, "vocab": 67, "init_std": 0.2}
+MOE = {"experts": 4, "top_k": 2, "mlp": 24}
+
+
+def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **options):
+    """The layers of a decoder as a stage."""
+    cfg = Config(model=MODEL | options, precision=precision, step={"remat": remat})
+    env = make_env(cfg, sharder or Sharder())
+    definition = define(cfg, env, MODEL["vocab"])
+    params = definition.init(jax.random.key(0))
+    positions = jnp.tile(jnp.arange(16), (4, 1))
+    segments = 1 + positions // 9
+    period = cfg.model.window_every
+
+    def stage(layers, x):
+        model = definition.bind(params | {"layers": layers})
+        turn = rotation(positions, frequencies(8, 1e4, None))
+        order = segments * 16 + positions
+
+        def step(block, x, _, index):
+            window = None if period > 1 and index == period - 1 else cfg.model.window
+            x, _, load = block(x, turn, positions, segments, window, None, order)
+            return x, load
+
+        x, load = scan(model.layers, step, env.constrain(x, BATCH, SEQUENCE, None), env=env, period=period)
+        return x if load is None else (x, router_z(load))
+
+    return stage, params["layers"], normal(1, 4, 16, 32, dtype=env.policy.compute)
+
+
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+def test_a_decoder(remat):
+    cut, case, (whole, b, w) = check(*decoder("fp32", remat))
+    weights = [p for p in jax.tree.leaves(case[2]) if p.ndim > 2]
+    assert w == 2 * 4 * 16 * sum(p.size for p in weights)
+    assert not {x.shape for x in cut.between} & {p.shape for p in weights}
+
+
+@pytest.mark.parametrize("options", [
+    {"window": 4, "window_every": 2, "layers": 5, "qk_norm": True, "post_norm": True},
+    {"moe": MOE}, {"moe": MOE | {"capacity": 0.8, "shared": 1}}, {"attention_bias": True, "mlp_bias": True},
+], ids=["windows", "dropless", "capacity", "biases"])  # fmt: skip
+@pytest.mark.parametrize(("precision", "remat"), [("bf16", "none"), ("bf16", "full"), ("fp32", "dots")])
+def test_decoders(precision: str, remat: str, options: dict):
+    check(*decoder(precision, remat, **options), exact=precision == "fp32")
