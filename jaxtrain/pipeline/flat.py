@@ -164,7 +164,7 @@ def _scan(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
 
 
 def _map(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
-    length = prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["manual_axes"])
+    length = prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
     body, inner, outs = _body(eqn, length, times)
     return Loop(eqn, length, body, [], [], list(map(Link, ins, inner)), list(map(Link, finals, outs)))
 
@@ -305,7 +305,7 @@ def _mapped(
 ) -> tuple[Any, ...]:
     """What is kept, or was, has a leading dim of devices."""
     params = loop.eqn.params
-    axes = [axis for axis in params["mesh"].axis_names if axis in params["manual_axes"]]
+    axes = [axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"]]
     takes = [spec for link, spec in zip(loop.xs, params["in_specs"]) if link in xs]
     makes = [spec for link, spec in zip(loop.ys, params["out_specs"]) if link in ys]
 
@@ -316,7 +316,7 @@ def _mapped(
     of_all = PartitionSpec(tuple(axes))
     run = jax.shard_map(
         local, mesh=params["mesh"], in_specs=(takes, of_all), out_specs=(makes, of_all),
-        axis_names=params["manual_axes"], check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"], check_vma=params["check_vma"],
     )  # fmt: skip
     return ([], *run(*inputs))
 

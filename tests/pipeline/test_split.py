@@ -248,3 +248,92 @@ def test_a_decoder(remat):
 @pytest.mark.parametrize(("precision", "remat"), [("bf16", "none"), ("bf16", "full"), ("fp32", "dots")])
 def test_decoders(precision: str, remat: str, options: dict):
     check(*decoder(precision, remat, **options), exact=precision == "fp32")
+
+
+F_, B_, W_ = range(3)
+
+
+def stages_in_ticks(mesh, stage, params, x, dy, table):
+    """Gradients of each of two stages, added up over microbatches, and of their inputs.
+
+    Both stages see the same inputs and cotangents, in the order of `table` [ticks, stages]: (action, microbatch), with
+    actions F, B, W. Everything that lives longer than a tick is in ring buffers of two slots.
+    """
+
+    def run(params, x, dy):
+        params = jax.tree.map(lambda p: p[0], params)
+        pull = {}
+
+        def forward(params, x):
+            y, vjp = jax.vjp(stage, params, x)
+            leaves, pull["tree"] = jax.tree.flatten(vjp)
+            known = jax.tree.leaves(params)
+            pull["source"] = [next((i for i, p in enumerate(known) if p is leaf), None) for leaf in leaves]
+            return [leaf for leaf, i in zip(leaves, pull["source"]) if i is None]
+
+        def backward(kept, given, dy):
+            rest, known = iter(kept), jax.tree.leaves(given)
+            leaves = [next(rest) if i is None else known[i] for i in pull["source"]]
+            return jax.tree.unflatten(pull["tree"], leaves)(dy)
+
+        kept = jax.eval_shape(forward, params, x[0])
+        cut = split(backward, kept, params, dy[0])
+        ring = lambda shapes: [jnp.zeros((2, *s.shape), s.dtype) for s in shapes]  # noqa: E731
+
+        def put(ring, slot, values):
+            return [buffer.at[slot].set(value) for buffer, value in zip(ring, values, strict=True)]
+
+        def tick(carry, now):
+            action, slot = (part[lax.axis_index("pipeline")] for part in now)
+
+            def do_f(kept, between, dx, grads):
+                return put(kept, slot, forward(params, x[slot])), between, dx, grads
+
+            def do_b(kept, between, dx, grads):
+                own, values = cut.b([buffer[slot] for buffer in kept], params, dy[slot])
+                return kept, put(between, slot, values), dx.at[slot].set(own), grads
+
+            def do_w(kept, between, dx, grads):
+                held = [kept[i][slot] for i in cut.kept]
+                own = cut.w(held, params, [b[slot] for b in between], [dy[slot]] * len(cut.dy))
+                return kept, between, dx, jax.tree.map(jnp.add, grads, own)
+
+            return lax.switch(action, [do_f, do_b, do_w], *carry), None
+
+        first = ring(kept), ring(cut.between), jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, params)
+        (_, _, dx, grads), _ = lax.scan(tick, first, table)
+        return jax.tree.map(lambda g: g[None], (grads, dx))
+
+    spec = PartitionSpec("pipeline")
+    none = PartitionSpec()
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=(spec, none, none), out_specs=spec, axis_names={"pipeline"}, check_vma=False
+    )  # fmt: skip
+    return jax.jit(mapped)(params, x, dy)
+
+
+@pytest.mark.parametrize("options", [{}, {"moe": MOE | {"capacity": 2.0}}], ids=["dense", "experts"])
+def test_b_and_w_in_branches_of_different_ticks_on_a_mesh(options: dict):
+    """Two stages of two microbatches, each on a mesh of four; experts on several devices are in a shard_map."""
+    mesh = jax.make_mesh((2, 2, 2), ("pipeline", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    rules = {
+        "batch": ("data",), "embed": ("data",), "expert": ("data",), "heads": ("model",), "kv_heads": ("model",),
+        "mlp": ("model",), "sequence": ("model",),
+    }  # fmt: skip
+    rules = rules | ({"embed": ()} if options else {})
+    actions = np.array([[F_, F_, B_, B_, W_, W_], [F_, B_, F_, W_, B_, W_]], np.int32).T
+    microbatch = np.array([[0, 1, 0, 1, 1, 0], [0, 0, 1, 0, 1, 1]], np.int32).T
+    plain, layers, _ = decoder("fp32", "full", layers=2, **options)
+    placed, _, _ = decoder("fp32", "full", Sharder(mesh, rules).without("pipeline"), layers=2, **options)
+    only = (lambda stage: lambda p, x: stage(p, x)[0]) if options else (lambda stage: stage)
+    params = jax.tree.map(lambda p: jnp.stack([p, -p]), layers)
+    x, dy = normal(5, 2, 4, 16, 32), normal(6, 2, 4, 16, 32)
+    grads, dx = stages_in_ticks(mesh, only(placed), params, x, dy, (actions, microbatch))
+
+    def alone(params):
+        pulls = [jax.vjp(only(plain), params, x[i])[1](dy[i]) for i in range(2)]
+        return jax.tree.map(jnp.add, pulls[0][0], pulls[1][0]), jnp.stack([pull[1] for pull in pulls])
+
+    expected = jax.jit(lambda params: lax.map(alone, params))(params)
+    for own, whole in zip(jax.tree.leaves((grads, dx)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, whole, rtol=0, atol=1e-5 * np.abs(whole).max())
