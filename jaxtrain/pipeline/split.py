@@ -9,7 +9,8 @@ is taken (`pipeline.cut`), where
 * cheap operations that B needs may be done again in W, so that casts and gathers of weights are never kept;
 * cheap operations and sums that only W needs may be done in B already: a norm's gradient instead of its cotangent.
 
-A `lax.scan` is cut like the rest, its body once for all iterations: B's scan stacks what W's scan reads.
+A `lax.scan` is cut like the rest, its body once for all iterations: B's scan stacks what W's scan reads. So is a
+`jax.shard_map`: what its devices keep has a leading dim of devices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax
 from jax import Array
 
 from jaxtrain.nn.stack import CHEAP
-from jaxtrain.pipeline.cut import SINK, SOURCE, Graph
+from jaxtrain.pipeline.cut import NEVER, SINK, SOURCE, Graph
 from jaxtrain.pipeline.flat import Loop, Op, Ops, Program, Value, flatten, mark, spread, walk
 
 # What may be computed twice: nothing with a sum in it, so that it fuses into its readers.
@@ -34,8 +35,10 @@ AGAIN = CHEAP | {
 }  # fmt: skip
 # What may be moved from W to B where its result is smaller than what it is computed from.
 EARLY = AGAIN | {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
-# In a tie, what F keeps anyway is kept longer before anything is written that need not be.
-WRITTEN, HELD = 1001, 1000
+# Prices of a byte, for ties: what F keeps anyway is kept longer before anything is written that need not be, and that
+# before it is gathered, not after.
+HELD, WRITTEN, GATHERED = 1000, 1001, 1002
+GATHERS = {"sharding_constraint", "all_gather"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +77,8 @@ class Split:
 def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any, dy: Any) -> Split:
     """Cuts a pull-back in two.
 
-    `shard_map`, `cond`, `while` and kernels are not cut: where the input's gradient needs one, all of it is B. So is
-    what has no result but an effect (a print) left out of both.
+    `cond`, `while` and kernels are not cut: where the input's gradient needs one, all of it is B. What has no result
+    but an effect (a print) is left out.
 
     Args:
         pull: (kept, given, dy) -> (gradients of weights, gradient of the input), pytrees. Traced once.
@@ -162,10 +165,10 @@ class _Cut:
                     self.graph.edge(SOURCE, node)
                 elif not is_b and name not in EARLY:
                     self.graph.edge(node, SINK)
-                self._connect(node, op.ins, op.outs, is_b)
+                self._connect(node, op.ins, op.outs, is_b, GATHERED if name in GATHERS else WRITTEN)
 
-    def _connect(self, node: int, ins: Sequence[Value], outs: Sequence[Value], is_b: bool, free: bool = False) -> None:
-        """An operation between the values it reads and those it makes. free: these would not be kept themselves."""
+    def _connect(self, node: int, ins: Iterable[Value], outs: Iterable[Value], is_b: bool, price: int | None) -> None:
+        """An operation between the values it reads and those it makes. price: of their bytes; None to keep none."""
         for value in ins:
             if not value.is_constant:
                 self.graph.edge(self._node(value), node)  # W can only do it where it has what it reads
@@ -173,30 +176,26 @@ class _Cut:
                     self.graph.edge(node, self.maker[value])  # B likewise
         for value in outs:
             self.maker[value] = node
-            if free:
-                self.graph.edge(node, self._node(value))
-            else:
-                self.graph.edge(node, self._node(value), WRITTEN * max(1, value.nbytes))
+            self.graph.edge(node, self._node(value), NEVER if price is None else price * max(1, value.nbytes))
 
     def _add_loop(self, loop: Loop) -> None:
         """What comes into a loop's body, or out of it, is kept outside."""
         for link in (*loop.consts, *loop.xs):
             if link.inner in self.live:
-                self._connect(self.graph.node(), [link.outer], [link.inner], link.inner in self.by_b, free=True)
+                self._connect(self.graph.node(), [link.outer], [link.inner], link.inner in self.by_b, None)
         carries = [carry for carry in loop.carries if carry.final in self.live]
-        of_w = [carry for carry in carries if carry.final not in self.by_b]
         for carry in carries:
-            node = self.graph.node()
-            self.graph.edge(*((node, SINK) if carry in of_w else (SOURCE, node)))
-            self._connect(node, [carry.init] if carry in of_w else [], [carry.inner, carry.final], carry not in of_w)
+            node, is_b = self.graph.node(), carry.final in self.by_b
+            self.graph.edge(*((SOURCE, node) if is_b else (node, SINK)))
+            self._connect(node, [] if is_b else [carry.init], [carry.inner, carry.final], is_b, WRITTEN)
         self._add(loop.body)
-        for carry in of_w:
-            if not carry.out.is_constant:
+        for carry in carries:
+            if carry.final not in self.by_b and not carry.out.is_constant:
                 self.graph.edge(self._node(carry.out), SINK)
         for link in loop.ys:
             if link.outer in self.live:
-                is_b = link.outer in self.by_b
-                self._connect(self.graph.node(), [link.inner], [link.outer], is_b, free=loop.stacks)
+                is_b, price = link.outer in self.by_b, None if loop.stacks else WRITTEN
+                self._connect(self.graph.node(), [link.inner], [link.outer], is_b, price)
 
 
 def _forward(ops: Ops, live: set[Value], after_dy: set[Value]) -> list[Value]:
