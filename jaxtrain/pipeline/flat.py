@@ -1,4 +1,4 @@
-"""A jaxpr as a flat list of operations, of which some can be run: calls are inlined, `scan` and `shard_map` are open."""
+"""A jaxpr as a list of operations, of which some can be run: calls are inlined, `scan` and `shard_map` are open."""
 
 from __future__ import annotations
 
@@ -275,23 +275,26 @@ class Program:
             own = consts | now | dict(zip([link.inner for link in xs], own_xs))
             own |= dict(zip([c.inner for c in carries], carry))
             own |= self._run(loop.body, own, now)
-            results = [c.out for c in carries], [link.inner for link in ys], kept
-            return tuple([_read(own, value) for value in values] for values in results)
+            last = [_read(own, c.out) for c in carries]
+            return last, [_read(own, link.inner) for link in ys], [_read(own, value) for value in kept]
 
         run = _scanned if loop.stacks else _mapped
         inputs = [_read(made, link.outer) for link in xs], [given[value] for value in held]
         with loop.eqn.ctx.manager:
-            last, results, keeps = run(loop, body, [_read(made, c.init) for c in carries], xs, ys, *inputs)
+            last, results, keeps = run(loop, body, [_read(made, c.init) for c in carries], (xs, ys), inputs)
         made.update(zip([c.final for c in carries], last))
         made.update(zip([link.outer for link in ys], results))
         return dict(zip(kept, keeps))
 
 
+Inputs = tuple[list[Any], list[Any]]  # what a body takes besides the carry: slices of `xs`, and of what was kept
 Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any], list[Any]]]
 
 
-def _scanned(loop: Loop, body: Body, first: list[Any], xs: Any, ys: Any, *inputs: list[Any]) -> tuple[Any, ...]:
-    def step(carry: list[Any], slices: tuple[list[Any], list[Any]]) -> tuple[list[Any], Any]:
+def _scanned(
+    loop: Loop, body: Body, first: list[Any], links: tuple[list[Link], list[Link]], inputs: Inputs
+) -> tuple[list[Any], list[Any], list[Any]]:
+    def step(carry: list[Any], slices: Inputs) -> tuple[list[Any], Inputs]:
         carry, results, keeps = body(carry, *slices)
         return carry, (results, keeps)
 
@@ -301,24 +304,22 @@ def _scanned(loop: Loop, body: Body, first: list[Any], xs: Any, ys: Any, *inputs
 
 
 def _mapped(
-    loop: Loop, body: Body, first: list[Any], xs: list[Link], ys: list[Link], *inputs: list[Any]
-) -> tuple[Any, ...]:
+    loop: Loop, body: Body, first: list[Any], links: tuple[list[Link], list[Link]], inputs: Inputs
+) -> tuple[list[Any], list[Any], list[Any]]:
     """What is kept, or was, has a leading dim of devices."""
-    params = loop.eqn.params
-    axes = [axis for axis in params["mesh"].axis_names if axis in params["newly_manual_axes"]]
+    params, (xs, ys) = loop.eqn.params, links
+    axes = params["newly_manual_axes"]
+    of_all = PartitionSpec(tuple(axis for axis in params["mesh"].axis_names if axis in axes))
     takes = [spec for link, spec in zip(loop.xs, params["in_specs"]) if link in xs]
     makes = [spec for link, spec in zip(loop.ys, params["out_specs"]) if link in ys]
 
-    def local(own_xs: list[Any], own_held: list[Any]) -> tuple[list[Any], list[Any]]:
-        _, results, keeps = body([], own_xs, [x[0] for x in own_held])
+    def local(own_xs: list[Any], own_held: list[Any]) -> Inputs:
+        _, results, keeps = body(first, own_xs, [x[0] for x in own_held])
         return results, [x[None] for x in keeps]
 
-    of_all = PartitionSpec(tuple(axes))
-    run = jax.shard_map(
-        local, mesh=params["mesh"], in_specs=(takes, of_all), out_specs=(makes, of_all),
-        axis_names=params["newly_manual_axes"], check_vma=params["check_vma"],
-    )  # fmt: skip
-    return ([], *run(*inputs))
+    specs = {"in_specs": (takes, of_all), "out_specs": (makes, of_all)}
+    run = jax.shard_map(local, mesh=params["mesh"], axis_names=axes, check_vma=params["check_vma"], **specs)
+    return first, *run(*inputs)
 
 
 def _read(made: dict[Value, Any], value: Value) -> Any:
@@ -333,4 +334,3 @@ def _bind(eqn: Any, values: list[Any]) -> list[Any]:
     with eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
-

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.core import Tracer
 
 from jaxtrain.nn.stack import CHEAP
 from jaxtrain.pipeline.cut import NEVER, SINK, SOURCE, Graph
@@ -30,8 +31,8 @@ from jaxtrain.pipeline.flat import Loop, Op, Ops, Program, Value, flatten, mark,
 AGAIN = CHEAP | {
     "abs", "add", "add_any", "bitcast_convert_type", "cbrt", "ceil", "clamp", "copy", "copy_p", "cos", "device_put",
     "dynamic_slice", "erf", "exp2", "expand_dims", "expm1", "floor", "is_finite", "le", "log", "log1p", "max", "min",
-    "name", "not", "one_minus_square", "or", "pad", "pow", "pvary", "reduce_precision", "rem", "reshape", "rev", "round",
-    "sign", "sin", "slice", "sqrt", "squeeze", "tan", "tanh", "transpose", "xor",
+    "name", "not", "one_minus_square", "or", "pad", "pow", "pvary", "reduce_precision", "rem", "reshape", "rev",
+    "round", "sign", "sin", "slice", "sqrt", "squeeze", "tan", "tanh", "transpose", "xor",
 }  # fmt: skip
 # What may be moved from W to B where its result is smaller than what it is computed from.
 EARLY = AGAIN | {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
@@ -49,29 +50,46 @@ class Split:
         kept: which of the residuals W reads; the others are free after B.
         dy: which leaves of the output's cotangent W reads.
         between: shapes of what B hands to W.
+        early: which leaves of the weights' gradients B makes: those of norms, and what only a `while` computes.
     """
 
     kept: tuple[int, ...]
     dy: tuple[int, ...]
     between: list[jax.ShapeDtypeStruct]
+    early: tuple[int, ...]
     _inputs: tuple[list[Value], list[Value], list[Value]]  # residuals, what is given, cotangent
     _results: tuple[list[Value], list[Value]]  # gradients of weights, of the input
     _trees: tuple[Any, Any]
-    _first: Program
-    _second: Program
+    _programs: tuple[Program, Program]
 
-    def b(self, kept: Sequence[Array], given: Any, dy: Any) -> tuple[Any, list[Array]]:
-        """(dx, between) from all residuals, what is given, and the output's cotangent."""
+    def b(self, kept: Sequence[Array], given: Any, dy: Any) -> tuple[Any, list[Array], Any]:
+        """(dx, between, gradients of weights) from all residuals, what is given, and the output's cotangent.
+
+        The gradients are those that are `early`, the tree has None for the others: to be added up at once.
+        """
         arrays = (kept, jax.tree.leaves(given), jax.tree.leaves(dy))
-        dx, between = self._first(_paired(self._inputs, arrays), self._results[1])
-        return jax.tree.unflatten(self._trees[1], dx), between
+        dw, dx = self._results
+        results, between = self._programs[0](_paired(self._inputs, arrays), [*dx, *(dw[i] for i in self.early)])
+        early = dict(zip(self.early, results[len(dx) :]))
+        return jax.tree.unflatten(self._trees[1], results[: len(dx)]), between, self._gradients(early)
 
     def w(self, kept: Sequence[Array], given: Any, between: Sequence[Array], dy: Sequence[Array] = ()) -> Any:
-        """Gradients of the weights from the residuals and leaves of the cotangent that it reads (`kept`, `dy`)."""
+        """The other gradients of weights, the tree has None for those that are `early`.
+
+        Args:
+            kept: only those residuals that it reads (`self.kept`).
+            given, between: as for, and from, B.
+            dy: only those leaves of the cotangent that it reads (`self.dy`).
+        """
         residuals, known, cotangent = self._inputs
-        inputs = ([residuals[i] for i in self.kept], known, [cotangent[i] for i in self.dy], self._first.kept)
-        arrays = (kept, jax.tree.leaves(given), dy, between)
-        return jax.tree.unflatten(self._trees[0], self._second(_paired(inputs, arrays), self._results[0])[0])
+        first, second = self._programs
+        inputs = ([residuals[i] for i in self.kept], known, [cotangent[i] for i in self.dy], first.kept)
+        late = {i: value for i, value in enumerate(self._results[0]) if i not in self.early}
+        results, _ = second(_paired(inputs, (kept, jax.tree.leaves(given), dy, between)), list(late.values()))
+        return self._gradients(dict(zip(late, results)))
+
+    def _gradients(self, some: dict[int, Array]) -> Any:
+        return jax.tree.unflatten(self._trees[0], [some.get(i) for i in range(len(self._results[0]))])
 
 
 def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any, dy: Any) -> Split:
@@ -90,26 +108,45 @@ def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any,
         ValueError: `pull` uses Refs, or traced values that are not among its arguments.
     """
     jaxpr, shapes = jax.make_jaxpr(pull, return_shape=True)(list(kept), given, dy)
-    if any(isinstance(constant, jax.core.Tracer) for constant in jaxpr.consts):
+    if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise ValueError("a pull-back that is to be split closes over a traced value: it must be in `kept` or `given`")
     arguments = [Value(var.aval) for var in getattr(jaxpr, "jaxpr", jaxpr).invars]
     ops, outs = flatten(jaxpr, arguments)
     sizes = [len(jax.tree.leaves(part)) for part in (list(kept), given, dy)]
     residuals, known, cotangent = (_take(arguments, sizes, i) for i in range(3))
-    trees = tuple(jax.tree.structure(shape) for shape in shapes)
+    trees = jax.tree.structure(shapes[0]), jax.tree.structure(shapes[1])
     dw, dx = outs[: trees[0].num_leaves], outs[trees[0].num_leaves :]
 
     between = _Cut(ops, dw, dx, residuals, cotangent).between()
     given_to_w = frozenset((*arguments, *between))
-    wanted = mark(ops, set(dw), given_to_w)
+    early = _early(ops, dw, given_to_w, frozenset(between))
+    wanted = mark(ops, {value for i, value in enumerate(dw) if i not in early}, given_to_w)
     between = [value for value in between if value in wanted]
-    first = Program(ops, mark(ops, {*dx, *between}), frozenset(arguments), between)
+    first = Program(ops, mark(ops, {*dx, *between, *(dw[i] for i in early)}), frozenset(arguments), between)
     return Split(
         tuple(i for i, value in enumerate(residuals) if value in wanted),
         tuple(i for i, value in enumerate(cotangent) if value in wanted),
         [jax.ShapeDtypeStruct((*_stack(ops, value), *value.aval.shape), value.aval.dtype) for value in between],
-        (residuals, known, cotangent), (dw, dx), trees, first, Program(ops, wanted, given_to_w, []),
+        early, (residuals, known, cotangent), (dw, dx), trees, (first, Program(ops, wanted, given_to_w, [])),
     )  # fmt: skip
+
+
+def _early(ops: Ops, dw: list[Value], given: frozenset[Value], between: frozenset[Value]) -> tuple[int, ...]:
+    """Which of W's results are cheaply made of what B would hand to W for them alone."""
+    reads = [mark(ops, {value}, given) for value in dw]
+
+    def is_cheap(wanted: set[Value]) -> bool:
+        made = wanted - given
+        return all(
+            made.isdisjoint(carry.final for carry in op.carries)
+            if isinstance(op, Loop)
+            else op.eqn.primitive.name in AGAIN or made.isdisjoint(op.outs)
+            for op in walk(ops)
+        )
+
+    cheap = [is_cheap(wanted) for wanted in reads]
+    others = set().union(*(wanted for wanted, own in zip(reads, cheap) if not own))
+    return tuple(i for i, wanted in enumerate(reads) if cheap[i] and wanted & between and not wanted & between & others)
 
 
 def _take(values: list[Value], sizes: list[int], part: int) -> list[Value]:
