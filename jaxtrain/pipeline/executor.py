@@ -201,9 +201,13 @@ class Run:
             own = jax.tree.map(lambda x: x[: x.shape[0] // chunks], layers)
             shapes = jax.eval_shape(lambda x: self.derivative.forward(own, numbers[0, 0], shared, 0, x), self.passed)
             _, sums, counts, kept = shapes
+            between: Any = ()
+            if self.plan.table.is_split:
+                cut = self.derivative.divide(kept, own, shared, self.passed)
+                between = (cut.between, [jax.tree.leaves(self.passed)[i] for i in cut.dy])
             return (
                 slots(b.activations.slots, self.passed), slots(b.gradients.slots, self.passed),
-                slots(b.until_weight.slots, kept), slots(b.backward_to_weight.slots, self.passed),
+                slots(b.until_weight.slots, kept), slots(b.backward_to_weight.slots, between),
                 jax.tree.map(lambda x: jnp.zeros((1,), x.dtype), sums),
                 jax.tree.map(lambda x: jnp.zeros((chunks * x.shape[0], *x.shape[1:]), x.dtype), counts),
             )  # fmt: skip

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtrain.mesh.rules import STAGES
 from jaxtrain.models.define import Definition
 from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.pipeline.split import Split, split
 from jaxtrain.pipeline.stages import Stages
 
 Sums = dict[str, Array]
@@ -61,12 +62,13 @@ class Refs(NamedTuple):
 class Derivative:
     """A stage's derivative, taken apart into what F keeps and what a backward action has anyway.
 
-    is_training: else there is no derivative, and nothing is kept.
+    is_training: else there is no derivative, and nothing is kept. cut: into B and W, once `divide` was called.
     """
 
     inside: Definition
     stages: Stages
     is_training: bool
+    cut: Split | None = None
     _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
     def forward(self, layers: Any, numbers: Array, shared: Shared, microbatch: Any, x: Any) -> tuple[Any, ...]:
@@ -100,6 +102,15 @@ class Derivative:
         assert self._rebuild is not None
         return self._rebuild(kept, self._known(widened(layers), layers, shared))
 
+    def divide(self, kept: list[Any], layers: Any, shared: Shared, dy: Any) -> Split:
+        """Cuts the pull-back into B and W. All are arrays or their shapes."""
+
+        def pull(kept: list[Array], given: tuple, dy: Any) -> tuple[Any, Any]:
+            return self.pull(kept, *given)((dy, jnp.float32(1)))
+
+        self.cut = split(pull, kept, (layers, shared), dy)
+        return self.cut
+
     def _known(self, wide: Any, layers: Any, shared: Shared) -> list[Array]:
         """What is at hand in every action."""
         return jax.tree.leaves((wide, layers, shared))
@@ -122,7 +133,11 @@ class Stage:
     @property
     def actions(self) -> tuple[Callable, ...]:
         """By `Action`, less waiting."""
-        return (self.forward, self.inputs, self.weights, self.both) if self.derivative.is_training else (self.forward,)
+        if not self.derivative.is_training:
+            return (self.forward,)
+        # A table that has no B and W has no cut either.
+        apart = (self.inputs, self.weights) if self.derivative.cut else (self.wait, self.wait)
+        return self.forward, *apart, self.both
 
     def act(self) -> Any:
         """Does the action of this tick, hands on what it made, and takes what arrives. Returns what it made."""
@@ -180,15 +195,29 @@ class Stage:
         return jax.tree.map(jax.freeze, into)
 
     def inputs(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
-        """B: the gradient of what came in."""
-        _write(self.refs.between, self.row["keep between"], dy)
-        return self._pull(layers, shared)((dy, jnp.float32(1)))[1]
+        """B: the gradient of what came in; adds those of the weights that come with it."""
+        cut = self._cut
+        dx, between, early = cut.b(_read(self.refs.kept, self.row["read kept"]), (layers, shared), dy)
+        leaves = jax.tree.leaves(dy)
+        _write(self.refs.between, self.row["keep between"], (between, [leaves[i] for i in cut.dy]))
+        self._add_some(early)
+        return dx
 
     def weights(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
-        """W: adds the gradients of the weights."""
-        dy = _read(self.refs.between, self.row["read between"])
-        jax.tree.map(self._add, self.refs.grads, self._pull(layers, shared)((dy, jnp.float32(1)))[0])
+        """W: adds the other gradients of the weights."""
+        between, leaves = _read(self.refs.between, self.row["read between"])
+        kept = _read([self.refs.kept[i] for i in self._cut.kept], self.row["read kept"])
+        self._add_some(self._cut.w(kept, (layers, shared), between, leaves))
         return jax.tree.map(jnp.zeros_like, x)
+
+    @property
+    def _cut(self) -> Split:
+        assert self.derivative.cut is not None  # made with the buffers
+        return self.derivative.cut
+
+    def _add_some(self, grads: Any) -> None:
+        """Adds those gradients that are not None."""
+        jax.tree.map(lambda ref, g: None if g is None else self._add(ref, g), self.refs.grads, grads)
 
     def _pull(self, layers: Any, shared: Shared) -> Any:
         return self.derivative.pull(_read(self.refs.kept, self.row["read kept"]), layers, shared)
