@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from wire_theory import EXPECTED, LLAMA, communication, part, theory, totals
+from wire_theory import EXPECTED, LLAMA, communication, grouped, part, theory, totals
 
 from jaxtrain.plan import communication as wire
 from jaxtrain.plan import targets
@@ -35,14 +35,14 @@ def of_part(rows: dict, name: str) -> dict:
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 @pytest.mark.parametrize("name", ["layers", "loss", "edges"])
-@pytest.mark.parametrize("layout", EXPECTED)
+@pytest.mark.parametrize("layout", grouped(EXPECTED))
 def test_every_collective_on_16_absent_h100(layout: str, name: str):
     measured = of_part(totals(communication(layout, H100)), name)
     assert differences(measured, of_part(theory(layout, H100), name)) == []
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.parametrize("layout", EXPECTED)
+@pytest.mark.parametrize("layout", grouped(EXPECTED))
 def test_collectives_are_whole_axes_and_certain(layout: str):
     for row in communication(layout, H100):
         assert row.whole, row
@@ -74,7 +74,7 @@ def on_cpu(expected: dict) -> dict:
     return out
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp", "tp"])
+@pytest.mark.parametrize("layout", grouped(["ddp", "fsdp", "hsdp", "tp"]))
 def test_bytes_of_every_axis_on_simulated_devices(layout: str):
     measured = by_axes(totals(communication(layout, **TINY)))
     assert measured == pytest.approx(by_axes(on_cpu(theory(layout, **TINY))), rel=0.01)
