@@ -20,7 +20,6 @@ from jaxtrain.train.program import build
 KEYS = {key.replace("__", "."): value for key, value in TINY.items()}
 
 
-@pytest.mark.xdist_group("wire of fsdp")
 def test_a_process_of_its_own_reports_the_same(tmp_path):
     config = configured("fsdp", {"fsdp": 4}, KEYS)
     report = compile.measure(config, None, "cpu:4", hlo=tmp_path / "step.hlo")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -308,11 +308,6 @@ def cp_gather(s: Sizes) -> Rows:
         ("all-gather", "context", "layers"): (4 * s.layers, 2 * keys),
         ("reduce-scatter", "context", "layers"): (s.layers, keys),
     }
-
-
-def grouped(layouts: Iterable[str]) -> list[Any]:
-    """Parameters whose tests pytest-xdist gives to one process, because they share a compiled step."""
-    return [pytest.param(layout, marks=pytest.mark.xdist_group(f"wire of {layout}")) for layout in layouts]
 
 
 EXPECTED: dict[str, Callable[[Sizes], Rows]] = {
