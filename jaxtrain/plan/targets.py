@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -76,8 +75,7 @@ def environment(target: Target) -> dict[str, str]:
     out = {"JAX_PLATFORMS": "cpu"}  # never take, or wait for, the devices of this machine
     if target.platform == "cuda":
         out["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # of the CUDA libraries that only running needs
-        flag = f'--xla_gpu_cuda_data_dir="{TOOLKIT}"'
-        out["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+        out["CUDA_ROOT"] = str(TOOLKIT)
     elif target.platform == "tpu":
         # No look for a TPU host around it; and several processes may compile at the same time.
         out |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
