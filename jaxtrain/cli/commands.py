@@ -207,6 +207,9 @@ def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
     """What has to be so before JAX is imported."""
     if simulate or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU plugin is not even looked for
+    elif not Path("/dev/nvidia0").exists():
+        # A plugin that is there to compile for absent GPUs has no CUDA libraries: no traceback about that.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     sys.path.append(os.getcwd())  # a user's own `package.module:Class`
 
 
