@@ -24,7 +24,7 @@ def test_a_gpu_compiler_without_cuda_is_silent():
     )
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""
     assert done.stdout.strip() in ("cpu", "tpu")
 
 
