@@ -8,7 +8,8 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schema, resolve, show
 from jaxtrain.config.errors import UserError
@@ -73,6 +74,7 @@ def train(args: argparse.Namespace) -> int:
 
 def resume(args: argparse.Namespace) -> int:
     """Goes on with a run."""
+    _before_jax(args)
     from jaxtrain.cli.runs import saved_config
 
     directory = Path(args.run)
@@ -208,6 +210,12 @@ def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
     """What has to be so before JAX is imported."""
     if simulate or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU plugin is not even looked for
+    if not Path("/dev/nvidia0").exists():
+        # A plugin that is there to compile for absent GPUs complains, when loaded, that CUDA is missing.
+        quiet: Any = ModuleType("jax_plugins.xla_cuda13")
+        quiet.initialize = lambda: None
+        sys.modules.setdefault(quiet.__name__, quiet)
+        sys.modules.setdefault("jax_cuda13_plugin", None)  # type: ignore[arg-type]  # not to be imported
     sys.path.append(os.getcwd())  # a user's own `package.module:Class`
 
 

@@ -50,7 +50,8 @@ class MoE(nnx.Module):
             decoding: no choice is dropped, and the weights stay where they are stored.
         """
         moe, sharder = self.moe, self.env.sharder
-        is_token_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else segments_BT > 0
+        # Whole on every shard, as attention has them: routing, on shards, would have attention gather its mask.
+        is_token_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else self.env.whole(segments_BT) > 0
         capacity = None if decoding else moe.capacity
         routing, load = route(
             self._logits(x_BTD), self.bias.get_value() if hasattr(self, "bias") else None, is_token_BT,

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.errors import UserError, did_you_mean, join
@@ -29,6 +30,7 @@ GPUS = {
 }
 TPUS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # dims of the torus
 SHAPES = "h100:NODESxGPUS, v5p:4x4x4 or cpu:8"
+TOOLKIT = Path(__file__).parent / "toolkit"  # stands in for CUDA's: nothing that is compiled for a target is run
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def environment(target: Target) -> dict[str, str]:
     out = {"JAX_PLATFORMS": "cpu"}  # never take, or wait for, the devices of this machine
     if target.platform == "cuda":
         out["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # of the CUDA libraries that only running needs
+        out["CUDA_ROOT"] = str(TOOLKIT)
     elif target.platform == "tpu":
         # No look for a TPU host around it; and several processes may compile at the same time.
         out |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}

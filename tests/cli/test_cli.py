@@ -17,6 +17,18 @@ def jaxtrain(*arguments: str, cwd=None) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="this machine has a GPU")
+def test_a_gpu_compiler_without_cuda_is_silent():
+    code = (
+        "from argparse import Namespace; from jaxtrain.cli.commands import _before_jax;"
+        "_before_jax(Namespace(simulate=None)); import jax; print(jax.default_backend())"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert done.stderr == ""
+    assert done.stdout.strip() in ("cpu", "tpu")
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from jaxtrain.cli.main import main; main(['--help']); main(['train', '--help']);"

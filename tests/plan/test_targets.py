@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from jaxtrain.config.errors import UserError
@@ -17,6 +21,16 @@ def test_targets(text: str, shape: tuple[int, ...], platform: str):
     target = targets.parse(text)
     assert (target.shape, target.platform) == (shape, platform)
     assert targets.environment(target)["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_stand_in_for_the_assembler_of_cuda(tmp_path):
+    root = Path(targets.environment(targets.parse("h100"))["CUDA_ROOT"])
+    assembler, kernel = str(root / "bin" / "ptxas"), tmp_path / "kernel"
+    said = subprocess.run([assembler, "--version"], capture_output=True, text=True, check=True).stdout
+    assert re.search(r", V13\.\d+\.\d+$", said.strip())
+    subprocess.run([assembler, "in.ptx", "-o", str(kernel), "-arch=sm_90a"], check=True)
+    assert kernel.exists()
+    assert (root / "nvvm" / "libdevice" / "libdevice.10.bc").exists()
 
 
 @pytest.mark.parametrize(
