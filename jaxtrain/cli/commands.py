@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -210,13 +211,22 @@ def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
     """What has to be so before JAX is imported."""
     if simulate or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU plugin is not even looked for
-    if not Path("/dev/nvidia0").exists():
+    if not _has_nvidia_driver():
         # A plugin that is there to compile for absent GPUs complains, when loaded, that CUDA is missing.
         quiet: Any = ModuleType("jax_plugins.xla_cuda13")
         quiet.initialize = lambda: None
         sys.modules.setdefault(quiet.__name__, quiet)
         sys.modules.setdefault("jax_cuda13_plugin", None)  # type: ignore[arg-type]  # not to be imported
     sys.path.append(os.getcwd())  # a user's own `package.module:Class`
+
+
+def _has_nvidia_driver() -> bool:
+    """Whether there is what JAX needs to find a GPU of NVIDIA at all, in containers and WSL too."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _span(text: str | None) -> tuple[int, int] | None:

@@ -296,7 +296,7 @@ def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **option
             return x, load
 
         x, load = scan(model.layers, step, env.constrain(x, BATCH, SEQUENCE, None), env=env, period=period)
-        return x if load is None else (x, router_z(load))
+        return x if load is None else (x, router_z(load, len(load.squares)))
 
     return stage, params["layers"], normal(1, 4, 16, 32, dtype=env.policy.compute)
 
