@@ -242,8 +242,15 @@ class Run:
 
     def _of(self, made: Any, virtual: int) -> Any:
         """What the stage of a virtual stage made, on all stages."""
-        stage = int(self.plan.table.home[virtual, 0])
-        return jax.tree.map(lambda x: x[stage], made)
+        is_its = np.arange(self.plan.table.stages) == self.plan.table.home[virtual, 0]
+
+        def one(x: Array) -> Array:
+            # An index would become a permutation, and a sum of bfloat16 inside of a shard_map around all this ends
+            # XLA's CPU compiler (see kernels.cross_entropy): a matmul sums.
+            own = jnp.where(is_its.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+            return jnp.tensordot(jnp.ones(len(is_its), x.dtype), own, 1)
+
+        return jax.tree.map(one, made)
 
     def _if(self, microbatch: Array, run: Callable[[Array], Any], like: Any) -> Any:
         """`run(microbatch)`, or zeros where there is none."""

@@ -26,7 +26,7 @@ MESHES = {
     "tp": {"data": 2, "model": 4}, "tp_sp": {"data": 2, "model": 4}, "fsdp_tp": {"fsdp": 2, "model": 4},
     "3d": {"data": 2, "fsdp": 2, "model": 2}, "cp_gather": {"fsdp": 4, "context": 2},
     "cp_ring": {"fsdp": 2, "context": 4}, "cp_ulysses": {"fsdp": 2, "context": 2, "model": 2},
-    "ep": {"fsdp": 2, "expert": 4}, "ep_tp": {"fsdp": 2, "expert": 2, "model": 2},
+    "pp": {"pipeline": 2, "data": 2, "model": 2}, "ep": {"fsdp": 2, "expert": 4}, "ep_tp": {"fsdp": 2, "expert": 2, "model": 2},
 }  # fmt: skip
 Flat = dict[str, np.ndarray]
 
