@@ -215,8 +215,9 @@ def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
         # A plugin that is there to compile for absent GPUs complains, when loaded, that CUDA is missing.
         quiet: Any = ModuleType("jax_plugins.xla_cuda13")
         quiet.initialize = lambda: None
-        sys.modules.setdefault(quiet.__name__, quiet)
-        sys.modules.setdefault("jax_cuda13_plugin", None)  # type: ignore[arg-type]  # not to be imported
+        loaded: dict[str, Any] = sys.modules
+        loaded.setdefault(quiet.__name__, quiet)
+        loaded.setdefault("jax_cuda13_plugin", None)  # to Python a module that cannot be imported
     sys.path.append(os.getcwd())  # a user's own `package.module:Class`
 
 
