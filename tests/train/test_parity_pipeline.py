@@ -33,9 +33,11 @@ MESHES = {
 
 @functools.cache
 def want(kind: str):
-    changes = {"model": DENSE}
-    if kind == "moe":
-        changes = {"model": EXPERTS, "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3}}
+    changes = {
+        "dense": {"model": DENSE},
+        "window": {"model": {**DENSE, "window": 12}},
+        "moe": {"model": EXPERTS, "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3}},
+    }[kind]
     return changes, found(harness.program(**changes))
 
 
@@ -75,6 +77,13 @@ def test_replicas_and_zero(zero: int):
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
 def test_experts(schedule: str):
     equal("moe", {"pipeline": 2, "expert": 2, "model": 2}, MOE_RULES, pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize("context", ["ulysses", "gather"])
+def test_shards_of_a_sequence(context: str):
+    """With a window that elsewhere would have the neighbour's end sent, by a permutation."""
+    rules = {**RULES, "context": ["context"], "sequence": ["context", "model"]}
+    equal("window", {"pipeline": 2, "context": 2, "model": 2}, rules, context=context)
 
 
 def test_remat():
