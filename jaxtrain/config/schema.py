@@ -106,6 +106,9 @@ class Pipeline(Section):
 
     schedule: str = key("1f1b_aligned", "name of a schedule (see `jaxtrain schedule`), or a .csv or .yaml table")
     chunks: PositiveInt | None = key(None, "parts of the model a stage holds; default: the schedule's")
+    timing: bool = key(
+        True, "time the stages' actions after the first step, for the bubble in the log; compiles once more"
+    )
 
 
 class RopeScaling(Section):

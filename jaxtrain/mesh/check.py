@@ -9,7 +9,7 @@ from jaxtrain.config.cross import divisors
 from jaxtrain.config.errors import Problem, did_you_mean, join
 from jaxtrain.config.schema import Mesh
 from jaxtrain.mesh.axes import AXES, shape_text
-from jaxtrain.mesh.rules import asked
+from jaxtrain.mesh.rules import LAYERS, STAGES, asked
 
 Shape = tuple[int, ...]
 Names = tuple[str | None, ...]
@@ -207,7 +207,7 @@ def _indivisible(
         # An axis of unknown size only multiplies the shards: what the others do not divide stays wrong.
         counts = {axis: sizes[axis] or 1 for axis in axes if sizes[axis] != 1}
         shards = prod(counts.values())
-        if size % shards == 0:
+        if size % shards == 0 or (name == LAYERS and axes == (STAGES,)):  # stages may hold unequal numbers of layers
             continue
         split = " x ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
         what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"

@@ -75,6 +75,21 @@ def zero_rules(rules: Rules, zero: int) -> Rules:
     return {**rules, EMBED: (*axes_of(EMBED, rules), REPLICAS)}
 
 
+def placed_dims(
+    names: Sequence[str | None], shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes of every dim of a parameter: those of the rules, unless its layers cannot be shared out evenly.
+
+    Then they lie whole, and the axes that were to hold them spread another dim (see `stored_dims`); a pipeline sends
+    every stage its layers at the beginning of a step.
+    """
+    dims = dims_to_axes(names, rules)
+    for d, name in enumerate(names):
+        if name == LAYERS and shape[d] % prod(sizes.get(axis, 1) for axis in dims[d]):
+            return _spread(names, shape, (*dims[:d], (), *dims[d + 1 :]), dims[d], sizes)
+    return dims
+
+
 def stored_dims(
     names: Sequence[str | None], shape: Sequence[int], rules: Rules, sizes: Mapping[str, int], zero: int
 ) -> tuple[tuple[str, ...], ...]:
@@ -84,14 +99,24 @@ def stored_dims(
     `embed`, else the largest. Layers stay whole, because a scan takes them one by one. A tensor that has no such dim
     stays as the rules place it. Rajbhandari et al. 2020, arXiv 1910.02054.
     """
-    dims = dims_to_axes(names, rules)
-    count = sizes.get(REPLICAS, 1)
-    if zero == 0 or count == 1 or REPLICAS not in axes_of(BATCH, rules) or any(REPLICAS in dim for dim in dims):
+    dims = placed_dims(names, shape, rules, sizes)
+    if zero == 0 or sizes.get(REPLICAS, 1) == 1 or REPLICAS not in axes_of(BATCH, rules):
         return dims
+    return dims if any(REPLICAS in dim for dim in dims) else _spread(names, shape, dims, (REPLICAS,), sizes)
+
+
+def _spread(
+    names: Sequence[str | None],
+    shape: Sequence[int],
+    dims: tuple[tuple[str, ...], ...],
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+) -> tuple[tuple[str, ...], ...]:
+    """`dims` with the axes added to the first dim that divides: `embed`, else the largest, but no layers."""
     free = (d for d, name in enumerate(names) if name != LAYERS)
     for d in sorted(free, key=lambda d: (names[d] != EMBED, -shape[d])):
-        if shape[d] % (count * prod(sizes.get(axis, 1) for axis in dims[d])) == 0:
-            return (*dims[:d], (*dims[d], REPLICAS), *dims[d + 1 :])
+        if shape[d] % prod(sizes.get(axis, 1) for axis in (*dims[d], *axes)) == 0:
+            return (*dims[:d], (*dims[d], *axes), *dims[d + 1 :])
     return dims
 
 

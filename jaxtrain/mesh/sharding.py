@@ -18,6 +18,7 @@ from jaxtrain.mesh.rules import (
     Rules,
     axes_of,
     dims_to_axes,
+    placed_dims,
     storage_axes,
     stored_dims,
     without,
@@ -113,10 +114,17 @@ class Sharder:
         free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(dims))
         return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), PartitionSpec(*_spec(dims), *free)))
 
+    def placed(self, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
+        """Mesh axes of every dim of a parameter where the model expects it, gathered over the replicas."""
+        return placed_dims(names, shape, self.rules or {}, self._sizes)
+
     def stored(self, names: Sequence[str | None], shape: Sequence[int]) -> Dims:
         """Mesh axes of every dim of a parameter, its gradient or its moment in the train state."""
-        sizes = {} if self.mesh is None else dict(self.mesh.shape)
-        return stored_dims(names, shape, self.rules or {}, sizes, self.zero)
+        return stored_dims(names, shape, self.rules or {}, self._sizes, self.zero)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {} if self.mesh is None else dict(self.mesh.shape)
 
     def state_sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """NamedSharding of `stored`. Raises ValueError without a mesh."""
@@ -151,7 +159,7 @@ class Sharder:
 
         Its cotangent is reduced into the shards of the train state.
         """
-        stored, placed = self.stored(names, w.shape), self.dims(names)
+        stored, placed = self.stored(names, w.shape), self.placed(names, w.shape)
         return w if stored == placed else _boundary(self, (stored, placed), (stored,), jnp.dtype(dtype), w)
 
 

@@ -25,7 +25,7 @@ from jaxtrain.nn.mlp import MLP
 from jaxtrain.nn.moe import MoE
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import frequencies, rotation
-from jaxtrain.nn.stack import scan, stacked
+from jaxtrain.nn.stack import Layers, scan, stacked
 
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 Counts = dict[str, jax.Array]
@@ -125,15 +125,15 @@ class Decoder(nnx.Module):
         return self._embedded(batch["tokens"])
 
     def through(
-        self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array, layers_L: jax.Array | None = None
+        self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array, layers: Layers | None = None
     ) -> tuple[jax.Array, Terms, Counts]:
-        """Through the layers of `self.layers`: all of them, or those of the numbers `layers_L`.
+        """Through the layers of `self.layers`: all of them, or those that a pipeline stage has.
 
         Returns what goes into the next layer, and the layers' own terms and counts.
         """
         del key
-        x_BTD, _, load = self._blocks(x_BTD, batch["positions"], batch["segments"])
-        return (x_BTD, {}, {}) if load is None else (x_BTD, *self._load_terms(load, batch, layers_L))
+        x_BTD, _, load = self._blocks(x_BTD, batch["positions"], batch["segments"], layers=layers)
+        return (x_BTD, {}, {}) if load is None else (x_BTD, *self._load_terms(load, batch, layers))
 
     def finish(self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array) -> Terms:
         """The terms that what comes out of the last layer has."""
@@ -165,8 +165,18 @@ class Decoder(nnx.Module):
     def _normed(self, x_BTD: jax.Array) -> jax.Array:
         return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None)
 
+    @property
+    def period(self) -> int:
+        """Layers that only go together."""
+        return self.model.window_every
+
     def _blocks(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array | None, cache: Cache | None = None
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        segments_BT: jax.Array | None,
+        cache: Cache | None = None,
+        layers: Layers | None = None,
     ) -> tuple[jax.Array, Any, Load | None]:
         """What leaves the last block, the longer cache, and the load by layer."""
         model = self.model
@@ -176,7 +186,7 @@ class Decoder(nnx.Module):
         order_BT = None if segments_BT is None else segments_BT * x_BTD.shape[1] + positions_BT
         whole_BT = self.env.whole(positions_BT)
         segments_BT = None if segments_BT is None else self.env.whole(segments_BT)
-        period = model.window_every
+        period = self.period
 
         def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
             last_of_group = period > 1 and index == period - 1
@@ -184,17 +194,17 @@ class Decoder(nnx.Module):
             x_BTD, *rest = block(x_BTD, turn, whole_BT, segments_BT, window, cache, order_BT)
             return x_BTD, tuple(rest)
 
-        x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period)
+        x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period, layers=layers)
         return x_BTD, cache, load
 
-    def _load_terms(self, load: Load, batch: dict[str, Any], layers_L: jax.Array | None) -> tuple[Terms, Counts]:
+    def _load_terms(self, load: Load, batch: dict[str, Any], layers: Layers | None) -> tuple[Terms, Counts]:
         """Terms and counts of these layers' experts."""
         terms: Terms = {}
         tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32).astype(jnp.float32)
         if self.terms.balance:
             chosen_LE = batch["statistics"]["chosen"] if "statistics" in batch else load.chosen_E
-            if layers_L is not None:
-                chosen_LE = chosen_LE[layers_L]
+            if layers is not None:
+                chosen_LE = chosen_LE[layers.number]
             terms["balance"] = (self.terms.balance * balance(load, chosen_LE, self.model.layers), tokens)
         if self.terms.router_z:
             terms["router_z"] = (self.terms.router_z * router_z(load, self.model.layers), tokens)
@@ -214,7 +224,8 @@ class Decoder(nnx.Module):
         kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
         kv_heads *= kv_copies(model.heads, kv_heads, self.env.sharder.size("kv_heads"))
         zeros = jnp.zeros((model.layers, batch, length, kv_heads, head_dim), self.env.policy.compute)
-        zeros = self.env.constrain(zeros, "layers", BATCH, None, "kv_heads", None)
+        sharder = self.env.sharder
+        zeros = sharder.place(zeros, sharder.placed(("layers", BATCH, None, "kv_heads", None), zeros.shape))
         return Cache(zeros, zeros, jnp.zeros((model.layers,), jnp.int32))
 
     def decode(self, tokens_BT: jax.Array, cache: Cache, length: jax.Array | None = None) -> tuple[jax.Array, Cache]:

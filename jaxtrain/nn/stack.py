@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.mesh.rules import Names
@@ -20,6 +22,18 @@ CHEAP = {
     "concatenate", "stop_gradient", "all_gather",
 }  # fmt: skip
 
+
+class Layers(NamedTuple):
+    """Which layers a stack's parameters are, where a pipeline stage has a part of them.
+
+    number: int32 [layers]. present: bool [layers], or None where all are; the others are no layers, but room that is
+    left because another stage has more.
+    """
+
+    number: jax.Array
+    present: jax.Array | None
+
+
 Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, index in its group) -> (carry, y)
 
 
@@ -31,7 +45,9 @@ def stacked(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any
     return nnx.merge(graphdef, _renamed(state, lambda names: (LAYERS, *names)))
 
 
-def scan(stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period: int = 1) -> tuple[Any, Any]:
+def scan(
+    stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period: int = 1, layers: Layers | None = None
+) -> tuple[Any, Any]:
     """Runs `step` over the layers of a stack; compile time does not grow with their number.
 
     Args:
@@ -40,38 +56,43 @@ def scan(stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period
             modulo `period` (a Python int, so that layers of a group may differ statically).
         xs: pytree with a leading dim of one entry per layer (a KV cache), or None.
         period: layers per group; a remainder runs unrolled after the scan.
+        layers: of a pipeline stage, which the stack's layers are: what is none changes nothing, and its y is 0.
 
     Returns:
         The last carry and the ys stacked over layers.
     """
     graphdef, state = nnx.split(stack)
-    layers = jax.tree.leaves(state)[0].shape[0]
+    count = jax.tree.leaves(state)[0].shape[0]
+    inputs = (state, xs, None if layers is None else layers.present)
 
-    def one(carry: Any, inputs: tuple[Any, Any], index: int) -> tuple[Any, Any]:
-        params, x = inputs
-        return step(nnx.merge(graphdef, _renamed(params, lambda names: names[1:])), carry, x, index)
+    def one(carry: Any, inputs: tuple[Any, Any, Any], index: int) -> tuple[Any, Any]:
+        params, x, is_present = inputs
+        new, y = step(nnx.merge(graphdef, _renamed(params, lambda names: names[1:])), carry, x, index)
+        if is_present is None:
+            return new, y
+        return jax.tree.map(partial(jnp.where, is_present), (new, y), (carry, jax.tree.map(jnp.zeros_like, y)))
 
     def bodies(in_scan: bool) -> list[Callable]:
         remat = _rematerialised(env.remat, env.offload, in_scan)
         return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
 
-    groups = layers // period
+    groups = count // period
     if period == 1:
-        return jax.lax.scan(bodies(True)[0], carry, (state, xs))
+        return jax.lax.scan(bodies(True)[0], carry, inputs)
 
     def group(carry: Any, inputs: Any) -> tuple[Any, Any]:
         ys = []
         for index, body in enumerate(bodies(True)):
             carry, y = body(carry, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
             ys.append(y)
-        return carry, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *ys)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
-    head = jax.tree.map(lambda leaf: leaf[: groups * period].reshape(groups, period, *leaf.shape[1:]), (state, xs))
+    head = jax.tree.map(lambda leaf: leaf[: groups * period].reshape(groups, period, *leaf.shape[1:]), inputs)
     carry, ys = jax.lax.scan(group, carry, head)
     ys = jax.tree.map(lambda leaf: leaf.reshape(groups * period, *leaf.shape[2:]), ys)
-    for layer in range(groups * period, layers):
-        carry, y = bodies(False)[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], (state, xs)))
-        ys = jax.tree.map(lambda all_ys, last: jax.numpy.concatenate([all_ys, last[None]]), ys, y)
+    for layer in range(groups * period, count):
+        carry, y = bodies(False)[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], inputs))
+        ys = jax.tree.map(lambda all_ys, last: jnp.concatenate([all_ys, last[None]]), ys, y)
     return carry, ys
 
 

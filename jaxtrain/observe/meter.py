@@ -46,6 +46,7 @@ class Meter:
             clock: seconds.
         """
         self.tokens, self.devices, self.flops, self.peak = tokens, devices, flops, peak
+        self.constants: dict[str, float] = {}  # in every record
         self._memory, self._clock = memory or process_memory, clock
         self._since, self._step, self._waited, self._first = clock(), step, 0.0, True
 
@@ -72,13 +73,14 @@ class Meter:
     def record(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """The record of `step` (steps finished), over the steps since the last one.
 
-        Adds to the metrics: `step`; `tokens`, of all steps so far (positions, replacing a metric of that name);
-        `step_time` and `data_wait`, seconds per step; `tokens_per_sec`, `tokens_per_sec_per_device`; `mfu`, `hfu`,
-        0 to 1; `memory`, bytes: the peak of the fullest local device, or this process's where devices do not tell.
+        Adds to the metrics: `step`; `constants`; `tokens`, of all steps so far (positions, replacing a metric of that
+        name); `step_time` and `data_wait`, seconds per step; `tokens_per_sec`, `tokens_per_sec_per_device`; `mfu`,
+        `hfu`, 0 to 1; `memory`, bytes: the peak of the fullest local device, or this process's where devices do not
+        tell.
         """
         now, steps = self._clock(), step - self._step
         elapsed, waited = now - self._since, self._waited
-        record: dict[str, Any] = {"step": step, **metrics, "tokens": step * self.tokens}
+        record: dict[str, Any] = {"step": step, **metrics, **self.constants, "tokens": step * self.tokens}
         if not self._first and steps > 0 and elapsed > 0:
             rate = steps * self.tokens / elapsed
             record |= {"tokens_per_sec": rate, "tokens_per_sec_per_device": rate / self.devices}

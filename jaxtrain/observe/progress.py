@@ -132,16 +132,20 @@ def _cells(status: Status) -> list[tuple[int, str]]:
     values = status.values
     if not values:
         return [(0, "waiting for the first step")]
-    cells = [
+    return [
         (1, "eta " + duration(status.eta)),
         (0, f"loss {number(values.get('loss'))}"),
         (4, f"lr {small(values.get('lr'))}"),
         (5, f"|g| {short(values.get('grad_norm'))}"),
         (2, f"{count(values.get('tokens_per_sec'))} tok/s"),
-        (3, f"mfu {percent(values.get('mfu'))}"),
+        *((3, f"mfu {percent(value)}") for value in _known(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
+        *((7, f"bubble {percent(value)}") for value in _known(values, "bubble")),
     ]
-    return [cell for cell in cells if not (cell[0] == 3 and "mfu" not in values)]
+
+
+def _known(values: Mapping[str, Any], name: str) -> list[Any]:
+    return [values[name]] if name in values else []
 
 
 def _wait(values: Mapping[str, Any]) -> float | None:

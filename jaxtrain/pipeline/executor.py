@@ -12,7 +12,7 @@ Activations, residuals, gradients and sums are Refs, written in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,12 +23,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.rules import STAGES
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
 from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.arrange import place
-from jaxtrain.pipeline.buffers import Buffers, Kind, buffers
+from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, Ring, buffers
 from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage, Sums
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Action, Table
@@ -45,12 +47,16 @@ class Executor:
         sharder: of the whole mesh.
         whole: the model on the whole mesh, which begins and finishes.
         inside: the model on one slice of `pipeline`, which goes through layers.
+        period: layers that only go together.
+        given: rows to run instead of the table's, which lead to no loss: for timing.
     """
 
     table: Table
     sharder: Sharder
     whole: Definition
     inside: Definition
+    period: int = 1
+    given: Mapping[str, Any] | None = None
 
     @cached_property
     def forward(self) -> Executor:
@@ -66,12 +72,12 @@ class Executor:
     @property
     def is_training(self) -> bool:
         """Whether there is a backward pass."""
-        return "end" in self.ends
+        return bool((self.table.action > Action.F).any())
 
     @cached_property
     def stages(self) -> Stages:
         """Who holds which layers."""
-        return Stages(self.table, self.whole, self.sharder)
+        return Stages(self.table, self.whole, self.sharder, self.period)
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -79,12 +85,14 @@ class Executor:
         return buffers(self.table)
 
     @cached_property
-    def rows(self) -> dict[str, np.ndarray]:
+    def rows(self) -> Mapping[str, Any]:
         """What every stage needs to know in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
+        if self.given is not None:
+            return self.given
         table, b = self.table, self.buffers
-        kept, between = b.until_weight, b.backward_to_weight
+        between = b.backward_to_weight
 
-        def slots(slot: np.ndarray, ring: Any) -> np.ndarray:
+        def slots(slot: np.ndarray, ring: Ring | Inbox) -> np.ndarray:
             return np.where(slot < 0, ring.slots, slot)
 
         rows = {
@@ -94,8 +102,8 @@ class Executor:
             "is first": table.virtual[np.arange(table.stages), table.chunk] == 0,
             "read input": slots(b.activations.read, b.activations),
             "read gradient": slots(b.gradients.read, b.gradients),
-            "keep": slots(kept.write, kept),
-            "read kept": slots(self._kept_slots(), kept),
+            **{f"keep {until}": slots(ring.write, ring) for until, ring in self.rings.items()},
+            **{f"read {until}": slots(self._kept_slots(ring), ring) for until, ring in self.rings.items()},
             "keep between": slots(between.write, between),
             "read between": slots(between.read, between),
             "take loss": slots(np.roll(b.from_loss, 1, axis=0), b.gradients),  # found at the end of the tick before
@@ -106,14 +114,19 @@ class Executor:
                     rows[f"take {side} {kind.name}"] = slots(np.where(arrivals.kind == kind, arrivals.slot, -1), ring)
         return {name: np.asarray(row, np.int32) for name, row in rows.items()}
 
-    def _kept_slots(self) -> np.ndarray:
+    @property
+    def rings(self) -> dict[str, Ring]:
+        """Of what F keeps."""
+        return {"until B": self.buffers.until_backward, "until W": self.buffers.until_weight}
+
+    def _kept_slots(self, ring: Ring) -> np.ndarray:
         """int32 [ticks, stages]: where F wrote what a backward action of any kind reads; -1 for none."""
-        table, write = self.table, self.buffers.until_weight.write
-        found = np.full_like(write, -1)
+        table = self.table
+        found = np.full_like(ring.write, -1)
         for tick, stage, (action, microbatch, chunk) in table.steps():
             if action != Action.F:
                 forward = table.when[Action.F, table.virtual[stage, chunk], microbatch]
-                found[tick, stage] = write[forward, stage]
+                found[tick, stage] = ring.write[forward, stage]
         return found
 
     @cached_property
@@ -122,12 +135,14 @@ class Executor:
         return {side: step for side, step in STEPS.items() if any(f"take {side} " in name for name in self.rows)}
 
     @cached_property
-    def ends(self) -> dict[str, np.ndarray]:
+    def ends(self) -> dict[str, Any]:
         """Microbatch, int32 [ticks], that begins, that reaches the loss, whose gradient leaves layer 0; -1 for none.
 
         What never happens is left out.
         """
         table = self.table
+        if self.given is not None:
+            return {"begin": jnp.full(len(self.given["action"]), -1)}
 
         def microbatch(virtual: int, *actions: Action) -> np.ndarray:
             stage, chunk = table.home[virtual]
@@ -157,7 +172,7 @@ class Run:
     def __post_init__(self) -> None:
         stages, self.ends = self.plan.stages, self.plan.ends
         layers, self.edges = stages.parted(self.ready)
-        self.layers = stages.view(layers)
+        self.layers = stages.weights(layers)
         self.derivative = Derivative(self.plan.inside, stages, self.plan.is_training)
         self.passed = jax.eval_shape(lambda: self._begin(self.edges, 0))  # what goes from stage to stage
 
@@ -169,8 +184,8 @@ class Run:
         """
         stages = self.plan.stages
         zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
-        of_layers, of_edges = stages.parted(zeros)
-        end, edge_grads, rest = self._run(stages.view(of_layers), of_edges)
+        layers, edges = stages.parted(zeros)
+        end, edge_grads, rest = self._run(stages.zeros(layers), edges)
         return placed(stages.joined(stages.natural(end.grads), edge_grads)), rest
 
     def sums(self, finish: bool = True) -> tuple[Sums, Any]:
@@ -184,10 +199,10 @@ class Run:
         self.edge_grads = jax.tree.map(jax.new_ref, edge_grads)
         self.edge_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.shared.scale}
         self.refs = self._refs(grads)
-        lax.scan(self._tick, _zeros(self.passed), (self.plan.rows, self.ends))
+        lax.scan(self._tick, _zeros(self.passed), (dict(self.plan.rows), self.ends))
         end = jax.tree.map(jax.freeze, self.refs)
         sums = {name: jax.freeze(ref) + end.sums.get(name, jnp.zeros(1)).sum() for name, ref in self.edge_sums.items()}
-        return end, jax.tree.map(jax.freeze, self.edge_grads), (sums, self.plan.stages.natural(end.counts) or None)
+        return end, jax.tree.map(jax.freeze, self.edge_grads), (sums, self.plan.stages.ordered(end.counts) or None)
 
     def _refs(self, grads: Any) -> Refs:
         """Zeros, in slots and a spare one where there are slots."""
@@ -196,24 +211,30 @@ class Run:
         def slots(count: int, like: Any) -> Any:
             return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), like)
 
-        def blank(numbers: Array, layers: Any, shared: Shared) -> tuple:
+        def blank(numbers: Layers, layers: Any, shared: Shared) -> tuple:
             chunks = self.plan.table.chunks
             own = jax.tree.map(lambda x: x[: x.shape[0] // chunks], layers)
-            shapes = jax.eval_shape(lambda x: self.derivative.forward(own, numbers[0, 0], shared, 0, x), self.passed)
+            of_one = jax.tree.map(lambda n: n[0, 0], numbers)
+            if not (self.plan.stages.is_even or self.derivative.skips(own, of_one, shared, self.passed)):
+                unequal = f"{self.plan.stages.parts[-1]} layers in unequal parts"
+                raise UserError(f"model.type: {unequal} need `through` to hand its `layers` on to `nn.stack.scan`")
+            shapes = jax.eval_shape(lambda x: self.derivative.forward(own, of_one, shared, 0, x), self.passed)
             _, sums, counts, kept = shapes
             between: Any = ()
             if self.plan.table.is_split:
                 cut = self.derivative.divide(kept, own, shared, self.passed)
                 between = (cut.between, [jax.tree.leaves(self.passed)[i] for i in cut.dy])
+            rings = self.plan.rings
+            kept = [slots(rings[until].slots, x) for until, x in zip(self.derivative.until(len(kept)), kept)]
             return (
                 slots(b.activations.slots, self.passed), slots(b.gradients.slots, self.passed),
-                slots(b.until_weight.slots, kept), slots(b.backward_to_weight.slots, between),
+                kept, slots(b.backward_to_weight.slots, between),
                 jax.tree.map(lambda x: jnp.zeros((1,), x.dtype), sums),
                 jax.tree.map(lambda x: jnp.zeros((chunks * x.shape[0], *x.shape[1:]), x.dtype), counts),
             )  # fmt: skip
 
         run = sharder.map(blank, (P(STAGES), P(STAGES), P()), P(STAGES), axes=(STAGES,))
-        inputs, gradients, kept, between, sums, counts = run(self.plan.stages.numbers, self.layers, self.shared)
+        inputs, gradients, kept, between, sums, counts = run(self.plan.stages.layers, self.layers, self.shared)
         return jax.tree.map(jax.new_ref, Refs(inputs, gradients, kept, between, grads, sums, counts))
 
     def _tick(self, late: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
@@ -231,14 +252,14 @@ class Run:
         """What each stage made, [stages, ...]."""
         derivative, sides = self.derivative, self.plan.sides
 
-        def stage(rows: dict, numbers: Array, layers: Any, refs: Refs, shared: Shared, begun: Any, late: Any) -> Any:
+        def stage(rows: dict, numbers: Layers, layers: Any, refs: Refs, shared: Shared, begun: Any, late: Any) -> Any:
             row = {name: value[0] for name, value in rows.items()}
             made = Stage(derivative, row, numbers, layers, refs, shared, begun, late, sides).act()
             return jax.tree.map(lambda m: m[None], made)
 
         specs = (*[P(STAGES)] * 4, *[P()] * 3)
         run = self.plan.sharder.map(stage, specs, P(STAGES), axes=(STAGES,))
-        return run(rows, self.plan.stages.numbers, self.layers, self.refs, self.shared, begun, late)
+        return run(rows, self.plan.stages.layers, self.layers, self.refs, self.shared, begun, late)
 
     def _of(self, made: Any, virtual: int) -> Any:
         """What the stage of a virtual stage made, on all stages."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxtrain.config.cross import divisors
 from jaxtrain.config.errors import Problem, join
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.check import axis_sizes
@@ -54,17 +53,22 @@ def _rules(config: Config, sizes: dict[str, int | None]) -> Iterator[tuple[str, 
         )
 
 
-def _layers(config: Config, table: Table) -> Iterator[tuple[str, str]]:
-    """Every virtual stage has as many layers, of whole groups of windows."""
-    layers, period, parts = config.model.layers, config.model.window_every, table.virtual.size
-    if layers % (parts * period) == 0:
-        return
-    group = f" in groups of {period} (model.window_every)" if period > 1 else ""
+def misfit(layers: int, period: int, table: Table) -> str | None:
+    """Why layers that only go together by `period` cannot be shared out to the virtual stages; None where they can.
+
+    Stages may hold unequal numbers of layers.
+    """
+    parts = table.virtual.size
     what = f"{table.stages} stages of {table.chunks} chunks" if table.chunks > 1 else f"{table.stages} stages"
-    above = -(-layers // (parts * period)) * parts * period
-    near = join([above - parts * period, above] if above > parts * period else [above])
-    fit = join(divisors(layers // period, parts)) if layers % period == 0 else "none"
-    yield (
-        "model.layers",
-        f"{layers} layers{group} do not fit {what}; numbers that work: {near}; parts that work: {fit}",
-    )
+    if layers % period:
+        near = join([n for n in (layers // period * period, -(-layers // period) * period) if n >= parts * period])
+        return f"{layers} layers are not whole groups of {period}, which stages share out; expected e.g. {near}"
+    if layers // period < parts:
+        group = f" in groups of {period}" if period > 1 else ""
+        return f"{layers} layers{group} are too few for {what}; expected at least {parts * period}"
+    return None
+
+
+def _layers(config: Config, table: Table) -> Iterator[tuple[str, str]]:
+    if problem := misfit(config.model.layers, config.model.window_every, table):
+        yield "model.layers", problem

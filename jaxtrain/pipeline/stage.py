@@ -13,6 +13,7 @@ from jax import Array, lax
 from jaxtrain.mesh.rules import STAGES
 from jaxtrain.models.define import Definition
 from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.split import Split, split
 from jaxtrain.pipeline.stages import Stages
 
@@ -71,7 +72,7 @@ class Derivative:
     cut: Split | None = None
     _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
-    def forward(self, layers: Any, numbers: Array, shared: Shared, microbatch: Any, x: Any) -> tuple[Any, ...]:
+    def forward(self, layers: Any, numbers: Layers, shared: Shared, microbatch: Any, x: Any) -> tuple[Any, ...]:
         """(what goes on, sums, counts, residuals)."""
         batch, key = shared.batch(microbatch)
 
@@ -97,6 +98,16 @@ class Derivative:
         self._rebuild = rebuild  # by the side, for it is no array; the last trace is the one that counts
         return y, sums, counts, [leaf for leaf, i in zip(leaves, source) if i is None]
 
+    def skips(self, layers: Any, numbers: Layers, shared: Shared, x: Any) -> bool:
+        """Whether the model heeds which of its layers are none."""
+
+        def through(present: Any) -> Any:
+            return self.forward(layers, numbers._replace(present=present), shared, 0, x)[0]
+
+        traced = jax.make_jaxpr(through)(numbers.present)
+        (given,) = traced.jaxpr.invars
+        return any(given in eqn.invars for eqn in traced.jaxpr.eqns)
+
     def pull(self, kept: list[Array], layers: Any, shared: Shared) -> Any:
         """The pull-back of (what goes on, part of the loss), from what a `forward` traced before has kept."""
         assert self._rebuild is not None
@@ -111,6 +122,11 @@ class Derivative:
         self.cut = split(pull, kept, (layers, shared), dy)
         return self.cut
 
+    def until(self, count: int) -> list[str]:
+        """How long each of so many residuals is kept: what W does not read is free after B."""
+        late = set(range(count)) if self.cut is None else set(self.cut.kept)
+        return ["until W" if i in late else "until B" for i in range(count)]
+
     def _known(self, wide: Any, layers: Any, shared: Shared) -> list[Array]:
         """What is at hand in every action."""
         return jax.tree.leaves((wide, layers, shared))
@@ -118,11 +134,12 @@ class Derivative:
 
 @dataclass(eq=False)
 class Stage:
-    """One stage in one tick. `row`: its numbers. `begun`: the first layer's input, where this tick begins one."""
+    """One stage in one tick. row: its numbers. numbers: of its layers. begun: the first layer's input, where this tick
+    begins one."""
 
     derivative: Derivative
     row: Mapping[str, Array]
-    numbers: Array
+    numbers: Layers
     layers: Any
     refs: Refs
     shared: Shared
@@ -149,16 +166,21 @@ class Stage:
         dy = _read(refs.gradients, row["read gradient"])
         chunk = row["chunk"]
         layers = self._of_chunk(self.layers)
-        operands = (layers, self.numbers[0, chunk], self.shared, x, dy)
+        numbers = jax.tree.map(lambda n: n[0, chunk], self.numbers)
+        operands = (layers, numbers, self.shared, x, dy)
         made = lax.switch(row["action"], [self.wait, *self.actions], *operands)
         for side, step in self.sides.items():
             self._take(side, made if step == 0 else self._passed(made, step))
         return made
 
+    @property
+    def _chunks(self) -> int:
+        return self.derivative.stages.table.chunks
+
     def _of_chunk(self, layers: Any) -> Any:
-        if self.numbers.shape[1] == 1:
+        if self._chunks == 1:
             return layers
-        split = lambda x: x.reshape(self.numbers.shape[1], -1, *x.shape[1:])  # noqa: E731
+        split = lambda x: x.reshape(self._chunks, -1, *x.shape[1:])  # noqa: E731
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(split(x), self.row["chunk"], keepdims=False), layers)
 
     def _passed(self, made: Any, step: int) -> Any:
@@ -170,23 +192,24 @@ class Stage:
             if (slot := self.row.get(f"take {side} {kind}")) is not None:
                 _write(ref, slot, message)
 
-    def wait(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+    def wait(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
         """Nothing."""
         return jax.tree.map(jnp.zeros_like, x)
 
-    def forward(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+    def forward(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
         """F: what goes on to the next layers; keeps the residuals."""
         y, sums, counts, kept = self.derivative.forward(layers, numbers, shared, self.row["microbatch"], x)
-        _write(self.refs.kept, self.row["keep"], kept)
+        for ref, until, value in zip(self.refs.kept, self.derivative.until(len(kept)), kept):
+            ref[self.row[f"keep {until}"]] = value
         for name, value in sums.items():
             self.refs.sums[name][0] += value
         jax.tree.map(self._add, self.refs.counts, counts)
         return y
 
-    def both(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+    def both(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
         """BW: the gradient of what came in; adds those of the weights."""
         pull = self._pull(layers, shared)
-        if self.numbers.shape[1] > 1:
+        if self._chunks > 1:
             grads, dx = pull((dy, jnp.float32(1)))
             jax.tree.map(self._add, self.refs.grads, grads)
             return dx
@@ -194,19 +217,19 @@ class Stage:
         pull.with_refs(self.refs.grads, into)((dy, jnp.float32(1)))
         return jax.tree.map(jax.freeze, into)
 
-    def inputs(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+    def inputs(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
         """B: the gradient of what came in; adds those of the weights that come with it."""
         cut = self._cut
-        dx, between, early = cut.b(_read(self.refs.kept, self.row["read kept"]), (layers, shared), dy)
+        dx, between, early = cut.b(self._kept(), (layers, shared), dy)
         leaves = jax.tree.leaves(dy)
         _write(self.refs.between, self.row["keep between"], (between, [leaves[i] for i in cut.dy]))
         self._add_some(early)
         return dx
 
-    def weights(self, layers: Any, numbers: Array, shared: Shared, x: Any, dy: Any) -> Any:
+    def weights(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
         """W: adds the other gradients of the weights."""
         between, leaves = _read(self.refs.between, self.row["read between"])
-        kept = _read([self.refs.kept[i] for i in self._cut.kept], self.row["read kept"])
+        kept = _read([self.refs.kept[i] for i in self._cut.kept], self.row["read until W"])
         self._add_some(self._cut.w(kept, (layers, shared), between, leaves))
         return jax.tree.map(jnp.zeros_like, x)
 
@@ -220,7 +243,12 @@ class Stage:
         jax.tree.map(lambda ref, g: None if g is None else self._add(ref, g), self.refs.grads, grads)
 
     def _pull(self, layers: Any, shared: Shared) -> Any:
-        return self.derivative.pull(_read(self.refs.kept, self.row["read kept"]), layers, shared)
+        return self.derivative.pull(self._kept(), layers, shared)
+
+    def _kept(self) -> list[Array]:
+        """All that F kept."""
+        untils = self.derivative.until(len(self.refs.kept))
+        return [ref[self.row[f"read {until}"]] for ref, until in zip(self.refs.kept, untils)]
 
     def _add(self, ref: Any, value: Array) -> None:
         """Adds what is of this chunk's layers to that of all layers of the stage."""

@@ -62,8 +62,9 @@ def held_bytes(program: Program) -> dict[str, int]:
         def elements(dims: Dims) -> int:
             return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
 
-        is_gathered = sharder.stored(names, param.shape) != sharder.dims(names)
-        out["weights"] += jnp.dtype(travels).itemsize * elements(sharder.dims(names)) * is_gathered
+        placed = sharder.placed(names, param.shape)
+        is_gathered = sharder.stored(names, param.shape) != placed
+        out["weights"] += jnp.dtype(travels).itemsize * elements(placed) * is_gathered
         out["gradients"] += max(4, param.dtype.itemsize) * elements(inner.stored(names, param.shape))
 
     jax.tree.map(count, definition.params, definition.names, definition.travels)

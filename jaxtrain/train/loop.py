@@ -16,7 +16,7 @@ from jaxtrain.observe.profile import Profile
 from jaxtrain.observe.progress import Screen
 from jaxtrain.precision.scaling import SMALLEST
 from jaxtrain.train.program import Program, State
-from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command
+from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command, time_stages
 
 OUT_OF_MEMORY = (
     "a device ran out of memory; expected less per device: a larger step.accumulate, step.remat=full, a smaller "
@@ -114,6 +114,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             if done == first + 1:
                 jax.block_until_ready(metrics)
                 run.observers.event("compiled", step=done, seconds=round(meter.compiled(done), 2))
+                time_stages(run, state, batch)
             stopped_by = signals.stop_at(done)
             is_end, scores = done == config.steps, {}
             validates = run.validation is not None and (is_end or due(config.eval.every, done))

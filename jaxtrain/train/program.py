@@ -73,8 +73,8 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     evaluate = eval_step(measured, sharder, accumulate, executor(plain, sharder, measured, vocab))
     return Program(
         config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
-        step=jax.jit(_precise(step, config), donate_argnums=0, out_shardings=(placed, everywhere)),
-        evaluate=jax.jit(_precise(evaluate, config), out_shardings=everywhere),
+        step=jax.jit(precise(step, config), donate_argnums=0, out_shardings=(placed, everywhere)),
+        evaluate=jax.jit(precise(evaluate, config), out_shardings=everywhere),
         init=lambda: states.init(definition, tx, config, placed),
     )  # fmt: skip
 
@@ -98,10 +98,11 @@ def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | N
             message = f"pipeline stages need its methods begin, through and finish, and it has no `{method}`"
             raise UserError(f"model.type {config.model.type}: {message}; expected mesh.pipeline 1, or these methods")
     table = load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
-    return Executor(table, sharder, whole, define(config, make_env(config, sharder.without(STAGES)), vocab))
+    inside = define(config, make_env(config, sharder.without(STAGES)), vocab)
+    return Executor(table, sharder, whole, inside, getattr(whole.bind(whole.params), "period", 1))
 
 
-def _precise(fn: Callable, config: Config) -> Callable:
+def precise(fn: Callable, config: Config) -> Callable:
     """`fn` with matmuls of the policy's precision: fp32 is not TF32 on a GPU, nor bfloat16 passes on a TPU."""
 
     @wraps(fn)

@@ -26,12 +26,13 @@ from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
-from jaxtrain.pipeline.cost import summary
+from jaxtrain.pipeline.cost import price, summary
 from jaxtrain.plan.step import without_permutes_in_branches
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
 from jaxtrain.train.program import Program, State, build
+from jaxtrain.train.timing import stage_costs
 
 PROMISES = {
     "bitwise": "losses bitwise those of an uninterrupted run",
@@ -190,6 +191,24 @@ def describe(run: Run, info: dict[str, Any]) -> None:
         screen.print(f"data  {counts}; unigram entropy {run.data.unigram_entropy:.4f} nats per token")
     if info.get("flops"):
         screen.print(f"flops {info['flops']}", f"peak  {info['peak']}")
+
+
+def time_stages(run: Run, state: State, batch: Any) -> None:
+    """Measures what a pipeline's stages do, and from it the bubble that every record has from now on."""
+    if run.program.gradients.pipeline is None or not run.config.pipeline.timing:
+        return
+    try:
+        with run.meter.pause():
+            costs = stage_costs(run.program, state["params"], batch)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        run.observers.event("warning", text="pipeline: no memory left to time the stages; no bubble in the log")
+        return
+    bubble = price(run.program.gradients.pipeline.table, costs).lockstep_bubble
+    run.meter.constants["bubble"] = bubble
+    milliseconds = {f"{name}_ms": round(1e3 * seconds, 3) for name, seconds in costs._asdict().items()}
+    run.observers.event("pipeline", bubble=round(bubble, 4), **milliseconds)
 
 
 def resume_command(run: Run, done: int) -> str:

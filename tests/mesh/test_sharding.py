@@ -12,7 +12,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import AXES, fill
 from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
-from jaxtrain.mesh.rules import dims_to_axes, storage_axes
+from jaxtrain.mesh.rules import dims_to_axes, placed_dims, storage_axes, stored_dims
 from jaxtrain.mesh.sharding import Sharder
 
 RULES = {"batch": ("data", "fsdp"), "embed": ("fsdp",), "mlp": ("model",), "sequence": ("model",)}
@@ -97,6 +97,17 @@ def test_a_stored_weight_is_gathered_in_the_compute_dtype_and_its_gradient_lands
         np.asarray(w), np.asarray(x)
     )
     np.testing.assert_allclose(gradient, expected, rtol=2e-2, atol=1)
+
+
+def test_layers_that_stages_do_not_divide_lie_in_shares_of_another_dim():
+    rules = {"layers": ("pipeline",), "embed": ("fsdp",), "batch": ("data",), "mlp": ("model",)}
+    sizes = {"pipeline": 4, "fsdp": 2, "data": 2, "model": 2}
+    names = ("layers", "embed", "mlp")
+    assert placed_dims(names, (8, 16, 64), rules, sizes) == (("pipeline",), ("fsdp",), ("model",))
+    assert placed_dims(names, (6, 16, 64), rules, sizes) == ((), ("fsdp", "pipeline"), ("model",))
+    assert placed_dims(names, (6, 4, 64), rules, sizes) == ((), ("fsdp",), ("model", "pipeline"))
+    assert placed_dims(("layers", "embed"), (6, 6), rules, sizes) == ((), ("fsdp",))
+    assert stored_dims(names, (6, 16, 64), rules, sizes, 1) == ((), ("fsdp", "pipeline", "data"), ("model",))
 
 
 def test_boundary_places_forward_and_backward_apart():

@@ -63,6 +63,10 @@ def test_what_matters_least_goes_first():
     assert seen[-1] == keys
 
 
+def test_the_bubble_of_a_pipeline_is_shown():
+    assert live_line(Status(10, 1, VALUES | {"bubble": 0.158}), 120).plain.endswith("bubble 16%")
+
+
 def test_mfu_is_left_out_not_made_up():
     values = {key: value for key, value in VALUES.items() if key != "mfu"}
     assert "mfu" not in live_line(Status(10, 1, values), 79).plain

@@ -17,16 +17,20 @@ def problems(*changes: str) -> list[str]:
 def test_a_legal_pipeline():
     assert problems() == []
     assert problems("pipeline.schedule=zb_v") == []
+    assert problems("model.layers=6") == []
     assert problems("mesh.pipeline=1", "mesh.data=4", "model.layers=7", "pipeline.schedule=nothing") == []
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        (["model.layers=6"], "model.layers: 6 layers do not fit 4 stages; numbers that work: 4 or 8; parts that work:"),
-        (["model.layers=4", "pipeline.schedule=interleaved_1f1b"],
-         "model.layers: 4 layers do not fit 4 stages of 2 chunks; numbers that work: 8; parts that work: 1, 2 or 4"),
-        (["model.window=8", "model.window_every=4"], "model.layers: 8 layers in groups of 4 (model.window_every)"),
+        (["model.layers=3"], "model.layers: 3 layers are too few for 4 stages; expected at least 4"),
+        (["model.layers=7", "pipeline.schedule=interleaved_1f1b"],
+         "model.layers: 7 layers are too few for 4 stages of 2 chunks; expected at least 8"),
+        (["model.window=8", "model.window_every=4"],
+         "model.layers: 8 layers in groups of 4 are too few for 4 stages; expected at least 16"),
+        (["model.layers=17", "model.window=8", "model.window_every=4"],
+         "model.layers: 17 layers are not whole groups of 4, which stages share out; expected e.g. 16 or 20"),
         (["pipeline.schedule=1f1bb"], "pipeline.schedule: no schedule `1f1bb` (did you mean `1f1b`"),
         (["pipeline.schedule=gpipe", "pipeline.chunks=2"], "pipeline.chunks: schedule gpipe: chunks: expected 1"),
         (["pipeline.schedule=/none/own.csv"], "pipeline.schedule: /none/own.csv: No such file or directory"),

@@ -16,6 +16,8 @@ from jaxtrain.config import Config
 from jaxtrain.config.output import as_dict
 from jaxtrain.observe.flops import decoder_flops
 from jaxtrain.observe.progress import Screen
+from jaxtrain.pipeline.cost import Costs, price
+from jaxtrain.pipeline.schedule import make
 from jaxtrain.train import loop
 from jaxtrain.train.run import open_run
 
@@ -73,6 +75,19 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
     assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)  # paths were absolute already
     again = jaxtrain.train(config(tmp_path, corpus, "steps=2", "optimizer.warmup=0"), screen=quiet())
     assert again.run_dir != result.run_dir  # a run is never written over another
+
+
+def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
+    changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "pipeline.schedule=zb_h1", "steps=3")
+    cfg = config(tmp_path, corpus, *changes, "eval.every=3", "step.remat=full")
+    run_dir = jaxtrain.train(cfg, screen=quiet()).run_dir
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (found,) = (event for event in events if event["kind"] == "pipeline")
+    costs = Costs(found["forward_ms"], found["backward_ms"], found["weight_ms"])
+    assert costs.backward > 0
+    bubble = price(make("zb_h1", 2, 2), costs).lockstep_bubble
+    assert [record.get("bubble") for record in records] == [pytest.approx(bubble, abs=0.01)] * 3
 
 
 def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):

@@ -26,17 +26,22 @@ MESHES = {
     "2": {"pipeline": 2},
     "2 fsdp model": {"pipeline": 2, "fsdp": 2, "model": 2},
     "2 data": {"pipeline": 2, "data": 2, "model": 2},
+    "2 expert": {"pipeline": 2, "expert": 2, "model": 2},
     "4 fsdp": {"pipeline": 4, "fsdp": 2},
     "4 model": {"pipeline": 4, "model": 2},
 }
 
 
 @functools.cache
-def want(kind: str):
+def want(kind: str, layers: int):
     changes = {
-        "dense": {"model": DENSE},
+        "dense": {"model": DENSE | {"layers": layers}},
         "window": {"model": {**DENSE, "window": 12}},
-        "moe": {"model": EXPERTS, "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3}},
+        "groups": {"model": {**DENSE, "window": 12, "window_every": 2, "layers": layers}},
+        "moe": {
+            "model": EXPERTS | {"layers": layers},
+            "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3},
+        },
     }[kind]
     return changes, found(harness.program(**changes))
 
@@ -46,8 +51,8 @@ def found(program):
     return gradients(program.init()["params"], harness.placed(program, 0), jax.random.key(0))
 
 
-def equal(kind: str, mesh: dict, rules: dict, **more):
-    changes, expected = want(kind)
+def equal(kind: str, mesh: dict, rules: dict, layers: int = LAYERS, **more):
+    changes, expected = want(kind, layers)
     more = {"step": {"accumulate": MICROBATCHES}, **more}
     got = found(harness.program(mesh, rules=rules, **changes, **more))
     close_trees(got.grads, expected.grads, 1e-5)
@@ -76,7 +81,20 @@ def test_replicas_and_zero(zero: int):
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
 def test_experts(schedule: str):
-    equal("moe", {"pipeline": 2, "expert": 2, "model": 2}, MOE_RULES, pipeline={"schedule": schedule})
+    equal("moe", MESHES["2 expert"], MOE_RULES, pipeline={"schedule": schedule})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "mesh", "more"),
+    [
+        ("dense", 7, "2 fsdp model", {"pipeline": {"schedule": "zb_v"}}),
+        ("dense", 6, "4 fsdp", {}),
+        ("groups", 6, "2 data", {"zero": 2}),
+        ("moe", 5, "2 expert", {"pipeline": {"schedule": "interleaved_1f1b"}}),
+    ],
+)
+def test_stages_of_unequal_numbers_of_layers(kind: str, layers: int, mesh: str, more: dict):
+    equal(kind, MESHES[mesh], MOE_RULES if kind == "moe" else RULES, layers, **more)
 
 
 @pytest.mark.parametrize("context", ["ulysses", "gather"])
@@ -90,14 +108,14 @@ def test_remat():
     equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": "full"})
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_a_users_own_model(schedule: str):
+@pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 4), ("zb_v", 6)])
+def test_a_users_own_model(schedule: str, layers: int):
     """Not of tokens: a pytree goes from stage to stage, and the weights of the ends are shared."""
 
     def run(mesh: dict, rules: dict, **more):
         cfg = Config(
             precision="fp32", mesh=mesh, rules=rules, steps=10, data={"global_batch": 8, "sequence": 1},
-            model={"type": "tower_model:Tower", "options": {"size": 8, "layers": 4}}, **more,
+            model={"type": "tower_model:Tower", "options": {"size": 8, "layers": layers}}, **more,
         )  # fmt: skip
         program = build(cfg, None, jax.devices()[: int(np.prod(list(mesh.values())))])
         key = jax.random.key(0)
@@ -118,3 +136,13 @@ def test_a_model_without_parts_is_refused():
     )  # fmt: skip
     with pytest.raises(UserError, match="need its methods begin, through and finish, and it has no `begin`"):
         build(cfg, None, jax.devices()[:2])
+
+
+def test_a_model_that_does_not_leave_out_what_is_no_layer_is_refused():
+    cfg = Config(
+        mesh={"pipeline": 2}, rules={"layers": "pipeline"}, data={"global_batch": 4, "sequence": 1},
+        step={"accumulate": 2}, model={"type": "tower_model:Heedless", "options": {"size": 4, "layers": 3}},
+    )  # fmt: skip
+    program = build(cfg, None, jax.devices()[:2])
+    with pytest.raises(UserError, match="3 layers in unequal parts need `through` to hand its `layers` on to"):
+        jax.eval_shape(program.gradients, program.state["params"], tower_model.batch(4, 4), jax.random.key(0))
