@@ -1,10 +1,10 @@
 """Runs a schedule's table: one SPMD program in which every stage does what its row says, tick by tick.
 
 A scan over ticks. In each, code that is manual over the mesh axis `pipeline` lets every stage choose its action by a
-`lax.switch`; then two permutations, which all stages take part in, hand on what it made. (A permutation inside of a
-branch would wait for stages that are in another one.) What comes before the first layer and after the last one is
-computed by all stages together, in ticks that are the same for all: no stage waits for another's head, whose weights
-the rules may shard over `pipeline` too.
+loop of one turn or none; then two permutations, which all stages take part in, hand on what it made. (A permutation
+inside of an action would wait for stages that do another one.) What comes before the first layer and after the last
+one is computed by all stages together, in ticks that are the same for all: no stage waits for another's head, whose
+weights the rules may shard over `pipeline` too.
 
 What F keeps are the residuals of its derivative, so that nothing is computed twice but what `step.remat` says.
 Activations, residuals, gradients and sums are Refs, written in place.
@@ -31,7 +31,7 @@ from jaxtrain.nn.param import narrowed, widened
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.arrange import place
 from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, Ring, buffers
-from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage, Sums
+from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage, Sums, once
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Action, Table
 
@@ -275,9 +275,7 @@ class Run:
 
     def _if(self, microbatch: Array, run: Callable[[Array], Any], like: Any) -> Any:
         """`run(microbatch)`, or zeros where there is none."""
-        # XLA refuses branches that end in constraints which differ: a barrier has none.
-        branches = (lambda i: lax.optimization_barrier(run(i)), lambda _: lax.optimization_barrier(_zeros(like)))
-        return lax.cond(microbatch >= 0, *branches, microbatch)
+        return once(microbatch >= 0, lambda: run(microbatch), _zeros(like))
 
     def _model(self, edges: Any) -> Any:
         return self.plan.whole.bind(self.plan.stages.joined({}, edges))

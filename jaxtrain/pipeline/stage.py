@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxtrain.nn.param import narrowed, widened
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.split import Split, split
 from jaxtrain.pipeline.stages import Stages
+from jaxtrain.pipeline.table import Action
 
 Sums = dict[str, Array]
 
@@ -148,13 +150,10 @@ class Stage:
     sides: Mapping[str, int]
 
     @property
-    def actions(self) -> tuple[Callable, ...]:
-        """By `Action`, less waiting."""
-        if not self.derivative.is_training:
-            return (self.forward,)
-        # A table that has no B and W has no cut either.
-        apart = (self.inputs, self.weights) if self.derivative.cut else (self.wait, self.wait)
-        return self.forward, *apart, self.both
+    def actions(self) -> dict[Action, Callable[..., Any]]:
+        """What this table's stages do, less waiting."""
+        does = {Action.F: self.forward, Action.B: self.inputs, Action.W: self.weights, Action.BW: self.both}
+        return {action: run for action, run in does.items() if (self.derivative.stages.table.action == action).any()}
 
     def act(self) -> Any:
         """Does the action of this tick, hands on what it made, and takes what arrives. Returns what it made."""
@@ -167,8 +166,11 @@ class Stage:
         chunk = row["chunk"]
         layers = self._of_chunk(self.layers)
         numbers = jax.tree.map(lambda n: n[0, chunk], self.numbers)
-        operands = (layers, numbers, self.shared, x, dy)
-        made = lax.switch(row["action"], [self.wait, *self.actions], *operands)
+        made = jax.tree.map(jnp.zeros_like, x)
+        for action, run in self.actions.items():
+            operands = (layers, numbers, self.shared, x, dy)
+            with jax.named_scope(f"stage_{action.name}"):
+                made = once(row["action"] == action, partial(run, *operands), made)
         for side, step in self.sides.items():
             self._take(side, made if step == 0 else self._passed(made, step))
         return made
@@ -191,10 +193,6 @@ class Stage:
         for kind, ref in (("ACTIVATION", self.refs.inputs), ("GRADIENT", self.refs.gradients)):
             if (slot := self.row.get(f"take {side} {kind}")) is not None:
                 _write(ref, slot, message)
-
-    def wait(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
-        """Nothing."""
-        return jax.tree.map(jnp.zeros_like, x)
 
     def forward(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
         """F: what goes on to the next layers; keeps the residuals."""
@@ -254,6 +252,19 @@ class Stage:
         """Adds what is of this chunk's layers to that of all layers of the stage."""
         size = value.shape[0]
         ref[jax.ds(self.row["chunk"] * size, size)] += value
+
+
+def once(is_on: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+    """`run()`, or `otherwise`, which is like its result.
+
+    A loop of one turn or none: XLA's compilers for CPU and CUDA copy every Ref that a branch of a conditional writes,
+    in each branch and once more after it, while loops write in place.
+    """
+
+    def turn(_: Any) -> tuple[Array, Any]:
+        return jnp.zeros((), bool), run()
+
+    return lax.while_loop(lambda carry: carry[0], turn, (is_on, otherwise))[1]
 
 
 def _read(refs: Any, slot: Array) -> Any:

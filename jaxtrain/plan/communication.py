@@ -117,8 +117,9 @@ def _scope(instruction: hlo.Instruction, computation: hlo.Computation, depth: in
     return ""
 
 
-def permutes_in_conditionals(text: str) -> list[str]:
-    """Collective-permutes in a branch of a conditional, one line each; there must be none on CPU.
+def divergent_permutes(text: str) -> list[str]:
+    """Collective-permutes that not every device may reach, one line each: in a branch of a conditional, or in a loop of
+    unknown length. There must be none on CPU.
 
     There a permute waits for every device, also for those that took another branch: the program hangs.
     """
@@ -127,7 +128,7 @@ def permutes_in_conditionals(text: str) -> list[str]:
         f"{site.instruction.name} in computation {site.computation}"
         + (f" ({site.instruction.scope})" if site.instruction.scope else "")
         for site in hlo.sites(module)
-        if site.conditional and site.op == "collective-permute"
+        if (site.conditional or site.unknown) and site.op == "collective-permute"
     ]
 
 

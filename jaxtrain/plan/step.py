@@ -13,7 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.rules import REPLICAS
 from jaxtrain.mesh.sharding import Dims
-from jaxtrain.plan.communication import permutes_in_conditionals
+from jaxtrain.plan.communication import divergent_permutes
 from jaxtrain.plan.memory import shard_size
 from jaxtrain.train.batches import batch_sharding
 from jaxtrain.train.program import Program
@@ -74,15 +74,15 @@ def held_bytes(program: Program) -> dict[str, int]:
 def without_permutes_in_branches(step: Any) -> Any:
     """The jitted step of a pipeline; its first call raises UserError where the compiled program could hang.
 
-    Stages take different branches of a conditional, and a collective-permute waits for all devices: the CPU backend
-    for ever, see `permutes_in_conditionals`. The partitioner makes them too, e.g. of a rule for `head_dim`.
+    Stages do different actions in a tick, and a collective-permute waits for all devices: the CPU backend
+    for ever, see `divergent_permutes`. The partitioner makes them too, e.g. of a rule for `head_dim`.
     """
     compiled: list[Any] = []
 
     def run(state: Any, batch: Any) -> Any:
         if not compiled:
             compiled.append(step.lower(state, batch).compile())
-            if found := permutes_in_conditionals(compiled[0].as_text() or ""):
+            if found := divergent_permutes(compiled[0].as_text() or ""):
                 what = f"{len(found)} permutations that not all stages would take part in, the first {found[0]}"
                 expected = "expected a layout without (no rule for head_dim, no context: ring)"
                 raise UserError(f"mesh.pipeline: the compiled step has {what}; {expected}")

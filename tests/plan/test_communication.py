@@ -96,7 +96,7 @@ def test_a_real_permute_in_a_branch_is_found(inside: bool):
 
     mapped = jax.jit(jax.shard_map(stage, mesh=mesh, in_specs=P("pipeline", "model"), out_specs=P("pipeline", "model")))
     text = mapped.lower(jax.ShapeDtypeStruct((4, 6), jnp.float32)).compile().as_text()
-    assert len(wire.permutes_in_conditionals(text)) == inside
+    assert len(wire.divergent_permutes(text)) == inside
     (row,) = wire.report(text, mesh.shape)
     assert (row.op, row.axes, row.bytes, row.note) == (
         "collective-permute",

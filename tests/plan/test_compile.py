@@ -14,7 +14,7 @@ from wire_theory import communication, configured
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.plan import compile, memory, step
-from jaxtrain.plan.communication import from_dict, permutes_in_conditionals
+from jaxtrain.plan.communication import divergent_permutes, from_dict
 from jaxtrain.train.program import build
 
 KEYS = {key.replace("__", "."): value for key, value in TINY.items()}
@@ -25,7 +25,7 @@ def test_a_process_of_its_own_reports_the_same(tmp_path):
     report = compile.measure(config, None, "cpu:4", hlo=tmp_path / "step.hlo")
     assert report.rows == communication("fsdp", **TINY)
     assert report.sizes == {"replica": 1, "pipeline": 1, "data": 1, "fsdp": 4, "expert": 1, "context": 1, "model": 1}
-    assert permutes_in_conditionals((tmp_path / "step.hlo").read_text()) == []
+    assert divergent_permutes((tmp_path / "step.hlo").read_text()) == []
     written = json.loads(json.dumps(report.as_dict()))
     assert from_dict(written["rows"]) == report.rows
     assert dataclasses.asdict(report.memory) == written["memory"]

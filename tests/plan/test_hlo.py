@@ -292,19 +292,38 @@ BRANCHES = """
     "branches",
     ["branch_computations={%forward, %backward}", "true_computation=%forward, false_computation=%backward"],
 )
-def test_permutes_in_conditionals_are_found(branches: str):
+def test_divergent_permutes_are_found(branches: str):
     text = program(f"%c = f32[4]{{0}} conditional(%i, %p, %p), {branches}", more=BRANCHES)
-    assert communication.permutes_in_conditionals(text) == ["hop in computation shift (jit(step)/cond/roll)"]
+    assert communication.divergent_permutes(text) == ["hop in computation shift (jit(step)/cond/roll)"]
     assert [(row.op, row.note) for row in communication.report(text, MESH)] == [
         ("all-reduce", "at most"),
         ("collective-permute", "at most"),
     ]
 
 
+def test_a_permute_in_a_loop_that_may_not_run_is_found():
+    more = """
+%body (c: (pred[], f32[4])) -> (pred[], f32[4]) {
+  %c = (pred[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%c), index=1
+  %hop = f32[4]{0} collective-permute(%x), source_target_pairs={{0,1}}
+  %off = pred[] constant(false)
+  ROOT %t = (pred[], f32[4]{0}) tuple(%off, %hop)
+}
+
+%is_on (c: (pred[], f32[4])) -> pred[] {
+  %c = (pred[], f32[4]{0}) parameter(0)
+  ROOT %flag = pred[] get-tuple-element(%c), index=0
+}
+"""
+    text = program("%w = (pred[], f32[4]{0}) while(%p), condition=%is_on, body=%body", more=more)
+    assert communication.divergent_permutes(text) == ["hop in computation body"]
+
+
 def test_permutes_elsewhere_are_fine():
     lines = ("%c = f32[4]{0} conditional(%i, %p, %p), branch_computations={%forward, %forward}",
              "%d = f32[4]{0} call(%p), to_apply=%backward")  # fmt: skip
-    assert communication.permutes_in_conditionals(program(*lines, more=BRANCHES)) == []
+    assert communication.divergent_permutes(program(*lines, more=BRANCHES)) == []
 
 
 def test_scope_of_what_was_combined_comes_from_its_operands():

@@ -7,8 +7,8 @@ import functools
 import jax
 
 from jaxtrain.config import resolve
-from jaxtrain.plan import memory, step
-from jaxtrain.plan.communication import permutes_in_conditionals
+from jaxtrain.plan import hlo, memory, step
+from jaxtrain.plan.communication import divergent_permutes
 from jaxtrain.train.program import build
 
 SIZES = (
@@ -19,12 +19,25 @@ ACTIVATION = 8 * 256 * 64 * 4  # bytes of a microbatch of 8 rows
 
 
 @functools.cache
-def temporaries(schedule: str, microbatches: int) -> int:
+def compiled(schedule: str, microbatches: int) -> jax.stages.Compiled:
     own = (f"pipeline.schedule={schedule}", f"step.accumulate={microbatches}", f"data.global_batch={8 * microbatches}")
     config = resolve(None, "layout=pp_fsdp", *SIZES, *own, paths=False)[0]
-    compiled = step.compiled_step(build(config, 256, jax.devices()[:4]))
-    assert permutes_in_conditionals(compiled.as_text()) == []
-    return memory.compiled_memory(compiled).temporaries
+    return step.compiled_step(build(config, 256, jax.devices()[:4]))
+
+
+def temporaries(schedule: str, microbatches: int) -> int:
+    return memory.compiled_memory(compiled(schedule, microbatches)).temporaries
+
+
+def test_no_ring_is_copied_and_no_permutation_is_left_to_some_stages():
+    """What is kept is written in place: a ring is 5 slots of a microbatch of 8 rows, of one layer."""
+    text = compiled("1f1b", 4).as_text()
+    assert divergent_permutes(text) == []
+    module = hlo.parse(text)
+    loops = [part for name, part in module.computations.items() if name != module.entry]
+    copied = {one.result.dims for part in loops for one in part.values() if one.op == "copy"}
+    assert (8, 256, 64) in {dims[-3:] for dims in copied}  # shapes are as expected
+    assert not [dims for dims in copied if dims[:1] == (5,)]
 
 
 def test_memory_does_not_grow_with_the_microbatches_but_under_gpipe():
