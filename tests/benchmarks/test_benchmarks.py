@@ -131,6 +131,20 @@ def test_memory_is_that_of_the_formulas(tmp_path):
         assert 0 < row["more MB"] < 0.8 * row["held MB"]  # activations; not one more tree of gradients
 
 
+def test_pipeline_runs_every_matmul_once(tmp_path):
+    results = quick(tmp_path, "pipeline")["results"]
+    names = ["1f1b", "zb_h1", "autodiff"]
+    assert [row["schedule"] for row in results["waiting"]] == [row["schedule"] for row in results["flops"]] == names
+    for row in results["flops"]:
+        # 2 FLOPs of 3 passes: 8 layers of 4 x 32 x 32 and 3 x 32 x 64 weights, head, scores and values of 32 tokens.
+        weights, attended = 8 * (4 * 32 * 32 + 3 * 32 * 64) + 32 * 64, 8 * 2 * 32 * 32
+        assert row["GFLOP"] == pytest.approx(6 * (weights + attended) * 8 * 32 / 1e9)  # 4 microbatches, 2 rows of 32
+        assert abs(row["beyond the bubble"]) < 0.05
+    assert [row["ratio"] for row in results["flops"]] == pytest.approx([1, 1, 5 / 4], rel=0.02)
+    (compiled,) = results["memory"]
+    assert compiled["error"] == "" and compiled["m=4"] > 0
+
+
 def test_packed_batch_is_what_the_data_room_makes():
     batch = module("common").packed_batch(0, 3, 32, 100, 4)
     for row in range(3):

@@ -1,0 +1,104 @@
+"""GPipe by autodiff, for pipeline.py: a scan over ticks with one permutation in each, and `jax.grad` through all of it.
+
+What others do who write no backward pass (Huang et al., arXiv 1811.06965, as a scan): stages compute in all M + p - 1
+ticks, before their first microbatch and after their last one on what is of no use, and the scan keeps what every tick
+needs for the backward pass. Model, optimizer and train step are jaxtrain's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.schema import Config
+from jaxtrain.mesh.rules import STAGES
+from jaxtrain.models.define import Definition
+from jaxtrain.optim.optimizers import optimizer
+from jaxtrain.optim.schedules import schedule
+from jaxtrain.pipeline.stages import Stages
+from jaxtrain.train.gradients import Batch, Found, microbatches
+from jaxtrain.train.loss import scales, total
+from jaxtrain.train.program import Program, build
+from jaxtrain.train.step import train_step
+
+
+@dataclass(frozen=True, eq=False)
+class GPipe:
+    """Gradients as `jaxtrain.train.gradients.Gradients` gives them, of models whose layers have no terms of their own.
+
+    Args:
+        inside: the model on one slice of `pipeline`.
+        stages: of a table with one chunk a stage.
+        remat: keep a stage's input alone and compute the stage again, beside what `step.remat` says of its layers.
+    """
+
+    definition: Definition
+    inside: Definition
+    stages: Stages
+    remat: bool
+
+    def __call__(self, params: Any, batch: Batch, key: Array, loss_scale: Any = 1.0) -> Found:
+        stages = self.stages
+        count = stages.table.microbatches
+        micro = jax.tree.map(lambda x: microbatches(stages.sharder, x, count), dict(batch))
+        keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
+
+        def loss(params: Any) -> tuple[Array, tuple[dict, dict]]:
+            model = self.definition.bind(params)
+            begun = lax.map(lambda one: model.begin(*one), (micro, keys))
+            done = self._through(stages.parted(params)[0], begun, micro, keys)
+            ends = jax.checkpoint(lambda one: self.definition.bind(params).finish(one[0], *one[1:]))
+            terms = {name: (s.sum(), w.sum()) for name, (s, w) in lax.map(ends, (done, micro, keys)).items()}
+            sums, weights = ({name: term[part] for name, term in terms.items()} for part in (0, 1))
+            return loss_scale * total(terms, scales(lax.stop_gradient(weights))), (sums, weights)
+
+        grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
+        return Found(jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, weights, None)
+
+    def _through(self, layers: Any, begun: Any, micro: Batch, keys: Array) -> Any:
+        """What comes out of the last layer, [microbatches, ...]."""
+        table = self.stages.table
+
+        def body(layers: Any, numbers: Array, begun: Any, micro: Batch, keys: Array) -> Any:
+            stage = lax.axis_index(STAGES)
+
+            def take(tree: Any, index: Any) -> Any:
+                index = jnp.clip(index, 0, table.microbatches - 1)
+                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+            def work(layers: Any, x: Any, batch: Batch, key: Array) -> Any:
+                return self.inside.bind(self.stages.joined(layers, {})).through(x, batch, key, numbers[0, 0])[0]
+
+            def tick(x: Any, number: Array) -> tuple[Any, Any]:
+                x = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), take(begun, number), x)
+                y = (jax.checkpoint(work) if self.remat else work)(layers, x, *take((micro, keys), number - stage))
+                ring = [(i, (i + 1) % table.stages) for i in range(table.stages)]
+                return jax.tree.map(lambda y: lax.ppermute(y, STAGES, ring), y), y
+
+            zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), begun)
+            _, made = lax.scan(tick, zeros, jnp.arange(table.microbatches + table.stages - 1))
+            return jax.tree.map(lambda y: y[None, table.stages - 1 :], made)
+
+        run = self.stages.sharder.map(body, (P(STAGES), P(STAGES), P(), P(), P()), P(STAGES), axes=(STAGES,))
+        made = run(layers, self.stages.numbers, begun, micro, keys)
+        return jax.tree.map(lambda y: y[-1], made)
+
+
+def program(config: Config, vocab: int | None, devices: Sequence[Any], remat: bool) -> Program:
+    """The program of a config of `pipeline.schedule: gpipe`, its gradients by autodiff."""
+    base = build(config, vocab, devices)
+    definition, executor, options = base.definition, base.gradients.pipeline, config.optimizer
+    if executor is None or executor.table.chunks != 1:
+        raise ValueError("mesh.pipeline: expected several stages of one chunk")
+    gradients: Any = GPipe(definition, executor.inside, Stages(executor.table, definition, base.sharder), remat)
+    tx = optimizer(options, config.steps, definition.names, definition.params, None)
+    step = train_step(gradients, tx, schedule(options, config.steps), max_norm=options.clip, ema=options.ema)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, base.state)
+    out = (placed, base.sharder.sharding(()))
+    return replace(base, gradients=gradients, step=jax.jit(step, donate_argnums=0, out_shardings=out))

@@ -1,0 +1,340 @@
+"""Pipeline schedules: time, bubble, memory and FLOPs of real train steps, beside GPipe by autodiff (gpipe.py).
+
+    python benchmarks/pipeline.py [--parts waiting cores flops memory] [--targets cpu:4 h100:1x4 v5e:2x2] [--out p.json]
+
+`waiting`: step time for 2, 4 and 8 stages of a model whose layers wait and take no core (waiting.py), so that all
+stages are busy at once on any machine. F, B and W of a layer wait equally long. `bubble` is 1 - work / (stages * step),
+where work is the step without a pipeline, same microbatches, same run; `table` is what the schedule's table says of
+one SPMD program (pipeline.cost, lockstep), `bound` where no stage waits for others but for what it needs.
+`cores`: a small decoder in two stages, each a process of its own on a core of its own; `cpu` is the processor time of
+both over that of the step without a pipeline, 1 where nothing is done but its work (waiting included where it spins).
+`flops`: matmuls that the compiled step runs, each branch as often as the table takes it, over those of the step without
+a pipeline; of GPipe by autodiff also those of its bubble, (m + p - 1) / m. Its gradients are checked first.
+`memory`: of the compiled step, for targets whose compilers are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+NAMES = ("gpipe", "1f1b", "1f1b_aligned", "interleaved_1f1b", "zb_h1", "zb_v", "v_half")
+AUTODIFF, REMAT = "autodiff", "autodiff remat"  # GPipe by autodiff; with each stage computed again
+PARTS = ("waiting", "cores", "flops", "memory")
+SMALL = (
+    "data.sequence=128", "model.embed=256", "model.heads=4", "model.kv_heads=4", "model.mlp=768", "model.vocab=512",
+)  # fmt: skip
+QUICK = ("data.sequence=32", "model.embed=32", "model.heads=2", "model.kv_heads=2", "model.mlp=64", "model.vocab=64")
+LARGE = (
+    "data.sequence=1024", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.mlp=3072",
+    "model.vocab=8192", "loss.chunks=8",
+)  # fmt: skip
+
+
+def table_of(name: str, stages: int, microbatches: int) -> Any:
+    """The schedule's table; of GPipe by autodiff GPipe's."""
+    from jaxtrain.pipeline.schedule import make
+
+    return make("gpipe" if name.startswith(AUTODIFF) else name, stages, microbatches)
+
+
+def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int = 8, rows: int = 2) -> Any:
+    """The config of a decoder under a schedule; of no pipeline where there is one stage."""
+    from jaxtrain.config import resolve
+
+    schedule = "gpipe" if name.startswith(AUTODIFF) else name
+    layout = ("layout=ddp", "mesh.data=1") if stages == 1 else (
+        "layout=pp", f"mesh.pipeline={stages}", "mesh.data=1", f"pipeline.schedule={schedule}",
+    )  # fmt: skip
+    own = (f"model.layers={layers}", f"step.accumulate={microbatches}", f"data.global_batch={rows * microbatches}")
+    fixed = ("data.validation=0", "step.attention=xla", "precision=fp32")
+    return resolve(None, *layout, *fixed, *own, *sizes, paths=False)[0]
+
+
+def built(name: str, config: Any, devices: Any) -> Any:
+    """The trainer's program, or the one by autodiff."""
+    from jaxtrain.train.program import build
+
+    if name.startswith(AUTODIFF):
+        import gpipe
+
+        return gpipe.program(config, config.model.vocab, devices, remat=name == REMAT)
+    return build(config, config.model.vocab, devices)
+
+
+def placed(program: Any, batch: Any) -> Any:
+    """A host batch on the program's devices, those of other processes too."""
+    import jax
+
+    from jaxtrain.train.batches import batch_sharding
+
+    def put(x: Any) -> Any:
+        return jax.make_array_from_callback(x.shape, batch_sharding(program.sharder, x.ndim, False), lambda at: x[at])
+
+    return {name: put(x) for name, x in batch.items()}
+
+
+def timed(programs: dict[str, Any], batches: Any, turns: int) -> dict[str, dict[str, float]]:
+    """Least wall and processor seconds of a step of each: other programs of the machine can only add to them.
+
+    The steps of different programs take turns.
+    """
+
+    import jax
+
+    states = {name: program.init() for name, program in programs.items()}
+    batches = {name: placed(program, batches[name]) for name, program in programs.items()}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    for turn in range(turns + 1):
+        for name, program in programs.items():
+            start = time.perf_counter(), time.process_time()
+            states[name], metrics = program.step(states[name], batches[name])
+            jax.block_until_ready((states[name], metrics))
+            if turn:  # the first one compiles
+                seconds[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return {
+        name: {"wall": min(wall for wall, _ in times), "cpu": min(cpu for _, cpu in times)}
+        for name, times in seconds.items()
+    }
+
+
+def in_table(name: str, stages: int, microbatches: int, seconds: float, work: float, costs: Any = None) -> dict:
+    """A row: the measured step beside what the table says. `work`: seconds of the step without a pipeline."""
+    from jaxtrain.pipeline.cost import Costs, price
+
+    found = price(table_of(name, stages, microbatches), costs or Costs())
+    return {
+        "schedule": name, "stages": stages, "microbatches": microbatches, "step ms": 1e3 * seconds,
+        "bubble": 1 - work / (stages * seconds), "table": found.lockstep_bubble, "bound": found.bubble,
+        "kept": float(found.peak.max()),
+    }  # fmt: skip
+
+
+def waiting(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of one number of stages and of microbatches."""
+    import jax
+    import waiting as model
+
+    from jaxtrain.config.schema import Config
+
+    stages, many, layers, size = spec["stages"], spec["microbatches"], 2 * spec["stages"], 8
+
+    def config(name: str) -> Any:
+        mesh, rules = ({"data": 1}, {}) if name == "none" else ({"pipeline": stages}, {"layers": "pipeline"})
+        schedule = "gpipe" if name.startswith((AUTODIFF, "none")) else name
+        options = {"size": size, "layers": layers, "seconds": [spec["seconds"]] * 3}
+        return Config(
+            precision="fp32", mesh=mesh, rules={"batch": "data", **rules}, steps=10,
+            data={"global_batch": many, "sequence": 1}, model={"type": "waiting:Waiting", "options": options},
+            step={"accumulate": many}, pipeline={"schedule": schedule}, optimizer={"name": "sgd"},
+        )  # fmt: skip
+
+    programs = {n: built(n, config(n), jax.devices()[: 1 if n == "none" else stages]) for n in ("none", *spec["names"])}
+    found = timed(programs, dict.fromkeys(programs, model.batch(many, size)), spec["turns"])
+    work = found.pop("none")["wall"]
+    return [in_table(name, stages, many, times["wall"], work) for name, times in found.items()]
+
+
+def cores(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of two stages, each a process on a core of its own. This is one of them."""
+    own = sorted(os.sched_getaffinity(0))[spec["rank"]]
+    os.sched_setaffinity(0, {own})
+    os.environ["NPROC"] = "1"  # threads of XLA's pool
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(spec["address"], 2, spec["rank"])
+    many = spec["microbatches"]
+    programs = {
+        name: built(name, decoder(name, *at, SMALL), devices)
+        for name, at, devices in [
+            ("none", (1, many), jax.local_devices()), *((n, (2, many), jax.devices()) for n in spec["names"])
+        ]
+    }  # fmt: skip
+    batch = common.packed_batch(0, 2 * many, 128, 512, 4)
+    found = timed(programs, dict.fromkeys(programs, batch), spec["turns"])
+    none = found.pop("none")
+    return [
+        in_table(name, 2, many, times["wall"], none["wall"]) | {"cpu": 2 * times["cpu"] / none["cpu"]}
+        for name, times in found.items()
+    ]
+
+
+def flops(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of one number of stages: matmul FLOPs over those without a pipeline, for each way of remat."""
+    import dots
+    import jax
+
+    from jaxtrain.plan.step import compiled_step
+
+    stages, many, out = spec["stages"], spec["microbatches"], []
+    for remat in spec["remat"]:
+        sizes = (*(QUICK if spec["quick"] else SMALL), f"step.remat={remat}")
+        plain = built("none", decoder("none", 1, many, sizes), jax.devices()[:1])
+        base = dots.flops(compiled_step(plain).as_text())
+        for name in spec["names"]:
+            program = built(name, decoder(name, stages, many, sizes), jax.devices()[:stages])
+            if name.startswith(AUTODIFF):
+                check(plain, program)
+            text = compiled_step(program).as_text()
+            ratio = stages * dots.flops(text, table_of(name, stages, many)) / base
+            bubble = (many + stages - 1) / many if name.startswith(AUTODIFF) else 1.0
+            out.append({
+                "schedule": name, "stages": stages, "microbatches": many, "remat": remat, "GFLOP": base / 1e9,
+                "ratio": ratio, "beyond the bubble": ratio / bubble - 1,
+            })  # fmt: skip
+    return out
+
+
+def check(plain: Any, program: Any) -> None:
+    """Loss and gradients by autodiff are those without a pipeline."""
+    import jax
+    import numpy as np
+
+    data, vocab = plain.config.data, plain.config.model.vocab
+    batch, key = common.packed_batch(0, data.global_batch, data.sequence, vocab, 4), jax.random.key(0)
+    want, got = (jax.jit(p.gradients)(p.init()["params"], placed(p, batch), key) for p in (plain, program))
+    pairs = zip(jax.tree.leaves((want.sums, want.grads)), jax.tree.leaves((got.sums, got.grads)))
+    worst = max(float(np.linalg.norm(np.subtract(a, b)) / np.linalg.norm(a)) for a, b in pairs)
+    if not worst < 1e-5:
+        raise SystemExit(f"GPipe by autodiff is not the same model: gradients differ by {worst:.1e}")
+
+
+def memory(spec: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of one compiled step, in a process whose environment is the target's."""
+    from jaxtrain.plan import targets
+    from jaxtrain.plan.memory import compiled_memory
+    from jaxtrain.plan.step import compiled_step
+
+    dtype = "fp32" if spec["target"].startswith("cpu") else "bf16"
+    sizes = (*(QUICK if spec["quick"] else LARGE), f"step.remat={spec['remat']}", f"precision={dtype}")
+    config = decoder(spec["schedule"], spec["stages"], spec["microbatches"], sizes, layers=2 * spec["stages"])
+    devices = targets.devices(spec["target"], attention="xla")
+    found = compiled_memory(compiled_step(built(spec["schedule"], config, devices)))
+    return {"arguments MB": found.arguments / 1e6, "temporaries MB": found.temporaries / 1e6}
+
+
+def run_waiting(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """All rows of `waiting`."""
+    points = [(p, factor * p) for p in args.stages for factor in ((2,) if args.quick else (1, 2, 4))]
+    rows = []
+    for stages, many in points:
+        spec = {"part": "waiting", "stages": stages, "microbatches": many, "names": names}
+        spec |= {"seconds": (1 if args.quick else args.wait) / 1e3, "turns": 1 if args.quick else 5}
+        rows += child(spec, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(stages)})
+    return rows
+
+
+def run_cores(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """All rows of `cores`: two processes at the same time, the first one's figures."""
+    rows = []
+    for many in args.cores:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        spec = {"part": "cores", "microbatches": many, "names": names, "address": address, "turns": 5}
+        env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        command = [sys.executable, __file__, "--child", json.dumps(spec | {"rank": 1})]
+        other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | env)
+        try:
+            rows += child(spec | {"rank": 0}, env)
+        finally:
+            other.kill()
+            other.wait()
+    return rows
+
+
+def run_flops(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """All rows of `flops`."""
+    rows = []
+    for stages in args.stages:
+        remat = ["none"] if args.quick else ["none", "full"]
+        spec = {"part": "flops", "stages": stages, "microbatches": 2 * stages, "names": names, "remat": remat}
+        if stages <= 4:  # of 8 layers
+            env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(stages)}
+            rows += child(spec | {"quick": args.quick}, env)
+    return rows
+
+
+def run_memory(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+    """All rows of `memory`: one for each program, with a column for each number of microbatches."""
+    from jaxtrain.plan import targets
+
+    rows = []
+    for text in args.targets:
+        target = targets.parse(text)
+        if problem := targets.missing(target, "xla"):
+            print(f"memory: left out: {problem}")
+            continue
+        stages = target.shape[0] if target.platform == "cpu" else 4
+        for name in names:
+            row: dict[str, Any] = {"target": text, "schedule": name, "remat": args.remat}
+            for many in args.microbatches:
+                spec = {"part": "memory", "target": text, "stages": stages, "microbatches": many, "schedule": name}
+                spec |= {"remat": args.remat, "quick": args.quick}
+                found = common.in_child(__file__, spec, targets.environment(target))
+                row |= {"arguments MB": found.get("arguments MB")} | {f"m={many}": found.get("temporaries MB")}
+                row["error"] = row.get("error", "") or found.get("error", "")[:60]
+            rows.append(row)
+            print(common.table([row]), file=sys.stderr)
+    return rows
+
+
+def child(spec: dict[str, Any], env: dict[str, str]) -> list[dict[str, Any]]:
+    """Rows from a fresh process; what went wrong is said, and the others go on."""
+    made = common.in_child(__file__, spec, env, timeout=1500)
+    if "error" in made:
+        print(f"{spec}: {made['error']}", file=sys.stderr)
+        return []
+    print(common.table(made["rows"]), file=sys.stderr)
+    return made["rows"]
+
+
+def options() -> argparse.Namespace:
+    """The command line; `--quick` makes it small."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--schedules", nargs="+", choices=(*NAMES, AUTODIFF, REMAT), default=[*NAMES, AUTODIFF, REMAT])
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8], help="of waiting; of flops up to 4")
+    parser.add_argument("--wait", type=float, default=8.0, help="milliseconds of a layer's F, B and W each")
+    parser.add_argument("--cores", type=int, nargs="+", default=[4, 16], help="microbatches of cores")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 32, 128], help="of memory")
+    parser.add_argument("--targets", nargs="+", default=["cpu:4", "h100:1x4", "v5e:2x2"], help="of memory")
+    parser.add_argument("--remat", default="full", help="of memory")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.parts, args.stages, args.targets, args.microbatches = ["waiting", "flops", "memory"], [2], ["cpu:2"], [4]
+        args.schedules = ["1f1b", "zb_h1", AUTODIFF]
+    return args
+
+
+def main() -> int:
+    """Prints the tables."""
+    args = options()
+    if args.child:
+        spec = json.loads(args.child)
+        own = {"waiting": waiting, "cores": cores, "flops": flops, "memory": memory}[spec["part"]](spec)
+        print(json.dumps(own if isinstance(own, dict) else {"rows": own}))
+        return 0
+    results: dict[str, Any] = {}
+    for part in args.parts:
+        run = {"waiting": run_waiting, "cores": run_cores, "flops": run_flops, "memory": run_memory}[part]
+        names = args.schedules[:1] if args.quick and part == "memory" else args.schedules
+        print(f"\n{part}\n{common.table(results.setdefault(part, run(args, names)))}", flush=True)
+        common.report("pipeline", args, results, common.machine())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    raise SystemExit(main())
