@@ -4,8 +4,9 @@
 
 `waiting`: step time for 2, 4 and 8 stages of a model whose layers wait and take no core (waiting.py), so that all
 stages are busy at once on any machine. F, B and W of a layer wait equally long. `bubble` is 1 - work / (stages * step),
-where work is the step without a pipeline, same microbatches, same run; `table` is what the schedule's table says of
-one SPMD program (pipeline.cost, lockstep), `bound` where no stage waits for others but for what it needs.
+where work is the step of 2 microbatches without a pipeline, times m / 2, in the same run; `table` is what the
+schedule's table says of one SPMD program (pipeline.cost, lockstep), `bound` where no stage waits for others but for
+what it needs; `kept` the activations of a stage, in microbatches.
 `cores`: a small decoder in two stages, each a process of its own on a core of its own; `cpu` is the processor time of
 both over that of the step without a pipeline, 1 where nothing is done but its work (waiting included where it spins).
 `flops`: matmuls that the compiled step runs, each branch as often as the table takes it, over those of the step without
@@ -107,14 +108,16 @@ def timed(programs: dict[str, Any], batches: Any, turns: int) -> dict[str, dict[
     }
 
 
-def in_table(name: str, stages: int, microbatches: int, seconds: float, work: float, costs: Any = None) -> dict:
+def in_table(name: str, stages: int, microbatches: int, seconds: float, work: float) -> dict[str, Any]:
     """A row: the measured step beside what the table says. `work`: seconds of the step without a pipeline."""
     from jaxtrain.pipeline.cost import Costs, price
 
-    found = price(table_of(name, stages, microbatches), costs or Costs())
+    table = table_of(name, stages, microbatches)
+    found, again = price(table), price(table, Costs(1, 2, 1))
+    lockstep = again.lockstep if name == REMAT else found.lockstep
     return {
         "schedule": name, "stages": stages, "microbatches": microbatches, "step ms": 1e3 * seconds,
-        "bubble": 1 - work / (stages * seconds), "table": found.lockstep_bubble, "bound": found.bubble,
+        "bubble": 1 - work / (stages * seconds), "table": 1 - found.work / lockstep, "bound": found.bubble,
         "kept": float(found.peak.max()),
     }  # fmt: skip
 
@@ -127,9 +130,11 @@ def waiting(spec: dict[str, Any]) -> list[dict[str, Any]]:
     from jaxtrain.config.schema import Config
 
     stages, many, layers, size = spec["stages"], spec["microbatches"], 2 * spec["stages"], 8
+    few = 2  # microbatches without a pipeline: a long step would never have the machine for itself
 
     def config(name: str) -> Any:
         mesh, rules = ({"data": 1}, {}) if name == "none" else ({"pipeline": stages}, {"layers": "pipeline"})
+        many = few if name == "none" else spec["microbatches"]
         schedule = "gpipe" if name.startswith((AUTODIFF, "none")) else name
         options = {"size": size, "layers": layers, "seconds": [spec["seconds"]] * 3}
         return Config(
@@ -139,8 +144,9 @@ def waiting(spec: dict[str, Any]) -> list[dict[str, Any]]:
         )  # fmt: skip
 
     programs = {n: built(n, config(n), jax.devices()[: 1 if n == "none" else stages]) for n in ("none", *spec["names"])}
-    found = timed(programs, dict.fromkeys(programs, model.batch(many, size)), spec["turns"])
-    work = found.pop("none")["wall"]
+    batches = {name: model.batch(few if name == "none" else many, size) for name in programs}
+    found = timed(programs, batches, spec["turns"])
+    work = found.pop("none")["wall"] * many / few
     return [in_table(name, stages, many, times["wall"], work) for name, times in found.items()]
 
 
