@@ -23,7 +23,8 @@ WITHOUT_JAX = (
     "jaxtrain.mesh.check", "jaxtrain.mesh.context", "jaxtrain.models.tensors", "jaxtrain.models.check", "jaxtrain.data",
     "jaxtrain.cli.main", "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress",
     "jaxtrain.observe.flops", "jaxtrain.checkpoint", "jaxtrain.plan.communication", "jaxtrain.plan.memory",
-    "jaxtrain.plan.targets", "jaxtrain.plan.compile", "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
+    "jaxtrain.plan.targets", "jaxtrain.plan.compile", "jaxtrain.plan.chips", "jaxtrain.plan.predict",
+    "jaxtrain.plan.result", "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
     "jaxtrain.verify.compare", "jaxtrain.pipeline.schedule", "jaxtrain.pipeline.custom", "jaxtrain.pipeline.buffers",
     "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit",
 )  # fmt: skip

@@ -240,12 +240,12 @@ class Run:
     def _tick(self, late: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
         """One tick; `late` is the gradient of the loss found in the last one, on its way to the last stage."""
         rows, ends = tick
-        begun = self._if(ends["begin"], lambda i: self._begin(self.edges, i), self.passed)
+        begun = self._if("begin", ends, lambda i: self._begin(self.edges, i), self.passed)
         made = self._on_stages(rows, begun, late)
         if "loss" in ends:
-            late = self._if(ends["loss"], lambda i: self._loss(self._of(made, -1), i), self.passed)
+            late = self._if("loss", ends, lambda i: self._loss(self._of(made, -1), i), self.passed)
         if "end" in ends:
-            self._if(ends["end"], lambda i: self._begin_backward(self._of(made, 0), i), None)
+            self._if("end", ends, lambda i: self._begin_backward(self._of(made, 0), i), None)
         return late, None
 
     def _on_stages(self, rows: dict[str, Array], begun: Any, late: Any) -> Any:
@@ -273,9 +273,9 @@ class Run:
 
         return jax.tree.map(one, made)
 
-    def _if(self, microbatch: Array, run: Callable[[Array], Any], like: Any) -> Any:
-        """`run(microbatch)`, or zeros where there is none."""
-        return once(microbatch >= 0, lambda: run(microbatch), _zeros(like))
+    def _if(self, end: str, microbatches: dict, run: Callable[[Array], Any], like: Any) -> Any:
+        """`run` on the microbatch of an end of the model, or zeros where there is none."""
+        return once(end, microbatches[end] >= 0, lambda: run(microbatches[end]), _zeros(like))
 
     def _model(self, edges: Any) -> Any:
         return self.plan.whole.bind(self.plan.stages.joined({}, edges))

@@ -169,8 +169,7 @@ class Stage:
         made = jax.tree.map(jnp.zeros_like, x)
         for action, run in self.actions.items():
             operands = (layers, numbers, self.shared, x, dy)
-            with jax.named_scope(f"stage_{action.name}"):
-                made = once(row["action"] == action, partial(run, *operands), made)
+            made = once(action.name, row["action"] == action, partial(run, *operands), made)
         for side, step in self.sides.items():
             self._take(side, made if step == 0 else self._passed(made, step))
         return made
@@ -254,17 +253,19 @@ class Stage:
         ref[jax.ds(self.row["chunk"] * size, size)] += value
 
 
-def once(is_on: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+def once(name: str, is_on: Array, run: Callable[[], Any], otherwise: Any) -> Any:
     """`run()`, or `otherwise`, which is like its result.
 
     A loop of one turn or none: XLA's compilers for CPU and CUDA copy every Ref that a branch of a conditional writes,
-    in each branch and once more after it, while loops write in place.
+    in each branch and once more after it, while loops write in place. The scope `once_NAME` tells it from others
+    (`plan.hlo`).
     """
 
     def turn(_: Any) -> tuple[Array, Any]:
         return jnp.zeros((), bool), run()
 
-    return lax.while_loop(lambda carry: carry[0], turn, (is_on, otherwise))[1]
+    with jax.named_scope(f"once_{name}"):
+        return lax.while_loop(lambda carry: carry[0], turn, (is_on, otherwise))[1]
 
 
 def _read(refs: Any, slot: Array) -> Any:

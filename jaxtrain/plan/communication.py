@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -43,7 +44,7 @@ class Collective:
         return ("" if self.whole else "part of ") + "+".join(self.axes)
 
 
-def report(text: str, sizes: Mapping[str, int]) -> list[Collective]:
+def report(text: str, sizes: Mapping[str, int], across: Mapping[str, int] | None = None) -> list[Collective]:
     """Every collective of a compiled step, most bytes first; those of a device with itself are left out.
 
     Bytes are those of ring algorithms, with n devices in a group: (n - 1) / n of the whole tensor for all-gather,
@@ -54,28 +55,56 @@ def report(text: str, sizes: Mapping[str, int]) -> list[Collective]:
     Args:
         text: `compiled.as_text()`.
         sizes: of all mesh axes in order, such as `Mesh.shape`; their product is the number of devices.
+        across: part of each axis that spans TPU slices, as in `mesh.dcn`.
 
     Raises:
         ValueError: the text is no compiled program, or has replica groups of an unknown form.
     """
-    module = hlo.parse(text)
     rows: dict[Collective, Collective] = {}
-    for site in hlo.sites(module):
-        if (one := _collective(module, site, sizes)) is not None:
-            kind = replace(one, count=0, bytes=0)
-            so_far = rows.get(kind, kind)
-            rows[kind] = replace(one, count=so_far.count + one.count, bytes=so_far.bytes + one.bytes)
+    for found in located(hlo.parse(text), sizes, across):
+        one = found.collective
+        kind = replace(one, count=0, bytes=0)
+        so_far = rows.get(kind, kind)
+        rows[kind] = replace(one, count=so_far.count + one.count, bytes=so_far.bytes + one.bytes)
     return sorted(rows.values(), key=lambda row: (-row.bytes, row.op, row.axes, row.scope))
 
 
-def _collective(module: hlo.Module, site: hlo.Site, sizes: Mapping[str, int]) -> Collective | None:
+@dataclass(frozen=True)
+class Located:
+    """One collective of a program: where it stands, which devices it joins, and all its runs."""
+
+    site: hlo.Site
+    joined: groups.Groups
+    collective: Collective
+
+
+def located(module: hlo.Module, sizes: Mapping[str, int], across: Mapping[str, int] | None = None) -> list[Located]:
+    """Every collective of a program, once for each way to it; those of a device with itself are left out."""
+    out = []
+    for site in hlo.sites(module):
+        joined = _joined(site, sizes, across or {})
+        if (one := _collective(module, site, joined, sizes)) is not None:
+            out.append(Located(site, joined, one))
+    return out
+
+
+def _joined(site: hlo.Site, sizes: Mapping[str, int], across: Mapping[str, int]) -> groups.Groups:
+    attributes = site.instruction.attributes
+    if site.instruction.op == "send":
+        joined = groups.spanning(sizes, across)
+        is_permute = site.op == "collective-permute"
+        return tuple(pair for group in joined for pair in pairwise(group)) if is_permute else joined
+    if site.op == "collective-permute":
+        return groups.pairs(attributes)
+    return groups.replica_groups(groups.groups_text(attributes), prod(sizes.values()))
+
+
+def _collective(
+    module: hlo.Module, site: hlo.Site, joined: groups.Groups, sizes: Mapping[str, int]
+) -> Collective | None:
     """The runs of one collective in a step; None where it stays within a device."""
     instruction, computation = site.instruction, module.computations[site.computation]
     is_permute = site.op == "collective-permute"
-    if is_permute:
-        joined = groups.pairs(instruction.attributes)
-    else:
-        joined = groups.replica_groups(groups.groups_text(instruction.attributes), prod(sizes.values()))
     axes, whole = groups.axes_of(joined, sizes)
     if not axes:
         return None
@@ -97,7 +126,12 @@ def _moved(site: hlo.Site, computation: hlo.Computation) -> hlo.Shape:
 
 
 def _full(site: hlo.Site, moved: hlo.Shape, members: int) -> int:
-    """Bytes of the whole tensor of a group: a reduce-scatter's result is one of its shards."""
+    """Bytes of the whole tensor of a group: a reduce-scatter's result is one of its shards.
+
+    So is what a `send` gives to a gather.
+    """
+    if site.instruction.op == "send":
+        return moved.bytes * (members if site.op == "all-gather" else 1)
     return moved.bytes * (members if site.instruction.collective == "reduce-scatter" else 1)
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.plan import communication, memory, targets
 from jaxtrain.plan.communication import Collective
 from jaxtrain.plan.memory import Memory
+from jaxtrain.plan.network import Place
 
 SECONDS = 1800.0  # the largest models compile in minutes
 
@@ -34,6 +38,15 @@ class Report:
         state: bytes per device of each part of the state.
         memory: bytes per device that the compiler plans.
         seconds: that tracing and compiling took.
+        held: bytes per device besides the state, see `step.held_bytes`.
+        tensors: the largest of the state, with their bytes per device.
+        places: of the devices, in the order of the mesh.
+        device_kind: as JAX names it.
+        head_again: the loss computes its logits again in the backward pass.
+        vocab: rows of the decoder's embedding table.
+        user_flops: of a step of a user's own model, where it counts them.
+        measured: FLOP/s and bytes/s of a CPU device, as `flops` and `memory`.
+        text: of the compiled program; not in `as_dict`.
     """
 
     target: str
@@ -43,10 +56,28 @@ class Report:
     state: dict[str, int]
     memory: Memory
     seconds: float
+    held: dict[str, int] = field(default_factory=dict)
+    tensors: list[tuple[str, int]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    device_kind: str = ""
+    head_again: bool = True
+    vocab: int | None = None
+    user_flops: float | None = None
+    measured: dict[str, float] | None = None
+    text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "rows": communication.as_dict(self.rows)}
+        places = [[place.domain, *place.coords, place.core] for place in self.places]
+        return {**asdict(self), "rows": communication.as_dict(self.rows), "places": places, "text": ""}
+
+
+class TooLarge(UserError):
+    """A step that needs more memory than a device has. `needs`: bytes, None where the compiler does not say."""
+
+    def __init__(self, message: str, needs: int | None) -> None:
+        super().__init__(message)
+        self.needs = needs
 
 
 def measure(
@@ -60,12 +91,32 @@ def measure(
 
     Raises:
         UserError: an unknown target, a package that is not installed, a layout that does not fit, or a step that
-            cannot be compiled for the target (such as one that needs more memory than the device has).
+            cannot be compiled for the target; TooLarge for one that needs more memory than the device has.
+        RuntimeError: the compiler broke down.
     """
     where = targets.parse(target)
     if problem := targets.missing(where, config.step.attention):
         raise UserError(problem)
-    asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where), "hlo": hlo and str(hlo)}
+    if problem := across_slices(config, where):
+        raise UserError(problem)
+    with tempfile.TemporaryDirectory() as folder:
+        file = hlo or Path(folder) / "step.hlo"
+        asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where), "hlo": str(file)}
+        answer = _ask(asked, where, timeout)
+        return _report(answer, file.read_text(encoding="utf-8"))
+
+
+def across_slices(config: Config, where: targets.Target) -> str | None:
+    """What is wrong with a mesh for a target of slices: only `mesh.dcn` says which axes span them. In one line."""
+    factors = config.mesh.dcn
+    if where.slices == 1 or prod(factors.values()) == where.slices:
+        return None
+    expected = f"expected factors whose product is {where.slices}, such as mesh.dcn={{data: {where.slices}}}"
+    return f"mesh.dcn: target {where} has {where.slices} slices, and the axes span {prod(factors.values())}; {expected}"
+
+
+def _ask(asked: Mapping[str, Any], where: targets.Target, timeout: float) -> dict[str, Any]:
+    """The answer of the process that compiles."""
     path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # a user's own model is found
     env = os.environ | {"PYTHONPATH": path} | targets.environment(where)
     command = [sys.executable, "-m", "jaxtrain.plan.compile"]
@@ -80,20 +131,24 @@ def measure(
         said = [line for line in done.stderr.splitlines() if line.strip()]
         raise RuntimeError(f"target {where}: compiling ended with status {done.returncode}\n" + "\n".join(said[-30:]))
     answer = json.loads(lines[-1])
+    if "needs" in answer:
+        raise TooLarge(answer["error"], answer["needs"])
     if "error" in answer:
         raise UserError(answer["error"])
-    return _report(answer)
+    return answer
 
 
-def _report(answer: Mapping[str, Any]) -> Report:
+def _report(answer: Mapping[str, Any], text: str) -> Report:
     return Report(**{
-        **answer, "rows": communication.from_dict(answer["rows"]), "memory": Memory(**answer["memory"]),
+        **answer, "rows": communication.from_dict(answer["rows"]), "memory": Memory(**answer["memory"]), "text": text,
+        "places": [Place(domain, tuple(coords), core) for domain, *coords, core in answer["places"]],
+        "tensors": [(name, size) for name, size in answer["tensors"]],
     })  # fmt: skip
 
 
 def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The report, in the process that compiles; a problem of the user's as {"error": line}."""
-    from jaxtrain.plan.step import compiled_step
+    from jaxtrain.plan import step
     from jaxtrain.train.program import build
 
     start = time.perf_counter()
@@ -101,21 +156,32 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
         config = Config(**asked["config"])
         devices = targets.devices(asked["target"], attention=config.step.attention)
         program = build(config, asked["vocab"] or config.model.vocab, devices)
-        compiled = compiled_step(program)
+        compiled = step.compiled_step(program)
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"error": f"target {asked['target']}: the step needs more memory than a device has: {_line(error)}"}
+        message = f"target {asked['target']}: the step needs more memory than a device has: {_line(error)}"
+        return {"error": message, "needs": needed(str(error))}
     text = compiled.as_text() or ""
-    if asked["hlo"]:
-        Path(asked["hlo"]).write_text(text, encoding="utf-8")
+    seconds = time.perf_counter() - start
+    Path(asked["hlo"]).write_text(text, encoding="utf-8")
     sizes = dict(program.layout.sizes)
     return Report(
-        asked["target"], str(program.layout), sizes, communication.report(text, sizes),
-        memory.state_bytes(program.state), memory.compiled_memory(compiled), time.perf_counter() - start,
+        asked["target"], str(program.layout), sizes, communication.report(text, sizes, config.mesh.dcn),
+        memory.state_bytes(program.state), memory.compiled_memory(compiled), seconds,
+        step.held_bytes(program), memory.largest(program.state), step.places(program, asked["target"]),
+        devices[0].device_kind, step.head_again(program), step.vocabulary(program), step.counted_by_model(program),
+        step.measured(devices, config.precision),
     ).as_dict()  # fmt: skip
+
+
+def needed(message: str) -> int | None:
+    """Bytes that a step needs, from what a compiler says when it runs out of memory; None where it does not say."""
+    units = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    found = re.search(r"(?:Used|Total hbm usage >=|temporaries \(|allocate) ?([\d.]+)\s?([BKMGT])", message)
+    return round(float(found[1]) * units[found[2]]) if found else None
 
 
 def _line(error: Exception) -> str:

@@ -63,7 +63,12 @@ def axes_of(groups: Iterable[Sequence[int]], sizes: Mapping[str, int]) -> tuple[
         groups: device numbers; a device's number is its place in the flat mesh, as in `Mesh.devices.flat`.
         sizes: of all mesh axes in order, such as `Mesh.shape`.
     """
-    names, lengths = list(sizes), list(sizes.values())
+    return _axes_of(tuple(map(tuple, groups)), tuple(sizes.items()))
+
+
+@lru_cache(maxsize=256)  # a program has few different groups, each of all devices
+def _axes_of(groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], bool]:
+    names, lengths = [name for name, _ in sizes], [size for _, size in sizes]
     differ: set[str] = set()
     counts = set()
     for group in groups:
@@ -71,7 +76,22 @@ def axes_of(groups: Iterable[Sequence[int]], sizes: Mapping[str, int]) -> tuple[
         differ |= {name for name, along in zip(names, zip(*places)) if len(set(along)) > 1}
         counts.add(len(group))
     axes = tuple(name for name in names if name in differ)
-    return axes, counts == {prod(sizes[axis] for axis in axes)}
+    return axes, counts == {prod(size for name, size in sizes if name in differ)}
+
+
+def spanning(sizes: Mapping[str, int], across: Mapping[str, int]) -> Groups:
+    """Groups of the devices that differ only in the outer factor of axes which span slices.
+
+    Args:
+        sizes: of all mesh axes in order.
+        across: that factor of each axis, as in `mesh.dcn`; others are 1.
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    inner = [size // across.get(axis, 1) for axis, size in sizes.items()]
+    for index in range(prod(sizes.values())):
+        place = _place(index, list(sizes.values()))
+        found.setdefault(tuple(at % size for at, size in zip(place, inner)), []).append(index)
+    return tuple(map(tuple, found.values()))
 
 
 def _place(index: int, lengths: Sequence[int]) -> tuple[int, ...]:

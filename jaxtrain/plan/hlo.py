@@ -20,10 +20,13 @@ COLLECTIVES = (
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\]")
+_ACROSS = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_SPACE = re.compile(r"\bS\((\d+)\)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_ONCE = re.compile(r"\bonce_(\w+)/while$")
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
@@ -39,11 +42,15 @@ def bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """An array, or a tuple of shapes where `parts` is not None."""
+    """An array, or a tuple of shapes where `parts` is not None.
+
+    `space` is where it lies: 0 the device's memory, 1 a TPU's VMEM, 5 the host's memory.
+    """
 
     dtype: str = ""
     dims: tuple[int, ...] = ()
     parts: tuple[Shape, ...] | None = None
+    space: int = 0
 
     @property
     def leaves(self) -> tuple[Shape, ...]:
@@ -53,7 +60,12 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes of all arrays, each rounded up to whole bytes; without the padding of a tiled layout."""
-        return sum(-(-prod(leaf.dims) * bits(leaf.dtype) // 8) for leaf in self.leaves)
+        return sum(-(-leaf.elements * bits(leaf.dtype) // 8) for leaf in self.leaves)
+
+    @property
+    def elements(self) -> int:
+        """Of an array."""
+        return prod(self.dims)
 
 
 def shape(text: str) -> Shape:
@@ -64,7 +76,9 @@ def shape(text: str) -> Shape:
     found = _ARRAY.match(text)
     if not found:
         return Shape(next(iter(re.findall(r"^\w+", text)), "token"))
-    return Shape(found[1], tuple(int(size.strip(" <=")) for size in found[2].split(",") if size.strip()))
+    space = _SPACE.search(text)
+    dims = tuple(int(size.strip(" <=")) for size in found[2].split(",") if size.strip())
+    return Shape(found[1], dims, space=int(space[1]) if space else 0)
 
 
 def _split(text: str) -> list[str]:
@@ -122,9 +136,25 @@ class Instruction:
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """Numbers of an attribute such as `lhs_contracting_dims={1,2}`; empty where there is none."""
+        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(size) for size in found[1].split(",") if size) if found else ()
+
+    @property
+    def number(self) -> int:
+        """Of a `parameter(0)`; -1 of anything else."""
+        return int(self._inside) if self.op == "parameter" else -1
+
     @property
     def collective(self) -> str | None:
-        """Which collective this starts: `all-gather` of `all-gather` and `all-gather-start`, None of others."""
+        """Which collective this starts: `all-gather` of `all-gather` and `all-gather-start`, None of others.
+
+        Between TPU slices a collective is a `send` to the host, which says what becomes of it.
+        """
+        if self.op == "send" and (across := _ACROSS.search(self.attributes)):
+            name = across[1].lower().replace("_", "-")
+            return name if name in COLLECTIVES else "collective-permute"
         op = self.op.removesuffix("-start")
         return op if op in COLLECTIVES else None
 
@@ -135,14 +165,25 @@ class Instruction:
         return [] if late else _names(_CALLED, self.attributes)
 
     @property
+    def turn(self) -> str:
+        """Name of a loop of one turn or none (`jaxtrain.pipeline.stage.once`); empty of anything else."""
+        found = _ONCE.search(self.scope) if self.op == "while" else None
+        return found[1] if found else ""
+
+    @property
     def branches(self) -> list[str]:
         """Computations of which a conditional runs one."""
         return _names(_BRANCHES, self.attributes)
 
     @property
     def result(self) -> Shape:
-        """What a collective gives: the shape itself, or the results out of the tuple that a `-start` gives."""
+        """What a collective gives: the shape itself, or the results out of the tuple that a `-start` gives.
+
+        Of a `send` what it sends.
+        """
         parts = self.shape.parts
+        if self.op == "send" and parts:
+            return parts[0]
         # all-reduce-start gives its results alone; the others (operands, results, contexts ...).
         plain = self.op == "all-reduce-start" and (parts is None or parts[0].parts is None)
         return self.shape if plain or not self.op.endswith("-start") or not parts else parts[1]
@@ -169,13 +210,16 @@ def parse(text: str) -> Module:
     """The module of a compiled program's text. Raises ValueError where there is no entry computation."""
     computations: dict[str, Computation] = {}
     current: Computation = {}
-    entry = ""
+    entry, last = "", ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
             current = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
+            entry, last = header[2] if header[1] else entry, ""
         elif (named := _NAMED.match(line)) and computations:
-            current[named[2]] = _instruction(line, named)
+            last = named[2]
+            current[last] = _instruction(line, named)
+        elif (last and line[:1] not in (" ", "}")) or line.startswith("}}"):  # a kernel's metadata hold line ends
+            current[last] = replace(current[last], attributes=f"{current[last].attributes} {line}")
     if not entry:
         raise ValueError("HLO: no ENTRY computation; expected the text of a compiled program")
     return Module(computations, entry)
@@ -200,9 +244,10 @@ class Site:
     Args:
         op: one of COLLECTIVES; a reduce-scatter that TPU writes as an all-reduce and a slice is a reduce-scatter.
         times: product of the trip counts of the loops around it.
-        conditional: a branch of a conditional holds it, so `times` is the most.
+        conditional: a branch of a conditional holds it, or a loop of one turn or none, so `times` is the most.
         unknown: a loop around it has no constant trip count; `times` takes that loop once.
         scope: of the innermost call, loop or fusion around it.
+        turns: of the loops of one turn or none around it, outermost first (`Instruction.turn`).
     """
 
     instruction: Instruction
@@ -212,6 +257,7 @@ class Site:
     conditional: bool = False
     unknown: bool = False
     scope: str = ""
+    turns: tuple[str, ...] = ()
 
 
 def sites(module: Module) -> list[Site]:
@@ -237,12 +283,13 @@ def _of(module: Module, name: str, instruction: Instruction, known: dict[str, li
     inside, trips = instruction.called + instruction.branches, 1
     if instruction.op == "while":
         inside = [instruction.attribute("condition"), instruction.attribute("body")]
-        trips = trip_count(module, module.computations[name], instruction)
+        trips = 1 if instruction.turn else trip_count(module, module.computations[name], instruction)
     for part in inside:
         for site in _sites(module, part, known):
             yield replace(
                 site, times=site.times * (1 if trips is None else trips), unknown=site.unknown or trips is None,
-                conditional=site.conditional or part in instruction.branches, scope=site.scope or instruction.scope,
+                conditional=site.conditional or part in instruction.branches or bool(instruction.turn),
+                scope=site.scope or instruction.scope, turns=(*filter(None, [instruction.turn]), *site.turns),
             )  # fmt: skip
 
 

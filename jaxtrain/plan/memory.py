@@ -34,6 +34,28 @@ def shard_size(shape: Sequence[int], shards: Sequence[int]) -> int:
     return prod(ceil(size / count) for size, count in zip(shape, shards))
 
 
+def largest(state: Mapping[str, Any], count: int = 8) -> list[tuple[str, int]]:
+    """The tensors of an abstract train state of which a device holds most: (`params/layers/mlp/up`, bytes)."""
+    found: dict[str, int] = {}
+    for path, leaf in _named(state, ()):
+        name = "/".join(path)
+        found[name] = found.get(name, 0) + leaf_bytes(leaf)
+    return sorted(found.items(), key=lambda item: -item[1])[:count]
+
+
+def _named(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, array) of a tree; what has no name of its own goes by that of its container."""
+    if hasattr(tree, "dtype"):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for name, branch in tree.items():
+            yield from _named(branch, (*path, str(name)))
+    elif isinstance(tree, (tuple, list)):
+        names = getattr(tree, "_fields", None) or [""] * len(tree)
+        for name, branch in zip(names, tree):
+            yield from _named(branch, (*path, name) if name in ("mu", "nu", "trace") else path)
+
+
 def _leaves(tree: Any) -> Iterator[Any]:
     """Arrays of a tree of dicts, lists and (named) tuples."""
     if hasattr(tree, "dtype"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,11 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh.context import has_tokens
-from jaxtrain.mesh.rules import REPLICAS
+from jaxtrain.mesh.rules import LAYERS, REPLICAS, storage_axes, without
 from jaxtrain.mesh.sharding import Dims
+from jaxtrain.observe.flops import user_flops
+from jaxtrain.observe.peak import measure_cpu
+from jaxtrain.plan import network, targets
 from jaxtrain.plan.communication import divergent_permutes
 from jaxtrain.plan.memory import shard_size
+from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train.batches import batch_sharding
 from jaxtrain.train.program import Program
 
@@ -49,14 +55,15 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
 def held_bytes(program: Program) -> dict[str, int]:
     """Bytes per device that a step keeps besides the train state and activations.
 
-    weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gradients: of the step, float32, where
-    they are added up.
+    weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gathered: the copies of one layer that
+    its computation gathers. gradients: of the step, float32, where they are added up.
     """
     sharder, definition, gradients = program.sharder, program.definition, program.gradients
     sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
     inner = sharder if gradients.local is None else sharder.without(REPLICAS)
 
-    out = {"weights": 0, "gradients": 0}
+    rules = sharder.rules or {}
+    out = {"weights": 0, "gathered": 0, "gradients": 0}
 
     def count(param: Any, names: Any, travels: Any) -> None:
         def elements(dims: Dims) -> int:
@@ -65,10 +72,64 @@ def held_bytes(program: Program) -> dict[str, int]:
         placed = sharder.placed(names, param.shape)
         is_gathered = sharder.stored(names, param.shape) != placed
         out["weights"] += jnp.dtype(travels).itemsize * elements(placed) * is_gathered
+        if names[:1] == (LAYERS,) and (over := storage_axes(rules, names) & set(sum(placed, ()))):
+            one = elements(without(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
+            out["gathered"] += jnp.dtype(travels).itemsize * one
         out["gradients"] += max(4, param.dtype.itemsize) * elements(inner.stored(names, param.shape))
 
     jax.tree.map(count, definition.params, definition.names, definition.travels)
     return out
+
+
+def places(program: Program, target: str) -> list[network.Place]:
+    """Where each device of the mesh is."""
+    mesh = program.sharder.mesh
+    return [] if mesh is None else network.places(targets.parse(target), list(mesh.devices.flat))
+
+
+def head_again(program: Program) -> bool:
+    """Whether the decoder's loss computes its logits again in the backward pass."""
+    config, vocab = program.config, vocabulary(program)
+    return vocab is not None and recomputes(vocab, config.loss.chunks, program.sharder)
+
+
+def vocabulary(program: Program) -> int | None:
+    """Rows of the decoder's embedding table; None of a user's own model."""
+    is_decoder = program.config.model.type == "decoder"
+    return program.definition.params["embed"]["table"].shape[0] if is_decoder else None
+
+
+def counted_by_model(program: Program) -> float | None:
+    """FLOPs of a step of a user's own model on text, where it counts them itself."""
+    data = program.config.data
+    if program.config.model.type == "decoder" or data.type != "text":
+        return None
+    shapes = dict.fromkeys((*TOKENS, "weights"), (data.global_batch, data.sequence))
+    found = user_flops(program.definition.bind(program.definition.params), shapes, 1)
+    return None if found is None else found.model
+
+
+def measured(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
+    """FLOP/s and bytes/s that a CPU device has, measured on this host, which its devices share; None of other chips."""
+    if devices[0].platform != "cpu":
+        return None
+    compute = POLICIES[precision].compute
+    return {
+        "flops": measure_cpu(compute, devices[0]) / len(devices), "memory": _copied(devices[0]) / len(devices),
+    }  # fmt: skip
+
+
+def _copied(device: Any, size: int = 2**24, runs: int = 5) -> float:
+    """Bytes/s read and written by the fastest of some passes over arrays that no cache holds."""
+    x = jax.device_put(jnp.zeros(size, jnp.float32), device)
+    add = jax.jit(lambda x: x + 1)
+    add(x).block_until_ready()
+    best = float("inf")
+    for _ in range(runs):
+        start = time.perf_counter()
+        add(x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * 4 * size / best
 
 
 def without_permutes_in_branches(step: Any) -> Any:

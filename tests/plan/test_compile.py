@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ from test_communication import TINY
 from wire_theory import communication, configured
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.plan import compile, memory, step
+from jaxtrain.plan import compile, memory, step, targets
 from jaxtrain.plan.communication import divergent_permutes, from_dict
 from jaxtrain.train.program import build
 
@@ -31,6 +32,16 @@ def test_a_process_of_its_own_reports_the_same(tmp_path):
     assert dataclasses.asdict(report.memory) == written["memory"]
     batch = 5 * 8 // 4 * 64 * 4  # five arrays of 8 rows of 64 numbers, over 4 devices
     assert sum(report.state.values()) + batch == pytest.approx(report.memory.arguments, abs=64)
+
+
+def test_slices_need_axes_that_span_them():
+    config = configured("hsdp", {"data": 2, "fsdp": 4}, KEYS)
+    message = r"mesh\.dcn: target v5p:2x2x1\*2 has 2 slices, and the axes span 1; .* mesh\.dcn=\{data: 2\}"
+    target = targets.parse("v5p:2x2x1", slices=2)
+    assert re.match(message, compile.across_slices(config, target) or "")
+    spanned = config.model_copy(update={"mesh": config.mesh.model_copy(update={"dcn": {"data": 2}})})
+    assert compile.across_slices(spanned, target) is None
+    assert compile.across_slices(config, targets.parse("v5p:2x2x2")) is None
 
 
 def test_problems_in_the_other_process_are_one_line():

@@ -342,3 +342,23 @@ def test_scope_of_what_was_combined_comes_from_its_operands():
 def test_text_of_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         communication.report("nothing", MESH)
+
+
+def test_a_collective_between_slices_is_a_send_that_says_so():
+    send = (
+        "%s = (bf16[64,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true,"
+        ' frontend_attributes={_xla_megascale_transfer_type="KIND"}'
+    )
+    text = program("%t = token[] after-all()", send.replace("KIND", "ALL_REDUCE"))
+    (row,) = communication.report(text, MESH, {"data": 2})
+    assert (row.op, row.axes, row.whole, row.bytes) == ("all-reduce", ("data",), True, 64 * 8 * 2)
+    (part,) = communication.report(text, MESH, {"fsdp": 2})
+    assert (part.where, part.bytes) == ("part of fsdp", 64 * 8 * 2)
+    (gather,) = communication.report(text.replace("ALL_REDUCE", "ALL_GATHER"), MESH, {"data": 2})
+    assert (gather.op, gather.bytes) == ("all-gather", 64 * 8 * 2)  # half of two shards
+    assert rows("%t = token[] after-all()", "%s = (f32[8]{0}, u32[], token[]) send(%p, %t)") == []
+
+
+def test_devices_that_differ_in_the_outer_part_of_an_axis():
+    assert groups.spanning(MESH, {"data": 2}) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert groups.spanning(MESH, {"fsdp": 2}) == ((0, 2), (1, 3), (4, 6), (5, 7))

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.plan import targets
+from jaxtrain.plan import chips, targets
 
 
 @pytest.mark.parametrize(
     ("text", "shape", "platform"),
     [("h100:64x8", (64, 8), "cuda"), ("H200:8", (1, 8), "cuda"), ("h100", (1, 1), "cuda"),
-     ("v5p:8x8x8", (8, 8, 8), "tpu"), ("v6e:16x16", (16, 16), "tpu"), ("cpu:8", (8,), "cpu")],
+     ("v5p:8x8x8", (8, 8, 8), "tpu"), ("v6e:16x16", (16, 16), "tpu"), ("cpu:8", (8,), "cpu"),
+     ("v5p:16x16x24", (16, 16, 24), "tpu"), ("gb200:2x72", (2, 72), "cuda"), ("simulate:8", (8,), "cpu"),
+     ("v5p:4x4x4*4", (4, 4, 4), "tpu"), ("local", (), "local")],
 )  # fmt: skip
 def test_targets(text: str, shape: tuple[int, ...], platform: str):
     target = targets.parse(text)
     assert (target.shape, target.platform) == (shape, platform)
+    if text == "local":
+        assert "JAX_PLATFORMS" not in targets.environment(target)
+        return
     assert targets.environment(target)["JAX_PLATFORMS"] == "cpu"
+    assert targets.parse(str(target)) == target
+
+
+def test_devices_of_slices_and_of_chips_that_are_two_devices():
+    assert targets.parse("v5p:4x4x4", slices=4) == targets.parse("v5p:4x4x4*4")
+    assert targets.parse("v5p:4x4x4*4").devices == 256
+    assert targets.parse("tpu7x:2x2x1").devices == 8
+    assert targets.parse("h100:4x8").devices == 32
+    assert targets.parse("local").devices is None
 
 
 def test_a_stand_in_for_the_assembler_of_cuda(tmp_path):
@@ -41,12 +57,35 @@ def test_a_stand_in_for_the_assembler_of_cuda(tmp_path):
         ("h100:8x", "expected a shape"),
         ("v5p:8x8", "v5p has 3 sizes, not 2"),
         ("cpu:2x2", "cpu has 1 sizes, not 2"),
+        ("v6e:2x2x2", "v6e has 2 sizes, not 3; expected such as v6e:4x4"),
+        ("v6e:16x32", "512 chips, and the largest slice of v6e has 256"),
+        ("h100:1x16", "at most 8 GPUs; expected such as h100:2x8"),
+        ("h100:2x8*2", "slices are of TPUs"),
+        ("v5p:2x2x2*x", "expected a shape"),
+        ("local:2", "local is what JAX finds"),
+        ("simulat:2", "did you mean `simulate`"),
+        ("gb20", "did you mean `gb200`"),
     ],
 )
 def test_wrong_targets_are_one_line(text: str, message: str):
     with pytest.raises(UserError, match=message) as caught:
         targets.parse(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", chips.GPUS)
+def test_the_compiler_takes_every_gpu(kind: str):
+    if problem := targets.missing(targets.parse(kind), "xla"):
+        pytest.skip(problem)
+    program = (
+        "from jaxtrain.plan import targets; import jax, jax.numpy as jnp; from jax.sharding import *\n"
+        f"devices = targets.devices('{kind}:2', attention='xla')\n"
+        "mesh = jax.sharding.Mesh(devices, ('x',)); x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16,"
+        " sharding=NamedSharding(mesh, PartitionSpec('x')))\n"
+        "print(len(jax.jit(lambda x: jnp.exp(x @ x.T)).lower(x).compile().as_text()))"
+    )
+    env = os.environ | targets.environment(targets.parse(kind)) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env, capture_output=True)
 
 
 @pytest.mark.parametrize(("text", "extra"), [("h100:8", "plan-gpu"), ("v5p:2x2x2", "plan-tpu")])

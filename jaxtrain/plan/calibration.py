@@ -1,0 +1,86 @@
+"""How much of a chip's figures programs achieve: a prediction's only constants neither counted nor published.
+
+Each is a share of the figure in `jaxtrain.plan.chips`, with where it comes from, or that it is an estimate. No JAX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtrain.plan.chips import Chip
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of a chip's figures.
+
+    Args:
+        matmul: of the peak, by large matrix multiplications.
+        attention: of the peak, by fused attention kernels, what they compute again included.
+        memory: of the memory's bandwidth.
+        inside: of the bandwidth of NVLink or ICI.
+        outside: of the bandwidth between nodes or slices.
+        launch: seconds between one operation and the next.
+        overlap: share of the computing time in a loop's body under which its collectives run, where the compiled
+            program does not say what runs beside what (TPU); None: nothing does, or the program says (CUDA).
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    inside: float
+    outside: float
+    launch: float
+    overlap: float | None = None
+
+
+# None of these shares was measured for this table. Attention is below what FlashAttention-3 (arXiv 2407.08608) plots
+# for cuDNN's forward pass on H100 (4096 tokens, head_dim 128, no mask: 609 TFLOP/s, 0.62 of the peak), since causal
+# masks and backward passes run slower. The rest are estimates of what large matmuls, NCCL and elementwise kernels
+# reach. One check from outside, made after they were set: Llama 2 7B on 8 H100 is predicted at 11.2k tokens/s a GPU
+# with full remat; JAX-Toolbox publishes about 11.4k. torchtitan's Llama 3.1 8B, 6.7k compiled, is predicted at 8.9k
+# for this trainer.
+_HOPPER = Calibration(matmul=0.74, attention=0.50, memory=0.88, inside=0.80, outside=0.90, launch=2e-6)
+# Estimates: an older chip comes closer to its peak.
+_AMPERE = Calibration(matmul=0.85, attention=0.58, memory=0.88, inside=0.78, outside=0.90, launch=2e-6)
+# Nothing is known: Hopper's shares, less for attention.
+_BLACKWELL = Calibration(matmul=0.74, attention=0.45, memory=0.88, inside=0.80, outside=0.90, launch=2e-6)
+# Matmuls and attention were chosen with MaxText's published MFU in view, so that agreement with it proves little: a 70B
+# model on v5p is predicted at 62.7% and an 8B one on v6e at 43.3%, both with full remat, where 65.4% (Llama 2 70B) and
+# 45.5% (Llama 3.1 8B) are published, their remat not known here. Bandwidths and overlap are estimates.
+_TPU = Calibration(matmul=0.85, attention=0.45, memory=0.85, inside=0.90, outside=0.80, launch=0.0, overlap=0.8)
+_V6E = Calibration(matmul=0.72, attention=0.35, memory=0.85, inside=0.90, outside=0.80, launch=0.0, overlap=0.8)
+# A CPU's rates are measured on the spot, achieved and not peak.
+MEASURED = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+
+OF: dict[str, Calibration] = {
+    "a100": _AMPERE, "h100": _HOPPER, "h200": _HOPPER, "b200": _BLACKWELL, "gb200": _BLACKWELL,
+    "v4": _TPU, "v5e": _TPU, "v5p": _TPU, "v6e": _V6E, "tpu7x": _V6E,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """The rates that programs achieve on a chip: `jaxtrain.plan.cost.Rates`."""
+
+    chip: Chip
+    shares: Calibration
+
+    def compute(self, kind: str, dtype: str) -> float:
+        """FLOP/s of a `matmul` or of `attention`."""
+        return self.chip.flops(dtype) * (self.shares.attention if kind == "attention" else self.shares.matmul)
+
+    @property
+    def memory(self) -> float:
+        """Bytes/s."""
+        return float(self.chip.bandwidth) * self.shares.memory
+
+    @property
+    def launch(self) -> float:
+        """Seconds between operations."""
+        return self.shares.launch
+
+
+def of_kind(kind: str) -> Calibration:
+    """Of a target's kind; `MEASURED` for one that is not in the table."""
+    return OF.get(kind, MEASURED)

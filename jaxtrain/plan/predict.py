@@ -1,0 +1,261 @@
+"""From a config and a target to a `Plan`: compiled in a process of its own, then read and priced. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import Config, Model
+from jaxtrain.mesh.layout import resolve
+from jaxtrain.observe.flops import attended, decoder_flops, layer_windows
+from jaxtrain.pipeline.table import Table
+from jaxtrain.plan import advice, bubble, calibration, chips, communication, compile, hlo, network, targets, timeline
+from jaxtrain.plan.calibration import Achieved, Calibration
+from jaxtrain.plan.chips import Chip, Figure
+from jaxtrain.plan.compile import Report
+from jaxtrain.plan.cost import Cost, analyse
+from jaxtrain.plan.hlo import Instruction, Module
+from jaxtrain.plan.result import Plan, Traffic
+
+LARGEST = 8  # tensors and buffers that a plan names
+HOST = 5  # memory space
+
+
+def predict(
+    config: Config, vocab: int | None, target: str, *, slices: int | None = None, hlo: Path | None = None,
+    timeout: float = compile.SECONDS,
+) -> Plan:  # fmt: skip
+    """The plan of a config's real train step on devices that need not be there.
+
+    A step that needs more memory than a device has, or that the compiler breaks down on, is a plan that does not fit,
+    with the reason.
+
+    Args:
+        vocab: of the tokenizer; None takes `model.vocab`.
+        target: as `targets.parse` takes it.
+        slices: of TPUs.
+        hlo: file to write the compiled program's text to.
+
+    Raises:
+        UserError: an unknown target, a package that is not installed, or a layout that does not fit.
+    """
+    where = targets.parse(target, slices)
+    try:
+        report = compile.measure(config, vocab, str(where), hlo=hlo, timeout=timeout)
+    except compile.TooLarge as error:
+        return _refused(config, where, str(error), error.needs or 0)
+    except RuntimeError as error:
+        return _refused(config, where, str(error).splitlines()[0])
+    return assess(config, report)
+
+
+def _refused(config: Config, where: targets.Target, reason: str, needs: int = 0) -> Plan:
+    """The plan of a step that is not to be had."""
+    count = where.devices or 0
+    layout = resolve(config, count) if count else None
+    return Plan(
+        str(where), where.kind, count, str(layout or config.layout), dict(layout.sizes) if layout else {},
+        fits=False, reason=reason, needs=needs, usable=int(where.chip.usable.value) if where.chip else None,
+        tokens=config.data.global_batch * config.data.sequence, steps=config.steps,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The chip of a report, None of one that nobody knows, and the shares of its figures that programs achieve."""
+
+    chip: Chip | None
+    shares: Calibration
+    torus: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, report: Report) -> Hardware:
+        """Of a target, of what JAX found, or of a CPU as it was measured."""
+        where = targets.parse(report.target)
+        if report.measured:
+            return cls(_cpu(report.measured), calibration.MEASURED)
+        chip = where.chip or chips.of_device(report.device_kind)
+        kind = next((kind for kind, known in chips.CHIPS.items() if known is chip), "")
+        return cls(chip, calibration.of_kind(kind), where.shape if where.platform == "tpu" else ())
+
+
+def _cpu(measured: Mapping[str, float]) -> Chip:
+    flops, memory = (Figure(measured[key], "measured on this host") for key in ("flops", "memory"))
+    unknown = Figure(0, "unknown")
+    return Chip("cpu", {"bf16": flops, "fp32": flops}, unknown, unknown, memory)
+
+
+def assess(config: Config, report: Report) -> Plan:
+    """The plan that a compiled step amounts to."""
+    hardware, module = Hardware.of(report), hlo.parse(report.text)
+    schedule = bubble.table(config, report.sizes["pipeline"])
+    cost = _cost(config, module, hardware, schedule)
+    rows = _traffic(config, module, report, hardware, cost, schedule)
+    chip = hardware.chip
+    waiting = bubble.bubble(schedule, cost).seconds if schedule else 0.0
+    computing = cost.seconds if chip else None
+    known = computing is not None and all(row.seconds is not None for row in rows)
+    exposed = sum(row.exposed for row in rows) if known else None
+    step = computing + exposed + waiting if computing is not None and exposed is not None else None
+    flops = _flops(config, report)
+    plan = Plan(
+        report.target, report.device_kind, len(report.places), report.layout, report.sizes,
+        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, cost),
+        buffers=tuple(buffers(module)), tensors=tuple(report.tensors[:LARGEST]), traffic=tuple(rows),
+        flops_model=flops[0], flops_hardware=flops[1], flops_compiled=cost.flops(),
+        compute_seconds=computing, exposed_seconds=exposed, bubble_seconds=waiting if chip else 0.0,
+        seconds_by={key: cost.by(key) for key in ("phase", "part", "kind")} if chip else {},
+        step_seconds=step, mfu=_rate(flops[0], step, chip), hfu=_rate(flops[1], step, chip),
+        tokens=config.data.global_batch * config.data.sequence, steps=config.steps,
+        notes=tuple(_notes(report, hardware, cost, schedule)), compile_seconds=report.seconds,
+    )  # fmt: skip
+    return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)))
+
+
+def _rate(flops: float | None, step: float | None, chip: Chip | None) -> float | None:
+    """Share of the bfloat16 peak, as runs report it."""
+    return flops / step / chip.flops("bf16") if flops and step and chip else None
+
+
+def _cost(config: Config, module: Module, hardware: Hardware, schedule: Table | None) -> Cost:
+    def choose(conditional: Instruction, seconds: Sequence[float]) -> Sequence[float] | None:
+        if schedule and (weights := bubble.choose(schedule, conditional)):
+            return weights
+        if "attention_cudnn" in conditional.scope:  # few enough documents in a row for the packed kernel, the fast one
+            return [float(at == seconds.index(min(seconds))) for at in range(len(seconds))]
+        return None
+
+    rates = Achieved(hardware.chip, hardware.shares) if hardware.chip else None
+    return analyse(module, rates, choose=choose, visible=_visible(config.model, config.data.sequence))
+
+
+def _visible(model: Model, sequence: int) -> float:
+    """Share of a sequence's keys that a query sees, on average over the layers."""
+    seen = sum(layers * attended(sequence, window) for layers, window in layer_windows(model))
+    return seen / (model.layers * sequence)
+
+
+def _traffic(
+    config: Config, module: Module, report: Report, hardware: Hardware, cost: Cost, schedule: Table | None
+) -> list[Traffic]:
+    """Every collective, priced and added up by axes, operation and network."""
+    found = communication.located(module, report.sizes, config.mesh.dcn)
+    fabric = network.Fabric(hardware.chip, hardware.shares, hardware.torus, report.places)
+    shares = bubble.shares(schedule) if schedule else {}
+    prices: dict[timeline.Key, network.Price] = {}
+    for one in found:
+        runs = max(1, one.collective.count)
+        prices.setdefault(_key(one), fabric.price(one.collective.op, one.joined, one.collective.bytes / runs))
+    moving = {key: price.seconds or 0.0 for key, price in prices.items()}
+    waits = timeline.waits(module, cost, moving, hardware.shares.overlap)
+    rows: dict[tuple[str, str, str], Traffic] = {}
+    for one in found:
+        price, row = prices[_key(one)], one.collective
+        runs = row.count * prod(shares.get(turn, 1.0) for turn in one.site.turns)
+        known = price.seconds is not None
+        seconds = runs * price.seconds if price.seconds is not None else None
+        hidden = runs * max(0.0, moving[_key(one)] - waits.get(_key(one), moving[_key(one)])) if known else None
+        size = round(row.bytes * runs / max(1, row.count))
+        key = row.where, row.op, price.network
+        old = rows.get(key, Traffic(*key, 0, 0, 0.0 if known else None, 0.0 if known else None))
+        rows[key] = Traffic(
+            *key, old.count + round(runs), old.bytes + size, _sum(old.seconds, seconds), _sum(old.hidden, hidden)
+        )
+    return sorted(rows.values(), key=lambda row: (-(row.seconds or 0.0), -row.bytes))
+
+
+def _key(one: communication.Located) -> timeline.Key:
+    return one.site.computation, one.site.instruction.name
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
+    """FLOPs of a step on one device: of the model, and of the hardware."""
+    devices = max(1, len(report.places))
+    tokens = config.data.global_batch * config.data.sequence / devices
+    if config.model.type != "decoder":
+        return (report.user_flops / devices if report.user_flops else None), None
+    vocab = report.vocab
+    if vocab is None:
+        return None, None
+    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.remat, report.head_again)
+    return found.model * tokens, None if found.hardware is None else found.hardware * tokens
+
+
+def _memory(report: Report, chip: Chip | None, cost: Cost) -> dict[str, Any]:
+    """`fits`, `reason`, `needs`, `usable` and `memory` of a plan."""
+    planned, held, state = report.memory, report.held, report.state
+    # libtpu's temporaries count holes between buffers that its peak does not; where it compiles, it fits.
+    is_tpu = targets.parse(report.target).platform == "tpu"
+    needs = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total
+    temporaries = max(0, needs - planned.arguments - max(0, planned.outputs - planned.aliased))
+    gradients = min(temporaries, held.get("gradients", 0))
+    gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
+    memory = {
+        "params": state.get("params", 0),
+        "optimizer": sum(size for part, size in state.items() if part != "params"),
+        "batch": max(0, planned.arguments - sum(state.values())),
+        "gradients": gradients,
+        "gathered": gathered,
+        "activations": temporaries - gradients - gathered,
+        "host": round(cost.host_bytes / 2),  # there and back
+    }
+    usable = int(chip.usable.value) if chip and chip.usable.value else None
+    fits = None if usable is None else is_tpu or needs <= usable
+    reason = f"needs {needs / 1e9:.1f} GB of {usable / 1e9:.1f} GB" if usable and not fits else ""
+    return {"fits": fits, "reason": reason, "needs": needs, "usable": usable, "memory": memory}
+
+
+def buffers(module: Module, count: int = LARGEST) -> list[tuple[str, str, int]]:
+    """The largest arrays that a program makes on the device, (shape, scope, bytes), each shape and scope once."""
+    found: dict[tuple[str, str], int] = {}
+    passed = ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "conditional", "copy-done", "constant")
+    for name in _run(module, module.entry, set()):
+        for one in module.computations[name].values():
+            if one.op in passed or one.op.endswith("-done"):
+                continue
+            for leaf in one.result.leaves:
+                if leaf.space != HOST:
+                    shape = f"{leaf.dtype}[{','.join(map(str, leaf.dims))}]"
+                    found[shape, communication.short(one.scope)] = leaf.bytes
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    return [(shape, scope, size) for (shape, scope), size in ordered[:count]]
+
+
+def _run(module: Module, name: str, seen: set[str]) -> set[str]:
+    """Computations that run, not inside of fusions."""
+    if name not in seen and name in module.computations:
+        seen.add(name)
+        for one in module.computations[name].values():
+            inside = [*one.branches, *(one.called if one.op in ("call", "async-start") else [])]
+            for part in (*inside, *([one.attribute("body")] if one.op == "while" else [])):
+                _run(module, part, seen)
+    return seen
+
+
+def _notes(report: Report, hardware: Hardware, cost: Cost, schedule: Table | None) -> list[str]:
+    out = []
+    if hardware.shares.overlap is not None:
+        out.append(
+            f"collectives of a loop's body are taken to run beside {hardware.shares.overlap:.0%} of its computing: "
+            "a TPU program does not show what runs beside what"
+        )
+    if unknown := cost.unknown:
+        out.append(f"kernels whose FLOPs nothing tells are priced by their memory traffic: {', '.join(unknown[:4])}")
+    if any(one.unknown for one in cost.operations):
+        out.append("a loop of unknown length counts once")
+    if cost.host_bytes:
+        out.append(f"{cost.host_bytes / 1e9:.3g} GB a step between device and host are not priced")
+    if schedule:
+        out.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
+    if hardware.chip is None:
+        out.append(f"nothing is known of {report.device_kind}: no times")
+    elif hardware.chip.inside is None and len(report.places) > 1:
+        out.append("the network between simulated devices has no speed of its own: no step time")
+    return out

@@ -1,0 +1,192 @@
+"""Prices of collectives on small networks, worked out by hand, and what runs beside computing."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from jaxtrain.plan import cost, hlo, network, targets, timeline
+from jaxtrain.plan.calibration import Calibration
+from jaxtrain.plan.chips import GPUS, TPUS
+from jaxtrain.plan.network import Fabric, Place
+
+ALL = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # every figure in full
+HALF = dataclasses.replace(ALL, inside=0.5, outside=0.5)
+BIG = 1e12  # bytes, so that latency does not matter
+H100 = {"nvlink": 450e9, "card": 50e9}
+
+
+def nodes(count: int, per_node: int = 8, kind: str = "h100") -> Fabric:
+    target = targets.parse(f"{kind}:{count}x{per_node}")
+    devices = [SimpleNamespace(id=i, process_index=i // per_node) for i in range(count * per_node)]
+    return Fabric(target.chip, ALL, (), network.places(target, devices))
+
+
+def torus(*sizes: int, kind: str = "v5p", slices: int = 1) -> Fabric:
+    coords = [()]
+    for size in sizes:
+        coords = [(*at, i) for at in coords for i in range(size)]
+    chip = TPUS[kind]
+    places = [Place(s, at, core) for s in range(slices) for at in coords for core in range(chip.devices)]
+    return Fabric(chip, ALL, sizes, places)
+
+
+def seconds(fabric: Fabric, op: str, group: list[int], full: float = BIG) -> tuple[float, str]:
+    share = (len(group) - 1) / len(group) * (2 if op == "all-reduce" else 1)
+    price = fabric.price(op, [group], full * share)
+    assert price.seconds is not None
+    return price.seconds, price.network
+
+
+def test_inside_of_a_node():
+    node = nodes(1)
+    assert seconds(node, "all-gather", list(range(8))) == (
+        pytest.approx(BIG * 7 / 8 / H100["nvlink"], rel=1e-4),
+        "NVLink",
+    )
+    twice, _ = seconds(node, "all-reduce", list(range(8)))
+    assert twice == pytest.approx(2 * BIG * 7 / 8 / H100["nvlink"], rel=1e-4)
+    small, _ = seconds(node, "all-gather", list(range(8)), 8.0)
+    assert small == pytest.approx(6.6e-6 + 7 * 0.6e-6, rel=1e-3)
+
+
+def test_across_nodes_all_cards_work_for_a_group_of_whole_nodes():
+    fabric = nodes(4)
+    whole, name = seconds(fabric, "all-gather", list(range(32)))
+    assert name == "NVLink+InfiniBand"
+    assert whole == pytest.approx(BIG * 31 / 32 / H100["nvlink"], rel=1e-3)  # 8 cards are faster than one NVLink here
+    older, _ = seconds(nodes(4, kind="a100"), "all-gather", list(range(32)))
+    assert older == pytest.approx(BIG * 3 / 4 / (8 * 25e9), rel=1e-3)
+    one_each, name = seconds(fabric, "all-gather", [0, 8, 16, 24])
+    assert (one_each, name) == (pytest.approx(BIG * 3 / 4 / H100["card"], rel=1e-3), "InfiniBand")
+    exchange, _ = seconds(fabric, "all-to-all", list(range(32)))
+    assert exchange == pytest.approx(BIG * 24 / 32 / H100["card"], rel=1e-3)
+
+
+def test_a_rack_of_gb200_is_one_node():
+    rack = nodes(18, 4, "gb200")
+    _, name = seconds(rack, "all-gather", list(range(72)))
+    assert name == "NVLink"
+
+
+def test_a_group_uses_the_links_of_all_dims_it_lies_along():
+    cube = torus(4, 4, 4)
+    link = 100e9
+    line, name = seconds(cube, "all-gather", [0, 1, 2, 3])  # z, a ring: two links
+    assert (line, name) == (pytest.approx(BIG * 3 / 4 / (2 * link), rel=1e-3), "ICI")
+    whole, _ = seconds(cube, "all-gather", list(range(64)))
+    assert whole == pytest.approx(BIG * 63 / 64 / (6 * link), rel=1e-3)
+    small = torus(2, 2, 2)  # no rings
+    half, _ = seconds(small, "all-gather", [0, 1])
+    assert half == pytest.approx(BIG / 2 / link, rel=1e-3)
+    plane = torus(4, 4, kind="v6e")
+    row, _ = seconds(plane, "all-gather", [0, 1, 2, 3])  # a ring from 16 on
+    assert row == pytest.approx(BIG * 3 / 4 / link, rel=1e-3)
+
+
+def test_interleaved_groups_share_links():
+    ring = torus(1, 1, 8)
+    apart, _ = seconds(ring, "all-gather", [0, 2, 4, 6])
+    together, _ = seconds(ring, "all-gather", list(range(8)))
+    assert apart == pytest.approx(2 * together * (3 / 4) / (7 / 8), rel=1e-3)
+
+
+def test_an_exchange_crosses_the_middle():
+    ring = torus(1, 1, 8)
+    found, _ = seconds(ring, "all-to-all", list(range(8)))
+    assert found == pytest.approx(BIG * 8 / 8 / 100e9, rel=1e-3)  # 8 devices x BIG / 2, half each way over 2 x 2 links
+
+
+def test_between_slices_each_device_takes_its_share():
+    slices = torus(2, 2, 1, slices=2)
+    found, name = seconds(slices, "all-reduce", list(range(8)))
+    inside, outside = BIG * 3 / 4 / (2 * 100e9), BIG / 4 / 2 / 6.25e9
+    assert (found, name) == (pytest.approx(2 * (inside + outside), rel=1e-3), "ICI+DCN")
+    assert seconds(slices, "all-gather", [0, 4])[1] == "DCN"
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    chip = torus(4, 4, 4, kind="tpu7x")
+    one_core, both = list(range(0, 8, 2)), list(range(8))
+    alone, _ = seconds(chip, "all-gather", one_core)
+    shared, _ = seconds(chip, "all-gather", both)
+    assert alone == pytest.approx(2 * shared, rel=1e-3)
+
+
+def test_permutes_pay_for_hops_and_for_leaving():
+    ring = torus(1, 1, 8)
+    around = [(i, (i + 1) % 8) for i in range(8)]
+    assert ring.price("collective-permute", around, BIG).seconds == pytest.approx(BIG / 100e9, rel=1e-3)
+    line = torus(1, 1, 2, kind="v5p")
+    assert line.price("collective-permute", [(0, 1)], BIG).network == "ICI"
+    assert nodes(2).price("collective-permute", [(0, 1), (7, 8)], BIG).network == "InfiniBand"
+
+
+def test_what_is_achieved_and_what_nobody_knows():
+    slower = dataclasses.replace(nodes(1), shares=HALF)
+    assert seconds(slower, "all-gather", [0, 1])[0] == pytest.approx(
+        2 * seconds(nodes(1), "all-gather", [0, 1])[0], rel=1e-3
+    )
+    unknown = Fabric(None, ALL, (), [Place(0), Place(0)])
+    assert unknown.price("all-gather", [[0, 1]], 8.0) == network.Price(None, "host")
+    assert GPUS["h100"].inside is not None
+
+
+def test_axes_that_leave_a_node():
+    fabric = nodes(2)
+    assert network.crosses(fabric.places, {"data": 2, "fsdp": 1, "model": 8}) == {"data": True, "model": False}
+    assert network.crosses(fabric.places, {"fsdp": 16}) == {"fsdp": True}
+
+
+LINES = """HloModule m, is_scheduled=true
+
+%body (t: (f32[8,8])) -> (f32[8,8]) {
+  %t = (f32[8,8]) parameter(0)
+  %x = f32[8,8]{1,0} get-tuple-element(%t), index=0
+  %g = (f32[2,8], f32[8,8]) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %a = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}
+  %done = f32[8,8]{1,0} all-gather-done(%g)
+  %r = f32[8,8]{1,0} all-reduce(%a), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %out = (f32[8,8]) tuple(%r)
+}
+
+%cond (t: (f32[8,8])) -> pred[] {
+  ROOT %p = pred[] parameter(0)
+}
+
+ENTRY %main (t: (f32[8,8])) -> (f32[8,8]) {
+  %t = (f32[8,8]) parameter(0)
+  ROOT %w = (f32[8,8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+class Second:
+    """A dot of 8 x 8 x 8 takes a second."""
+
+    memory, launch = 1e9, 0.0
+
+    def compute(self, kind: str, dtype: str) -> float:
+        return 2.0 * 8**3
+
+
+def test_what_is_between_start_and_done_runs_at_the_same_time():
+    module = hlo.parse(LINES)
+    found = cost.analyse(module, Second())
+    assert found.seconds == pytest.approx(3.0)
+    moving = {("body", "g"): 1.5, ("body", "r"): 0.25}
+    assert timeline.waits(module, found, moving) == {
+        ("body", "g"): pytest.approx(0.5), ("body", "r"): 0.25,
+    }  # fmt: skip
+    line = timeline.Timeline(module, {("body", "a"): 1.0}, moving)
+    assert line.run("main") == pytest.approx(3 * 1.75)
+
+
+def test_a_share_of_a_bodys_computing_hides_its_collectives_on_tpu():
+    module = hlo.parse(LINES)
+    found = cost.analyse(module, Second())
+    waits = timeline.waits(module, found, {("body", "g"): 1.0, ("body", "r"): 0.25}, overlap=0.5)
+    assert waits == {("body", "g"): pytest.approx(0.6), ("body", "r"): pytest.approx(0.15)}  # 0.5 of 1.25 hidden
+    assert set(timeline.waits(module, found, {("body", "g"): 0.3}, overlap=0.5).values()) == {0.0}

@@ -1,0 +1,56 @@
+"""Figures of Llama 3.1 8B on 64 absent chips, which must not grow: 2 x 4096 tokens per chip, full remat."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from jaxtrain.config import resolve
+from jaxtrain.plan import predict, targets
+from jaxtrain.plan.result import Plan
+
+GPUS, TPUS = "h100:8x8", "v5p:4x4x4"
+NO_CUDNN, NO_LIBTPU = (targets.missing(targets.parse(target)) for target in (GPUS, TPUS))
+
+
+@functools.cache
+def plan(target: str, layout: str, *mesh: str) -> Plan:
+    keys = ("data.sequence=4096", "data.global_batch=128", "data.validation=0", "step.remat=full")
+    config, _ = resolve("configs/models/llama3_8b.yaml", f"layout={layout}", *mesh, *keys, paths=False)
+    return predict.predict(config, 128256, target)
+
+
+def temporaries(found: Plan) -> int:
+    return sum(found.memory[kind] for kind in ("gradients", "gathered", "activations"))
+
+
+def arguments(found: Plan) -> int:
+    return sum(found.memory[kind] for kind in ("params", "optimizer", "batch"))
+
+
+@pytest.mark.skipif(NO_CUDNN is not None, reason=str(NO_CUDNN))
+def test_fsdp_on_64_h100():
+    found = plan(GPUS, "fsdp", "mesh.fsdp=64")
+    assert arguments(found) <= 1.51e9
+    assert temporaries(found) <= 4.97e9
+    assert found.wire_bytes <= 44.6e9
+    assert found.flops_compiled == pytest.approx(found.flops_hardware, rel=0.01)
+
+
+@pytest.mark.skipif(NO_CUDNN is not None, reason=str(NO_CUDNN))
+def test_tensor_and_sequence_parallel_in_nodes_of_h100():
+    found = plan(GPUS, "fsdp_tp", "mesh.fsdp=8", "mesh.model=8")
+    assert temporaries(found) <= 7.57e9
+    assert found.wire_bytes <= 172.4e9
+    assert found.crosses == {"fsdp": True, "model": False}
+    assert {row.network for row in found.traffic if row.axes == "model"} == {"NVLink"}
+
+
+@pytest.mark.skipif(NO_LIBTPU is not None, reason=str(NO_LIBTPU))
+def test_fsdp_on_64_v5p():
+    found = plan(TPUS, "fsdp", "mesh.fsdp=64")
+    assert found.fits is True
+    assert arguments(found) <= 1.51e9
+    assert temporaries(found) <= 5.0e9
+    assert found.flops_compiled == pytest.approx(found.flops_hardware, rel=0.01)

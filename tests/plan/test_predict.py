@@ -1,0 +1,179 @@
+"""A whole plan: of simulated devices, of absent GPUs, of a step that is too large; and its advice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from test_cost import H100, NO_COMPILER, TINY, expected
+from wire_theory import configured
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.observe.flops import decoder_flops
+from jaxtrain.pipeline.table import Action
+from jaxtrain.plan import advice, bubble, chips, compile, predict
+from jaxtrain.plan.result import Plan, Traffic
+
+
+def json_of(plan: Plan) -> Plan:
+    return Plan.from_dict(json.loads(json.dumps(plan.as_dict())))
+
+
+STAGES = configured("pp_fsdp", {"pipeline": 2, "fsdp": 2}, {
+    **TINY, "model.layers": 4, "precision": "fp32", "step.accumulate": 4, "step.attention": "reference",
+    "pipeline.schedule": "1f1b",
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Plan:
+    return predict.predict(STAGES, None, "simulate:4")
+
+
+def test_a_plan_of_simulated_devices_has_bytes_and_no_made_up_times(simulated: Plan):
+    assert (simulated.devices, simulated.sizes["pipeline"], simulated.fits) == (4, 2, None)
+    assert simulated.compute_seconds is not None
+    assert simulated.compute_seconds > 0
+    assert (simulated.step_seconds, simulated.mfu, simulated.days) == (None, None, None)
+    assert {row.axes for row in simulated.traffic} >= {"fsdp", "pipeline"}
+    assert all(row.seconds is None for row in simulated.traffic)
+    assert json_of(simulated) == simulated
+
+
+def test_a_stage_computes_its_share_of_the_actions(simulated: Plan):
+    assert simulated.flops_compiled == pytest.approx(expected(STAGES, 4), rel=0.01)
+
+
+def test_a_lockstep_bubble_from_the_seconds_of_the_actions(simulated: Plan):
+    assert simulated.compute_seconds is not None
+    # 2 stages, 4 microbatches: (p - 1) / m of the work without lockstep, and more with it.
+    assert 0.1 * simulated.compute_seconds < simulated.bubble_seconds < simulated.compute_seconds
+
+
+def test_bytes_by_kind_add_up(simulated: Plan):
+    kinds = {kind: size for kind, size in simulated.memory.items() if kind != "host"}
+    assert sum(kinds.values()) == pytest.approx(simulated.needs, rel=0.01)
+    assert simulated.memory["optimizer"] == pytest.approx(2 * simulated.memory["params"], rel=0.01)
+    assert simulated.tensors[0][0].startswith("opt_state/")
+    assert simulated.buffers[0][2] >= simulated.buffers[-1][2] > 0
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+def test_a_plan_of_absent_gpus():
+    config = configured("fsdp", {"fsdp": 4}, {**TINY, "model.embed": 512, "model.mlp": 1024, "step.remat": "full"})
+    plan = predict.predict(config, None, H100)
+    assert plan.fits is True
+    assert plan.crosses == {"fsdp": False}
+    assert {row.network for row in plan.traffic} == {"NVLink"}
+    assert plan.step_seconds is not None
+    assert plan.compute_seconds is not None
+    exposed = sum(row.exposed for row in plan.traffic)
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds + exposed)
+    assert plan.mfu is not None
+    assert 0 < plan.mfu < 0.74  # what matmuls alone achieve
+    per_token = decoder_flops(config.model, 4096, 128, "full").model
+    assert plan.mfu == pytest.approx(per_token * plan.tokens / 4 / plan.step_seconds / chips.GPUS["h100"].flops("bf16"))
+    assert plan.days == pytest.approx(plan.step_seconds * 1000 / 86400)
+    assert plan.device_hours == pytest.approx(plan.step_seconds * 1000 / 3600 * 4)
+    assert json_of(plan) == plan
+    for kind in plan.seconds_by.values():
+        assert sum(kind.values()) == pytest.approx(plan.compute_seconds, rel=0.01)
+
+
+def test_what_does_not_fit_or_compile_is_a_plan(monkeypatch):
+    config = configured("fsdp", {"fsdp": 8}, {"step.remat": "none"})
+
+    def too_large(*args, **kwargs):
+        raise compile.TooLarge("needs more", 10**12)
+
+    monkeypatch.setattr(compile, "measure", too_large)
+    plan = predict.predict(config, None, "h100:8")
+    assert (plan.fits, plan.reason, plan.needs, plan.sizes["fsdp"]) == (False, "needs more", 10**12, 8)
+    assert json_of(plan) == plan
+
+    def crash(*args, **kwargs):
+        raise RuntimeError("compiling ended with status -11\nmore")
+
+    monkeypatch.setattr(compile, "measure", crash)
+    assert predict.predict(config, None, "h100:8").reason == "compiling ended with status -11"
+
+    def wrong(*args, **kwargs):
+        raise UserError("mesh: does not fit")
+
+    monkeypatch.setattr(compile, "measure", wrong)
+    with pytest.raises(UserError, match="does not fit"):
+        predict.predict(config, None, "h100:8")
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("Ran out of memory in memory space hbm. Used 20.12G of 15.75G hbm.", 20.12 * 2**30),
+        ("the total memory required for HLO temporaries (400.00G) exceeds available HBM (95.74G)", 400 * 2**30),
+        ("out of memory", None),
+    ],
+)
+def test_bytes_in_what_compilers_say(message: str, size: float | None):
+    assert compile.needed(message) == (None if size is None else round(size))
+
+
+def plan(**changes) -> Plan:
+    sizes = dict.fromkeys(("replica", "pipeline", "data", "fsdp", "expert", "context", "model"), 1) | {"fsdp": 8}
+    gather = Traffic("fsdp", "all-gather", "NVLink", 10, 10**9, 0.3, 0.1)
+    values = {
+        "target": "h100:1x8", "device": "H100", "devices": 8, "layout": "fsdp", "sizes": sizes, "fits": True,
+        "needs": 20 * 10**9, "usable": 79 * 10**9, "memory": {"activations": 10**10}, "traffic": (gather,),
+        "compute_seconds": 0.8, "exposed_seconds": 0.2, "step_seconds": 1.0,
+        "seconds_by": {"phase": {"remat": 0.2}, "kind": {"matmul": 0.6, "elementwise": 0.2}},
+    }  # fmt: skip
+    return Plan(**(values | changes))
+
+
+def test_advice_is_ordered_by_gain_and_has_numbers(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    config = configured("fsdp", {"fsdp": 8}, {"step.remat": "full"})
+    first, second = advice.changes(config, plan())
+    assert first.gain >= second.gain > 0
+    assert {first.change, second.change} == {"step.remat=none", "XLA_FLAGS=" + advice.HIDING}
+    assert first.gain == pytest.approx(0.25)  # 0.2 of 1.0 s saved
+    full = advice.changes(config, plan(needs=79 * 10**9 - 10**6))
+    assert [one.change for one in full] == ["XLA_FLAGS=" + advice.HIDING]
+    monkeypatch.setenv("XLA_FLAGS", advice.HIDING)
+    assert [one.change for one in advice.changes(config, plan())] == ["step.remat=none", "data.global_batch=32"]
+
+
+def test_advice_for_an_axis_that_leaves_its_node():
+    config = configured("fsdp_tp", {"fsdp": 2, "model": 16}, {"step.remat": "none"})
+    sizes = plan().sizes | {"fsdp": 2, "model": 16}
+    slow = Traffic("model", "all-gather", "NVLink+InfiniBand", 10, 10**9, 0.5, 0.0)
+    found = advice.changes(config, plan(
+        target="h100:4x8", sizes=sizes, crosses={"fsdp": True, "model": True}, traffic=(slow,), exposed_seconds=0.5,
+    ))  # fmt: skip
+    assert found[0].change == "mesh.model=8"
+    assert found[0].gain == pytest.approx(0.5 * (1 - 1 / 9) / (1 - 0.5 * (1 - 1 / 9)))
+
+
+def test_advice_for_pipelines_and_for_what_does_not_fit():
+    config = configured(
+        "pp", {"pipeline": 4}, {"step.remat": "none", "step.accumulate": 8, "pipeline.schedule": "1f1b"}
+    )
+    schedule = bubble.table(config, 4)
+    assert schedule is not None
+    shares = bubble.shares(schedule)
+    assert sum(shares[action.name] for action in Action) == pytest.approx(1)
+    assert shares["begin"] == pytest.approx(8 / schedule.ticks)
+    sizes = plan().sizes | {"fsdp": 1, "pipeline": 4}
+    found = advice.changes(config, plan(sizes=sizes, traffic=(), exposed_seconds=0.0, bubble_seconds=0.3))
+    assert found[0].change == "step.accumulate=16"
+    assert 0 < found[0].gain < 0.3
+    small = advice.changes(configured("fsdp", {"fsdp": 8}, {"step.remat": "none"}), plan(fits=False, step_seconds=None))
+    assert [one.change for one in small] == ["step.remat=full", "step.accumulate=2"]
+
+
+def test_what_limits_a_step():
+    assert advice.limit(plan()) == "matrix multiplications: 60% of the step"
+    waiting = plan(exposed_seconds=0.9, step_seconds=1.7)
+    assert advice.limit(waiting).endswith("53% of the step, most of it all-gather over fsdp (NVLink)")
+    assert "does not fit" in advice.limit(plan(fits=False, reason="too big"))
+    assert dataclasses.replace(plan(), step_seconds=None).days is None
