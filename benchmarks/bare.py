@@ -104,10 +104,10 @@ def make_step(shape: Shape, tx: optax.GradientTransformation, sharder: Sharder, 
             k = rotate(jnp.einsum("btd,dhk->bthk", h, use(w["k"])), cos, sin)
             v = jnp.einsum("btd,dhk->bthk", h, use(w["v"]))
             out = attention(q, k, v, segments_BT=batch["segments"], causal=True, sharder=sharder)
-            x = by_rows(x + jnp.einsum("bthk,hkd->btd", out, use(w["o"])))
+            x = by_rows(x + jnp.einsum("bthk,dhk->btd", out, use(w["o"])))
             h = norm(x, w["norm2"])
             hidden = jax.nn.silu(h @ use(w["gate"])) * (h @ use(w["up"]))
-            return by_rows(x + hidden @ use(w["down"])), None
+            return by_rows(x + hidden @ use(w["down"]).T), None
 
         x = by_rows(jnp.take(params["embed"].astype(shape.dtype), batch["tokens"], axis=0, mode="clip"))
         body = jax.checkpoint(layer, prevent_cse=False) if shape.remat else layer

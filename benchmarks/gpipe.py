@@ -65,7 +65,8 @@ class GPipe:
         """What comes out of the last layer, [microbatches, ...]."""
         table = self.stages.table
 
-        def body(layers: Any, numbers: Array, begun: Any, micro: Batch, keys: Array) -> Any:
+        def body(layers: Any, numbers: Any, begun: Any, micro: Batch, keys: Array) -> Any:
+            own = jax.tree.map(lambda n: n[0, 0], numbers)
             stage = lax.axis_index(STAGES)
 
             def take(tree: Any, index: Any) -> Any:
@@ -73,7 +74,7 @@ class GPipe:
                 return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
             def work(layers: Any, x: Any, batch: Batch, key: Array) -> Any:
-                return self.inside.bind(self.stages.joined(layers, {})).through(x, batch, key, numbers[0, 0])[0]
+                return self.inside.bind(self.stages.joined(layers, {})).through(x, batch, key, own)[0]
 
             def tick(x: Any, number: Array) -> tuple[Any, Any]:
                 x = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), take(begun, number), x)
@@ -86,7 +87,7 @@ class GPipe:
             return jax.tree.map(lambda y: y[None, table.stages - 1 :], made)
 
         run = self.stages.sharder.map(body, (P(STAGES), P(STAGES), P(), P(), P()), P(STAGES), axes=(STAGES,))
-        made = run(layers, self.stages.numbers, begun, micro, keys)
+        made = run(layers, self.stages.layers, begun, micro, keys)
         return jax.tree.map(lambda y: y[-1], made)
 
 

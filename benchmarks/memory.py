@@ -67,7 +67,8 @@ def held(config: Any, devices: list[Any]) -> dict[str, int]:
 
     program = build(config, config.model.vocab, devices)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.definition.params))
-    return {"parameters": parameters, **memory.state_bytes(program.state), **step.held_bytes(program)}
+    whole_step = {name: size for name, size in step.held_bytes(program).items() if name != "gathered"}  # a layer's
+    return {"parameters": parameters, **memory.state_bytes(program.state), **whole_step}
 
 
 def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any]]:

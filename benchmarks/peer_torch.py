@@ -156,9 +156,10 @@ def copy_weights(params: dict[str, Any], model: Any) -> None:
             w = at[f"attention/{name}"]
             state[f"{layer}self_attn.{name}_proj.weight"] = w.reshape(w.shape[0], -1).T
         o = at["attention/o"]
-        state[f"{layer}self_attn.o_proj.weight"] = o.reshape(-1, o.shape[-1]).T
-        for name in ("gate", "up", "down"):
+        state[f"{layer}self_attn.o_proj.weight"] = o.reshape(o.shape[0], -1)
+        for name in ("gate", "up"):
             state[f"{layer}mlp.{name}_proj.weight"] = at[f"mlp/{name}"].T
+        state[f"{layer}mlp.down_proj.weight"] = at["mlp/down"]
         state[f"{layer}input_layernorm.weight"] = at["attention_norm/scale"]
         state[f"{layer}post_attention_layernorm.weight"] = at["mlp_norm/scale"]
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in state.items()}

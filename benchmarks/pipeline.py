@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,22 +178,23 @@ def cores(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def flops(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of one number of stages: matmul FLOPs over those without a pipeline, for each way of remat."""
-    import dots
     import jax
 
+    from jaxtrain.plan.bubble import choose
+    from jaxtrain.plan.cost import analyse
     from jaxtrain.plan.step import compiled_step
 
     stages, many, out = spec["stages"], spec["microbatches"], []
     for remat in spec["remat"]:
         sizes = (*(QUICK if spec["quick"] else SMALL), f"step.remat={remat}")
         plain = built("none", decoder("none", 1, many, sizes), jax.devices()[:1])
-        base = dots.flops(compiled_step(plain).as_text())
+        base = analyse(compiled_step(plain).as_text()).flops()
         for name in spec["names"]:
             program = built(name, decoder(name, stages, many, sizes), jax.devices()[:stages])
             if name.startswith(AUTODIFF):
                 check(plain, program)
-            text = compiled_step(program).as_text()
-            ratio = stages * dots.flops(text, table_of(name, stages, many)) / base
+            shares = partial(lambda table, one, _: choose(table, one), table_of(name, stages, many))
+            ratio = stages * analyse(compiled_step(program).as_text(), choose=shares).flops() / base
             bubble = (many + stages - 1) / many if name.startswith(AUTODIFF) else 1.0
             out.append({
                 "schedule": name, "stages": stages, "microbatches": many, "remat": remat, "GFLOP": base / 1e9,

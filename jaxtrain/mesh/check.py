@@ -15,9 +15,8 @@ Shape = tuple[int, ...]
 Names = tuple[str | None, ...]
 
 # Names that layouts may have rules for even where the model at hand has no such dim.
-KNOWN = frozenset(
-    ("batch", "sequence", "context", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "expert")
-)
+KNOWN = frozenset(("batch", "sequence", "context", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers"))
+KNOWN |= {"table", "expert"}
 # Activations that the decoder constrains; no axis may shard two dims of one of them.
 ACTIVATIONS: dict[str, Names] = {
     "the residual stream": ("batch", "sequence", None),

@@ -12,7 +12,8 @@ Rules = Mapping[str, tuple[str, ...]]
 
 # Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, layers, expert.
 BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
-EMBED, LAYERS, EXPERT = "embed", "layers", "expert"
+EMBED, LAYERS, EXPERT, VOCAB = "embed", "layers", "expert", "vocab"
+TABLE = "table"  # width of an embedding whose rows are looked up
 KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards: whole on each
 REPLICAS = "data"  # the mesh axis of replicas, over which ZeRO spreads what they would all hold
 STAGES = "pipeline"  # the mesh axis of pipeline stages, which hold layers
@@ -68,11 +69,17 @@ def without(names: Sequence[str | None], axes: Iterable[str], rules: Rules) -> t
     return tuple(tuple(a for a in dim if a not in dropped) for dim in dims_to_axes(names, rules))
 
 
-def zero_rules(rules: Rules, zero: int) -> Rules:
-    """The rules of a ZeRO stage: in stage 3 weights are stored in shards over the replicas, as in FSDP."""
-    if zero < 3 or REPLICAS not in axes_of(BATCH, rules) or REPLICAS in axes_of(EMBED, rules):
-        return rules
-    return {**rules, EMBED: (*axes_of(EMBED, rules), REPLICAS)}
+def full_rules(rules: Rules, zero: int) -> Rules:
+    """The rules with those that follow from them.
+
+    In ZeRO stage 3 weights are stored in shards over the replicas, as in FSDP. An embedding's width has the axes of the
+    vocabulary and those of other weights' width: rows are looked up in full where they are, and all that moves is
+    parts of them, by all-to-alls.
+    """
+    if zero >= 3 and REPLICAS in axes_of(BATCH, rules) and REPLICAS not in axes_of(EMBED, rules):
+        rules = {**rules, EMBED: (*axes_of(EMBED, rules), REPLICAS)}
+    own = tuple(dict.fromkeys((*axes_of(VOCAB, rules), *axes_of(EMBED, rules))))
+    return rules if TABLE in rules or not own else {**rules, TABLE: own}
 
 
 def placed_dims(
@@ -114,7 +121,7 @@ def _spread(
 ) -> tuple[tuple[str, ...], ...]:
     """`dims` with the axes added to the first dim that divides: `embed`, else the largest, but no layers."""
     free = (d for d, name in enumerate(names) if name != LAYERS)
-    for d in sorted(free, key=lambda d: (names[d] != EMBED, -shape[d])):
+    for d in sorted(free, key=lambda d: (names[d] not in (EMBED, TABLE), -shape[d])):
         if shape[d] % prod(sizes.get(axis, 1) for axis in (*dims[d], *axes)) == 0:
             return (*dims[:d], (*dims[d], *axes), *dims[d + 1 :])
     return dims

@@ -18,11 +18,11 @@ from jaxtrain.mesh.rules import (
     Rules,
     axes_of,
     dims_to_axes,
+    full_rules,
     placed_dims,
     storage_axes,
     stored_dims,
     without,
-    zero_rules,
 )
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of every dim
@@ -43,7 +43,7 @@ class Sharder:
     manual: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", zero_rules(self.rules or {}, self.zero))
+        object.__setattr__(self, "rules", full_rules(self.rules or {}, self.zero))
 
     def without(self, axis: str) -> Sharder:
         """The same inside a `map` over a mesh axis: no rule names it, nothing is spread over it."""

@@ -9,7 +9,7 @@ from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh import context
 from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
-from jaxtrain.mesh.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, axes_of, zero_rules
+from jaxtrain.mesh.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, axes_of, full_rules
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -37,7 +37,7 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
 
 def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
     """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
-    rules, sizes = zero_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
+    rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
     if tensors is not None and _follows_heads(config, sizes):
         tensors = {path: (shape, _unsplit(names)) for path, (shape, names) in tensors.items()}
     problems = check(config.mesh, rules, tensors, activations(config), devices)

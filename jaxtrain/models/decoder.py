@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, model: Model, loss: Loss, vocab: int, *, env: Env, rngs: nnx.Rngs):
         self.env, self.model, self.terms, self.vocab = env, model, loss, vocab
-        self.embed = Embed(vocab, model.embed, std=model.init_std, env=env, rngs=rngs)
+        self.embed = Embed(vocab, model.embed, tied=model.tie_embeddings, std=model.init_std, env=env, rngs=rngs)
         self.layers = stacked(lambda rngs: Block(model, env=env, rngs=rngs), model.layers, rngs)
         norm = {"epsilon": model.norm_epsilon, "offset": model.norm_offset}
         self.final_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)

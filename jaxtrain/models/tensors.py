@@ -32,7 +32,7 @@ def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1) -> Table:
         path, e.g. `layers/attention/q` -> (shape, logical names). Layers are stacked on a first dim `layers`.
     """
     D, V = model.embed, vocab
-    table: Table = {"embed/table": ((V, D), ("vocab", "embed"))}
+    table: Table = {"embed/table": ((V, D), ("vocab", "embed") if model.tie_embeddings else (None, "table"))}
     for path, (shape, names) in {**_attention(model, kv_shards), **_feed_forward(model), **_norms(model)}.items():
         table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
     table["final_norm/scale"] = ((D,), (None,))
@@ -54,7 +54,7 @@ def _attention(model: Model, kv_shards: int) -> Table:
         "attention/q": ((D, H, h), ("embed", "heads", "head_dim")),
         "attention/k": ((D, K, h), ("embed", kv, "head_dim")),
         "attention/v": ((D, K, h), ("embed", kv, "head_dim")),
-        "attention/o": ((H, h, D), ("heads", "head_dim", "embed")),
+        "attention/o": ((D, H, h), ("embed", "heads", "head_dim")),
     }
     if model.attention_bias:
         table["attention/q_bias"] = ((H, h), ("heads", "head_dim"))
@@ -79,7 +79,7 @@ def _moe(model: Model, moe: Moe) -> Table:
     table: Table = {"moe/router": ((D, E), ("embed", None))}
     if moe.bias_rate is not None:
         table["moe/bias"] = ((E,), ("balance",))
-    for path, (shape, names) in _mlp(model, F).items():
+    for path, (shape, names) in (_mlp(model, F) | {"mlp/down": ((F, D), ("mlp", "embed"))}).items():
         table[path.replace("mlp/", "moe/")] = ((E, *shape), ("expert", *names))
     if moe.shared:
         shared = _mlp(model, moe.shared * F)
@@ -92,7 +92,7 @@ def _mlp(model: Model, mlp: int) -> Table:
     D, F = model.embed, mlp
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
-    table["mlp/down"] = ((F, D), ("mlp", "embed"))
+    table["mlp/down"] = ((D, F), ("embed", "mlp"))
     if model.mlp_bias:
         table |= {f"mlp/{name}_bias": ((F,), ("mlp",)) for name in inner}
         table["mlp/down_bias"] = ((D,), (None,))

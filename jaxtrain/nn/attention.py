@@ -57,7 +57,8 @@ class Attention(nnx.Module):
         self.q = env.param(rngs, ("embed", "heads", "head_dim"), (embed, heads, head_dim), normal(std))
         self.k = env.param(rngs, ("embed", kv, "head_dim"), (embed, kv_heads, head_dim), normal(std))
         self.v = env.param(rngs, ("embed", kv, "head_dim"), (embed, kv_heads, head_dim), normal(std))
-        self.o = env.param(rngs, ("heads", "head_dim", "embed"), (heads, head_dim, embed), normal(out_std))
+        # `embed` first, as everywhere: shards of a last dim would have to be transposed after they are gathered.
+        self.o = env.param(rngs, ("embed", "heads", "head_dim"), (embed, heads, head_dim), normal(out_std))
         if bias:
             self.q_bias = env.param(rngs, ("heads", "head_dim"), (heads, head_dim), constant(0.0))
             self.k_bias = env.param(rngs, (kv, "head_dim"), (kv_heads, head_dim), constant(0.0))
@@ -97,7 +98,7 @@ class Attention(nnx.Module):
                 **options, kernel="xla" if q_BTHD.shape[1] > 1 else "reference", sharder=self.env.sharder,
             )  # fmt: skip
         out_BTHD = self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None)
-        out_BTD = jnp.einsum("bthk,hkd->btd", out_BTHD, self.env.weight(self.o))
+        out_BTD = jnp.einsum("bthk,dhk->btd", out_BTHD, self.env.weight(self.o))
         out_BTD = self.env.leave(out_BTD)
         return (out_BTD + self.env.weight(self.o_bias) if hasattr(self, "o_bias") else out_BTD), cache
 

@@ -28,9 +28,10 @@ class Embed(nnx.Module):
     All that travels is in the compute dtype, which for rows is exact: only one shard's is not zero.
     """
 
-    def __init__(self, vocab: int, embed: int, *, std: float, env: Env, rngs: nnx.Rngs):
+    def __init__(self, vocab: int, embed: int, *, tied: bool, std: float, env: Env, rngs: nnx.Rngs):
         self.env = env
-        self.table = env.param(rngs, ("vocab", "embed"), (vocab, embed), normal(std))
+        names = ("vocab", "embed") if tied else (None, "table")
+        self.table = env.param(rngs, names, (vocab, embed), normal(std))
 
     def __call__(self, tokens_BT: Array) -> Array:
         """int32 tokens [B, T], clipped to the vocabulary -> rows [B, T, D] in the compute dtype, on the residual

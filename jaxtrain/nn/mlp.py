@@ -36,7 +36,8 @@ class MLP(nnx.Module):
         if activation in GATES:
             self.gate = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
         self.up = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
-        self.down = env.param(rngs, ("mlp", "embed"), (mlp, embed), normal(out_std))
+        # `embed` first, as everywhere: shards of a last dim would have to be transposed after they are gathered.
+        self.down = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(out_std))
         if bias:
             if activation in GATES:
                 self.gate_bias = env.param(rngs, ("mlp",), (mlp,), constant(0.0))
@@ -47,7 +48,7 @@ class MLP(nnx.Module):
         """[B, T, D] -> [B, T, D] on the residual stream's placement."""
         inner = ("gate", "up") if self.activation in GATES else ("up",)
         hidden_BTF = HIDDEN[self.activation](*(self._column(x_BTD, name) for name in inner))
-        out_BTD = jnp.einsum("btf,fd->btd", hidden_BTF, self.env.weight(self.down))
+        out_BTD = jnp.einsum("btf,df->btd", hidden_BTF, self.env.weight(self.down))
         out_BTD = self.env.leave(out_BTD)
         return out_BTD + self.env.weight(self.down_bias) if hasattr(self, "down_bias") else out_BTD
 

@@ -51,8 +51,8 @@ def is_selection(names: Names) -> bool:
 
 
 def is_table(names: Names) -> bool:
-    """Whether this is an embedding table: rows looked up by a leading vocab dim (a head has vocab last)."""
-    return names[stacking(names) :][:1] == ("vocab",)
+    """Whether this is an embedding table: its width is named `table`, or, where it is the head too, vocab leads."""
+    return "table" in names or names[stacking(names) :][:1] == ("vocab",)
 
 
 def is_matrix(names: Names) -> bool:
@@ -61,10 +61,10 @@ def is_matrix(names: Names) -> bool:
 
 
 def contraction(names: Names) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(input dims, output dims) of a matrix stored inputs first.
+    """(dims of one side, dims of the other) of a matrix.
 
-    The first feature dim is the input if it is `embed` (one read of the residual stream, however many dims it
-    makes); else the last is the output: (layers, heads, head_dim, embed) -> ((1, 2), (3,)).
+    `embed` is a side if it comes first (the residual stream is read or written, however many dims are on the other
+    side); else the last dim is: (layers, heads, head_dim, embed) -> ((1, 2), (3,)).
     """
     groups = features(names)
     first = len(groups) == 2 or names[groups[0][0]] == "embed"

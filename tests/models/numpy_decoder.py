@@ -95,7 +95,7 @@ def _attention(weights, model, x, positions, segments, window):
             ]  # fmt: skip
             if seen:
                 p = np.exp(scores[t, seen] - scores[t, seen].max())
-                total[t] += (p / p.sum()) @ v[seen] @ weights["o"][head]
+                total[t] += (p / p.sum()) @ v[seen] @ weights["o"][:, head].T
     return total + weights["o_bias"] if "o_bias" in weights else total
 
 
@@ -118,6 +118,7 @@ def _feed_forward(weights, model, x, segments):
             if room[expert] >= 0:
                 gate = p[t, expert] / (p[t, chosen[t]].sum() if is_normalized else 1.0)
                 own = {name: weights[name][expert] for name in ("gate", "up", "down") if name in weights}
+                own["down"] = own["down"].T  # an expert's is stored the other way round
                 out[t] += gate * _mlp(own, model, x[t])
     return out
 
@@ -135,4 +136,4 @@ def _mlp(weights, model, x):
         hidden = gelu(up("gate")) * up("up")
     else:
         hidden = gelu(up("up"))
-    return hidden @ weights["down"] + weights.get("down_bias", 0.0)
+    return hidden @ weights["down"].T + weights.get("down_bias", 0.0)

@@ -46,6 +46,7 @@ def test_the_table_is_well_formed(options: dict) -> None:
     sizes = {
         "vocab": 40,
         "embed": 16,
+        "table": 16,
         "heads": 4,
         "kv_heads": 2,
         "mlp": 24,

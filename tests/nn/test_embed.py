@@ -18,7 +18,7 @@ from jaxtrain.precision.policy import POLICIES
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_a_frequent_token_keeps_all_of_its_gradient(precision: str):
     env = Env(policy=POLICIES[precision])
-    module = Embed(8, 4, std=0.02, env=env, rngs=nnx.Rngs(0))
+    module = Embed(8, 4, tied=False, std=0.02, env=env, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(module)
     tokens = jnp.full((4, 2048), 3, jnp.int32)
 
@@ -96,11 +96,12 @@ def example(*shape: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(-3, VOCAB + 3, shape).astype(np.int32), rng.normal(size=(*shape, WIDTH)).astype(np.float32)
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", [None, *PLACES])
-def test_rows_and_gradient_equal_numpy(name: str | None):
+def test_rows_and_gradient_equal_numpy(name: str | None, tied: bool):
     mesh, rules, zero, stored = PLACES[name] if name else ({}, {}, 0, ())
     sharder = placed(mesh, rules, zero) if name else Sharder()
-    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, std=1.0, env=Env(sharder), rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=tied, std=1.0, env=Env(sharder), rngs=nnx.Rngs(0)))
     tokens, cotangent = example(8, 16)
 
     @jax.jit
@@ -114,14 +115,16 @@ def test_rows_and_gradient_equal_numpy(name: str | None):
     np.testing.assert_array_equal(rows, expected_rows)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
     if name:
-        want = jax.NamedSharding(sharder.mesh, PartitionSpec(*stored))
+        # One that is no head is sharded over all of these axes by its width.
+        axes = [axis for dim in stored for axis in ((dim,) if isinstance(dim, str) else dim or ())]
+        want = jax.NamedSharding(sharder.mesh, PartitionSpec(*stored) if tied else PartitionSpec(None, tuple(axes)))
         assert gradient.sharding.is_equivalent_to(want, 2), gradient.sharding
 
 
 def test_each_replica_keeps_its_own_gradient_inside_a_map():
     mesh, rules, _, _ = PLACES["all"]
     env = Env(placed(mesh, rules, 0).without("data"))
-    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, std=1.0, env=env, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=True, std=1.0, env=env, rngs=nnx.Rngs(0)))
     tokens, cotangent = example(2, 4, 16)
 
     def one(state, tokens, cotangent):
@@ -142,7 +145,7 @@ def test_each_replica_keeps_its_own_gradient_inside_a_map():
 def test_a_frequent_token_keeps_all_of_its_gradient_in_shards():
     mesh, rules, _, _ = PLACES["all"]
     env = Env(placed(mesh, rules, 0), policy=POLICIES["bf16"])
-    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, std=1.0, env=env, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=True, std=1.0, env=env, rngs=nnx.Rngs(0)))
     tokens = jnp.full((8, 1024), 3, jnp.int32)
 
     def total(state):

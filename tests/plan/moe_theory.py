@@ -163,10 +163,11 @@ def ep_tp_dropless(e: Experts) -> Rows:
         {key: row for key, row in _weights(e).items() if key[0] != "all-reduce"},
         {key: row for key, row in tp_sp(s).items() if key[:2] == ("all-reduce", "model")},
         moved_norms({}, "", "fsdp+expert+model", s),
+        rows_of_table(s, "model"),
         _choices(e),
         {
-            ("all-gather", "model", "stream"): (3 * s.layers + 2, (3 * s.layers + 2) * stream),
-            ("reduce-scatter", "model", "stream"): (3 * s.layers + 2, (3 * s.layers + 2) * stream),
+            ("all-gather", "model", "stream"): (3 * s.layers + 1, (3 * s.layers + 1) * stream),
+            ("reduce-scatter", "model", "stream"): (3 * s.layers + 1, (3 * s.layers + 1) * stream),
             ("ragged-all-to-all", "model", "rows"): (hops, hops * s.ring("model") * room * s.embed * s.width),
             ("all-gather", "model", "runs"): (4 * s.layers, 4 * share * m * e.local * 4),
             ("all-reduce", "model", "routing"): (s.layers, 2 * share * router),

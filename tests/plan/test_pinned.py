@@ -33,7 +33,7 @@ def arguments(found: Plan) -> int:
 def test_fsdp_on_64_h100():
     found = plan(GPUS, "fsdp", "mesh.fsdp=64")
     assert arguments(found) <= 1.51e9
-    assert temporaries(found) <= 4.97e9
+    assert temporaries(found) <= 4.8e9
     assert found.wire_bytes <= 44.6e9
     assert found.flops_compiled == pytest.approx(found.flops_hardware, rel=0.01)
 
@@ -41,8 +41,8 @@ def test_fsdp_on_64_h100():
 @pytest.mark.skipif(NO_CUDNN is not None, reason=str(NO_CUDNN))
 def test_tensor_and_sequence_parallel_in_nodes_of_h100():
     found = plan(GPUS, "fsdp_tp", "mesh.fsdp=8", "mesh.model=8")
-    assert temporaries(found) <= 7.57e9
-    assert found.wire_bytes <= 172.4e9
+    assert temporaries(found) <= 7.5e9
+    assert found.wire_bytes <= 172e9
     assert found.crosses == {"fsdp": True, "model": False}
     assert {row.network for row in found.traffic if row.axes == "model"} == {"NVLink"}
 

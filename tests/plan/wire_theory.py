@@ -240,7 +240,7 @@ def _replicas(s: Sizes) -> Rows:
 
 
 def tp(s: Sizes) -> Rows:
-    """Two sums of the stream in the forward pass, two backward, one recomputed; rows of the table summed once."""
+    """Two sums of the stream in the forward pass, two backward, one recomputed; rows of the table gathered once."""
     stream, own = 2 * s.ring("model") * s.stream, _replicas(s)
     twice, over = 2 * s.ring("data"), ("all-reduce", "data")
     return own | {
@@ -248,12 +248,12 @@ def tp(s: Sizes) -> Rows:
         (*over, "edges"): (2, own[*over, "edges"][1] + twice * s.embed * 4),
         ("all-reduce", "model", "layers"): (5 * s.layers, 5 * s.layers * stream),
         ("all-reduce", "model", "loss"): (3, stream + _statistics(s)),
-        ("all-reduce", "model", "edges"): (1, stream),
+        ("all-gather", "model", "edges"): (1, s.ring("model") * s.stream),
     }
 
 
 def tp_sp(s: Sizes) -> Rows:
-    """Gathers 2 + 2 + 2 and scatters 2 + 1 + 2 a layer: forward, recomputed, backward; 1 and 1 for loss and table."""
+    """Gathers 2 + 2 + 2 and scatters 2 + 1 + 2 a layer: forward, recomputed, backward; 1 and 1 for the loss."""
     stream = s.ring("model") * s.stream
     return moved_norms({}, "", "data+model" if s.axes["data"] > 1 else "fsdp+model", s) | _replicas(s) | {
         ("all-gather", "model", "layers"): (6 * s.layers, 6 * s.layers * stream),
@@ -261,9 +261,7 @@ def tp_sp(s: Sizes) -> Rows:
         ("all-gather", "model", "loss"): (1, stream),
         ("reduce-scatter", "model", "loss"): (1, stream),
         ("all-reduce", "model", "loss"): (2, _statistics(s)),
-        ("all-gather", "model", "edges"): (1, stream),
-        ("reduce-scatter", "model", "edges"): (1, stream),
-    }  # fmt: skip
+    } | rows_of_table(s, "model")  # fmt: skip
 
 
 def fsdp_tp(s: Sizes) -> Rows:
