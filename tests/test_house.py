@@ -24,7 +24,8 @@ WITHOUT_JAX = (
     "jaxtrain.cli.main", "jaxtrain.cli.commands", "jaxtrain.observe.tracker", "jaxtrain.observe.progress",
     "jaxtrain.observe.flops", "jaxtrain.checkpoint", "jaxtrain.plan.communication", "jaxtrain.plan.memory",
     "jaxtrain.plan.targets", "jaxtrain.plan.compile", "jaxtrain.plan.chips", "jaxtrain.plan.predict",
-    "jaxtrain.plan.result", "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
+    "jaxtrain.plan.result", "jaxtrain.plan.screen", "jaxtrain.plan.page", "jaxtrain.plan.diff", "jaxtrain.cli.plans",
+    "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
     "jaxtrain.verify.compare", "jaxtrain.pipeline.schedule", "jaxtrain.pipeline.custom", "jaxtrain.pipeline.buffers",
     "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit",
 )  # fmt: skip

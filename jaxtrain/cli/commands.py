@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from jaxtrain.pipeline.cost import Costs
     from jaxtrain.pipeline.table import Table
 
-__all__ = ["UserError", "config", "data", "diff", "eval", "generate", "resume", "schedule", "schema", "train", "verify"]
+__all__ = [
+    "UserError", "config", "data", "diff", "eval", "generate", "plan", "resume", "schedule", "schema", "train",
+    "verify",
+]  # fmt: skip
 
 
 def config(args: argparse.Namespace) -> int:
@@ -130,6 +133,20 @@ def verify(args: argparse.Namespace) -> int:
     for line in lines(outcome):
         console.print(line, markup=False, soft_wrap=True)
     return 0 if outcome.rows and all(row.is_equal for row in outcome.rows) else 1
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Prints what a config needs on a target, or compares two; 1 where it does not fit."""
+    from jaxtrain.cli import plans
+
+    overrides = list(args.overrides)
+    if args.diff:  # then the first value takes the config's place
+        overrides[:0] = [args.config] if args.config is not None else []
+        a, b = args.diff
+        return plans.compare(a, b, overrides, args)
+    if args.config is None:
+        raise UserError("plan: expected a config, or --diff A B")
+    return plans.show(args.config, overrides, args)
 
 
 def schedule(args: argparse.Namespace) -> int:

@@ -88,6 +88,19 @@ def _verify(parser: Parser) -> None:
     parser.add_argument("--inject", help=argparse.SUPPRESS)
 
 
+def _plan(parser: Parser) -> None:
+    parser.add_argument("config", nargs="?", help="YAML file")
+    _overrides(parser)
+    parser.add_argument("--target", metavar="T", help="h100:64x8 (nodes x GPUs), v5p:8x8x8, simulate:8, local, ...")
+    parser.add_argument("--slices", type=int, metavar="N", help="TPU slices that the data center's network joins")
+    parser.add_argument("--json", metavar="FILE", help="write the plan, or the comparison, as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one page")
+    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="compare two: configs, 'CONFIG key=value ...', or plans (.json)"
+    )
+
+
 def _schedule(parser: Parser) -> None:
     parser.add_argument("schedule", metavar="NAME", nargs="?", help="schedule, or a .csv or .yaml table of one's own")
     parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (4)")
@@ -105,6 +118,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "resume": ("go on from the newest good checkpoint of a run", _resume),
     "eval": ("validation loss of a checkpoint", _eval),
     "generate": ("text from a checkpoint", _generate),
+    "plan": ("memory, communication and speed of a config on hardware that need not be there", _plan),
     "verify": ("prove that no layout changes the losses and gradients of a config", _verify),
     "schedule": ("print, price and draw a pipeline schedule", _schedule),
     "config": ("print the resolved config and where each value came from", _config),
@@ -160,7 +174,8 @@ def _run(name: str, args: argparse.Namespace) -> int:
 
 def _interrupted(number: int, frame: object) -> None:
     del number, frame
-    os.write(2, b"\njaxtrain: interrupted\n")
+    cursor = b"\033[?25h" if os.isatty(2) else b""  # a progress bar has hidden it
+    os.write(2, cursor + b"\njaxtrain: interrupted\n")
     os._exit(EXIT_INTERRUPTED)
 
 

@@ -18,6 +18,7 @@ from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.generate import Generator, decoding
 from jaxtrain.models.check import check_config
 from jaxtrain.models.define import define, make_env
+from jaxtrain.models.tensors import vocabulary
 from jaxtrain.observe.plot import loss_plot
 from jaxtrain.observe.progress import Screen
 from jaxtrain.pipeline.fit import check_pipeline
@@ -25,7 +26,7 @@ from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
 from jaxtrain.train.loop import Result, validate
 from jaxtrain.train.program import Program, build
-from jaxtrain.train.run import open_data, saved_config, vocabulary
+from jaxtrain.train.run import open_data, saved_config
 
 REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
 

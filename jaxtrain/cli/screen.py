@@ -1,20 +1,41 @@
-"""A progress bar for commands that do one long thing."""
+"""Progress of commands that do one long thing, on stderr; nothing is drawn where that is no terminal."""
 
 from __future__ import annotations
 
 from types import TracebackType
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+def spinner(title: str) -> Progress:
+    """A context that shows what goes on and for how long already."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    progress = _progress(*columns)
+    progress.add_task(title, total=None)
+    return progress
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class ProgressBar:
-    """`progress(done, total)` as a bar with ETA on stderr; nothing is drawn where that is no terminal."""
+    """`progress(done, total)` as a bar with ETA."""
 
     def __init__(self, title: str):
-        from rich.console import Console
-
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._progress = _progress(*columns)
         self._task = self._progress.add_task(title, total=None)
 
     def __call__(self, done: int, total: int) -> None:

@@ -127,6 +127,12 @@ def _spread(
     return dims
 
 
+def table_names(embed: int, tied: bool, shards: int) -> Names:
+    """Logical names of an embedding table's dims: of one that is the head too, or that has not the width for so many
+    shards, those of a head."""
+    return (VOCAB, EMBED) if tied or embed % shards else (None, TABLE)
+
+
 def kv_copies(heads: int, kv_heads: int, shards: int) -> int:
     """How often each key/value head is repeated, so that `shards` can share them out: 1 where they divide already.
 

@@ -9,7 +9,7 @@ from jaxtrain.config.errors import Problem
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh import context
 from jaxtrain.mesh.check import Names, Shape, axis_sizes, check
-from jaxtrain.mesh.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, axes_of, full_rules
+from jaxtrain.mesh.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, TABLE, axes_of, full_rules
 from jaxtrain.models.tensors import decoder_tensors
 
 
@@ -30,8 +30,9 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     tensors = None
     if model.type == "decoder":
         # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-        kv_shards = context.shards(config.rules, axis_sizes(config.mesh, devices or config.simulate)[0], "kv_heads")
-        tensors = decoder_tensors(model, model.vocab or vocab or 0, kv_shards or 1)
+        rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices or config.simulate)[0]
+        kv_shards, table_shards = (context.shards(rules, sizes, name) or 1 for name in ("kv_heads", TABLE))
+        tensors = decoder_tensors(model, model.vocab or vocab or 0, kv_shards, table_shards)
     return check_placed(config, tensors, devices or config.simulate)
 
 

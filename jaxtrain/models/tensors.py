@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from math import prod
 
-from jaxtrain.config.schema import Model, Moe
-from jaxtrain.mesh.rules import KV_SHARED, kv_copies
+from jaxtrain.config.errors import ConfigError, Problem
+from jaxtrain.config.schema import Config, Model, Moe
+from jaxtrain.mesh.rules import KV_SHARED, kv_copies, table_names
 
 Names = tuple[str | None, ...]
 Table = dict[str, tuple[tuple[int, ...], Names]]
+VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it divides over devices and fills tiles
 
 
 def head_dim(model: Model) -> int:
@@ -20,19 +22,35 @@ def head_dim(model: Model) -> int:
     return model.head_dim or model.embed // model.heads
 
 
-def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1) -> Table:
+def vocabulary(config: Config, known: int | None) -> int | None:
+    """Vocabulary size of the decoder: the config's, else the tokenizer's (`known`) rounded up.
+
+    Raises:
+        ConfigError: the config's is smaller than the tokenizer's.
+    """
+    given = config.model.vocab
+    if given is None:
+        return None if known is None else -(-known // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if known is not None and given < known:
+        message = f"{given} is less than the {known} of the tokenizer; leave it out, or give at least {known}"
+        raise ConfigError([Problem("", "model.vocab", message)])
+    return given
+
+
+def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1, table_shards: int = 1) -> Table:
     """Every parameter of the decoder.
 
     Args:
         model: the sizes.
         vocab: rows of the embedding table (the tokenizer's, where `model.vocab` is not set).
         kv_shards: shards of `kv_heads`; where these have to be repeated their dim is named `kv_shared`.
+        table_shards: of `table`, the width of an embedding that is no head, where it has the width for them.
 
     Returns:
         path, e.g. `layers/attention/q` -> (shape, logical names). Layers are stacked on a first dim `layers`.
     """
     D, V = model.embed, vocab
-    table: Table = {"embed/table": ((V, D), ("vocab", "embed") if model.tie_embeddings else (None, "table"))}
+    table: Table = {"embed/table": ((V, D), table_names(D, model.tie_embeddings, table_shards))}
     for path, (shape, names) in {**_attention(model, kv_shards), **_feed_forward(model), **_norms(model)}.items():
         table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
     table["final_norm/scale"] = ((D,), (None,))

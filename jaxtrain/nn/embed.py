@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from jaxtrain.mesh.rules import BATCH, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, SEQUENCE, TABLE, table_names
 from jaxtrain.mesh.sharding import Dims, Sharder
 from jaxtrain.nn.env import Env, normal
 
@@ -30,7 +30,7 @@ class Embed(nnx.Module):
 
     def __init__(self, vocab: int, embed: int, *, tied: bool, std: float, env: Env, rngs: nnx.Rngs):
         self.env = env
-        names = ("vocab", "embed") if tied else (None, "table")
+        names = table_names(embed, tied, env.sharder.size(TABLE))
         self.table = env.param(rngs, names, (vocab, embed), normal(std))
 
     def __call__(self, tokens_BT: Array) -> Array:

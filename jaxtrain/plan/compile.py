@@ -129,7 +129,9 @@ def _ask(asked: Mapping[str, Any], where: targets.Target, timeout: float) -> dic
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise RuntimeError(f"target {where}: compiling ended with status {done.returncode}\n" + "\n".join(said[-30:]))
+        last = f": {said[-1].strip()[:300]}" if said else ""
+        first = f"target {where}: compiling ended with status {done.returncode}{last}"
+        raise RuntimeError("\n".join([first, *said[-30:]]))
     answer = json.loads(lines[-1])
     if "needs" in answer:
         raise TooLarge(answer["error"], answer["needs"])
@@ -148,6 +150,8 @@ def _report(answer: Mapping[str, Any], text: str) -> Report:
 
 def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The report, in the process that compiles; a problem of the user's as {"error": line}."""
+    from jaxtrain.data.dataset import open_dataset
+    from jaxtrain.models.tensors import vocabulary
     from jaxtrain.plan import step
     from jaxtrain.train.program import build
 
@@ -155,8 +159,11 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = Config(**asked["config"])
         devices = targets.devices(asked["target"], attention=config.step.attention)
-        program = build(config, asked["vocab"] or config.model.vocab, devices)
-        compiled = step.compiled_step(program)
+        # The shapes of a user's own data are those of a row of theirs.
+        data = None if config.data.type == "text" else open_dataset(config.data, config.seed)
+        vocab = asked["vocab"] or vocabulary(config, getattr(data, "vocab", None))
+        program = build(config, vocab, devices)
+        compiled = step.compiled_step(program, None if data is None else data.batch(0, slice(0, 1)))
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:

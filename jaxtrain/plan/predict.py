@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config, Model
+from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.layout import resolve
 from jaxtrain.observe.flops import attended, decoder_flops, layer_windows
 from jaxtrain.pipeline.table import Table
@@ -22,6 +23,7 @@ from jaxtrain.plan.result import Plan, Traffic
 
 LARGEST = 8  # tensors and buffers that a plan names
 HOST = 5  # memory space
+KEYS = ("phase", "part", "kind")  # of operations
 
 
 def predict(
@@ -56,11 +58,17 @@ def _refused(config: Config, where: targets.Target, reason: str, needs: int = 0)
     """The plan of a step that is not to be had."""
     count = where.devices or 0
     layout = resolve(config, count) if count else None
-    return Plan(
+    plan = Plan(
         str(where), where.kind, count, str(layout or config.layout), dict(layout.sizes) if layout else {},
         fits=False, reason=reason, needs=needs, usable=int(where.chip.usable.value) if where.chip else None,
-        tokens=config.data.global_batch * config.data.sequence, steps=config.steps,
+        tokens=_tokens(config), steps=config.steps,
     )  # fmt: skip
+    return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)) if layout else ())
+
+
+def _tokens(config: Config) -> int:
+    """Tokens, or rows of a user's own data, of a global batch."""
+    return config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
 
 
 @dataclass(frozen=True)
@@ -107,9 +115,11 @@ def assess(config: Config, report: Report) -> Plan:
         buffers=tuple(buffers(module)), tensors=tuple(report.tensors[:LARGEST]), traffic=tuple(rows),
         flops_model=flops[0], flops_hardware=flops[1], flops_compiled=cost.flops(),
         compute_seconds=computing, exposed_seconds=exposed, bubble_seconds=waiting if chip else 0.0,
-        seconds_by={key: cost.by(key) for key in ("phase", "part", "kind")} if chip else {},
+        seconds_by={key: cost.by(key) for key in KEYS} if chip else {},
+        flops_by={key: cost.by(key, value="flops") for key in KEYS},
+        bytes_by={key: cost.by(key, value="bytes") for key in KEYS},
         step_seconds=step, mfu=_rate(flops[0], step, chip), hfu=_rate(flops[1], step, chip),
-        tokens=config.data.global_batch * config.data.sequence, steps=config.steps,
+        tokens=_tokens(config), steps=config.steps,
         notes=tuple(_notes(report, hardware, cost, schedule)), compile_seconds=report.seconds,
     )  # fmt: skip
     return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)))
@@ -178,7 +188,7 @@ def _sum(a: float | None, b: float | None) -> float | None:
 def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
     """FLOPs of a step on one device: of the model, and of the hardware."""
     devices = max(1, len(report.places))
-    tokens = config.data.global_batch * config.data.sequence / devices
+    tokens = _tokens(config) / devices
     if config.model.type != "decoder":
         return (report.user_flops / devices if report.user_flops else None), None
     vocab = report.vocab

@@ -74,6 +74,7 @@ class Plan:
         exposed_seconds: of communication, the pipeline's included.
         bubble_seconds: that pipeline stages wait for one another.
         seconds_by: compute seconds by (`phase`, `part` and `kind`) of `jaxtrain.plan.cost`.
+        flops_by, bytes_by: FLOPs, and bytes read and written of the device's memory, by the same.
         step_seconds, tokens_per_second, mfu, hfu: predicted; rates are of all devices.
         tokens: of a global batch.
         steps: of the run.
@@ -104,6 +105,8 @@ class Plan:
     exposed_seconds: float | None = None
     bubble_seconds: float = 0.0
     seconds_by: dict[str, dict[str, float]] = field(default_factory=dict)
+    flops_by: dict[str, dict[str, float]] = field(default_factory=dict)
+    bytes_by: dict[str, dict[str, float]] = field(default_factory=dict)
     step_seconds: float | None = None
     mfu: float | None = None
     hfu: float | None = None

@@ -20,6 +20,7 @@ from jaxtrain.data.dataset import TextDataset, open_datasets
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh import layout as layouts
 from jaxtrain.mesh.context import has_tokens
+from jaxtrain.models.tensors import vocabulary
 from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
 from jaxtrain.observe.meter import Meter, device_memory
 from jaxtrain.observe.peak import Peak, device_peak
@@ -39,7 +40,6 @@ PROMISES = {
     "fp32-tight": "losses those of an uninterrupted run, to float32 rounding",
     "changed": "none: the config asks for other steps from here on",
 }
-VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it divides over devices and fills tiles
 
 
 @dataclass(eq=False)
@@ -144,21 +144,6 @@ def _write_config(run: Run) -> None:
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(dump_yaml(absolute(run.config)), encoding="utf-8")
     fresh.replace(path)
-
-
-def vocabulary(config: Config, known: int | None) -> int | None:
-    """Vocabulary size of the decoder: the config's, else the tokenizer's (`known`) rounded up.
-
-    Raises:
-        ConfigError: the config's is smaller than the tokenizer's.
-    """
-    given = config.model.vocab
-    if given is None:
-        return None if known is None else -(-known // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if known is not None and given < known:
-        message = f"{given} is less than the {known} of the tokenizer; leave it out, or give at least {known}"
-        raise ConfigError([Problem("", "model.vocab", message)])
-    return given
 
 
 def fresh_directory(config: Config) -> Path:

@@ -130,3 +130,10 @@ def test_check_config_of_a_user_model_checks_what_it_can() -> None:
     assert keys(*user, "mesh.model=2", "simulate=8") == []
     assert keys(*user, "data.global_batch=6", "simulate=8") == ["rules.batch"]
     assert keys(*user, "rules.hidden=modle", "simulate=8") == ["rules.hidden"]
+
+
+def test_an_embedding_too_narrow_for_its_shards_lies_as_a_head_does():
+    model = Model(embed=16, heads=4)
+    names = {shards: decoder_tensors(model, 40, table_shards=shards)["embed/table"][1] for shards in (1, 8, 32)}
+    assert names == {1: (None, "table"), 8: (None, "table"), 32: ("vocab", "embed")}
+    assert decoder_tensors(Model(embed=16, heads=4, tie_embeddings=True), 40)["embed/table"][1] == ("vocab", "embed")

@@ -79,6 +79,10 @@ def test_a_plan_of_absent_gpus():
     assert json_of(plan) == plan
     for kind in plan.seconds_by.values():
         assert sum(kind.values()) == pytest.approx(plan.compute_seconds, rel=0.01)
+    for kind in plan.flops_by.values():
+        assert sum(kind.values()) == pytest.approx(plan.flops_compiled)
+    assert plan.bytes_by["kind"]["matmul"] > 0
+    assert sum(plan.bytes_by["part"].values()) == pytest.approx(sum(plan.bytes_by["kind"].values()))
 
 
 def test_what_does_not_fit_or_compile_is_a_plan(monkeypatch):

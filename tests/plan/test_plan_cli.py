@@ -1,0 +1,190 @@
+"""`jaxtrain plan`: bad input in a line before anything is compiled, exit codes, files, and one real run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plan_examples import fitting, refused, simulated
+
+from jaxtrain.cli.main import main
+from jaxtrain.config.schema import Config
+from jaxtrain.plan import predict, targets
+from jaxtrain.plan.result import Plan
+
+TEXT = """
+simulate: 2
+layout: fsdp
+model: {embed: 64, layers: 2, heads: 4, kv_heads: 2, mlp: 128}
+data: {sources: [{path: not/there}], sequence: 64, global_batch: 8}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "my.yaml"
+    path.write_text(TEXT)
+    return str(path)
+
+
+class Compiler:
+    """Stands in for `predict`: gives its plans one after the other and keeps what it was asked."""
+
+    def __init__(self, *plans: Plan):
+        self.plans, self.asked = list(plans), []
+
+    def __call__(self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None) -> Plan:
+        self.asked.append((config, vocab, target))
+        return self.plans.pop(0)
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(predict, "predict", made)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(targets, "missing", lambda *_: None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["CONFIG"], "expected --target, such as h100:"),
+        ([], "expected a config, or --diff A B"),
+        (["CONFIG", "--target", "v5x:8x8x8"], "target v5x:8x8x8: no such device (did you mean `v5p` or `v5e`?)"),
+        (["CONFIG", "--target", "v5p:8x8"], "target v5p:8x8: v5p has 3 sizes, not 2"),
+        (["CONFIG", "--target", "v5p:64x64x64"], "262144 chips, and the largest slice of v5p has 6144"),
+        (["CONFIG", "--target", "h100:4x16"], "a node of h100 has at most 8 GPUs; expected such as h100:8x8"),
+        (["CONFIG", "--target", "h100:4x8", "--slices", "2"], "slices are of TPUs"),
+        (["CONFIG", "--target", "h100:2x2", "mesh.fsdp=8"], "mesh: fsdp 8 needs 8 devices, and there are 4"),
+        (
+            ["CONFIG", "--target", "h100:3", "layout=tp", "mesh.model=3", "model.mlp=129"],
+            "rules.heads: 4 of dim `heads`",
+        ),
+        (["CONFIG", "--target", "h100:2", "layout=pp", "pipeline.schedule=1f2b"], "pipeline.schedule: "),
+        (["CONFIG", "--target", "v5p:2x2x1", "--slices", "2"], "mesh.dcn: target v5p:2x2x1*2 has 2 slices"),
+        (["CONFIG", "--target", "h100:2", "model.hads=8"], "model.hads: unknown key (did you mean `heads`"),
+        (["nowhere.yaml", "--target", "h100:2"], "nowhere.yaml: no such file"),
+        (["CONFIG", "--target", "h100:2", "data.tokenizer=nowhere.json"], "nowhere.json: No such file"),
+        (["CONFIG", "--target", "h100:2", "--html", "no/folder/x.html"], "no/folder/x.html: no folder no/folder"),
+        (["CONFIG", "--target", "h100:2", "--json", "."], ".: is a folder"),
+        (["--diff", "CONFIG", "CONFIG"], "expected --target"),
+        (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: No such file"),
+        (["--diff", "CONFIG", "nowhere.yaml", "--target", "h100:2"], "nowhere.yaml: no such file"),
+        (["--diff", "CONFIG", "CONFIG mesh.fsdp=4", "--target", "h100:2"], "mesh: fsdp 4 needs 4 devices"),
+        (["--diff", "CONFIG", "CONFIG", "--target", "h100:2", "--html", "x.html"], "--html and --hlo are of one plan"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_compiled(compiler, config, capsys, arguments, said):
+    code = main(["plan", *(argument.replace("CONFIG", config) for argument in arguments)])
+    out, err = capsys.readouterr()
+    assert (code, out, compiler.asked) == (2, "", [])
+    (line,) = err.splitlines()
+    assert said in line
+
+
+def test_a_missing_extra_is_one_line(compiler, config, capsys, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(predict, "predict", compiler)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    for target, extra in (("h100:2", "plan-gpu"), ("v5p:2x1x1", "plan-tpu")):
+        assert main(["plan", config, "--target", target]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"pip install 'jaxtrain[{extra}]'" in line
+    assert compiler.asked == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "said"), [(fitting(), 0, "FITS"), (simulated(), 0, "FIT UNKNOWN"), (refused(), 1, "DOES NOT FIT")]
+)
+def test_the_exit_code_says_whether_it_fits(compiler, config, capsys, plan, code, said):
+    compiler.plans = [plan]
+    assert main(["plan", config, "--target", "h100:2"]) == code
+    out, err = capsys.readouterr()
+    assert f"\n{said}  " in out
+    assert err == ""
+
+
+def test_the_target_says_which_devices_there_are(compiler, config, capsys):
+    compiler.plans = [fitting(), fitting(), fitting()]
+    # Not the config's two simulated devices; and neither its data nor a token cache need be there.
+    assert main(["plan", config, "mesh.fsdp=8", "--target", "h100:8"]) == 0
+    assert (
+        main(["plan", config, "--target", "v5p:2x2x1", "--slices", "2", "mesh.dcn={fsdp: 2}", "model.vocab=1000"]) == 0
+    )
+    assert main(["plan", config, "mesh.fsdp=4", "--target", "local"]) == 0  # nobody knows yet how many
+    (first, vocab, target), (second, given, slices), (_, _, local) = compiler.asked
+    assert local == "local"
+    assert (first.mesh.fsdp, vocab, target) == (8, 384, "h100:1x8")  # 257 bytes, rounded up
+    assert (second.mesh.fsdp, given, slices) == (-1, 1000, "v5p:2x2x1*2")
+    capsys.readouterr()
+
+
+def test_files_hold_the_plan(compiler, config, capsys, tmp_path):
+    compiler.plans = [fitting()]
+    files = {kind: tmp_path / f"plan.{kind}" for kind in ("json", "html")}
+    assert main(["plan", config, "--target", "h100:8", *(f"--{kind}={file}" for kind, file in files.items())]) == 0
+    assert Plan.from_dict(json.loads(files["json"].read_text())) == fitting()
+    assert files["html"].read_text().startswith("<!DOCTYPE html>")
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["written:", "written:"]
+
+
+def test_a_diff_of_configs_and_of_saved_plans(compiler, config, capsys, tmp_path):
+    saved, out = tmp_path / "saved.json", tmp_path / "diff.json"
+    saved.write_text(json.dumps(fitting().as_dict()))
+    assert main(["plan", "--diff", str(saved), str(saved)]) == 0  # nothing to compile: no target
+    assert compiler.asked == []
+    compiler.plans = [fitting(step_seconds=0.5)]
+    side = f"{config} layout=ddp mesh.data=16"
+    keys = ["data.global_batch=16", "--target", "h100:2x8", "--json", str(out)]
+    assert main(["plan", "--diff", str(saved), side, *keys]) == 0
+    ((asked, _, _),) = compiler.asked
+    assert (asked.layout, asked.mesh.data, asked.data.global_batch) == ("ddp", 16, 16)
+    values = json.loads(out.read_text())
+    (step,) = [one for one in values["rows"] if one["name"] == "step time"]
+    assert (step["a"], step["b"], step["relative"]) == (1.0, 0.5, -0.5)
+    assert "-50.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"target": "h100:8"}', '{"target": 3}'])
+def test_a_file_that_is_no_plan_is_one_line(compiler, capsys, tmp_path, text):
+    path = tmp_path / "no.json"
+    path.write_text(text)
+    assert main(["plan", "--diff", str(path), str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected a plan that `jaxtrain plan --json` wrote" in line
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxtrain.cli.main", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_real_step_on_simulated_devices(config, tmp_path):
+    files = [f"--{kind}={tmp_path / f'plan.{kind}'}" for kind in ("json", "html", "hlo")]
+    done = run(config, "--target", "simulate:4", "step.attention=reference", *files)
+    assert done.returncode == 0, done.stderr
+    assert "FIT UNKNOWN" in done.stdout
+    plan = Plan.from_dict(json.loads((tmp_path / "plan.json").read_text()))
+    assert (plan.devices, plan.sizes["fsdp"], plan.layout) == (4, 4, "fsdp: fsdp 4")
+    assert {row.axes for row in plan.traffic} == {"fsdp"}
+    assert plan.memory["params"] > 0
+    assert plan.step_seconds is None
+    assert (tmp_path / "plan.hlo").read_text().startswith("HloModule")
+    assert "</html>" in (tmp_path / "plan.html").read_text()
+
+
+def test_a_users_own_model_and_data(tmp_path):
+    file = tmp_path / "plan.json"
+    done = run("configs/recipes/spirals.yaml", "--target", "simulate:8", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_dict(json.loads(file.read_text()))
+    assert plan.layout == "3d: data 2 x fsdp 2 x model 2"
+    assert plan.flops_model is None
+    assert plan.memory["batch"] > 0
