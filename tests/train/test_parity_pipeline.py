@@ -74,9 +74,15 @@ def test_every_schedule(mesh: str, schedule: str):
     equal("dense", MESHES[mesh], RULES, pipeline={"schedule": schedule})
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2])
 def test_replicas_and_zero(zero: int):
     equal("dense", MESHES["2 data"], RULES, zero=zero)
+
+
+def test_experts_whose_weights_replicas_share():
+    rules = {**MOE_RULES, "batch": ["data", "expert"]}
+    zb_h1 = {"schedule": "zb_h1"}
+    equal("moe", {"pipeline": 2, "data": 2, "expert": 2}, rules, zero=3, step={"accumulate": 2}, pipeline=zb_h1)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
