@@ -136,9 +136,11 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Prints what a config needs on a target, or compares two; 1 where it does not fit."""
-    from jaxtrain.cli import plans
+    """Prints what a config needs on a target, compares two, or finds the best layout; 1 where it does not fit."""
+    from jaxtrain.cli import plans, searches
 
+    if not args.search:
+        searches.check_options(args)
     overrides = list(args.overrides)
     if args.diff:  # then the first value takes the config's place
         overrides[:0] = [args.config] if args.config is not None else []
@@ -146,6 +148,8 @@ def plan(args: argparse.Namespace) -> int:
         return plans.compare(a, b, overrides, args)
     if args.config is None:
         raise UserError("plan: expected a config, or --diff A B")
+    if args.search:
+        return searches.show(args.config, overrides, args)
     return plans.show(args.config, overrides, args)
 
 

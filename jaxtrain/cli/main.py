@@ -99,6 +99,13 @@ def _plan(parser: Parser) -> None:
     parser.add_argument(
         "--diff", nargs=2, metavar=("A", "B"), help="compare two: configs, 'CONFIG key=value ...', or plans (.json)"
     )
+    parser.add_argument("--search", action="store_true", help="find the best layout, and write it as a layout file")
+    parser.add_argument("--objective", metavar="O", help="of --search: time (of a step), memory or cost (of the run)")
+    parser.add_argument("--devices", type=int, metavar="N", help="of --search: so many of the target's")
+    parser.add_argument("--budget", metavar="TIME", help="of --search: 90s, 5m (the default) or 1h for all of it")
+    parser.add_argument("--top", type=int, metavar="K", help="of --search: layouts to compile (8); 0: formulas alone")
+    parser.add_argument("--jobs", type=int, metavar="N", help="of --search: compilers at a time (2)")
+    parser.add_argument("--out", metavar="FILE", help="of --search: the layout file (TARGET.yaml)")
 
 
 def _schedule(parser: Parser) -> None:

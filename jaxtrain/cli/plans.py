@@ -31,16 +31,16 @@ def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
     Raises:
         UserError: an unknown target, a config that does not fit it, or a file that cannot be written.
     """
-    target = _target(args)
-    _check_folders(args.json, args.html, args.hlo)
+    target = target_of(args)
+    check_folders(args.json, args.html, args.hlo)
     found = plan(path, overrides, target, hlo=Path(args.hlo) if args.hlo else None)
     title = " ".join([path, *overrides])
     console = Console(highlight=False)
     console.print(screen.report(found, title, console.width))
     if args.json:
-        _write(args.json, json.dumps({"title": title, **found.as_dict()}, indent=1))
+        write(args.json, json.dumps({"title": title, **found.as_dict()}, indent=1))
     if args.html:
-        _write(args.html, page.page(found, title))
+        write(args.html, page.page(found, title))
     return 1 if found.fits is False else 0
 
 
@@ -54,8 +54,8 @@ def compare(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) 
     if args.html or args.hlo:
         raise UserError("plan: --html and --hlo are of one plan, not of --diff")
     sides = [_side(text, overrides) for text in (a, b)]
-    target = None if all(side.is_plan for side in sides) else _target(args)
-    _check_folders(args.json)
+    target = None if all(side.is_plan for side in sides) else target_of(args)
+    check_folders(args.json)
     for side in sides:  # both, before the first is compiled
         if side.is_plan or target is None:
             _load(side.path)
@@ -68,7 +68,7 @@ def compare(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) 
     titles = sides[0].title, sides[1].title
     Console(highlight=False).print(diff.report(left, right, titles))
     if args.json:
-        _write(args.json, json.dumps(diff.as_dict(left, right, titles), indent=1))
+        write(args.json, json.dumps(diff.as_dict(left, right, titles), indent=1))
     return 0
 
 
@@ -108,7 +108,8 @@ def _side(text: str, overrides: Sequence[str]) -> Side:
     return Side(words[0], [*overrides, *words[1:]], False)
 
 
-def _target(args: argparse.Namespace) -> Target:
+def target_of(args: argparse.Namespace) -> Target:
+    """The target asked for. Raises UserError for none, or one that does not exist."""
     if not args.target:
         raise UserError(f"plan: expected --target, such as {targets.SHAPES}")
     return targets.parse(args.target, args.slices)
@@ -122,17 +123,18 @@ def _resolve(path: str, overrides: Sequence[str], target: Target) -> tuple[Confi
 
     def check(config: Config) -> list[Problem]:
         there = config.model_copy(update={"simulate": None})  # the target says which devices there are
-        devices, vocab = target.devices, _vocab(config)
+        devices, vocab = target.devices, vocabulary_of(config)
         problems = check_config(there, devices, vocab) + check_pipeline(there, devices)
         if not problems and (wrong := compile.across_slices(config, target)):
             problems.append(Problem("", "mesh.dcn", wrong.removeprefix("mesh.dcn: ")))
         return problems
 
     config, _ = resolve(path, *overrides, paths=False, checks=[check])
-    return config, _vocab(config)
+    return config, vocabulary_of(config)
 
 
-def _vocab(config: Config) -> int | None:
+def vocabulary_of(config: Config) -> int | None:
+    """Vocabulary of the decoder: the config's, else the tokenizer's."""
     if config.model.vocab is not None or config.model.type != "decoder" or config.data.type != "text":
         return config.model.vocab
     return vocabulary(config, load_tokenizer(config.data.tokenizer).vocab)
@@ -152,7 +154,7 @@ def _load(path: str) -> Plan:
     return found
 
 
-def _check_folders(*files: str | None) -> None:
+def check_folders(*files: str | None) -> None:
     """Raises UserError where a file could not be written, before minutes of compiling."""
     for file in filter(None, files):
         folder = Path(file).parent
@@ -160,6 +162,7 @@ def _check_folders(*files: str | None) -> None:
             raise UserError(f"{file}: {'is a folder' if folder.is_dir() else f'no folder {folder}'}; expected a file")
 
 
-def _write(file: str, text: str) -> None:
+def write(file: str, text: str) -> None:
+    """Writes a file and says so."""
     Path(file).write_text(text + "\n", encoding="utf-8")
     print(f"written: {file}", file=sys.stderr)

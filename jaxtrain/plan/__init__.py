@@ -4,4 +4,8 @@
 `targets`; `hlo` reads the program; `cost` (with `matmuls`, `traffic`), `communication` and `memory` count;
 `chips`, `network`, `timeline`, `bubble` and `calibration` turn them into seconds; `advice` says what would help.
 `screen`, `page` (with `plots`) and `diff` show plans, in the words and units of `view`.
+
+`search.search` finds a layout: `space` lists all legal ones, `formula` (with `weights` and `wires`) estimates each
+without a compiler, `survey` orders them, `predict` judges the best, `results` keeps their plans, `rivals` says why the
+others lost, `found` shows the ranking and writes the winner as a layout file.
 """

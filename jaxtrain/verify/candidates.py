@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import UserError, load
-from jaxtrain.config.cross import cross_problems, divisors
 from jaxtrain.config.errors import did_you_mean, join
 from jaxtrain.config.output import as_dict
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.mesh.axes import AXES, shape_text
-from jaxtrain.mesh.rules import BATCH, CONTEXT, STAGES, axes_of
-from jaxtrain.models.check import check_config
-from jaxtrain.pipeline.fit import check_pipeline
+from jaxtrain.mesh.rules import BATCH, STAGES, axes_of
+from jaxtrain.plan.legal import effect, factorisations, problems
 
 Load = Callable[[str], Config]
 MICROBATCHES = 4  # for pipeline stages to share
@@ -67,8 +65,8 @@ def candidates(
         legal, reason = _legal(layout, devices)
         if not legal:
             refused[name] = reason
-        fresh = sorted((c for c in legal if _effect(c) not in seen), key=_tests, reverse=True)
-        seen |= {_effect(config) for config in fresh}
+        fresh = sorted((c for c in legal if effect(c) not in seen), key=_tests, reverse=True)
+        seen |= {effect(config) for config in fresh}
         more = [_accumulated(fresh[0])] if fresh else []
         found += [Candidate(name, config) for config in [*fresh, *more]]
     return found, refused
@@ -89,40 +87,18 @@ def _legal(config: Config, devices: int) -> tuple[list[Config], str]:
     given = {axis for axis in AXES if getattr(config.mesh, axis) != 1}
     own = {axis for axis in given if getattr(config.mesh, axis) != -1} or given
     possible = given | {axis for axes in config.rules.values() for axis in axes}
-    for sizes in _factorisations([axis for axis in AXES if axis in possible], devices):
+    for sizes in factorisations([axis for axis in AXES if axis in possible], devices):
         if any(sizes.get(axis, 1) == 1 for axis in own):
             continue
         placed = Config(**{**as_dict(config), "mesh": {axis: sizes.get(axis, 1) for axis in AXES}})
         if sizes.get(STAGES, 1) > 1:
             placed = _accumulated(placed, MICROBATCHES)
-        found = [*check_config(placed, devices), *check_pipeline(placed, devices)]
-        problems = [*(found.message for found in cross_problems(placed)), *map(str, found)]
-        if not problems:
+        found = problems(placed, devices)
+        if not found:
             legal.append(placed)
         else:
-            reason = problems[0]
+            reason = found[0]
     return legal, reason
-
-
-def _factorisations(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
-    """Every way to write `devices` as a product of sizes of these axes."""
-    if not axes:
-        if devices == 1:
-            yield {}
-        return
-    for size in divisors(devices, devices, count=devices):
-        for rest in _factorisations(axes[1:], devices // size):
-            yield {axes[0]: size, **rest}
-
-
-def _effect(config: Config) -> str:
-    """What the layout does on its mesh: two that say the same in other words are run once."""
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.rules.items())}
-    rules = {name: axes for name, axes in rules.items() if axes}
-    zero = config.zero if sizes["data"] > 1 else 0
-    context = config.context if CONTEXT in rules else "auto"
-    return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.accumulate}"
 
 
 def _tests(config: Config) -> tuple[int, bool]:

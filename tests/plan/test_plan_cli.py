@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from plan_examples import fitting, refused, simulated
 
 from jaxtrain.cli.main import main
+from jaxtrain.config import resolve
 from jaxtrain.config.schema import Config
 from jaxtrain.plan import predict, targets
 from jaxtrain.plan.result import Plan
@@ -78,6 +80,18 @@ def compiler(monkeypatch) -> Compiler:
         (["--diff", "CONFIG", "nowhere.yaml", "--target", "h100:2"], "nowhere.yaml: no such file"),
         (["--diff", "CONFIG", "CONFIG mesh.fsdp=4", "--target", "h100:2"], "mesh: fsdp 4 needs 4 devices"),
         (["--diff", "CONFIG", "CONFIG", "--target", "h100:2", "--html", "x.html"], "--html and --hlo are of one plan"),
+        (["CONFIG", "--target", "h100:2", "--top", "3", "--jobs", "1"], "plan: --top and --jobs are of --search"),
+        (
+            ["CONFIG", "--target", "h100:2", "--search", "--html", "x.html"],
+            "--html, --hlo and --diff are not of --search",
+        ),
+        (
+            ["CONFIG", "--target", "h100:2", "--search", "--budget", "soon"],
+            "--budget soon: expected a time such as 90s",
+        ),
+        (["CONFIG", "--target", "h100:2", "--search", "--objective", "tiem"], "did you mean `time`"),
+        (["CONFIG", "--target", "local", "--search"], "target local: how many devices there are is not known"),
+        (["CONFIG", "--target", "h100:2x8", "--search", "--devices", "12"], "devices: 12 are no whole nodes of 8"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_compiled(compiler, config, capsys, arguments, said):
@@ -188,3 +202,19 @@ def test_a_users_own_model_and_data(tmp_path):
     assert plan.layout == "3d: data 2 x fsdp 2 x model 2"
     assert plan.flops_model is None
     assert plan.memory["batch"] > 0
+
+
+def test_a_search_prints_the_ranking_and_writes_a_layout_to_use(compiler, config, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["plan", config, "--target", "h100:1x4", "--search", "--top", "0", "--json", "found.json"]
+    assert main([*arguments, "model.vocab=256"]) == 0
+    out, err = capsys.readouterr()
+    assert "Layouts for h100:1x4, least time first" in out
+    assert "tensor parallel" in out  # a family that lost
+    assert err.splitlines()[-1] == "written: h100-1x4.yaml"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["ranking"][0]["source"] == "formula"
+    (command,) = (line for line in "".join(out.splitlines(True)).splitlines() if line.startswith("use it: "))
+    words = shlex.split(command.removeprefix("use it: jaxtrain train "))
+    used, _ = resolve(words[0], *words[1:], paths=False)
+    assert {axis: size for axis, size in used.mesh if axis != "dcn" and size > 1} == found["ranking"][0]["mesh"]

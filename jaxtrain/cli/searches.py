@@ -1,0 +1,82 @@
+"""`jaxtrain plan --search`: from arguments to a ranking and a layout file. No JAX here: other processes compile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jaxtrain.cli import plans
+from jaxtrain.cli.screen import spinner
+from jaxtrain.config import resolve
+from jaxtrain.config.errors import UserError, join
+from jaxtrain.plan import found as results
+from jaxtrain.plan.search import search
+
+OPTIONS = ("objective", "devices", "budget", "top", "jobs", "out")  # of a search alone
+FORMULAS = "looking at layouts: {done:,}"
+COMPILES = "compiling the best: {done} of {of}, last {text}"
+
+
+def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
+    """Prints the ranking of layouts for a config, and writes the first; 1 where none fits.
+
+    Raises:
+        UserError: an unknown target or objective, a config without a legal layout, or a file that cannot be written.
+    """
+    if args.html or args.hlo or args.diff:
+        raise UserError("plan: --html, --hlo and --diff are not of --search; expected --json")
+    target = plans.target_of(args)
+    file = args.out or f"{re.sub(r'[^a-z0-9]+', '-', str(target))}.yaml"
+    plans.check_folders(args.json, file)
+    config, _ = resolve(path, *overrides, paths=False)
+    options = {name: value for name in ("objective", "devices", "top", "jobs") if (value := getattr(args, name))}
+    if args.top == 0:
+        options["top"] = 0
+    with spinner(f"looking at layouts for {target}") as progress:
+
+        def tell(stage: str, done: int, of: int, text: str) -> None:
+            line = (FORMULAS if stage == "formula" else COMPILES).format(done=done, of=of, text=text)
+            progress.update(progress.task_ids[0], description=line)
+
+        # Ctrl-C ends the search, not the command: what was found until then is shown.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            found = search(
+                config, plans.vocabulary_of(config), str(target), budget=seconds(args.budget), progress=tell, **options
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+    console = Console(highlight=False)
+    console.print(results.table(found), "", results.losers_table(found), "", found.summary(), sep="\n")
+    if args.json:
+        plans.write(args.json, json.dumps(found.as_dict(), indent=1))
+    if found.winner is None:
+        return 1
+    results.write_layout(found, file)
+    command = ["jaxtrain", "train", path, *overrides, f"layout={os.path.join('.', file)}", *found.winner.keys]
+    print(f"written: {file}", file=sys.stderr)
+    console.print(f"use it: {shlex.join(command)}", soft_wrap=True, markup=False)
+    return 0
+
+
+def seconds(text: str | None) -> float:
+    """`90`, `90s`, `5m` or `1h` in seconds; five minutes where nothing is said. Raises UserError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text or "5m")
+    if not found or float(found[1]) <= 0:
+        raise UserError(f"plan: --budget {text}: expected a time such as 90s, 5m or 1h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuses options of a search where there is none."""
+    given = [f"--{name}" for name in OPTIONS if getattr(args, name) is not None]
+    if given:
+        raise UserError(f"plan: {join(given, 'and')} {'is' if len(given) == 1 else 'are'} of --search")
