@@ -34,7 +34,7 @@ def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: T
     for first in range(0, count, group):
         start, stop = first * block, min(T, (first + group) * block)
         keys = _reach(case, start, stop, S) if by_index else slice(0, S)
-        outs.append(_group(q_BTHD, k_BSKD, v_BSKD, case, tokens, slice(start, stop), keys, block))
+        outs.append(_kept(q_BTHD, k_BSKD, v_BSKD, case, tokens, slice(start, stop), keys, block))
     return jnp.concatenate(outs, axis=1) if len(outs) > 1 else outs[0]
 
 
@@ -43,6 +43,26 @@ def _reach(case: Case, start: int, stop: int, source: int) -> slice:
     before = 0 if case.span is None else max(0, start - case.span + 1)
     after = stop if case.causal else source if case.span is None else stop + case.span - 1
     return slice(before, min(source, after))
+
+
+def _kept(q, k, v, case: Case, tokens: Tokens, rows: slice, keys: slice, block: int) -> Array:
+    """`_group`, of which the backward pass keeps the arguments alone.
+
+    A `jax.checkpoint` inside of another one, a layer's, is subject to the outer policy too, which may keep all scores.
+    """
+    window = None if case.span is not None else case.window  # what is traced has to be an argument
+    fields = (tokens.segments_BT, tokens.kv_segments_BS, tokens.order_BT, tokens.kv_order_BS)
+
+    def group(q: Array, k: Array, v: Array, window: Array | None, *fields: Array | None) -> Array:
+        own = case if window is None else replace(case, window=window)
+        return _group(q, k, v, own, Tokens(*fields), rows, keys, block)
+
+    def pull(arguments: tuple, g: Array) -> tuple:
+        return jax.vjp(group, *arguments)[1](g)
+
+    run = jax.custom_vjp(group)
+    run.defvjp(lambda *arguments: (group(*arguments), arguments), pull)
+    return run(q, k, v, window, *fields)
 
 
 def _group(q, k, v, case: Case, tokens: Tokens, rows: slice, keys: slice, block: int) -> Array:
