@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in about nine minutes: kernel tests, MFU, the loop against bare JAX, kernels, torch.
+# Everything that needs a GPU, in about fourteen minutes: kernel tests, MFU, the loop against bare JAX, kernels, torch,
+# and what `jaxtrain plan` predicts against what is measured.
 #
 #   [OUT=benchmarks/results] [PYTHON=python3] [PYTHONPATH=...] benchmarks/run_gpu.sh [part ...]
 #
-# Parts, in this order by default: tests mfu overhead kernels peer. Each has a time limit, so that one that hangs does
+# Parts, in this order by default: tests mfu overhead kernels peer plan. Each has a time limit, so that one that hangs does
 # not eat the others; what was measured before it is kept. Results go to $OUT/<gpu>-<what>.json, logs beside them
 # in one file. Ends with 0 if every part ran.
 set -uo pipefail
@@ -64,11 +65,15 @@ peer() {
     part peer 60 "$PYTHON" benchmarks/peer_torch.py --platform gpu --turns 5 --out "$OUT/$GPU-peer-torch.json"
 }
 
-[ $# -gt 0 ] || set -- tests mfu overhead kernels peer
+plan() {
+    part plan 300 "$PYTHON" benchmarks/plan_accuracy.py --parts gpu --rounds 5 --out "$OUT/$GPU-plan-accuracy.json"
+}
+
+[ $# -gt 0 ] || set -- tests mfu overhead kernels peer plan
 for name in "$@"; do
     case $name in
-        tests | mfu | overhead | kernels | peer) "$name" ;;
-        *) echo "run_gpu has no part $name: tests mfu overhead kernels peer" && exit 2 ;;
+        tests | mfu | overhead | kernels | peer | plan) "$name" ;;
+        *) echo "run_gpu has no part $name: tests mfu overhead kernels peer plan" && exit 2 ;;
     esac
 done
 echo "== all done in $((SECONDS - BEGAN)) s${FAILED:+; failed:$FAILED}" | tee -a "$LOG"

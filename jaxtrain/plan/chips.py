@@ -81,6 +81,24 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Simulated devices of one host, whose network is the memory that they share.
+
+    Args:
+        copy: bytes/s of a device in a collective that copies, counted as twice its whole tensor.
+        reduce: of one that adds.
+        meeting: seconds for each member of a group to find the others; a permute waits for all devices.
+        devices: all of the mesh.
+    """
+
+    copy: Figure
+    reduce: Figure
+    meeting: Figure
+    devices: int
+    name: str = "host"
+
+
+@dataclass(frozen=True)
 class Outside:
     """The network between nodes (GPU) or slices (TPU): bytes/s of a device, one way, and seconds of a step."""
 
@@ -110,7 +128,7 @@ class Chip:
     memory: Figure
     usable: Figure
     bandwidth: Figure
-    inside: Torus | Switch | None = None
+    inside: Torus | Switch | Shared | None = None
     outside: Outside | None = None
     devices: int = 1
     compiler: Mapping[str, Any] = field(default_factory=dict)

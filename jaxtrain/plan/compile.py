@@ -45,7 +45,7 @@ class Report:
         head_again: the loss computes its logits again in the backward pass.
         vocab: rows of the decoder's embedding table.
         user_flops: of a step of a user's own model, where it counts them.
-        measured: FLOP/s and bytes/s of a CPU device, as `flops` and `memory`.
+        measured: rates of a CPU device, see `host.measure`.
         text: of the compiled program; not in `as_dict`.
     """
 
@@ -171,17 +171,34 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
             raise
         message = f"target {asked['target']}: the step needs more memory than a device has: {_line(error)}"
         return {"error": message, "needs": needed(str(error))}
-    text = compiled.as_text() or ""
     seconds = time.perf_counter() - start
-    Path(asked["hlo"]).write_text(text, encoding="utf-8")
-    sizes = dict(program.layout.sizes)
+    measured = step.measured(devices, config.precision)
+    kind = devices[0].device_kind
+    report = of_program(program, compiled, asked["target"], kind, seconds=seconds, measured=measured)
+    Path(asked["hlo"]).write_text(report.text, encoding="utf-8")
+    return report.as_dict()
+
+
+def of_program(
+    program: Any, compiled: Any, target: str, device_kind: str, *, seconds: float = 0.0,
+    measured: dict[str, float] | None = None,
+) -> Report:  # fmt: skip
+    """The report of a step that is compiled already, e.g. to predict one that is to be run as well.
+
+    Args:
+        program: `jaxtrain.train.program.Program`.
+        compiled: `step.compiled_step(program)`.
+        device_kind, seconds, measured: as in `Report`.
+    """
+    from jaxtrain.plan import step
+
+    text, sizes = compiled.as_text() or "", dict(program.layout.sizes)
     return Report(
-        asked["target"], str(program.layout), sizes, communication.report(text, sizes, config.mesh.dcn),
+        target, str(program.layout), sizes, communication.report(text, sizes, program.config.mesh.dcn),
         memory.state_bytes(program.state), memory.compiled_memory(compiled), seconds,
-        step.held_bytes(program), memory.largest(program.state), step.places(program, asked["target"]),
-        devices[0].device_kind, step.head_again(program), step.vocabulary(program), step.counted_by_model(program),
-        step.measured(devices, config.precision),
-    ).as_dict()  # fmt: skip
+        step.held_bytes(program), memory.largest(program.state), step.places(program, target),
+        device_kind, step.head_again(program), step.vocabulary(program), step.counted_by_model(program), measured, text,
+    )  # fmt: skip
 
 
 def needed(message: str) -> int | None:

@@ -8,6 +8,7 @@ Latency and bandwidth (Hockney's alpha and beta) of ring algorithms, as NCCL and
 - TPU slice: a group that lies along some dims of the torus gathers over all of their links at once, two of a dim that
   is a ring and one of a line. An all-to-all crosses the middle of its longest dim.
 - several slices: inside of them, then between them, each device with its share.
+- simulated devices: all members of a group meet, then each reads and writes its whole tensor in the host's memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import prod
 from typing import Any
 
 from jaxtrain.plan.calibration import Calibration
-from jaxtrain.plan.chips import Chip, Outside, Switch, Torus
+from jaxtrain.plan.chips import Chip, Outside, Shared, Switch, Torus
 from jaxtrain.plan.targets import Target
 
 SAMPLED = 4  # groups of a collective that are priced; the slowest counts
@@ -93,6 +94,8 @@ class Fabric:
         members = [self.places[device] for device in group]
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
         domains = len({place.domain for place in members})
+        if isinstance(inside, Shared):
+            return _shared(op, len(members), full, inside)
         if inside is None or outside is None:
             return Price(None, "host" if domains == 1 else "network")
         if isinstance(inside, Switch):
@@ -156,6 +159,8 @@ class Fabric:
         ends = [(self.places[source], self.places[target]) for source, target in pairs]
         crosses = any(a.domain != b.domain for a, b in ends)
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
+        if isinstance(inside, Shared):
+            return _shared("collective-permute", inside.devices, sent, inside)
         if inside is None or outside is None:
             return Price(None, "network" if crosses else "host")
         if crosses:
@@ -174,6 +179,11 @@ class Fabric:
 
     def _outer(self, outside: Outside) -> float:
         return float(outside.bandwidth) * self.shares.outside
+
+
+def _shared(op: str, members: int, full: float, inside: Shared) -> Price:
+    rate = inside.reduce if op in ("all-reduce", "reduce-scatter") else inside.copy
+    return Price(members * float(inside.meeting) + 2 * full / float(rate), inside.name)
 
 
 def _is_exchange(op: str) -> bool:

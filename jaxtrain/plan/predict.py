@@ -84,16 +84,23 @@ class Hardware:
         """Of a target, of what JAX found, or of a CPU as it was measured."""
         where = targets.parse(report.target)
         if report.measured:
-            return cls(_cpu(report.measured), calibration.MEASURED)
+            return cls(
+                _cpu(report.measured, len(report.places)),
+                replace(calibration.MEASURED, launch=report.measured["launch"]),
+            )
         chip = where.chip or chips.of_device(report.device_kind)
         kind = next((kind for kind, known in chips.CHIPS.items() if known is chip), "")
         return cls(chip, calibration.of_kind(kind), where.shape if where.platform == "tpu" else ())
 
 
-def _cpu(measured: Mapping[str, float]) -> Chip:
-    flops, memory = (Figure(measured[key], "measured on this host") for key in ("flops", "memory"))
+def _cpu(measured: Mapping[str, float], devices: int) -> Chip:
+    figures = {key: Figure(value, "measured on this host") for key, value in measured.items()}
     unknown = Figure(0, "unknown")
-    return Chip("cpu", {"bf16": flops, "fp32": flops}, unknown, unknown, memory)
+    network = None if "copy" not in figures else chips.Shared(
+        figures["copy"], figures["reduce"], figures["meeting"], devices
+    )  # fmt: skip
+    peak = {"bf16": figures["flops"], "fp32": figures["flops"]}
+    return Chip("cpu", peak, unknown, unknown, figures["memory"], network)
 
 
 def assess(config: Config, report: Report) -> Plan:
@@ -103,7 +110,8 @@ def assess(config: Config, report: Report) -> Plan:
     cost = _cost(config, module, hardware, schedule)
     rows = _traffic(config, module, report, hardware, cost, schedule)
     chip = hardware.chip
-    waiting = bubble.bubble(schedule, cost).seconds if schedule else 0.0
+    # Simulated stages that wait leave the cores to the others.
+    waiting = bubble.bubble(schedule, cost).seconds if schedule and not report.measured else 0.0
     computing = cost.seconds if chip else None
     known = computing is not None and all(row.seconds is not None for row in rows)
     exposed = sum(row.exposed for row in rows) if known else None
@@ -262,10 +270,10 @@ def _notes(report: Report, hardware: Hardware, cost: Cost, schedule: Table | Non
         out.append("a loop of unknown length counts once")
     if cost.host_bytes:
         out.append(f"{cost.host_bytes / 1e9:.3g} GB a step between device and host are not priced")
-    if schedule:
+    if schedule and not report.measured:
         out.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
     if hardware.chip is None:
         out.append(f"nothing is known of {report.device_kind}: no times")
-    elif hardware.chip.inside is None and len(report.places) > 1:
-        out.append("the network between simulated devices has no speed of its own: no step time")
+    elif report.measured:
+        out.append("simulated devices share this host: rates are what all of them achieve at once, measured just now")
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,8 +15,7 @@ from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.rules import LAYERS, REPLICAS, storage_axes, without
 from jaxtrain.mesh.sharding import Dims
 from jaxtrain.observe.flops import user_flops
-from jaxtrain.observe.peak import measure_cpu
-from jaxtrain.plan import network, targets
+from jaxtrain.plan import host, network, targets
 from jaxtrain.plan.communication import divergent_permutes
 from jaxtrain.plan.memory import shard_size
 from jaxtrain.precision.policy import POLICIES
@@ -110,26 +108,8 @@ def counted_by_model(program: Program) -> float | None:
 
 
 def measured(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
-    """FLOP/s and bytes/s that a CPU device has, measured on this host, which its devices share; None of other chips."""
-    if devices[0].platform != "cpu":
-        return None
-    compute = POLICIES[precision].compute
-    return {
-        "flops": measure_cpu(compute, devices[0]) / len(devices), "memory": _copied(devices[0]) / len(devices),
-    }  # fmt: skip
-
-
-def _copied(device: Any, size: int = 2**24, runs: int = 5) -> float:
-    """Bytes/s read and written by the fastest of some passes over arrays that no cache holds."""
-    x = jax.device_put(jnp.zeros(size, jnp.float32), device)
-    add = jax.jit(lambda x: x + 1)
-    add(x).block_until_ready()
-    best = float("inf")
-    for _ in range(runs):
-        start = time.perf_counter()
-        add(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * 4 * size / best
+    """What CPU devices achieve, see `host.measure`; None of other chips."""
+    return host.measure(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None
 
 
 def without_permutes_in_branches(step: Any) -> Any:

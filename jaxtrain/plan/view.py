@@ -228,7 +228,7 @@ def assumptions(plan: Plan) -> list[str]:
     reached = [f"matmuls {shares.matmul:.0%}", f"attention {shares.attention:.0%}", f"memory {shares.memory:.0%}"]
     if isinstance(chip.inside, chips.Torus):
         figures.append(f"{chip.inside.name} {prefixed(float(chip.inside.link), 'B/s')} a link and way")
-    elif chip.inside:
+    elif isinstance(chip.inside, chips.Switch):
         figures.append(f"{chip.inside.name} {prefixed(float(chip.inside.bandwidth), 'B/s')} one way")
     reached += [f"{chip.inside.name} {shares.inside:.0%}"] if chip.inside else []
     if chip.outside and any(plan.crosses.values()):

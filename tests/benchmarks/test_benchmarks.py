@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxtrain.config import resolve
 from jaxtrain.plan import targets
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -144,6 +145,39 @@ def test_pipeline_runs_every_matmul_once(tmp_path):
     (compiled,) = results["memory"]
     assert compiled["error"] == ""
     assert compiled["m=4"] > 0
+
+
+def test_plan_accuracy_measures_what_it_predicts(tmp_path):
+    results = quick(tmp_path, "plan_accuracy", "--parts", "simulated", "gpu")["results"]
+    simulated = results["simulated"]
+    assert min(simulated["rates"].values()) > 0
+    for row in simulated["rows"]:
+        assert row["live MB"] == pytest.approx(row["state MB"], rel=0.001)
+        assert 0.2 < row["predicted s"] / row["processor s"] < 5
+    assert set(simulated["agreement"]) == {"wall s", "processor s"}
+    assert "skipped" in results["gpu"] or results["gpu"]["rows"]
+
+
+def test_rank_agreement(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    accuracy = module("plan_accuracy")
+    assert accuracy.tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
+    assert accuracy.tau([1, 2, 3, 4], [40, 30, 20, 10]) == -1
+    assert accuracy.tau([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+    assert accuracy.regret([1, 2, 3], [12, 10, 11]) == pytest.approx(0.2)
+
+
+def test_published_runs_are_configs_that_load(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    published = module("published")
+    runs = (*published.GPUS, *published.TPUS)
+    assert len({(run.name, run.target) for run in runs}) == len(runs) >= 8
+    for run in runs:
+        config, _ = resolve(str(BENCHMARKS.parent / run.keys[0]), *run.keys[1:], paths=False)
+        target = targets.parse(run.target)
+        assert config.mesh.fsdp * config.mesh.model == target.devices
+        assert run.source
+        assert run.known in ("fitted", "test")
 
 
 def test_packed_batch_is_what_the_data_room_makes():

@@ -115,7 +115,7 @@ def test_the_order_of_layouts_is_sane():
     fsdp = step_seconds(sized(fsdp=64))
     # Recomputing, tensor parallelism, and tensor parallelism across nodes cost more and more.
     assert fsdp < step_seconds(sized(fsdp=64), remat="full") < step_seconds(sized(fsdp=8, model=8), remat="full")
-    assert 1.5 * step_seconds(sized(fsdp=8, model=8)) < step_seconds(sized(fsdp=4, model=16))
+    assert 1.4 * step_seconds(sized(fsdp=8, model=8)) < step_seconds(sized(fsdp=4, model=16))
     # Every microbatch gathers all weights anew.
     assert fsdp < step_seconds(sized(fsdp=64), accumulate=2)
     # 1F1B waits longer than its aligned form in lockstep, gathers apart.

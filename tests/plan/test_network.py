@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.plan import cost, hlo, network, targets, timeline
 from jaxtrain.plan.calibration import Calibration
-from jaxtrain.plan.chips import GPUS, TPUS
+from jaxtrain.plan.chips import GPUS, TPUS, Chip, Figure, Shared
 from jaxtrain.plan.network import Fabric, Place
 
 ALL = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # every figure in full
@@ -132,6 +132,16 @@ def test_what_is_achieved_and_what_nobody_knows():
     unknown = Fabric(None, ALL, (), [Place(0), Place(0)])
     assert unknown.price("all-gather", [[0, 1]], 8.0) == network.Price(None, "host")
     assert GPUS["h100"].inside is not None
+
+
+def test_simulated_devices_meet_and_copy_through_the_host_s_memory():
+    copy, add, meeting, none = (Figure(value, "measured") for value in (4e9, 1e9, 1e-5, 0))
+    host = Chip("cpu", {"bf16": none}, none, none, none, Shared(copy, add, meeting, 8))
+    fabric = Fabric(host, ALL, (), [Place(0)] * 8)
+    assert seconds(fabric, "all-gather", [0, 1, 2, 3], 1e6) == (pytest.approx(4e-5 + 2e6 / 4e9), "host")
+    assert seconds(fabric, "all-reduce", [0, 1], 1e6) == (pytest.approx(2e-5 + 2e6 / 1e9), "host")
+    # A permute waits for all devices, whoever takes part.
+    assert fabric.price("collective-permute", [(0, 1)], 1e6).seconds == pytest.approx(8e-5 + 2e6 / 4e9)
 
 
 def test_axes_that_leave_a_node():

@@ -12,7 +12,7 @@ from wire_theory import configured
 from jaxtrain.config.errors import UserError
 from jaxtrain.observe.flops import decoder_flops
 from jaxtrain.pipeline.table import Action
-from jaxtrain.plan import advice, bubble, chips, compile, predict
+from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict
 from jaxtrain.plan.result import Plan, Traffic
 
 
@@ -27,28 +27,45 @@ STAGES = configured("pp_fsdp", {"pipeline": 2, "fsdp": 2}, {
 
 
 @pytest.fixture(scope="module")
-def simulated() -> Plan:
-    return predict.predict(STAGES, None, "simulate:4")
+def report() -> compile.Report:
+    return compile.measure(STAGES, None, "simulate:4")
 
 
-def test_a_plan_of_simulated_devices_has_bytes_and_no_made_up_times(simulated: Plan):
+@pytest.fixture(scope="module")
+def simulated(report: compile.Report) -> Plan:
+    return predict.assess(STAGES, report)
+
+
+def test_a_plan_of_simulated_devices_has_times_from_measured_rates(simulated: Plan, report: compile.Report):
     assert (simulated.devices, simulated.sizes["pipeline"], simulated.fits) == (4, 2, None)
+    assert report.measured is not None
+    assert min(report.measured.values()) > 0
     assert simulated.compute_seconds is not None
-    assert simulated.compute_seconds > 0
-    assert (simulated.step_seconds, simulated.mfu, simulated.days) == (None, None, None)
+    assert simulated.compute_seconds > simulated.flops_compiled / report.measured["flops"]
     assert {row.axes for row in simulated.traffic} >= {"fsdp", "pipeline"}
-    assert all(row.seconds is None for row in simulated.traffic)
+    assert {row.network for row in simulated.traffic} == {"host"}
+    # Nothing hides copies through the host's memory, and stages that wait leave the cores to the others.
+    exposed = sum(row.seconds for row in simulated.traffic)
+    assert simulated.step_seconds == pytest.approx(simulated.compute_seconds + exposed)
+    assert simulated.bubble_seconds == 0
     assert json_of(simulated) == simulated
+
+
+def test_half_the_rates_are_twice_the_time(simulated: Plan, report: compile.Report):
+    halved = {key: value * (2 if key in ("launch", "meeting") else 0.5) for key, value in report.measured.items()}
+    slower = predict.assess(STAGES, dataclasses.replace(report, measured=halved))
+    assert slower.step_seconds == pytest.approx(2 * simulated.step_seconds)
 
 
 def test_a_stage_computes_its_share_of_the_actions(simulated: Plan):
     assert simulated.flops_compiled == pytest.approx(expected(STAGES, 4), rel=0.01)
 
 
-def test_a_lockstep_bubble_from_the_seconds_of_the_actions(simulated: Plan):
-    assert simulated.compute_seconds is not None
+def test_a_lockstep_bubble_from_the_seconds_of_the_actions(report: compile.Report):
+    h100 = dataclasses.replace(report, measured=None, target="local", device_kind="NVIDIA H100 80GB HBM3")
+    plan = predict.assess(STAGES, h100)
     # 2 stages, 4 microbatches: (p - 1) / m of the work without lockstep, and more with it.
-    assert 0.1 * simulated.compute_seconds < simulated.bubble_seconds < simulated.compute_seconds
+    assert 0.1 * plan.compute_seconds < plan.bubble_seconds < plan.compute_seconds
 
 
 def test_bytes_by_kind_add_up(simulated: Plan):
@@ -71,7 +88,7 @@ def test_a_plan_of_absent_gpus():
     exposed = sum(row.exposed for row in plan.traffic)
     assert plan.step_seconds == pytest.approx(plan.compute_seconds + exposed)
     assert plan.mfu is not None
-    assert 0 < plan.mfu < 0.74  # what matmuls alone achieve
+    assert 0 < plan.mfu < calibration.of_kind("h100").matmul
     per_token = decoder_flops(config.model, 4096, 128, "full").model
     assert plan.mfu == pytest.approx(per_token * plan.tokens / 4 / plan.step_seconds / chips.GPUS["h100"].flops("bf16"))
     assert plan.days == pytest.approx(plan.step_seconds * 1000 / 86400)

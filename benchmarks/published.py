@@ -1,0 +1,138 @@
+"""Public training runs: hardware, configuration as their sources state it, and tokens/s a device. No JAX.
+
+`known` says what a run is to the constants of `jaxtrain.plan.calibration`: `fitted` ones were in view when the shares
+of their chip were chosen, so that agreement with them proves little; `test` ones were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_MOSAIC = "mosaicml/llm-foundry scripts/train/benchmarking/README.md"
+_TITAN = "pytorch/torchtitan docs/performance.md"
+_TITAN_H100 = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md"
+_MAXTEXT = "AI-Hypercomputer/maxtext docs/reference/models/tiering.md"
+_V5P = "AI-Hypercomputer/maxtext MaxText/configs/v5p (README.md, 32b.sh)"
+_V5E = "AI-Hypercomputer/maxtext MaxText/configs/v5e (README.md, 16b.sh)"
+_TOOLBOX = "NVIDIA/JAX-Toolbox rosetta/rosetta/projects/maxtext"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run.
+
+    Args:
+        target: as `jaxtrain.plan.targets.parse` takes it.
+        rate: tokens/s a device.
+        keys: config of the run here.
+        vocab: rows of the embedding table.
+        known: `fitted` or `test`, see above.
+        apart: what the run here does otherwise, or what its source does not say.
+    """
+
+    name: str
+    target: str
+    rate: float
+    vocab: int
+    keys: tuple[str, ...]
+    source: str
+    known: str = "test"
+    apart: str = ""
+
+
+def _keys(
+    model: Iterable[str], devices: int, length: int, rows: int, remat: str = "full", *more: str, accumulate: int = 1
+) -> tuple[str, ...]:
+    """FSDP over all devices, with so many rows a device in a microbatch."""
+    return (
+        *model, "layout=fsdp", f"mesh.fsdp={devices}", f"data.sequence={length}",
+        f"data.global_batch={rows * devices * accumulate}", "data.validation=0", "precision=bf16",
+        f"step.remat={remat}", f"step.accumulate={accumulate}", *more,
+    )  # fmt: skip
+
+
+def _shape(embed: int, layers: int, heads: int, mlp: int, *more: str) -> tuple[str, ...]:
+    sizes = {"embed": embed, "layers": layers, "heads": heads, "mlp": mlp}
+    return ("configs/models/llama2_7b.yaml", *(f"model.{name}={size}" for name, size in sizes.items()), *more)
+
+
+_MPT_SHAPES = {"1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32), "13b": (5120, 40, 40),
+               "30b": (7168, 48, 56), "70b": (8192, 80, 64)}  # fmt: skip
+
+
+def _mpt(chip: str, size: str, length: int, gpus: int, rows: int, accumulate: int, rate: float, again: bool) -> Run:
+    """A row of MosaicML's tables: FULL_SHARD, amp_bf16, a layer's activations checkpointed or none."""
+    embed, layers, heads = _MPT_SHAPES[size]
+    model = _shape(embed, layers, heads, 4 * embed, "model.activation=gelu", "model.tie_embeddings=true")
+    nodes, per_node = max(1, gpus // 8), min(gpus, 8)
+    keys = _keys(model, gpus, length, rows, "full" if again else "none", accumulate=accumulate)
+    apart = "rotary embeddings and RMSNorm here, learned positions and LayerNorm there"
+    name = f"MPT {size}, {length} tokens{', full remat' if again else ''}"
+    return Run(name, f"{chip}:{nodes}x{per_node}", rate, 50368, keys, _MOSAIC, apart=apart)
+
+
+def _titan(name: str, model: Iterable[str], length: int, rows: int, remat: str, rate: float, vocab: int) -> Run:
+    """torchtitan on 64 A100, FSDP alone."""
+    apart = "the network between nodes is not said; 8 x 200 Gb/s a node here"
+    return Run(name, "a100:8x8", rate, vocab, _keys(model, 64, length, rows, remat), _TITAN, apart=apart)
+
+
+_LLAMA3_8B, _LLAMA2_7B, _LLAMA3_70B = (
+    (f"configs/models/{name}.yaml",) for name in ("llama3_8b", "llama2_7b", "llama3_70b")
+)
+_LLAMA2_13B = _shape(5120, 40, 40, 13824)
+_LLAMA2_70B = (*_shape(8192, 80, 64, 28672), "model.kv_heads=8")
+_DOTS = "[q,k,v,attention,gate,up,residual]"  # what MaxText's minimal_flash saves
+_OFFLOADED = "host transfers are not priced"
+
+GPUS = (
+    Run(
+        "Llama 2 7B, JAX-Toolbox", "h100:8", 11400, 32000, _keys(_LLAMA2_7B, 8, 4096, 2, _DOTS), _TOOLBOX,
+        "fitted", "its rate is given as about 11.4k",
+    ),
+    Run(
+        "Llama 3.1 8B, torchtitan", "h100:8", 6667, 128256, _keys(_LLAMA3_8B, 8, 8192, 2, "dots"), _TITAN_H100,
+        apart="their H100 is another one: 500 W, HBM2e of 2.4 TB/s; selective remat there, `dots` here",
+    ),
+    _mpt("h100", "1b", 2048, 8, 14, 1, 45455, False),
+    _mpt("h100", "3b", 2048, 64, 6, 3, 22525, False),
+    _mpt("h100", "7b", 2048, 8, 6, 1, 10643, False),
+    _mpt("h100", "7b", 8192, 8, 8, 2, 6935, True),
+    _mpt("h100", "13b", 2048, 8, 2, 1, 4792, False),
+    _mpt("h100", "13b", 4096, 8, 10, 3, 4717, True),
+    _mpt("h100", "30b", 2048, 16, 10, 3, 2263, True),
+    _mpt("h100", "70b", 2048, 64, 8, 4, 1039, True),
+    _mpt("a100", "3b", 2048, 8, 10, 2, 10811, False),
+    _mpt("a100", "7b", 4096, 8, 16, 2, 3684, True),
+    _mpt("a100", "13b", 2048, 8, 2, 3, 2262, False),
+    _mpt("a100", "30b", 2048, 8, 3, 21, 916, True),
+    _titan("Llama 2 13B, torchtitan", _LLAMA2_13B, 4096, 2, "none", 2162, 32000),
+    _titan("Llama 3 70B, torchtitan", _LLAMA3_70B, 8192, 1, "full", 331, 128256),
+)  # fmt: skip
+
+TPUS = (
+    Run(
+        "Llama 2 70B, MaxText", "v5p:8x8x8", 692, 32000, _keys(_LLAMA2_70B, 512, 4096, 4, "[q,k,v,residual]"),
+        _MAXTEXT, "fitted", "remat and batch are those of MaxText/configs/v5p/llama2_70b.sh",
+    ),
+    Run(
+        "Llama 3.1 8B, MaxText", "v6e:16x16", 7207, 128256,
+        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.offload=[q,k,v,residual]"), _MAXTEXT, "fitted", _OFFLOADED,
+    ),
+    Run(
+        "Llama 3.1 70B, MaxText", "v6e:16x16", 960, 128256,
+        _keys(_LLAMA3_70B, 256, 8192, 2, "full", "step.offload=[q,k,v]"), _MAXTEXT,
+        apart=f"{_OFFLOADED}; 5 rows a device and a layer's input on the host there, 2 rows here",
+    ),
+    Run(
+        "16B, MaxText", "v5e:16x16", 120e12 / 100.6e9, 32000,
+        _keys(_shape(4096, 32, 64, 28672, "model.head_dim=128"), 256, 2048, 6), _V5E,
+        apart="tokens/s from 120 TFLOP/s a chip at 100.6 GFLOP a token, without a causal half",
+    ),
+    Run(
+        "32B, MaxText", "v5p:4x4x4", 328e12 / 194.8e9, 32000,
+        (*_keys(_shape(8192, 32, 64, 28672), 16, 2048, 28, "[q,k,v,gate,up,residual]"), "layout=fsdp_tp",
+         "mesh.model=4"), _V5P, apart="tokens/s from 328 TFLOP/s a chip at 194.8 GFLOP a token, without a causal half",
+    ),
+)  # fmt: skip

@@ -1,0 +1,96 @@
+"""What simulated devices achieve together on this host, measured in a few seconds while all of them are busy.
+
+They share its cores, memory and caches, so a rate of one device is a rate of the host over their number. Seconds are
+the processor time of this process over the cores, so that other programs do not count; on a quiet machine that keeps
+all cores busy they are those of the clock. Each figure is the best of a few runs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+RUNS = 8
+WIDTH = 512  # of a matrix, with which ELEMENTS / WIDTH rows are multiplied
+ELEMENTS = 2**18  # of a float32 array of 1 MiB: about what a layer of a small model makes, and gathers
+
+
+def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
+    """Rates of one CPU device while all of them run.
+
+    Args:
+        dtype: of matrix multiplications.
+
+    Returns:
+        `flops` (FLOP/s of matrix multiplications), `memory` (bytes/s read and written by elementwise operations)
+        and `launch` (seconds of an operation that does next to nothing); of several devices also `copy` and `reduce`
+        (bytes/s of a collective that copies or adds, counted as twice its whole tensor) and `meeting` (seconds for
+        each member of a group to find the others).
+    """
+    count = len(devices)
+    timed = partial(_seconds, Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,)))
+    launch = timed(_small, 8, 256)
+    multiply = partial(_multiply, jnp.ones((WIDTH, WIDTH), dtype))
+    out = {
+        "flops": 2 * ELEMENTS * WIDTH / (timed(multiply, ELEMENTS, 2) - launch),
+        "memory": 2 * 4 * ELEMENTS / (timed(_elementwise, ELEMENTS, 8) - launch),
+        "launch": launch,
+    }
+    if count > 1:
+        meeting = timed(_reduce, 8, 64)
+        out |= {
+            "meeting": meeting / count,
+            "reduce": 2 * 4 * ELEMENTS / (timed(_reduce, ELEMENTS, 8) - meeting),
+            "copy": 2 * 4 * ELEMENTS / (timed(_copy, ELEMENTS // count * count, 8) - meeting),
+        }
+    return out
+
+
+def _seconds(mesh: Mesh, operation: Callable[[jax.Array], jax.Array], size: int, times: int) -> float:
+    """Seconds of one of `times` runs of an operation, on arrays of so many elements on every device."""
+
+    def body(x: jax.Array) -> jax.Array:
+        def once(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jax.lax.optimization_barrier(operation(carry)), None
+
+        return jax.lax.scan(once, x, None, length=times)[0]
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False))
+    x = jax.device_put(jnp.ones(size * mesh.size, jnp.float32), NamedSharding(mesh, P("all")))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    program(x).block_until_ready()
+    best = float("inf")
+    for _ in range(RUNS):
+        start = time.process_time()
+        program(x).block_until_ready()
+        best = min(best, time.process_time() - start)
+    return best / cores / times
+
+
+def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    return (x.reshape(-1, WIDTH).astype(matrix.dtype) @ matrix).reshape(-1).astype(x.dtype)
+
+
+def _small(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+def _elementwise(x: jax.Array) -> jax.Array:
+    return jax.nn.silu(x) + 1
+
+
+def _reduce(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "all") * 0.1
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    return jax.lax.all_to_all(x, "all", 0, 0, tiled=True)
