@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from importlib import metadata
 from typing import Any, Literal
+
+from jaxtrain.config.packages import version
 
 Level = Literal["bitwise", "fp32-tight", "changed"]
 
@@ -68,7 +69,7 @@ def environment(config: dict[str, Any], mesh: Any = None, **extra: Any) -> dict[
             name: str(getattr(jax.config, name))
             for name in ("jax_default_matmul_precision", "jax_enable_x64", "jax_default_prng_impl")
         },
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         **extra,
     }
 
@@ -180,13 +181,6 @@ def _show(value: Any) -> str:
 
 def _flags(text: str) -> str:
     return " ".join(sorted(flag for flag in text.split() if not flag.startswith(_XLA_NOISE)))
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _processor() -> str:

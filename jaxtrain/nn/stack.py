@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtrain.mesh.rules import Names
@@ -30,8 +31,8 @@ class Layers(NamedTuple):
     left because another stage has more.
     """
 
-    number: jax.Array
-    present: jax.Array | None
+    number: jax.Array | np.ndarray
+    present: jax.Array | np.ndarray | None
 
 
 Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, index in its group) -> (carry, y)

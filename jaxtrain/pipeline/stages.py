@@ -74,7 +74,7 @@ class Stages:
         at = np.arange(self.room, dtype=np.int32)
         begin, end = (edge[self.table.virtual][..., None] for edge in (self.parts[:-1], self.parts[1:]))
         present = begin + at < end
-        return Layers(np.where(present, begin + at, 0).astype(np.int32), None if self.is_even else present)  # type: ignore
+        return Layers(np.where(present, begin + at, 0).astype(np.int32), None if self.is_even else present)
 
     def parted(self, tree: Tree) -> tuple[dict[int, Any], dict[int, Any]]:
         """Leaves of a tree like the parameters, by number: those with a dim of layers first, and the others."""

@@ -7,23 +7,16 @@ import json
 import os
 import tempfile
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.packages import version
 from jaxtrain.config.schema import Config
 from jaxtrain.plan.result import Plan
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
-UNSEEN = (
-    "name",
-    "dir",
-    "layout",
-    "log",
-    "checkpoint",
-    "eval",
-    "compile_cache",
-)  # keys that no compiled step depends on
+# Keys that no compiled step depends on.
+UNSEEN = ("name", "dir", "layout", "log", "checkpoint", "eval", "compile_cache")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -45,7 +38,7 @@ class Results:
     @cached_property
     def versions(self) -> dict[str, str]:
         """Of the packages that a plan depends on, and of this one's own files."""
-        found = {name: _version(name) for name in PACKAGES}
+        found = {name: version(name) for name in PACKAGES}
         return {**found, "files": _files(), **{name: os.environ.get(name, "") for name in FLAGS}}
 
     def key(self, config: Config, vocab: int | None, target: str) -> str:
@@ -70,13 +63,6 @@ class Results:
         with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
             file.write(text)
         os.replace(file.name, self.folder / f"{key}.json")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _files() -> str:

@@ -74,7 +74,7 @@ def test_every_schedule(mesh: str, schedule: str):
     equal("dense", MESHES[mesh], RULES, pipeline={"schedule": schedule})
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_replicas_and_zero(zero: int):
     equal("dense", MESHES["2 data"], RULES, zero=zero)
 
