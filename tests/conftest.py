@@ -1,12 +1,13 @@
 """Eight simulated CPU devices for every test, set before JAX is imported.
 
-On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs one.
+On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs one; JAXTRAIN_TEST_DEVICES=16 is for
+`make matrix`.
 """
 
 import os
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAXTRAIN_TEST_PLATFORMS", "cpu")
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("JAXTRAIN_TEST_DEVICES", "8")
 # Compiling is most of a test's time: the cheapest code generation halves it and changes no HLO.
 CHEAP = "--xla_backend_optimization_level=0"
 if CHEAP not in os.environ.get("XLA_FLAGS", ""):

@@ -271,7 +271,9 @@ class Config(Section):
     compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
     layout: str = key("ddp", "name in configs/layouts or path: gives all from `mesh` to `pipeline`")
     mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
-    rules: dict[str, Axes] = key({}, "logical name -> mesh axes; refines the layout's")
+    rules: dict[str, Axes] = key(
+        {}, "logical name -> mesh axes; refines the layout's. `table`, an embedding's width, follows vocab and embed"
+    )
     context: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
         "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",

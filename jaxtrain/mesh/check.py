@@ -9,14 +9,15 @@ from jaxtrain.config.cross import divisors
 from jaxtrain.config.errors import Problem, did_you_mean, join
 from jaxtrain.config.schema import Mesh
 from jaxtrain.mesh.axes import AXES, shape_text
-from jaxtrain.mesh.rules import LAYERS, STAGES, asked
+from jaxtrain.mesh.rules import BATCH, CONTEXT, EMBED, EXPERT, LAYERS, SEQUENCE, STAGES, TABLE, VOCAB, asked
 
 Shape = tuple[int, ...]
 Names = tuple[str | None, ...]
 
 # Names that layouts may have rules for even where the model at hand has no such dim.
-KNOWN = frozenset(("batch", "sequence", "context", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers"))
-KNOWN |= {"table", "expert"}
+KNOWN = frozenset(
+    (BATCH, SEQUENCE, CONTEXT, EMBED, "heads", "kv_heads", "head_dim", "mlp", VOCAB, TABLE, LAYERS, EXPERT)
+)
 # Activations that the decoder constrains; no axis may shard two dims of one of them.
 ACTIVATIONS: dict[str, Names] = {
     "the residual stream": ("batch", "sequence", None),

@@ -10,7 +10,7 @@ from jaxtrain.config.errors import UserError
 Names = tuple[str | None, ...]
 Rules = Mapping[str, tuple[str, ...]]
 
-# Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, layers, expert.
+# Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, table, layers, expert.
 BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
 EMBED, LAYERS, EXPERT, VOCAB = "embed", "layers", "expert", "vocab"
 TABLE = "table"  # width of an embedding whose rows are looked up

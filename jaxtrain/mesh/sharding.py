@@ -52,7 +52,7 @@ class Sharder:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether this is code of a pipeline stage: other stages may be in another branch, and would miss a permutation
+        """Whether this is code of a pipeline stage: other stages may be at another action, and would miss a permutation
         here, for which all devices wait."""
         return STAGES in self.manual
 

@@ -26,14 +26,16 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     Returns:
         Problems with dotted keys and no places; `jaxtrain.config.locate` fills these in.
     """
-    model = config.model
+    model, devices = config.model, devices or config.simulate
     tensors = None
     if model.type == "decoder":
+        rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
+        kv_shards = context.shards(rules, sizes, "kv_heads") or 1
+        # What the known axes do not split, more of them do not either.
+        table_shards = prod(sizes.get(axis) or 1 for axis in axes_of(TABLE, rules))
         # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-        rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices or config.simulate)[0]
-        kv_shards, table_shards = (context.shards(rules, sizes, name) or 1 for name in ("kv_heads", TABLE))
         tensors = decoder_tensors(model, model.vocab or vocab or 0, kv_shards, table_shards)
-    return check_placed(config, tensors, devices or config.simulate)
+    return check_placed(config, tensors, devices)
 
 
 def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:

@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         self.q = env.param(rngs, ("embed", "heads", "head_dim"), (embed, heads, head_dim), normal(std))
         self.k = env.param(rngs, ("embed", kv, "head_dim"), (embed, kv_heads, head_dim), normal(std))
         self.v = env.param(rngs, ("embed", kv, "head_dim"), (embed, kv_heads, head_dim), normal(std))
-        # `embed` first, as everywhere: shards of a last dim would have to be transposed after they are gathered.
+        # `embed` first, as in every dense weight: shards of a last dim are transposed after they are gathered.
         self.o = env.param(rngs, ("embed", "heads", "head_dim"), (embed, heads, head_dim), normal(out_std))
         if bias:
             self.q_bias = env.param(rngs, ("heads", "head_dim"), (heads, head_dim), constant(0.0))

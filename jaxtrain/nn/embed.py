@@ -1,4 +1,4 @@
-"""Token embedding on a table sharded over vocabulary and width."""
+"""Token embedding on a table sharded over its width, or as a head over vocabulary and width."""
 
 from __future__ import annotations
 

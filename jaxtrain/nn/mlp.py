@@ -36,7 +36,7 @@ class MLP(nnx.Module):
         if activation in GATES:
             self.gate = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
         self.up = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
-        # `embed` first, as everywhere: shards of a last dim would have to be transposed after they are gathered.
+        # `embed` first, as in every dense weight: shards of a last dim are transposed after they are gathered.
         self.down = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(out_std))
         if bias:
             if activation in GATES:

@@ -32,6 +32,7 @@ class MoE(nnx.Module):
             self.bias = env.param(rngs, (BALANCE,), (E,), constant(0.0), dtype=jnp.float32, exact=True)
         for name in self._inner():
             setattr(self, name, env.param(rngs, INNER, (E, D, F), normal(std)))
+        # As the grouped matmul reads it, `mlp` first.
         self.down = env.param(rngs, DOWN, (E, F, D), normal(out_std))
         if moe.shared:
             self.shared = MLP(

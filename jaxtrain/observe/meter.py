@@ -54,15 +54,19 @@ class Meter:
     def data(self) -> Iterator[None]:
         """Time in here is waiting for data."""
         began = self._clock()
-        yield
-        self._waited += self._clock() - began
+        try:
+            yield
+        finally:
+            self._waited += self._clock() - began
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Time in here is not training."""
         began = self._clock()
-        yield
-        self._since += self._clock() - began
+        try:
+            yield
+        finally:
+            self._since += self._clock() - began
 
     def compiled(self, step: int) -> float:
         """Ends the interval that holds compilation, at `step` finished steps; returns its seconds."""

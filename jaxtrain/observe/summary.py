@@ -10,6 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.mesh.rules import LAYERS
+
 MOST_ROWS = 40
 WIDE = 100  # columns from which on logical names have a column of their own
 
@@ -115,7 +117,9 @@ def _why_whole(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequ
     """The reason why a dim is whole, and what to name: the dim's logical name, or the tensor."""
     if name is None:
         return "dims without a logical name", f"{row.name} (dim {dim})"
-    if name == "layers":
+    if name == LAYERS and rules.get(LAYERS):
+        return f"the stages of {' x '.join(rules[LAYERS])} do not divide them, and spread another dim", name
+    if name == LAYERS:
         return "a scan takes the layers one by one", name
     if name == "kv_shared":
         return "fewer key/value heads than shards; their weights are repeated for use", name

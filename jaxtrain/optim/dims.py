@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain.mesh.rules import TABLE, VOCAB
+
 Names = tuple[str | None, ...]
 
 STACKING = ("layers", "expert")  # leading dims that only stack independent parameters
@@ -52,7 +54,7 @@ def is_selection(names: Names) -> bool:
 
 def is_table(names: Names) -> bool:
     """Whether this is an embedding table: its width is named `table`, or, where it is the head too, vocab leads."""
-    return "table" in names or names[stacking(names) :][:1] == ("vocab",)
+    return TABLE in names or names[stacking(names) :][:1] == (VOCAB,)
 
 
 def is_matrix(names: Names) -> bool:
@@ -64,7 +66,7 @@ def contraction(names: Names) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(dims of one side, dims of the other) of a matrix.
 
     `embed` is a side if it comes first (the residual stream is read or written, however many dims are on the other
-    side); else the last dim is: (layers, heads, head_dim, embed) -> ((1, 2), (3,)).
+    side); else the last dim is: (layers, expert, mlp, embed) -> ((2,), (3,)).
     """
     groups = features(names)
     first = len(groups) == 2 or names[groups[0][0]] == "embed"

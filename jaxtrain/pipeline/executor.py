@@ -49,6 +49,9 @@ class Executor:
         inside: the model on one slice of `pipeline`, which goes through layers.
         period: layers that only go together.
         given: rows to run instead of the table's, which lead to no loss: for timing.
+
+    Raises:
+        UserError: the layers cannot be shared out.
     """
 
     table: Table
@@ -57,6 +60,9 @@ class Executor:
     inside: Definition
     period: int = 1
     given: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.stages  # refused here, not in the first step
 
     @cached_property
     def forward(self) -> Executor:
@@ -67,7 +73,7 @@ class Executor:
         ]
         t = self.table
         numbers = {"placement": t.placement, "microbatches": t.microbatches, "chunks": t.chunks}
-        return replace(self, table=place(orders, name=f"{t.name}, forward", **numbers))
+        return replace(self, table=place(orders, name=f"{t.name}, forward", **numbers), given=None)
 
     @property
     def is_training(self) -> bool:

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from jaxtrain.config.errors import Problem, join
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.check import axis_sizes
-from jaxtrain.mesh.rules import CONTEXT, LAYERS, STAGES, axes_of
+from jaxtrain.mesh.rules import CONTEXT, LAYERS, STAGES, VOCAB, axes_of
 from jaxtrain.pipeline.check import ScheduleError
 from jaxtrain.pipeline.custom import load
 from jaxtrain.pipeline.table import Table
-
-VOCAB = "vocab"
 
 
 def check_pipeline(config: Config, devices: int | None = None, vocab: int | None = None) -> list[Problem]:
@@ -46,7 +44,7 @@ def _rules(config: Config, sizes: dict[str, int | None]) -> Iterator[tuple[str, 
                 f"axis `{STAGES}` holds layers; expected it in rules.{LAYERS} and rules.{VOCAB} alone",
             )
     if config.context == "ring" and any(sizes[axis] != 1 for axis in axes_of(CONTEXT, config.rules)):
-        # A permutation inside of a branch waits for devices that are in another branch.
+        # A permutation waits for all devices, and those of another stage are at another action.
         yield (
             "context",
             f"stages of mesh.{STAGES} work by turns, and a ring needs all at once; expected ulysses or gather",
@@ -61,8 +59,8 @@ def misfit(layers: int, period: int, table: Table) -> str | None:
     parts = table.virtual.size
     what = f"{table.stages} stages of {table.chunks} chunks" if table.chunks > 1 else f"{table.stages} stages"
     if layers % period:
-        near = join([n for n in (layers // period * period, -(-layers // period) * period) if n >= parts * period])
-        return f"{layers} layers are not whole groups of {period}, which stages share out; expected e.g. {near}"
+        near = sorted({max(n, parts) * period for n in (layers // period, layers // period + 1)})
+        return f"{layers} layers are not whole groups of {period}, which stages share out; expected e.g. {join(near)}"
     if layers // period < parts:
         group = f" in groups of {period}" if period > 1 else ""
         return f"{layers} layers{group} are too few for {what}; expected at least {parts * period}"
@@ -71,4 +69,4 @@ def misfit(layers: int, period: int, table: Table) -> str | None:
 
 def _layers(config: Config, table: Table) -> Iterator[tuple[str, str]]:
     if problem := misfit(config.model.layers, config.model.window_every, table):
-        yield "model.layers", problem
+        yield "model.layers", problem + (" (model.window_every)" if config.model.window_every > 1 else "")

@@ -66,7 +66,12 @@ class Stages:
     @property
     def is_even(self) -> bool:
         """Whether all parts are equal."""
-        return self.room * self.table.virtual.size == self._layers
+        return self.filled == 1
+
+    @property
+    def filled(self) -> float:
+        """Share of all rooms that layers take; the rest of a stage's work is for nothing."""
+        return self._layers / (self.room * self.table.virtual.size)
 
     @property
     def layers(self) -> Layers:

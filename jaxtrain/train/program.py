@@ -31,7 +31,10 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A run's compiled parts. `state` is abstract: shapes, dtypes and shardings of what `step` takes."""
+    """A run's compiled parts. `state` is abstract: shapes, dtypes and shardings of what `step` takes.
+
+    `whole_step` is the step before it is jitted, which also returns its gradients, for whoever compares them.
+    """
 
     config: Config
     layout: Layout
@@ -39,6 +42,7 @@ class Program:
     definition: Definition
     state: State
     gradients: Gradients
+    whole_step: Callable[[State, Any], tuple[State, dict[str, jax.Array], Any]]
     step: Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
     evaluate: Callable[[Any, Any], dict[str, tuple[jax.Array, jax.Array]]]
     init: Callable[[], State]
@@ -66,14 +70,19 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
         executor(config, sharder, definition, vocab), local and executor(config, own, local, vocab),
     )  # fmt: skip
     rate, options = schedule(config.optimizer, config.steps), config.optimizer
-    step = train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema)
+    whole_step = precise(train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema), config)
+
+    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        return whole_step(state, batch)[:2]
+
     # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
     plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
     measured = define(plain, env, vocab)
     evaluate = eval_step(measured, sharder, accumulate, executor(plain, sharder, measured, vocab))
     return Program(
         config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
-        step=jax.jit(precise(step, config), donate_argnums=0, out_shardings=(placed, everywhere)),
+        whole_step,
+        step=jax.jit(step, donate_argnums=0, out_shardings=(placed, everywhere)),
         evaluate=jax.jit(precise(evaluate, config), out_shardings=everywhere),
         init=lambda: states.init(definition, tx, config, placed),
     )  # fmt: skip
@@ -93,13 +102,17 @@ def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | N
     stages = 1 if sharder.mesh is None else sharder.mesh.shape[STAGES]
     if stages == 1:
         return None
+    model = whole.bind(whole.params)
     for method in ("begin", "through", "finish"):
-        if not hasattr(whole.bind(whole.params), method):
+        if not hasattr(model, method):
             message = f"pipeline stages need its methods begin, through and finish, and it has no `{method}`"
             raise UserError(f"model.type {config.model.type}: {message}; expected mesh.pipeline 1, or these methods")
+    period = getattr(model, "period", 1)
+    if not isinstance(period, int) or period < 1:
+        raise UserError(f"model.type {config.model.type}: its `period` is {period!r}; expected a number of layers")
     table = load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
     inside = define(config, make_env(config, sharder.without(STAGES)), vocab)
-    return Executor(table, sharder, whole, inside, getattr(whole.bind(whole.params), "period", 1))
+    return Executor(table, sharder, whole, inside, period)
 
 
 def precise(fn: Callable, config: Config) -> Callable:

@@ -190,7 +190,11 @@ def time_stages(run: Run, state: State, batch: Any) -> None:
             raise
         run.observers.event("warning", text="pipeline: no memory left to time the stages; no bubble in the log")
         return
-    bubble = price(run.program.gradients.pipeline.table, costs).lockstep_bubble
+    if min(costs) <= 0:
+        run.observers.event("warning", text="pipeline: its actions are too short to be timed; no bubble in the log")
+        return
+    pipeline = run.program.gradients.pipeline
+    bubble = 1 - pipeline.stages.filled * (1 - price(pipeline.table, costs).lockstep_bubble)
     run.meter.constants["bubble"] = bubble
     milliseconds = {f"{name}_ms": round(1e3 * seconds, 3) for name, seconds in costs._asdict().items()}
     run.observers.event("pipeline", bubble=round(bubble, 4), **milliseconds)

@@ -30,8 +30,8 @@ def train_step(
     *,
     max_norm: float | None = None,
     ema: float | None = None,
-) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """One optimizer update on one global batch: (state, batch) -> (state, metrics).
+) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
+    """One optimizer update on one global batch: (state, batch) -> (state, metrics, gradients before clipping).
 
     Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
     term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping), `lr`, and those that the model
@@ -39,15 +39,15 @@ def train_step(
     are not finite is skipped (`skipped` 1, `grad_norm` 0) and the scale lowered; only `step` moves on.
     """
 
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
         found = gradients(state["params"], batch, key, scale)
         grads, definition = found.grads, gradients.definition
         if "scaling" in state:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        grads, norm = clip(grads, max_norm, definition.names)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        clipped, norm = clip(grads, max_norm, definition.names)
+        updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {**state, "step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if ema is not None:
@@ -62,7 +62,9 @@ def train_step(
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
         }
-        return _unless_overflown(state, new, metrics) if "scaling" in state else (new, metrics)
+        if "scaling" in state:
+            new, metrics = _unless_overflown(state, new, metrics)
+        return new, metrics, grads
 
     return step
 

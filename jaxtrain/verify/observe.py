@@ -34,16 +34,14 @@ class Runner:
     def __init__(self, program: Program, example: Any):
         self.program = program
 
-        def run(state: Any, batch: Any) -> tuple[Any, Any, Any]:
-            key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-            return program.gradients(state["params"], batch, key).grads, *program.step(state, batch)
-
-        jitted = jax.jit(run, compiler_options=FAST if jax.default_backend() == "cpu" else None)
+        fast = FAST if jax.default_backend() == "cpu" else None
+        placed = jax.tree.map(lambda leaf: leaf.sharding, program.state)
+        jitted = jax.jit(program.whole_step, out_shardings=(placed, None, None), compiler_options=fast)
         self.compiled = jitted.lower(program.state, example).compile()
 
     def gradients(self, state: Any, batch: Any) -> Flat:
         """Of one batch, by path."""
-        return flat(self.compiled(state, batch)[0])
+        return flat(self.compiled(state, batch)[2])
 
     def observe(self, batches: list[Any]) -> Seen:
         """Trains from a fresh state, a step per batch."""
@@ -51,7 +49,7 @@ class Runner:
         before = flat(state["params"])
         grads, updates = {}, {}
         for index, batch in enumerate(batches):
-            found, state, metrics = self.compiled(state, batch)
+            state, metrics, found = self.compiled(state, batch)
             losses.append(float(metrics["loss"]))
             if index == 0:
                 after = flat(state["params"])

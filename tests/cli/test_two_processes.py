@@ -38,6 +38,7 @@ checkpoint: {{every: 3}}
 compile_cache: null
 """
 EXPERTS = ("model.moe={experts: 4, top_k: 2, shared: 1, capacity: 1.25}", "loss.balance=0.01")
+pytestmark = pytest.mark.xdist_group("two processes")  # one pair for all of them
 # What one process trains, and two of which every axis but `model` spans both.
 ALONE = {"dense": ("layout=fsdp_tp", "mesh.model=2"), "experts": ("layout=fsdp", *EXPERTS)}
 TOGETHER = {
@@ -45,6 +46,7 @@ TOGETHER = {
         "fsdp_tp": ("layout=fsdp_tp", "mesh.model=2"),
         "cp_ring": ("layout=cp_ring",),
         "cp_ulysses": ("layout=cp_ulysses",),
+        "pp": ("layout=pp", "mesh.pipeline=2", "mesh.data=2", "step.accumulate=2"),
     },
     "experts": {"ep_tp": ("layout=ep_tp", "mesh.expert=2", *EXPERTS)},
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import ConfigError, Problem, locate, resolve
+from jaxtrain.config import ConfigError, Problem, load, locate, resolve
 from jaxtrain.models.check import check_config
 
 
@@ -232,6 +232,16 @@ layout: 3d
         " '<stream end>'",
         "command line: data.sources.4.weight: `4` is no item of this list; its items are 0 to 0",
     ]
+
+
+def test_a_width_that_the_vocabulary_stands_in_for_is_legal_on_any_number_of_devices() -> None:
+    """36 is no multiple of the 8 that are known, nor of the 32 that it may become."""
+    keys = ("model.embed=36", "model.heads=4", "model.kv_heads=4", "model.head_dim=16", "model.vocab=256")
+    layout = ("mesh={data: 1, fsdp: -1, model: 4}", "rules={batch: fsdp, embed: fsdp, vocab: model, mlp: model}")
+    config = load(None, *keys, *layout, "data.global_batch=8")
+    assert check_config(config) == check_config(config, 16) == []
+    short = load(None, *keys, "mesh={data: 1, fsdp: -1, model: 8}", layout[1], "data.global_batch=8")
+    assert check_config(short) == check_config(short, 32) == []
 
 
 def test_the_doctor_reports_with_places(tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_remat_gives_the_same_gradients(remat):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_no_layer_keeps_the_scores_of_its_attention(remat):
+    sizes, layers, length = {"embed": 32, "heads": 8, "mlp": 48}, 3, 2048
+    cfg = Config(model=TINY | sizes | {"layers": layers}, precision="fp32", step={"remat": remat, "attention": "xla"})
+    definition = define(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    loss = lambda params, tokens: definition.bind(params).hidden(tokens, tokens, None)[0].sum()  # noqa: E731
+    needs = jax.jit(jax.grad(loss)).lower(definition.params, tokens).compile().memory_analysis().temp_size_in_bytes
+    assert needs < sizes["heads"] * length**2 * 4 / 2  # of one layer
+
+
 def test_compile_work_does_not_grow_with_depth():
     def size(layers: int) -> int:
         cfg = Config(model=TINY | {"layers": layers}, precision="fp32")

@@ -121,10 +121,11 @@ def test_rows_and_gradient_equal_numpy(name: str | None, tied: bool):
         assert gradient.sharding.is_equivalent_to(want, 2), gradient.sharding
 
 
-def test_each_replica_keeps_its_own_gradient_inside_a_map():
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_replica_keeps_its_own_gradient_inside_a_map(tied: bool):
     mesh, rules, _, _ = PLACES["all"]
     env = Env(placed(mesh, rules, 0).without("data"))
-    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=True, std=1.0, env=env, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=tied, std=1.0, env=env, rngs=nnx.Rngs(0)))
     tokens, cotangent = example(2, 4, 16)
 
     def one(state, tokens, cotangent):
@@ -138,14 +139,16 @@ def test_each_replica_keeps_its_own_gradient_inside_a_map():
         expected = reference(np.asarray(*jax.tree.leaves(state)), tokens[replica], cotangent[replica])
         np.testing.assert_array_equal(rows[replica], expected[0])
         np.testing.assert_allclose(gradients[replica], expected[1], rtol=1e-5, atol=1e-5)
-    want = jax.NamedSharding(env.sharder.mesh, PartitionSpec("data", "model", "fsdp"))
+    spec = PartitionSpec("data", "model", "fsdp") if tied else PartitionSpec("data", None, ("model", "fsdp"))
+    want = jax.NamedSharding(env.sharder.mesh, spec)
     assert gradients.sharding.is_equivalent_to(want, 3), gradients.sharding
 
 
-def test_a_frequent_token_keeps_all_of_its_gradient_in_shards():
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_frequent_token_keeps_all_of_its_gradient_in_shards(tied: bool):
     mesh, rules, _, _ = PLACES["all"]
     env = Env(placed(mesh, rules, 0), policy=POLICIES["bf16"])
-    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=True, std=1.0, env=env, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=tied, std=1.0, env=env, rngs=nnx.Rngs(0)))
     tokens = jnp.full((8, 1024), 3, jnp.int32)
 
     def total(state):

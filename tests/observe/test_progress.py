@@ -203,6 +203,9 @@ def test_the_reason_of_every_whole_dim():
     assert whole_dims(rows(), RULES, {"data": 1, "fsdp": 1, "model": 1}) == []
     (shared,) = tensors({"k": Leaf(8, 2)}, {"k": (None, "kv_shared")}, lambda names, shape: [("fsdp",), ()], SIZES)
     assert "repeated for use" in whole_dims([shared], RULES, SIZES)[0]
+    (unequal,) = tensors({"w": Leaf(6, 8)}, {"w": ("layers", "embed")}, lambda names, shape: [(), ("fsdp",)], SIZES)
+    (line,) = whole_dims([unequal], RULES | {"layers": ("pipeline",)}, SIZES)
+    assert line == "whole: layers: the stages of pipeline do not divide them, and spread another dim"
 
 
 def test_many_tensors_show_the_largest():

@@ -1,4 +1,7 @@
-"""Pipeline stages under every schedule give the loss and the gradients of one device."""
+"""Pipeline stages under every schedule give the loss and the gradients of one device.
+
+The whole matrix of schedules, stages and other axes is `make matrix`: it compiles 60 programs, up to 16 devices wide.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ MESHES = {
     "4 fsdp": {"pipeline": 4, "fsdp": 2},
     "4 model": {"pipeline": 4, "model": 2},
 }
+WITH = {
+    "model": {"model": 2}, "fsdp": {"fsdp": 2}, "fsdp model": {"fsdp": 2, "model": 2}, "experts": {"expert": 2},
+}  # fmt: skip
 
 
 @functools.cache
@@ -46,9 +52,10 @@ def want(kind: str, layers: int):
     return changes, found(harness.program(**changes))
 
 
-def found(program):
+def found(program, params=None, *scale):
     gradients = jax.jit(program.gradients, compiler_options=QUICK)
-    return gradients(program.init()["params"], harness.placed(program, 0), jax.random.key(0))
+    params = program.init()["params"] if params is None else params
+    return gradients(params, harness.placed(program, 0), jax.random.key(0), *scale)
 
 
 def equal(kind: str, mesh: dict, rules: dict, layers: int = LAYERS, **more):
@@ -72,6 +79,36 @@ def equal(kind: str, mesh: dict, rules: dict, layers: int = LAYERS, **more):
 )
 def test_every_schedule(mesh: str, schedule: str):
     equal("dense", MESHES[mesh], RULES, pipeline={"schedule": schedule})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("axes", WITH)
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_with_every_axis(schedule: str, stages: int, axes: str):
+    mesh = {"pipeline": stages, **WITH[axes]}
+    if np.prod(list(mesh.values())) > jax.device_count():
+        pytest.skip(f"needs {np.prod(list(mesh.values()))} devices: run `make matrix`")
+    kind, rules = ("moe", MOE_RULES) if axes == "experts" else ("dense", RULES)
+    equal(kind, mesh, rules, pipeline={"schedule": schedule})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("schedule", ["1f1b_aligned", "zb_v"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure", "fp16"])
+def test_every_precision(precision: str, schedule: str):
+    """As near as one device of the same precision: `1.03` to the number of layers, of the units of design."""
+    unit = 2**-11 if precision == "fp16" else 2**-8
+    one, scale = harness.program(model=DENSE, precision=precision), np.float32(2**10 if precision == "fp16" else 1)
+    more = {"pipeline": {"schedule": schedule}, "step": {"accumulate": MICROBATCHES}}
+    stages = harness.program(MESHES["2 fsdp model"], RULES, model=DENSE, precision=precision, **more)
+    params = one.init()["params"]
+    placed = jax.tree.map(lambda p, s: jax.device_put(np.asarray(p), s.sharding), params, stages.state["params"])
+    grads = [
+        np.concatenate([np.asarray(g, np.float64).ravel() / scale for g in jax.tree.leaves(found(*x, scale).grads)])
+        for x in ((one, params), (stages, placed))
+    ]
+    assert np.linalg.norm(grads[1] - grads[0]) <= 4 * 1.03**LAYERS * unit * np.linalg.norm(grads[0])
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
