@@ -9,7 +9,7 @@ schedule's table says of one SPMD program (pipeline.cost, lockstep), `bound` whe
 what it needs; `kept` the activations of a stage, in microbatches.
 `cores`: a small decoder in two stages, each a process of its own on a core of its own; `cpu` is the processor time of
 both over that of the step without a pipeline, 1 where nothing is done but its work (waiting included where it spins).
-`flops`: matmuls that the compiled step runs, each branch as often as the table takes it, over those of the step without
+`flops`: matmuls that the compiled step runs, each action as often as the table has it, over those of the step without
 a pipeline; of GPipe by autodiff also those of its bubble, (m + p - 1) / m. Its gradients are checked first.
 `memory`: of the compiled step, for targets whose compilers are installed.
 """

@@ -13,7 +13,7 @@ the temporaries of all devices. That cannot show what one device needs, nor hole
 gpu: the same for one GPU, every point in a process of its own so that `memory_stats()` has a peak of its own.
 
 published: public runs on their own hardware (published.py), compiled for it; needs `plan-gpu` and `plan-tpu`. `known`
-says whether a run was in view when the constants of its chip were chosen (`fitted`) or is a `test`.
+says whether constants of its chip were fitted to a run (`fitted`) or not (`test`); those of H100 were all in view.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def part_simulated(args: argparse.Namespace) -> dict[str, Any]:
     result["resident"] = [
         common.in_child(
             __file__,
-            {"what": "resident", "case": CASES[index], "more": ("data.sequence=256", "data.global_batch=64")},
+            {"what": "resident", "case": CASES[index], "more": LARGER},
             env,
         )
         for index in (RESIDENT[:0] if args.quick else RESIDENT)

@@ -139,8 +139,7 @@ def plan(args: argparse.Namespace) -> int:
     """Prints what a config needs on a target, compares two, or finds the best layout; 1 where it does not fit."""
     from jaxtrain.cli import plans, searches
 
-    if not args.search:
-        searches.check_options(args)
+    searches.check_options(args)
     overrides = list(args.overrides)
     if args.diff:  # then the first value takes the config's place
         overrides[:0] = [args.config] if args.config is not None else []

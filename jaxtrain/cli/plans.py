@@ -26,7 +26,7 @@ from jaxtrain.plan.targets import Target
 
 
 def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
-    """Prints the plan of a config, and writes the files asked for; 1 where it does not fit.
+    """Prints the plan of a config, and writes the files asked for; 1 where it does not fit, 2 where it did not compile.
 
     Raises:
         UserError: an unknown target, a config that does not fit it, or a file that cannot be written.
@@ -41,7 +41,7 @@ def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
         write(args.json, json.dumps({"title": title, **found.as_dict()}, indent=1))
     if args.html:
         write(args.html, page.page(found, title))
-    return 1 if found.fits is False else 0
+    return 2 if not found.compiled else 1 if found.fits is False else 0
 
 
 def compare(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
@@ -81,10 +81,15 @@ def plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | Non
     config, vocab = _resolve(path, overrides, target)
     if problem := targets.missing(target, config.step.attention):
         raise UserError(problem)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a user's own `package.module:Class`, for the process that compiles
+    find_own_classes()
     with spinner(f"compiling {path} for {target}"):
         return predict.predict(config, vocab, str(target), hlo=hlo)
+
+
+def find_own_classes() -> None:
+    """Puts the working folder on the path: a user's own `package.module:Class`, for the process that compiles."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 @dataclass(frozen=True)

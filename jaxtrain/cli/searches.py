@@ -12,11 +12,14 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.text import Text
 
 from jaxtrain.cli import plans
+from jaxtrain.cli.main import EXIT_INTERRUPTED
 from jaxtrain.cli.screen import spinner
 from jaxtrain.config import resolve
 from jaxtrain.config.errors import UserError, join
+from jaxtrain.config.schema import LAYOUT_KEYS
 from jaxtrain.plan import found as results
 from jaxtrain.plan.search import search
 
@@ -26,20 +29,20 @@ COMPILES = "compiling the best: {done} of {of}, last {text}"
 
 
 def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
-    """Prints the ranking of layouts for a config, and writes the first; 1 where none fits.
+    """Prints the ranking of layouts for a config, and writes the first; 1 where none fits, 130 after an early Ctrl-C.
 
     Raises:
         UserError: an unknown target or objective, a config without a legal layout, or a file that cannot be written.
     """
-    if args.html or args.hlo or args.diff:
-        raise UserError("plan: --html, --hlo and --diff are not of --search; expected --json")
     target = plans.target_of(args)
     file = args.out or f"{re.sub(r'[^a-z0-9]+', '-', str(target))}.yaml"
     plans.check_folders(args.json, file)
+    if not args.out and not results.is_free(file):
+        raise UserError(f"{file}: is there already, and no search wrote it; expected --out FILE")
     config, _ = resolve(path, *overrides, paths=False)
-    options = {name: value for name in ("objective", "devices", "top", "jobs") if (value := getattr(args, name))}
-    if args.top == 0:
-        options["top"] = 0
+    given = {name: getattr(args, name) for name in ("objective", "devices", "top", "jobs")}
+    options = {name: value for name, value in given.items() if value is not None}
+    plans.find_own_classes()
     with spinner(f"looking at layouts for {target}") as progress:
 
         def tell(stage: str, done: int, of: int, text: str) -> None:
@@ -52,19 +55,27 @@ def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
             found = search(
                 config, plans.vocabulary_of(config), str(target), budget=seconds(args.budget), progress=tell, **options
             )
+        except KeyboardInterrupt:
+            print("jaxtrain: interrupted before any layout was looked at", file=sys.stderr)
+            return EXIT_INTERRUPTED
         finally:
             signal.signal(signal.SIGINT, before)
     console = Console(highlight=False)
-    console.print(results.table(found), "", results.losers_table(found), "", found.summary(), sep="\n")
+    console.print(results.table(found), "", results.losers_table(found), "", Text(found.summary()), sep="\n")
     if args.json:
         plans.write(args.json, json.dumps(found.as_dict(), indent=1))
     if found.winner is None:
         return 1
     results.write_layout(found, file)
-    command = ["jaxtrain", "train", path, *overrides, f"layout={os.path.join('.', file)}", *found.winner.keys]
+    command = ["jaxtrain", "train", path, *kept(overrides), f"layout={os.path.join('.', file)}", *found.winner.keys]
     print(f"written: {file}", file=sys.stderr)
     console.print(f"use it: {shlex.join(command)}", soft_wrap=True, markup=False)
     return 0
+
+
+def kept(overrides: Sequence[str]) -> list[str]:
+    """Those that go with another layout: keys that a layout holds would refine it."""
+    return [text for text in overrides if re.split(r"[.=]", text)[0].strip() not in ("layout", *LAYOUT_KEYS)]
 
 
 def seconds(text: str | None) -> float:
@@ -76,7 +87,13 @@ def seconds(text: str | None) -> float:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuses options of a search where there is none."""
+    """Refuses options of a search where there is none, and others beside one."""
+    if args.search:
+        if args.html or args.hlo or args.diff:
+            raise UserError("plan: --html, --hlo and --diff are not of --search; expected --json")
+        if args.out and not args.out.endswith((".yaml", ".yml")):
+            raise UserError(f"plan: --out {args.out}: a layout file ends in .yaml or .yml; expected {args.out}.yaml")
+        return
     given = [f"--{name}" for name in OPTIONS if getattr(args, name) is not None]
     if given:
         raise UserError(f"plan: {join(given, 'and')} {'is' if len(given) == 1 else 'are'} of --search")

@@ -61,6 +61,11 @@ def attended(sequence: int, window: int | None) -> float:
     return (near * (near + 1) / 2 + (sequence - near) * near) / sequence
 
 
+def mean_attended(model: Model, sequence: int) -> float:
+    """`attended`, averaged over the layers."""
+    return sum(layers * attended(sequence, window) for layers, window in layer_windows(model)) / model.layers
+
+
 def layer_matmuls(model: Model, keys: float) -> dict[str, float]:
     """Forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query.
 

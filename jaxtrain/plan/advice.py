@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from jaxtrain.config.schema import Config, Model
-from jaxtrain.observe.flops import attended, layer_matmuls, recomputed
+from jaxtrain.config import resolve
+from jaxtrain.config.errors import ConfigError, Problem
+from jaxtrain.config.output import as_dict
+from jaxtrain.config.schema import Config
+from jaxtrain.mesh.rules import REPLICAS, STAGES
+from jaxtrain.models.check import check_config
+from jaxtrain.observe.flops import layer_matmuls, mean_attended, recomputed
 from jaxtrain.pipeline.cost import price
+from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.plan import bubble, chips, targets
+from jaxtrain.plan.formula import Order, kept_bytes
 from jaxtrain.plan.result import Advice, Plan, Traffic
+from jaxtrain.plan.space import Choice
+from jaxtrain.plan.view import volume
+from jaxtrain.plan.wires import Shape
 
 COUNT = 2
 LEAST = 0.01  # gains below are not worth a line
 HIDING = "--xla_gpu_enable_latency_hiding_scheduler=true"
-WIDTHS = {"fp32": 4}  # bytes of an activation, else 2
+SPLITS = 8  # of tensor parallelism at most, where a target has no nodes
 
 
 def limit(plan: Plan) -> str:
     """What takes most of the step, in a sentence."""
-    if plan.fits is False:
-        return f"does not fit: {plan.reason}"
+    if not plan.can_run:
+        return f"{'does not fit' if plan.compiled else 'not compiled'}: {plan.reason}"
     if plan.step_seconds is None or plan.compute_seconds is None:
         return "no step time is known"
     kinds = plan.seconds_by.get("kind", {})
@@ -41,18 +51,35 @@ def limit(plan: Plan) -> str:
 
 
 def changes(config: Config, plan: Plan) -> list[Advice]:
-    """The changes that would help most, at most two."""
+    """The changes that would help most, at most two, each with which the config is legal on these devices."""
     if plan.fits is False:
-        return list(_smaller(config, plan))[:COUNT]
+        return [one for one in _smaller(config, plan) if is_legal(config, plan, one.change)][:COUNT]
     if not plan.step_seconds:
         return []
-    found = [
-        one
-        for rule in (_less_remat, _hide, _more_rows, _nearer_axis, _more_microbatches)
-        for one in rule(config, plan)
-        if one.gain >= LEAST
-    ]
+    rules = (_less_remat, _more_rows, _nearer_axis, _more_microbatches)
+    found = [one for rule in rules for one in rule(config, plan)]
+    found = [one for one in found if one.gain >= LEAST and is_legal(config, plan, one.change)]
+    found += [one for one in _hide(plan) if one.gain >= LEAST]
     return sorted(found, key=lambda one: -one.gain)[:COUNT]
+
+
+def is_legal(config: Config, plan: Plan, change: str) -> bool:
+    """Whether a run could start with these `key=value` words after its own on the plan's devices."""
+
+    def check(changed: Config) -> list[Problem]:
+        return check_config(changed, plan.devices) + check_pipeline(changed, plan.devices)
+
+    try:
+        base = {**as_dict(config), "resolved": True, "simulate": None}
+        resolve(None, *change.split(), base=base, paths=False, checks=[check])
+    except ConfigError:
+        return False
+    return True
+
+
+def _first(config: Config, plan: Plan, options: Iterable[str]) -> str | None:
+    """The first that is legal."""
+    return next((one for one in options if is_legal(config, plan, one)), None)
 
 
 def _gain(plan: Plan, saved: float) -> float:
@@ -70,51 +97,31 @@ def _left(plan: Plan) -> int:
     return (plan.usable or 0) - plan.needs
 
 
-def activation_bytes(config: Config, plan: Plan, remat: str) -> float:
-    """Bytes of the activations that all layers of a device keep for a microbatch, about.
-
-    The inputs of every matrix multiplication and of what lies between under `none`; their results under `dots`; the
-    residual stream alone under `full`.
-    """
-    model = config.model
-    width = WIDTHS.get(config.precision, 2)
-    split = prod(plan.sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
-    tokens = config.data.global_batch / config.step.accumulate * config.data.sequence / split
-    head = model.head_dim or model.embed // model.heads
-    heads = (model.heads + 2 * (model.kv_heads or model.heads)) * head
-    inner = (2 if model.activation == "gelu" else 3) * _mlp(model)
-    stream = {"full": 1, "dots": 2, "none": 6}[remat] * model.embed
-    wide = {"full": 0, "dots": heads + inner, "none": 2 * heads + model.heads * head + 1.5 * inner}[remat]
-    layers = model.layers / plan.sizes["pipeline"]
-    return tokens * layers * width * (stream + wide) / plan.sizes["model"]
-
-
-def _mlp(model: Model) -> float:
-    """Feed-forward width that a token meets."""
-    moe = model.moe
-    return model.mlp if moe is None else (moe.shared + moe.top_k * (moe.capacity or 1.0)) * (moe.mlp or model.mlp)
-
-
 def _less_remat(config: Config, plan: Plan) -> Iterator[Advice]:
     """Keep more activations where memory is left."""
     now = config.step.remat
     again = plan.seconds_by.get("phase", {}).get("remat", 0.0)
     if config.model.type != "decoder" or now in ("none", "dots") or not again or plan.usable is None:
         return
-    before = activation_bytes(config, plan, "full")
-    terms = layer_matmuls(config.model, attended(config.data.sequence, config.model.window))
+    choice = Choice.of(config, plan.sizes)
+    slots = Order.of(bubble.table(config, plan.sizes[STAGES])).kept  # microbatches at a time
+    terms = layer_matmuls(config.model, mean_attended(config.model, config.data.sequence))
     all_again = sum(terms[name] for name in recomputed(config.model, now)) or 1.0
+
+    def kept(remat: str | tuple[str, ...]) -> float:
+        return slots * kept_bytes(config.model, replace(choice, remat=remat), Shape.of(config, choice))
+
     for remat in ("none", "dots"):
-        more = activation_bytes(config, plan, remat) - before
+        more = kept(remat) - kept(now)
         if 0 < more < 0.95 * _left(plan):
             share = sum(terms[name] for name in recomputed(config.model, remat)) / all_again
             gain = _gain(plan, again * (1 - share))
-            why = f"{_left(plan) / 1e9:.0f} GB are left, and activations computed again are {more / 1e9:.0f} GB"
+            why = f"{volume(_left(plan))} are left, and activations computed again are {volume(more)}"
             yield Advice(f"step.remat={remat}", gain, why)
             return
 
 
-def _hide(config: Config, plan: Plan) -> Iterator[Advice]:
+def _hide(plan: Plan) -> Iterator[Advice]:
     """CUDA: let XLA move collectives ahead of what needs them."""
     if targets.parse(plan.target).kind not in chips.GPUS or HIDING in os.environ.get("XLA_FLAGS", ""):
         return
@@ -128,17 +135,16 @@ def _hide(config: Config, plan: Plan) -> Iterator[Advice]:
 
 def _more_rows(config: Config, plan: Plan) -> Iterator[Advice]:
     """Twice the sequences in a microbatch send the same weights for twice the tokens."""
-    if plan.usable is None:
+    parts = config.step.accumulate
+    if plan.usable is None or plan.sizes[STAGES] > 1 or (parts > 1 and parts % 2):  # stages would wait longer
         return
     ops, over = ("all-gather", "reduce-scatter", "all-reduce"), {"data", "fsdp", "expert"}
     rows = (row for row in plan.traffic if row.op in ops and set(row.axes.split("+")) <= over)
     weights = sum(row.exposed for row in rows)
-    room = plan.memory.get("activations", 0)
-    if room < 0.95 * _left(plan):
-        key = "data.global_batch" if config.step.accumulate == 1 else "step.accumulate"
-        new = 2 * config.data.global_batch if config.step.accumulate == 1 else config.step.accumulate // 2
+    if plan.memory.get("activations", 0) < 0.95 * _left(plan):
+        change = f"data.global_batch={2 * config.data.global_batch}" if parts == 1 else f"step.accumulate={parts // 2}"
         why = f"weights and gradients are sent for more tokens at a time: {weights:.3g} s of them are exposed"
-        yield Advice(f"{key}={new}", _gain(plan, weights / 2), why)
+        yield Advice(change, _gain(plan, weights / 2), why)
 
 
 def _nearer_axis(config: Config, plan: Plan) -> Iterator[Advice]:
@@ -149,18 +155,28 @@ def _nearer_axis(config: Config, plan: Plan) -> Iterator[Advice]:
     for axis in ("model", "context", "expert"):
         exposed = sum(row.exposed for row in plan.traffic if row.axes == axis)
         if plan.crosses.get(axis) and exposed:
-            size = chip.inside.domain(targets.parse(plan.target).shape[1])
+            size = min(_node(plan), plan.sizes[axis] // 2)
+            others = (f" mesh.{other}={plan.sizes[other] * plan.sizes[axis] // size}" for other in ("fsdp", REPLICAS))
+            change = _first(config, plan, (f"mesh.{axis}={size}{other}" for other in ("", *others)))
             ratio = float(chip.outside.bandwidth) / float(chip.inside.bandwidth)
-            saved = exposed * (1 - ratio)
             why = f"{axis} {plan.sizes[axis]} leaves the node, and {exposed:.3g} s of its communication are exposed"
-            yield Advice(f"mesh.{axis}={min(size, plan.sizes[axis] // 2)}", _gain(plan, saved), why)
+            if change:
+                yield Advice(change, _gain(plan, exposed * (1 - ratio)), why)
+
+
+def _node(plan: Plan) -> int:
+    """Devices of a node."""
+    target = targets.parse(plan.target)
+    inside = target.chip.inside if target.chip else None
+    return min(plan.devices, inside.domain(target.shape[1]) if isinstance(inside, chips.Switch) else SPLITS)
 
 
 def _more_microbatches(config: Config, plan: Plan) -> Iterator[Advice]:
     """Twice the microbatches halve the bubble's share."""
     stages = plan.sizes["pipeline"]
     schedule = bubble.table(config, stages)
-    if schedule is None or not plan.step_seconds or config.pipeline.schedule.endswith((".csv", ".yaml", ".yml")):
+    change = f"step.accumulate={2 * config.step.accumulate}"
+    if schedule is None or not is_legal(config, plan, change):
         return
     step = config.step.model_copy(update={"accumulate": 2 * config.step.accumulate})
     longer = bubble.table(config.model_copy(update={"step": step}), stages)
@@ -168,18 +184,25 @@ def _more_microbatches(config: Config, plan: Plan) -> Iterator[Advice]:
     before, after = (price(one).lockstep_bubble for one in (schedule, longer))
     saved = plan.bubble_seconds * (1 - after / (1 - after) * (1 - before) / before) if before else 0.0
     why = f"the bubble falls from {before:.0%} to {after:.0%} where F, B and W cost the same"
-    yield Advice(f"step.accumulate={2 * config.step.accumulate}", _gain(plan, max(0.0, saved)), why)
+    yield Advice(change, _gain(plan, max(0.0, saved)), why)
 
 
 def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
     """What makes a step fit."""
     if config.step.remat != "full":
         yield Advice("step.remat=full", 0.0, "activations are computed again instead of kept")
-    rows = config.data.global_batch // config.step.accumulate
-    split = prod(plan.sizes.get(axis, 1) for axis in ("data", "fsdp", "expert"))
-    if rows >= 2 * split:
-        yield Advice(f"step.accumulate={2 * config.step.accumulate}", 0.0, "a microbatch has half the sequences")
-    if plan.sizes.get("data", 1) > 1 and config.zero < 3:
-        yield Advice("zero=3", 0.0, f"the train state is split over data {plan.sizes['data']}")
-    elif plan.sizes.get("model", 1) == 1:
-        yield Advice("layout=fsdp_tp mesh.model=8", 0.0, "weights and activations of a layer are split too")
+    yield Advice(f"step.accumulate={2 * config.step.accumulate}", 0.0, "a microbatch has half the sequences")
+    replicas = plan.sizes.get(REPLICAS, 1)
+    if replicas > 1 and config.zero < 3:
+        yield Advice("zero=3", 0.0, f"the train state is split over {REPLICAS} {replicas}")
+    if config.model.type == "decoder" and plan.sizes.get("model", 1) == 1:
+        sizes = [size for size in range(_node(plan), 1, -1) if plan.devices % size == 0]
+        if change := _first(config, plan, (_tensor_parallel(plan, size) for size in sizes)):
+            yield Advice(change, 0.0, "weights and activations of a layer are split too")
+
+
+def _tensor_parallel(plan: Plan, size: int) -> str:
+    """Every axis that is in use gets another size, for a config may name them all."""
+    wanted = dict.fromkeys(plan.sizes, 1) | {"fsdp": plan.devices // size, "model": size}
+    sizes = (f"mesh.{axis}={one}" for axis, one in wanted.items() if one != plan.sizes[axis])
+    return " ".join(["layout=fsdp_tp", *sizes])

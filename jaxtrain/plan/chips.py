@@ -295,6 +295,11 @@ TPUS: dict[str, Chip] = {
 CHIPS: dict[str, Chip] = GPUS | TPUS
 
 
+def kind_of(chip: Chip | None) -> str:
+    """Its key in CHIPS; empty for None, and for one that is not in the table."""
+    return next((kind for kind, known in CHIPS.items() if known is chip), "")
+
+
 def of_device(device_kind: str) -> Chip | None:
     """The chip that JAX calls `device_kind`, None for one that is not in the table."""
     return next((chip for chip in CHIPS.values() if re.search(chip.kinds, device_kind.lower())), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,14 @@ class Report:
         return {**asdict(self), "rows": communication.as_dict(self.rows), "places": places, "text": ""}
 
 
+class Crashed(RuntimeError):
+    """The process that compiles broke down: its compiler, or the user's own model. In one line."""
+
+
+class TimedOut(UserError):
+    """The time to compile was up."""
+
+
 class TooLarge(UserError):
     """A step that needs more memory than a device has. `needs`: bytes, None where the compiler does not say."""
 
@@ -90,9 +99,9 @@ def measure(
         hlo: file to write the compiled program's text to.
 
     Raises:
-        UserError: an unknown target, a package that is not installed, a layout that does not fit, or a step that
-            cannot be compiled for the target; TooLarge for one that needs more memory than the device has.
-        RuntimeError: the compiler broke down.
+        UserError: an unknown target, a package that is not installed, or a layout that does not fit the target;
+            TooLarge for a step that needs more memory than the device has, TimedOut where the time is up.
+        Crashed: the compiler or the model broke down.
     """
     where = targets.parse(target)
     if problem := targets.missing(where, config.step.attention):
@@ -125,13 +134,13 @@ def _ask(asked: Mapping[str, Any], where: targets.Target, timeout: float) -> dic
             command, input=json.dumps(asked), capture_output=True, text=True, env=env, timeout=timeout
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"target {where}: not compiled after {timeout:.0f} s") from error
+        raise TimedOut(f"target {where}: not compiled after {timeout:.0f} s") from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        last = f": {said[-1].strip()[:300]}" if said else ""
-        first = f"target {where}: compiling ended with status {done.returncode}{last}"
-        raise RuntimeError("\n".join([first, *said[-30:]]))
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        ended = f"ended with status {done.returncode}{f': {said[-1][:300]}' if said else ''}"
+        killed = "was killed, as a system does that has no memory left: of this machine, not of the target"
+        raise Crashed(f"compiling {killed if done.returncode == -signal.SIGKILL else ended}")
     answer = json.loads(lines[-1])
     if "needs" in answer:
         raise TooLarge(answer["error"], answer["needs"])

@@ -130,9 +130,10 @@ def _flops(a: Plan, b: Plan) -> Iterator[Row]:
 def as_dict(a: Plan, b: Plan, titles: tuple[str, str]) -> dict[str, Any]:
     """For JSON: what was compared, and the rows with `change` and `relative`."""
     sides = [
-        {"title": title, "target": plan.target, "layout": plan.layout, "fits": plan.fits, "reason": plan.reason}
+        {"title": title, "target": plan.target, "layout": plan.layout, "fits": plan.fits, "compiled": plan.compiled,
+         "reason": plan.reason}
         for plan, title in zip((a, b), titles)
-    ]
+    ]  # fmt: skip
     figures = [
         {"section": row.section, "name": row.name, "unit": row.unit, "a": row.a, "b": row.b, "change": row.change,
          "relative": row.relative}

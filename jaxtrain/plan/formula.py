@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, Model
 from jaxtrain.mesh.rules import STAGES
-from jaxtrain.observe.flops import attended, layer_matmuls, layer_windows
+from jaxtrain.observe.flops import layer_matmuls, mean_attended
 from jaxtrain.pipeline.cost import Costs, action_costs, peak, tick_times
 from jaxtrain.pipeline.schedule import SCHEDULES
 from jaxtrain.pipeline.table import Action, Table
 from jaxtrain.plan import calibration, targets
 from jaxtrain.plan.calibration import Calibration
 from jaxtrain.plan.chips import Chip, Figure, Outside, Switch
-from jaxtrain.plan.result import Plan
 from jaxtrain.plan.space import Choice, Space
 from jaxtrain.plan.weights import COMPUTE, Weights, weigh
 from jaxtrain.plan.wires import Links, Row, Shape, rows
@@ -34,7 +33,7 @@ STREAM, WIDE, HEADS, ENTERED = 29, 10, 8, 40  # in widths of embed, mlp, heads; 
 USED, CAST, COPIED = 10, 27, 15  # bytes for a weight in use, one to be cast, one of a copy
 LOGIT, UPDATE = 17, 12  # bytes for a logit; for a parameter and each of its gradient, itself and its moments
 ADDED, SUMMED = 4, 3  # passes over float32 gradients: for each of several microbatches, and once
-SCORE, KEPT_SCORE = 80, 6  # bytes for a score of attention in plain XLA; of it, where all is kept
+SCORE = 80  # bytes for a score of attention in plain XLA
 SPLIT = 1.35  # of all that a microbatch's layers can keep, what lies between B and W
 MOVED = 1.2  # of attention's time, where Ulysses hands it heads
 INSIDE = 0.5  # of attention's forward pass, that its backward kernel computes again
@@ -99,6 +98,10 @@ class Estimate:
     step_seconds: float
     traffic: tuple[Sent, ...] = ()
     exact: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.choice.devices
 
     @property
     def compute_seconds(self) -> float:
@@ -168,6 +171,34 @@ class Order:
         return (p - 1) * waits.get(choice.schedule, sum(costs) / v)
 
 
+def feed_forward(model: Model) -> int:
+    """Feed-forward width that a token meets."""
+    moe = model.moe
+    return model.mlp if moe is None else (moe.shared + moe.top_k) * (moe.mlp or model.mlp)
+
+
+def kept_bytes(model: Model, choice: Choice, shape: Shape) -> float:
+    """Of the activations that all layers of a device keep of a microbatch for its backward pass."""
+    stream, wide = _kept_width(model, choice)
+    return shape.layers * shape.width * (shape.stream * stream + shape.tokens * wide / choice.size("model"))
+
+
+def _kept_width(model: Model, choice: Choice) -> tuple[float, float]:
+    """Elements that a token keeps of a layer: of the residual stream, and of what tensor parallelism splits."""
+    embed, mlp = model.embed, feed_forward(model)
+    head = model.head_dim or embed // model.heads
+    queries, keys = model.heads * head, 2 * (model.kv_heads or model.heads) * head
+    inner = (1 if model.activation == "gelu" else 2) * mlp
+    if choice.remat == "none":
+        moved = queries if choice.size("context") > 1 else 0
+        return 3.4 * embed, 2.0 * queries + keys + inner + moved
+    if choice.remat == "dots":
+        return 2.0 * embed, queries + keys + inner
+    saved = () if isinstance(choice.remat, str) else choice.remat
+    own = {"q": queries, "k": keys / 2, "v": keys / 2, "attention": queries, "up": mlp, "gate": mlp}
+    return embed * (1.0 + ("residual" in saved)), float(sum(own.get(name, 0) for name in saved))
+
+
 @dataclass(eq=False)
 class Formula:
     """Estimates of one config's choices on one target.
@@ -194,11 +225,8 @@ class Formula:
         self.dtype = {"fp32": "f32", "fp16": "f16"}.get(config.precision, "bf16")
         self.moments = 2 if config.optimizer.name in ("adamw", "muon") else 1
         model = config.model
-        moe = model.moe
-        self.mlp = model.mlp if moe is None else (moe.shared + moe.top_k) * (moe.mlp or model.mlp)
-        windows = layer_windows(model)
-        keys = sum(layers * attended(config.data.sequence, window) for layers, window in windows) / model.layers
-        self.terms = layer_matmuls(model, keys)
+        self.mlp = feed_forward(model)
+        self.terms = layer_matmuls(model, mean_attended(model, config.data.sequence))
 
     def bound(self, choice: Choice) -> Estimate:
         """At most what `exact` says of a choice with a pipeline, without making its table; else the same."""
@@ -212,7 +240,7 @@ class Formula:
         return replace(self._estimate(choice, Order.of(table)), exact=True)
 
     def _estimate(self, choice: Choice, order: Order) -> Estimate:
-        weights, shape = self.weights(choice), Shape.of(self.config, choice, self.width)
+        weights, shape = self.weights(choice), Shape.of(self.config, choice)
         memory = self._memory(choice, weights, shape, order)
         parts, costs = self._compute(choice, weights, shape, order, memory)
         chunks = self._chunks(choice)[1]
@@ -226,17 +254,6 @@ class Formula:
         usable = self.chip.usable.value or None
         step = sum(parts.values()) + exposed + bubble
         return Estimate(choice, sum(memory.values()), usable, memory, parts, exposed, bubble, step, tuple(sent))
-
-    def seconds(self, plan: Plan) -> float:
-        """Of a compiled step; where nobody knows its network or chip, as `estimate` would assume them."""
-        if plan.step_seconds is not None:
-            return plan.step_seconds
-        waits = plan.bubble_seconds / plan.compute_seconds if plan.compute_seconds else 0.0
-        inside = self.chip.inside
-        assert isinstance(inside, Switch)
-        return (plan.flops_compiled or 0.0) / self._rate("matmul") * (1 + waits) + plan.wire_bytes / float(
-            inside.bandwidth
-        )
 
     def weights(self, choice: Choice) -> Weights:
         """Of a choice's mesh and ZeRO stage."""
@@ -252,31 +269,11 @@ class Formula:
         size = min(part, max(SMALLEST, ceil(part / (self.config.loss.chunks * LANES)) * LANES))
         return size, ceil(part / size)
 
-    def kept_width(self, choice: Choice) -> tuple[float, float]:
-        """Elements that a token keeps of a layer: of the residual stream, and of what tensor parallelism splits."""
-        model, embed = self.config.model, self.config.model.embed
-        head = model.head_dim or embed // model.heads
-        queries, keys = model.heads * head, 2 * (model.kv_heads or model.heads) * head
-        inner = (1 if model.activation == "gelu" else 2) * self.mlp
-        if choice.remat == "none":
-            moved = queries if choice.size("context") > 1 else 0
-            return 3.4 * embed, 2.0 * queries + keys + inner + moved
-        if choice.remat == "dots":
-            return 2.0 * embed, queries + keys + inner
-        saved = () if isinstance(choice.remat, str) else choice.remat
-        own = {"q": queries, "k": keys / 2, "v": keys / 2, "attention": queries, "up": self.mlp, "gate": self.mlp}
-        return embed * (1.0 + ("residual" in saved)), float(sum(own.get(name, 0) for name in saved))
-
     def _memory(self, choice: Choice, weights: Weights, shape: Shape, order: Order) -> dict[str, float]:
-        stream, wide = self.kept_width(choice)
-        model = choice.size("model")
-        kept = shape.layers * self.width * (shape.stream * stream + shape.tokens * wide / model)
-        if choice.remat == "none" and choice.context == "gather":
-            kept += shape.layers * KEPT_SCORE * self._scores(choice, shape)
+        model, kept = choice.size("model"), kept_bytes(self.config.model, choice, shape)
         if choice.size(STAGES) > 1:  # a spare slot; and the compiler copies what the stages' branches write
             layers = weights.layer * shape.layers / max(1, choice.size("fsdp", "expert", "context"))
-            all_stream, all_wide = self.kept_width(replace(choice, remat="none"))
-            whole = shape.layers * self.width * (shape.stream * all_stream + shape.tokens * all_wide / model)
+            whole = kept_bytes(self.config.model, replace(choice, remat="none"), shape)
             kept = 2 * kept * (order.kept + 1) + 8 * layers + 2 * SPLIT * whole * order.between
         embed = self.config.model.embed
         one = 4 * (shape.stream * embed + shape.tokens * self.mlp / model) * self.width + weights.layer * self.width

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from jaxtrain.config.output import text
@@ -18,6 +18,10 @@ from jaxtrain.plan import rivals
 from jaxtrain.plan.formula import Estimate
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.rivals import Loser
+from jaxtrain.plan.screen import plain, section
+from jaxtrain.plan.view import byte_scale, duration, percent, volume
+
+SIGN = "found by `jaxtrain plan --search`"
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Ranked:
         config: with this layout.
         plan: of the compiled step; None where only the formulas judged it.
         cached: the plan is of an earlier search.
-        error: why it could not be compiled; else empty.
+        error: what broke down when it was compiled; else empty.
+        late: why it was begun to be compiled and not ended; else empty.
         reason: why it is not the first; of the first, what limits it.
     """
 
@@ -38,6 +43,7 @@ class Ranked:
     plan: Plan | None = None
     cached: bool = False
     error: str = ""
+    late: str = ""
     reason: str = ""
 
     @property
@@ -59,8 +65,17 @@ class Ranked:
 
     @property
     def source(self) -> str:
-        """`compiled`, `cached` or `formula`."""
-        return "formula" if self.plan is None else "cached" if self.cached else "compiled"
+        """`compiled`, `cached`, `formula`, or `not compiled` of what broke down."""
+        if self.plan is None:
+            return "not compiled" if self.error else "formula"
+        return "cached" if self.cached else "compiled"
+
+    @property
+    def figures(self) -> tuple[str, str, str]:
+        """Step time, tokens/s and MFU as texts; empty where they are not known."""
+        seconds, mfu = self.step_seconds, self.plan.mfu if self.plan else None
+        rate = f"{self.config.data.global_batch * self.config.data.sequence / seconds:,.0f}" if seconds else ""
+        return duration(seconds) if seconds else "", rate, "" if mfu is None else percent(mfu)
 
     @property
     def keys(self) -> list[str]:
@@ -69,19 +84,17 @@ class Ranked:
 
     def explained(self, winner: Ranked | None, objective: str, assumed: bool) -> Ranked:
         """With its reason."""
-        if self.error:
-            return replace(self, reason=self.error)
-        if winner is None or self is winner:
-            own = self.plan.limit if self.plan else ""
-            return replace(self, reason=own if self.fits else self._why_not())
-        if self.plan is not None and winner.plan is not None and objective == "time":
-            return replace(self, reason=rivals.of_plans(self.plan, winner.plan))
-        if self.plan is not None and not self.fits:
-            return replace(self, reason=self._why_not())
-        return replace(self, reason=rivals.against(self.estimate, winner.estimate, objective, assumed))
+        return replace(
+            self, reason=self.error or "; ".join(filter(None, (self.late, self._why(winner, objective, assumed))))
+        )
 
-    def _why_not(self) -> str:
-        return rivals.of_plans(self.plan, self.plan) if self.plan else ""
+    def _why(self, winner: Ranked | None, objective: str, assumed: bool) -> str:
+        first = winner or self
+        if self is first and self.fits:
+            return self.plan.limit if self.plan else ""
+        if self.plan and (first.plan or not self.fits):
+            return rivals.of_plans(self.plan, first.plan or self.plan, objective)
+        return rivals.against(self.estimate, first.estimate, objective, assumed)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -101,9 +114,11 @@ class Found:
     Args:
         config: that was asked about.
         ranking: best first; what does not fit or compile last.
+        top: how many were to be compiled.
         losers: the best of each family that people know, by the formulas.
         counted, fitting: numbers of layouts looked at, and of those that may fit.
         stopped: why not all was compiled; else empty.
+        unkept: why what was compiled is not kept for another search; else empty.
         assumed: the formulas' seconds mean nothing but an order.
     """
 
@@ -111,10 +126,12 @@ class Found:
     objective: str
     config: Config
     ranking: tuple[Ranked, ...]
+    top: int = 0
     losers: tuple[Loser, ...] = ()
     counted: int = 0
     fitting: int = 0
     stopped: str = ""
+    unkept: str = ""
     seconds: float = 0.0
     assumed: bool = False
 
@@ -128,11 +145,15 @@ class Found:
         """Good by the formulas, and not compiled."""
         return tuple(one for one in self.ranking if one.plan is None and not one.error)
 
+    def figures(self, one: Ranked) -> tuple[str, str, str]:
+        """`Ranked.figures`, but for seconds that mean nothing."""
+        return ("", "", "") if self.assumed and one.plan is None else one.figures
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "target": self.target, "objective": self.objective, "counted": self.counted, "fitting": self.fitting,
-            "stopped": self.stopped, "seconds": self.seconds, "assumed": self.assumed,
+            "stopped": self.stopped, "unkept": self.unkept, "seconds": self.seconds, "assumed": self.assumed,
             "ranking": [one.as_dict() for one in self.ranking], "losers": [one.as_dict() for one in self.losers],
         }  # fmt: skip
 
@@ -142,58 +163,49 @@ class Found:
         cached = sum(one.cached for one in self.ranking)
         of_cache = f", {cached} of them earlier" if cached else ""
         line = f"{self.counted} layouts, {self.fitting} fit by formula, {compiled} compiled{of_cache}"
-        left = f"; {self.stopped}: {len(self.untried)} more were worth compiling" if self.stopped else ""
+        left = f": {len(self.untried)} more were worth compiling" if self.top else ""
+        stopped = f"; {self.stopped}{left}" if self.stopped else ""
+        unkept = f"; not kept for another search: {self.unkept}" if self.unkept else ""
         none = "" if self.winner else "; nothing fits"
-        return f"{line} in {self.seconds:.0f} s{left}{none}"
+        return f"{line} in {self.seconds:.0f} s{stopped}{unkept}{none}"
 
 
-def table(found: Found) -> Table:
+def table(found: Found) -> RenderableType:
     """The ranking."""
-    out = _table(f"Layouts for {found.target}, least {found.objective} first", "", "layout", "step", "tokens/s", "MFU")
-    out.add_column("GB", justify="right", no_wrap=True)
-    out.add_column("by", no_wrap=True)
+    size = byte_scale(one.needs for one in found.ranking)
+    titles = ("", "layout", "step", "tokens/s", "MFU", size.name, "by")
+    out = plain(*titles, right=("", *titles[2:-1]))
     several = len({one.target for one in found.ranking}) > 1
     for place, one in enumerate(found.ranking, start=1):
         choice = one.estimate.choice
-        seconds = None if found.assumed else one.step_seconds
-        tokens = one.config.data.global_batch * one.config.data.sequence
-        mfu = one.plan.mfu if one.plan else None
         name = ", ".join(filter(None, (choice.mesh + (f" of {one.target}" if several else ""), choice.options)))
+        style = "bold" if one is found.winner else None if one.fits else "dim"
         out.add_row(
-            str(place), _reasoned(name, one.reason), "" if not seconds else f"{seconds:.3g} s",
-            "" if not seconds else f"{tokens / seconds:,.0f}", "" if mfu is None else f"{mfu:.1%}",
-            _gigabytes(one.needs), one.source, style="bold" if one is found.winner else None if one.fits else "dim",
-        )  # fmt: skip
-    return out
+            str(place),
+            _reasoned(name, one.reason),
+            *found.figures(one),
+            size.number(one.needs),
+            one.source,
+            style=style,
+        )
+    return section(f"Layouts for {found.target}", f"least {found.objective} first", out)
 
 
-def losers_table(found: Found) -> Table:
+def losers_table(found: Found) -> RenderableType:
     """The best of each family, and why it lost."""
-    out = _table("What lost, by formula", "family", "its best", "step")
-    out.add_column("GB", justify="right", no_wrap=True)
+    size = byte_scale(one.estimate.needs for one in found.losers if one.estimate)
+    out = plain("family", "its best", "step", size.name, right=("step", size.name))
     for one in found.losers:
         known = one.estimate
-        step = "" if known is None or found.assumed else f"{known.step_seconds:.3g} s"
         best = _reasoned("" if known is None else str(known.choice), one.reason)
-        out.add_row(one.family, best, step, "" if known is None else _gigabytes(known.needs))
-    return out
-
-
-def _table(title: str, *names: str) -> Table:
-    out = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        is_text = name in ("layout", "family", "its best")
-        out.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
-    return out
+        step = "" if known is None or found.assumed else duration(known.step_seconds)
+        out.add_row(one.family, best, step, "" if known is None else size.number(known.needs))
+    return section("What lost", "by formula", out)
 
 
 def _reasoned(name: str, reason: str) -> Text:
     """A name, and under it why."""
     return Text("\n".join(filter(None, (name, reason))))
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.2g}"
 
 
 def layout(config: Config) -> dict[str, Any]:
@@ -206,23 +218,18 @@ def layout(config: Config) -> dict[str, Any]:
         out["context"] = config.context
     if config.zero:
         out["zero"] = config.zero
-    if config.mesh.pipeline > 1:
-        pipeline = config.pipeline.model_dump(exclude_none=True)
+    if config.mesh.pipeline > 1 and (pipeline := config.pipeline.model_dump(exclude_defaults=True)):
         out["pipeline"] = pipeline
     return out
 
 
 def layout_text(found: Found, one: Ranked) -> str:
     """A layout file: its figures, the keys that go with it, mesh and rules."""
-    seconds = one.step_seconds
-    tokens = one.config.data.global_batch * one.config.data.sequence
-    figures = [] if found.assumed or not seconds else [f"{seconds:.3g} s a step", f"{tokens / seconds:,.0f} tokens/s"]
-    if one.plan and one.plan.mfu is not None:
-        figures.append(f"MFU {one.plan.mfu:.1%}")
-    figures.append(f"{_size(one.needs)} of a device")
+    texts = zip(("{} a step", "{} tokens/s", "MFU {}"), found.figures(one))
+    figures = [*(text.format(figure) for text, figure in texts if figure), f"{volume(one.needs)} of a device"]
     word = "estimated by formula, not compiled" if one.plan is None else "compiled"
     lines = [
-        f"# {one.estimate.choice.mesh}: found by `jaxtrain plan --search` for {one.target}, least {found.objective}.",
+        f"# {one.estimate.choice.mesh}: {SIGN} for {one.target}, least {found.objective}.",
         f"# Predicted ({word}): {', '.join(figures)}.",
         f"# Goes with: {' '.join(one.keys)}",
     ]
@@ -249,7 +256,7 @@ def write_layout(found: Found, path: str | os.PathLike[str], one: Ranked | None 
     one = one or found.winner
     if one is None:
         raise ValueError("no layout fits, so there is none to write")
-    file = Path(os.path.expanduser(path))
+    file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.part")
     part.write_text(layout_text(found, one), encoding="utf-8")
@@ -257,9 +264,10 @@ def write_layout(found: Found, path: str | os.PathLike[str], one: Ranked | None 
     return file
 
 
-def _size(size: float) -> str:
-    """In GB, or MB of little."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+def is_free(path: str | os.PathLike[str]) -> bool:
+    """Whether `write_layout` may write here unasked: there is no file, or one that it wrote."""
+    file = Path(path)
+    return not file.exists() or SIGN in file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
 
 
 def _plain(value: Any) -> Any:

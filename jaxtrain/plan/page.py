@@ -26,7 +26,7 @@ body { margin: 0 auto; max-width: 940px; padding: 28px 20px 60px; background: va
 h1 { font-size: 22px; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 36px 0 10px; padding-top: 14px; border-top: 1px solid var(--rule); }
 p { margin: 6px 0; } .dim, th, caption { color: var(--dim); font-weight: normal; }
-.verdict { font-weight: 600; } .fits { color: var(--good); } .does-not-fit { color: var(--bad); }
+.verdict { font-weight: 600; } .fits { color: var(--good); } .does-not-fit, .not-compiled { color: var(--bad); }
 .fit-unknown { color: var(--unknown); }
 .facts { display: flex; flex-wrap: wrap; gap: 14px 36px; margin: 18px 0 0; padding: 0; }
 .facts div { max-width: 260px; } .facts dt { color: var(--dim); font-size: 13px; }
@@ -86,7 +86,7 @@ def page(plan: Plan, title: str) -> str:
 def _headline(plan: Plan, title: str) -> str:
     said, figures = view.verdict(plan)
     devices = f"{plan.devices:,} x {plan.device}" if plan.devices else plan.device
-    facts = [] if plan.fits is False else view.headline(plan)
+    facts = view.headline(plan) if plan.can_run else []
     cards = "\n".join(
         f'<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}</dd><dd class="dim">{escape(fact.note)}</dd></div>'
         for fact in facts

@@ -76,7 +76,7 @@ def roofline(plan: Plan) -> str:
     chip = view.chip_of(plan)
     if chip is None or plan.compute_seconds is None:
         return ""
-    shares = calibration.of_kind(next(kind for kind, known in chips.CHIPS.items() if known is chip))
+    shares = calibration.of_kind(chips.kind_of(chip))
     peak, bandwidth = chip.flops("bf16"), float(chip.bandwidth)
     field = Field(1.0, 10 ** (int(log10(peak / bandwidth)) + 2), peak / 1000, 4 * peak)
     out = [*field.grid(), *_roof(field, peak, bandwidth, "roof")]

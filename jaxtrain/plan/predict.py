@@ -8,10 +8,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.schema import Config, Model
+from jaxtrain.config.schema import Config
 from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.layout import resolve
-from jaxtrain.observe.flops import attended, decoder_flops, layer_windows
+from jaxtrain.observe.flops import decoder_flops, mean_attended
 from jaxtrain.pipeline.table import Table
 from jaxtrain.plan import advice, bubble, calibration, chips, communication, compile, hlo, network, targets, timeline
 from jaxtrain.plan.calibration import Achieved, Calibration
@@ -32,8 +32,8 @@ def predict(
 ) -> Plan:  # fmt: skip
     """The plan of a config's real train step on devices that need not be there.
 
-    A step that needs more memory than a device has, or that the compiler breaks down on, is a plan that does not fit,
-    with the reason.
+    A step that needs more memory than a device has is a plan that does not fit; one that the compiler or the model's
+    own code breaks down on is a plan that was not compiled. Both have the reason.
 
     Args:
         vocab: of the tokenizer; None takes `model.vocab`.
@@ -48,20 +48,19 @@ def predict(
     try:
         report = compile.measure(config, vocab, str(where), hlo=hlo, timeout=timeout)
     except compile.TooLarge as error:
-        return _refused(config, where, str(error), error.needs or 0)
-    except RuntimeError as error:
-        return _refused(config, where, str(error).splitlines()[0])
+        return _refused(config, where, fits=False, reason=str(error), needs=error.needs or 0)
+    except compile.Crashed as error:
+        return _refused(config, where, fits=None, compiled=False, reason=str(error))
     return assess(config, report)
 
 
-def _refused(config: Config, where: targets.Target, reason: str, needs: int = 0) -> Plan:
+def _refused(config: Config, where: targets.Target, **said: Any) -> Plan:
     """The plan of a step that is not to be had."""
     count = where.devices or 0
     layout = resolve(config, count) if count else None
     plan = Plan(
         str(where), where.kind, count, str(layout or config.layout), dict(layout.sizes) if layout else {},
-        fits=False, reason=reason, needs=needs, usable=int(where.chip.usable.value) if where.chip else None,
-        tokens=_tokens(config), steps=config.steps,
+        usable=int(where.chip.usable.value) if where.chip else None, tokens=_tokens(config), steps=config.steps, **said,
     )  # fmt: skip
     return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)) if layout else ())
 
@@ -89,8 +88,7 @@ class Hardware:
                 replace(calibration.MEASURED, launch=report.measured["launch"]),
             )
         chip = where.chip or chips.of_device(report.device_kind)
-        kind = next((kind for kind, known in chips.CHIPS.items() if known is chip), "")
-        return cls(chip, calibration.of_kind(kind), where.shape if where.platform == "tpu" else ())
+        return cls(chip, calibration.of_kind(chips.kind_of(chip)), where.shape if where.platform == "tpu" else ())
 
 
 def _cpu(measured: Mapping[str, float], devices: int) -> Chip:
@@ -147,13 +145,8 @@ def _cost(config: Config, module: Module, hardware: Hardware, schedule: Table | 
         return None
 
     rates = Achieved(hardware.chip, hardware.shares) if hardware.chip else None
-    return analyse(module, rates, choose=choose, visible=_visible(config.model, config.data.sequence))
-
-
-def _visible(model: Model, sequence: int) -> float:
-    """Share of a sequence's keys that a query sees, on average over the layers."""
-    seen = sum(layers * attended(sequence, window) for layers, window in layer_windows(model))
-    return seen / (model.layers * sequence)
+    sequence = config.data.sequence
+    return analyse(module, rates, choose=choose, visible=mean_attended(config.model, sequence) / sequence)
 
 
 def _traffic(

@@ -59,7 +59,8 @@ class Plan:
         layout: its name and mesh.
         sizes: of all mesh axes.
         crosses: of the mesh axes larger than one, whether they leave a node or slice.
-        fits: None where the memory of the device is not known.
+        fits: None where the memory of the device is not known, or the step was not compiled.
+        compiled: the compiler came to an end: it made the step, or found that it does not fit.
         reason: why it does not fit, or was not compiled; else empty.
         needs: bytes; 0 where the compiler does not say.
         usable: bytes that a program may take.
@@ -90,6 +91,7 @@ class Plan:
     layout: str
     sizes: dict[str, int]
     fits: bool | None
+    compiled: bool = True
     reason: str = ""
     needs: int = 0
     usable: int | None = None
@@ -116,6 +118,11 @@ class Plan:
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     compile_seconds: float = 0.0
+
+    @property
+    def can_run(self) -> bool:
+        """As far as is known. Else there are no figures of a step."""
+        return self.compiled and self.fits is not False
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -51,18 +51,20 @@ class Results:
         """The plan, None where there is none."""
         try:
             return Plan.from_dict(json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
             return None  # absent, or written by something else: it is made again
 
     def write(self, key: str, plan: Plan) -> None:
-        """Keeps a plan; not one of a compiler that broke down or was stopped, which says no bytes."""
-        if plan.fits is False and not plan.needs:
-            return
+        """Keeps a plan. Raises OSError where the folder cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(plan.as_dict())
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, self.folder / f"{key}.json")
+        number, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        try:
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                json.dump(plan.as_dict(), file)
+            os.replace(name, self.folder / f"{key}.json")
+        except BaseException:
+            os.unlink(name)
+            raise
 
 
 def _files() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,13 @@ from jaxtrain.pipeline.schedule import SCHEDULES
 from jaxtrain.plan.formula import Estimate, Sent
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.space import Choice
+from jaxtrain.plan.view import MEMORY, duration, volume
 
-SAME = 0.01  # step times that differ by less are called the same
+Side = Estimate | Plan
+SAME = 0.01  # what differs by less is called the same
 WORDS = {
     "model": "tensor parallel", "fsdp": "FSDP", REPLICAS: "data parallel", CONTEXT: "context parallel",
     "expert": "expert parallel", STAGES: "pipeline",
-}  # fmt: skip
-KINDS = {
-    "params": "parameters", "optimizer": "optimizer state", "gradients": "gradients", "gathered": "gathered weights",
-    "activations": "activations", "batch": "the batch",
 }  # fmt: skip
 
 
@@ -74,13 +72,10 @@ def families(choice: Choice, inside: int) -> Iterator[str]:
 
 
 def too_large(needs: float, usable: float, memory: Mapping[str, float]) -> str:
-    """`does not fit: 96.1 GB of 79.0 GB, 64.2 GB of them optimizer state`."""
-    kinds = {kind: size for kind, size in memory.items() if kind in KINDS}
-    text = f"does not fit: {needs / 1e9:.1f} GB of {usable / 1e9:.1f} GB"
-    if not kinds:
-        return text
-    kind = max(kinds, key=lambda kind: kinds[kind])
-    return f"{text}, {kinds[kind] / 1e9:.1f} GB of them {KINDS[kind]}"
+    """`does not fit: 96.12 GB of 79.00 GB, 64.20 GB of them optimizer state`."""
+    text = f"does not fit: {volume(needs)} of {volume(usable)}"
+    kind = max(MEMORY, key=lambda kind: memory.get(kind, 0.0))
+    return f"{text}, {volume(memory[kind])} of them {MEMORY[kind]}" if memory.get(kind) else text
 
 
 def against(loser: Estimate, winner: Estimate, objective: str, assumed: bool = False) -> str:
@@ -92,25 +87,40 @@ def against(loser: Estimate, winner: Estimate, objective: str, assumed: bool = F
     """
     if loser.usable is not None and not loser.fits():
         return too_large(loser.needs, loser.usable, loser.memory)
+    return _compared(loser, winner, objective, lambda: _cause(loser, winner, assumed))
+
+
+def of_plans(loser: Plan, winner: Plan, objective: str) -> str:
+    """Why a compiled step loses to another; `objective` as `search` takes it."""
+    if loser.fits is False:
+        if not loser.needs or loser.usable is None:
+            return loser.reason
+        return too_large(loser.needs, loser.usable, loser.memory)
+    return _compared(loser, winner, objective, lambda: _plan_cause(loser, winner))
+
+
+def _compared(loser: Side, winner: Side, objective: str, cause: Callable[[], str]) -> str:
+    """How much worse by the objective, and why."""
     if objective == "memory":
-        return _larger(loser, winner)
+        more = {kind: loser.memory.get(kind, 0.0) - winner.memory.get(kind, 0.0) for kind in MEMORY}
+        kind = max(more, key=lambda kind: more[kind])
+        worse = f"{volume(loser.needs)}, {volume(more[kind])} more {MEMORY[kind]}"
+        return _within(loser.needs / winner.needs, ("smaller", "small"), worse)
+    if not loser.step_seconds or not winner.step_seconds:
+        return f"{volume(loser.wire_bytes)} sent a step"
     ratio = loser.step_seconds / winner.step_seconds
-    devices = loser.choice.devices / winner.choice.devices
-    if objective == "cost" and devices != 1:
-        ratio *= devices
-        return f"{ratio:.2f}x the device-hours on {loser.choice.devices} devices"
-    if ratio < 1 + SAME:
-        return f"as fast within {SAME:.0%}"
+    if objective == "cost" and loser.devices != winner.devices:
+        ratio *= loser.devices / winner.devices
+        return _within(ratio, ("cheaper", "cheap"), f"{ratio:.2f}x the device-hours on {loser.devices} devices")
     slower = f"{ratio:.1f}x slower" if ratio >= 1.95 else f"{ratio - 1:.0%} slower"
-    return f"{slower}: {_cause(loser, winner, assumed)}"
+    return _within(ratio, ("faster", "fast"), f"{slower}: {cause()}")
 
 
-def _larger(loser: Estimate, winner: Estimate) -> str:
-    more = {kind: loser.memory[kind] - winner.memory.get(kind, 0.0) for kind in loser.memory}
-    kind = max(more, key=lambda kind: more[kind])
-    if loser.needs <= winner.needs * (1 + SAME):
-        return f"as small within {SAME:.0%}"
-    return f"{loser.needs / 1e9:.1f} GB, {more[kind] / 1e9:.1f} GB more {KINDS.get(kind, kind)}"
+def _within(ratio: float, words: tuple[str, str], worse: str) -> str:
+    """What is better than the first of a ranking is so by formula alone: the compiler has the last word."""
+    if ratio < 1 - SAME:
+        return f"{1 - ratio:.0%} {words[0]} by formula, but not compiled"
+    return worse if ratio >= 1 + SAME else f"as {words[1]} within {SAME:.0%}"
 
 
 def _cause(loser: Estimate, winner: Estimate, assumed: bool) -> str:
@@ -121,7 +131,7 @@ def _cause(loser: Estimate, winner: Estimate, assumed: bool) -> str:
     for key, (seconds, _) in waits.items():
         more[key] = seconds - (before[key][0] if key in before else 0.0)
     worst = max(more, key=lambda kind: more[kind])
-    seconds = "" if assumed else f"{more[worst]:.2g} s "
+    seconds = "" if assumed else f"{duration(more[worst])} "
     choice = loser.choice
     if worst in waits:
         row = waits[worst][1]
@@ -164,21 +174,6 @@ def _waits(estimate: Estimate) -> dict[str, tuple[float, Sent]]:
     return out
 
 
-def of_plans(loser: Plan, winner: Plan) -> str:
-    """Why a compiled step loses to another."""
-    if loser.fits is False:
-        if not loser.needs or loser.usable is None:
-            return loser.reason
-        return too_large(loser.needs, loser.usable, loser.memory)
-    if not loser.step_seconds or not winner.step_seconds:
-        return f"{loser.wire_bytes / 1e9:.3g} GB sent a step"
-    ratio = loser.step_seconds / winner.step_seconds
-    if ratio < 1 + SAME:
-        return f"as fast within {SAME:.0%}"
-    slower = f"{ratio:.1f}x slower" if ratio >= 1.95 else f"{ratio - 1:.0%} slower"
-    return f"{slower}: {_plan_cause(loser, winner)}"
-
-
 def _plan_cause(loser: Plan, winner: Plan) -> str:
     kinds, others = loser.seconds_by.get("kind", {}), winner.seconds_by.get("kind", {})
     phases = loser.seconds_by.get("phase", {}), winner.seconds_by.get("phase", {})
@@ -186,12 +181,12 @@ def _plan_cause(loser: Plan, winner: Plan) -> str:
     memory = sum(kinds.get(kind, 0.0) - others.get(kind, 0.0) for kind in ("elementwise", "copy"))
     waiting = loser.bubble_seconds - winner.bubble_seconds
     more = {
-        f"computing again takes {again:.2g} s more": again,
-        f"reading and writing memory takes {memory:.2g} s more": memory,
-        f"waiting for other stages takes {waiting:.2g} s more": waiting,
+        f"computing again takes {duration(again)} more": again,
+        f"reading and writing memory takes {duration(memory)} more": memory,
+        f"waiting for other stages takes {duration(waiting)} more": waiting,
     }  # fmt: skip
     before = {(row.axes, row.op): row.exposed for row in winner.traffic}
     for row in loser.traffic:
         extra = row.exposed - before.get((row.axes, row.op), 0.0)
-        more[f"waiting for {row.op} over {row.axes} on {row.network} takes {extra:.2g} s more"] = extra
+        more[f"waiting for {row.op} over {row.axes} on {row.network} takes {duration(extra)} more"] = extra
     return max(more, key=lambda text: more[text])

@@ -19,7 +19,9 @@ STYLES = {
     "params": "blue", "gradients": "magenta", "optimizer": "cyan", "gathered": "yellow", "activations": "green",
     "batch": "white", "compute": "green", "communication": "yellow", "bubble": "red",
 }  # fmt: skip
-VERDICTS = {"fits": "bold green", "does not fit": "bold red", "fit unknown": "bold yellow"}
+VERDICTS = {
+    "fits": "bold green", "does not fit": "bold red", "not compiled": "bold red", "fit unknown": "bold yellow",
+}  # fmt: skip
 
 
 def report(plan: Plan, title: str, width: int) -> RenderableType:
@@ -68,7 +70,7 @@ def _headline(plan: Plan, title: str) -> RenderableType:
     said, figures = view.verdict(plan)
     lines = [Text.assemble((title, "bold"), f"  on {plan.target} ({devices})")]
     lines += [Text(f"layout {plan.layout}"), Text.assemble((said.upper(), VERDICTS[said]), "  ", figures)]
-    return Group(*lines, *([] if plan.fits is False else [_facts(view.headline(plan))]))
+    return Group(*lines, *([_facts(view.headline(plan))] if plan.can_run else []))
 
 
 def _memory(plan: Plan) -> RenderableType | None:

@@ -11,21 +11,23 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from jaxtrain.config.errors import UserError, did_you_mean, join
 from jaxtrain.config.schema import Config
 from jaxtrain.plan import predict as predictor
 from jaxtrain.plan import rivals, targets
 from jaxtrain.plan.chips import GPUS
+from jaxtrain.plan.compile import TimedOut
 from jaxtrain.plan.formula import Estimate, Formula
 from jaxtrain.plan.found import Found, Ranked
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.results import Results
 from jaxtrain.plan.rivals import Loser
-from jaxtrain.plan.space import Space
-from jaxtrain.plan.survey import OBJECTIVES, Objective, Survey, value
+from jaxtrain.plan.space import Choice, Space
+from jaxtrain.plan.survey import INTERRUPTED, LATE, OBJECTIVES, Objective, Survey, value
 from jaxtrain.plan.targets import Target
 
 Progress = Callable[[str, int, int, str], None]  # ("formula" or "compile", done, of, what); of is 0 where not known
@@ -57,8 +59,12 @@ def search(
     Raises:
         UserError: an unknown target, a number of devices that it does not come in, a model without formulas, no size
             of the vocabulary, or no layout that is legal.
+        KeyboardInterrupt: before any layout was looked at; later it ends the search, which says so.
     """
     start, tell = time.monotonic(), progress or (lambda *_: None)
+    for name, given, least in (("devices", devices, 1), ("top", top, 0), ("jobs", jobs, 1)):
+        if given is not None and given < least:
+            raise UserError(f"{name}: expected {least} or more; found {given}")
     size = vocab or config.model.vocab
     if objective not in OBJECTIVES:
         hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join(OBJECTIVES)}"
@@ -73,12 +79,17 @@ def search(
         done = sum(survey.counted for survey in surveys)
         survey = Survey(formula, objective)
         surveys.append(survey.run(start + FORMULAS * budget, lambda n, done=done: tell("formula", done + n, 0, "")))
+        if survey.stopped == INTERRUPTED:
+            top = 0
+            break
     if not any(survey.counted for survey in surveys):
+        if surveys[0].stopped == INTERRUPTED:
+            raise KeyboardInterrupt
         raise UserError(f"target {where}: no mesh of its devices is legal: {_first(surveys[0])}")
-    missing = targets.missing(where, config.step.attention) if predict is predictor.predict else None
+    missing = targets.missing(where, config.step.attention) if top and predict is predictor.predict else None
     judge = Judge(config, vocab, surveys, start + budget, tell, predict, Results.of(config, cache), jobs)
     judge.run(0 if missing else top)
-    return judge.found(time.monotonic() - start, missing)
+    return replace(judge.found(time.monotonic() - start), top=top, stopped=missing or judge.stopped)
 
 
 def _first(survey: Survey) -> str:
@@ -131,11 +142,10 @@ def smaller(target: Target) -> Iterator[Target]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of compiling a choice."""
+    """What came of compiling a choice: a plan, an error, or neither in time."""
 
     estimate: Estimate
-    target: Target
-    plan: Plan | None
+    plan: Plan | None = None
     cached: bool = False
     error: str = ""
 
@@ -153,8 +163,10 @@ class Judge:
     results: Results
     jobs: int
     verdicts: list[Verdict] = field(default_factory=list)
+    begun: list[Estimate] = field(default_factory=list)  # and not ended
     waiting: list[Estimate] = field(default_factory=list)
     stopped: str = ""
+    unkept: str = ""
     _done: queue.Queue[Verdict] = field(default_factory=queue.Queue)
     _ratios: dict[tuple[int, ...], float] = field(default_factory=dict)
 
@@ -176,18 +188,20 @@ class Judge:
                     self._start(estimate)
                 if not active:
                     break
-                self._take(self._done.get(timeout=max(0.0, self._left()) + LEAST))
+                verdict = self._done.get(timeout=max(0.0, self._left()) + LEAST)
                 active -= 1
-                self.tell("compile", self._fitting(), top, str(self.verdicts[-1].estimate.choice))
+                self._take(verdict)
+                self.tell("compile", self._fitting(), top, str(verdict.estimate.choice))
         except queue.Empty:
-            self.stopped = "the time was up"
+            self.stopped = LATE
         except KeyboardInterrupt:
-            self.stopped = "interrupted"
+            self.stopped = INTERRUPTED
         if not self.stopped and top and self._fitting() < top and self._left() <= LEAST:
-            self.stopped = "the time was up"
-        if any(survey.stopped for survey in self.surveys):
-            self.stopped = self.stopped or "the time was up before all layouts were looked at"
-        self.waiting = _first_of(candidates, max(top, 8) - self._fitting())
+            self.stopped = LATE
+        self.stopped = self.stopped or next((survey.stopped for survey in self.surveys if survey.stopped), "")
+        tried = {one.choice for one in (*self.begun, *(verdict.estimate for verdict in self.verdicts))}
+        rest = (one for one in self._candidates() if one.fits() and one.choice not in tried)
+        self.waiting = list(islice(rest, max(0, max(top, 8) - self._fitting() - len(self.begun))))
 
     def _left(self) -> float:
         return self.deadline - time.monotonic()
@@ -214,43 +228,57 @@ class Judge:
         return value(self.objective, estimate.needs, estimate.step_seconds, estimate.choice.devices)
 
     def _start(self, estimate: Estimate) -> None:
+        self.begun.append(estimate)
         # A daemon: on Ctrl-C nobody waits for the compiler.
         threading.Thread(target=lambda: self._done.put(self._judged(estimate)), daemon=True).start()
 
     def _judged(self, estimate: Estimate) -> Verdict:
-        survey = self._of[estimate.choice.devices]
-        config, target = survey.formula.space.configured(estimate.choice), survey.formula.target
+        config, target = self._configured(estimate), self._target(estimate)
         key = self.results.key(config, self.vocab, str(target))
         if (known := self.results.read(key)) is not None:
-            return Verdict(estimate, target, known, cached=True)
+            return Verdict(estimate, known, cached=True)
         try:
             plan = self.predict(config, self.vocab, str(target), timeout=max(1.0, self._left()))
-            self.results.write(key, plan)
+        except TimedOut:
+            return Verdict(estimate)
         except Exception as error:  # one layout that does not compile ends no search: it is shown with what was said
-            return Verdict(estimate, target, None, error=str(error).splitlines()[0] if str(error) else repr(error))
-        return Verdict(estimate, target, plan)
+            return Verdict(estimate, error=str(error).splitlines()[0] if str(error) else repr(error))
+        if not plan.compiled:
+            return Verdict(estimate, error=plan.reason)
+        if target.platform != "cpu":  # whose seconds are measured: they are those of this moment
+            self._keep(key, plan)
+        return Verdict(estimate, plan)
+
+    def _keep(self, key: str, plan: Plan) -> None:
+        try:
+            self.results.write(key, plan)
+        except OSError as error:
+            self.unkept = f"{self.results.folder}: {error.strerror or error}"
 
     def _take(self, verdict: Verdict) -> None:
-        self.verdicts.append(verdict)
         plan, estimate = verdict.plan, verdict.estimate
+        if plan is None and not verdict.error:
+            return
+        self.begun.remove(estimate)
+        self.verdicts.append(verdict)
         if plan is not None and plan.needs:
             self._ratios[estimate.choice.sizes] = plan.needs / estimate.needs
 
-    def found(self, seconds: float, missing: str | None = None) -> Found:
+    def found(self, seconds: float) -> Found:
         """The ranking."""
+        late = f"not compiled: {self.stopped}"
         order = sorted((self._ranked(verdict) for verdict in self.verdicts), key=self._place)
-        rest = [Ranked(one, self._configured(one), str(self._target(one))) for one in self.waiting if one.fits()]
-        good = [one for one in order if one.fits] + rest
-        winner = good[0] if good else None
-        everyone = [*good, *(one for one in order if not one.fits)]
-        ranking = tuple(one.explained(winner, self.objective, self._assumed) for one in everyone)
-        first = self.surveys[0]
+        order += [replace(self._ranked(Verdict(one)), late=late) for one in self.begun]
+        order += [self._ranked(Verdict(one)) for one in self.waiting]
+        order.sort(key=lambda one: not one.fits)
+        winner = order[0] if order and order[0].fits else None
+        ranking = tuple(one.explained(winner, self.objective, self._assumed) for one in order)
         return Found(
-            str(first.formula.target), self.objective, self.config, ranking,
-            losers=tuple(self._losers(winner)),
+            str(self.surveys[0].formula.target), self.objective, self.config, ranking,
+            losers=tuple(self._losers({one.estimate.choice: one for one in ranking})),
             counted=sum(survey.counted for survey in self.surveys),
             fitting=sum(survey.fitting for survey in self.surveys),
-            stopped=missing or self.stopped, seconds=seconds, assumed=self._assumed,
+            stopped=self.stopped, unkept=self.unkept, seconds=seconds, assumed=self._assumed,
         )  # fmt: skip
 
     @property
@@ -263,32 +291,27 @@ class Judge:
     def _target(self, estimate: Estimate) -> Target:
         return self._of[estimate.choice.devices].formula.target
 
-    def _ranked(self, verdict: Verdict) -> Ranked:
-        config = self._configured(verdict.estimate)
-        return Ranked(verdict.estimate, config, str(verdict.target), verdict.plan, verdict.cached, verdict.error)
+    def _ranked(self, one: Verdict) -> Ranked:
+        config, target = self._configured(one.estimate), str(self._target(one.estimate))
+        return Ranked(one.estimate, config, target, one.plan, one.cached, one.error)
 
     def _place(self, one: Ranked) -> tuple:
-        formula = self._of[one.estimate.choice.devices].formula
-        seconds = one.estimate.step_seconds if one.plan is None else formula.seconds(one.plan)
-        devices = one.estimate.choice.devices
-        return (not one.fits, *value(self.objective, one.needs, seconds, devices), one.estimate.choice.complexity)
+        choice = one.estimate.choice
+        seconds = one.estimate.step_seconds if one.step_seconds is None else one.step_seconds
+        return *value(self.objective, one.needs, seconds, choice.devices), choice.complexity
 
-    def _losers(self, winner: Ranked | None) -> Iterator[Loser]:
+    def _losers(self, ranking: Mapping[Choice, Ranked]) -> Iterator[Loser]:
         """The best of every family by the formulas, but for those that the winner is of; all of them without one."""
-        survey = self.surveys[0]
-        model = self.config.model
-        own = set(rivals.families(winner.estimate.choice, survey.inside)) if winner else set()
+        survey, model = self.surveys[0], self.config.model
+        winner = next((one.estimate for one in ranking.values() if one.fits), None)
+        own = set(rivals.families(winner.choice, survey.inside)) if winner else set()
         for family in rivals.names(survey.inside, survey.formula.space.devices, model.moe is not None):
             if family in own:
                 continue
             best = survey.best_of(family)
             if best is None:
                 yield Loser(family, None, survey.why_none(family))
+            elif (known := ranking.get(best.choice)) and known.plan:
+                yield Loser(family, best, f"compiled: {known.reason}")
             else:
-                first = winner.estimate if winner else best
-                why = rivals.against(best, first, self.objective, self._assumed)
-                yield Loser(family, best, why)
-
-
-def _first_of(found: Iterator[Estimate], count: int) -> list[Estimate]:
-    return [one for _, one in zip(range(max(0, count)), found)]
+                yield Loser(family, best, rivals.against(best, winner or best, self.objective, self._assumed))

@@ -7,7 +7,7 @@ The model, the data, the global batch and the numerics are the config's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -53,6 +53,16 @@ class Choice:
     accumulate: int = 1
     remat: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, sizes: Mapping[str, int]) -> Choice:
+        """What a search would call the layout of a config whose mesh axes have these sizes."""
+        pipeline, step = config.pipeline, config.step
+        return cls(
+            tuple(sizes[axis] for axis in AXES), "model" in config.rules.get(SEQUENCE, ()), config.zero,
+            config.context if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.chunks, step.accumulate,
+            step.remat, step.offload,
+        )  # fmt: skip
 
     @cached_property
     def by_axis(self) -> dict[str, int]:
@@ -158,7 +168,7 @@ class Space:
         base = self.config
         step = base.step.model_copy(update=choice.step)
         mesh = type(base.mesh)(**sizes, dcn=self._dcn(sizes))
-        pipeline = type(base.pipeline)(**choice.layout.get("pipeline", {}))
+        pipeline = base.pipeline.model_copy(update={"schedule": choice.schedule, "chunks": choice.chunks})
         return base.model_copy(update={
             "layout": layout, "mesh": mesh, "rules": {dim: axes for dim, axes in rules.items() if axes},
             "zero": choice.zero, "context": choice.context, "pipeline": pipeline, "step": step,

@@ -112,7 +112,7 @@ def measured(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
     return host.measure(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None
 
 
-def without_permutes_in_branches(step: Any) -> Any:
+def without_divergent_permutes(step: Any) -> Any:
     """The jitted step of a pipeline; its first call raises UserError where the compiled program could hang.
 
     Stages do different actions in a tick, and a collective-permute waits for all devices: the CPU backend

@@ -23,6 +23,7 @@ PER_FAMILY = 16  # whose schedules are priced by their real tables
 PER_KIND, PER_MESH = 3, 2  # of the choices to compile that share axes, stage and schedule, or a mesh
 Entry = tuple[Value, tuple[int, ...], Choice]
 EVERY = 256  # choices between two looks at the clock
+INTERRUPTED, LATE = "interrupted", "the time was up"
 
 
 def value(objective: Objective, needs: float, step_seconds: float, devices: int) -> Value:
@@ -41,14 +42,14 @@ class Survey:
 
     Args:
         counted, fitting: numbers of choices, and of those that may fit.
-        stopped: the time was up before all were looked at.
+        stopped: why not all were looked at; else empty.
     """
 
     formula: Formula
     objective: Objective
     counted: int = 0
     fitting: int = 0
-    stopped: bool = False
+    stopped: str = ""
     _ranked: list[Entry] = field(default_factory=list)
     _families: dict[str, list[Entry]] = field(default_factory=dict)
     _smallest: dict[str, tuple[float, Choice]] = field(default_factory=dict)
@@ -63,7 +64,15 @@ class Survey:
         return self.formula.space.devices // max(1, self.formula.target.slices)
 
     def run(self, deadline: float, progress: Callable[[int], None] = lambda done: None) -> Survey:
-        """Looks at every choice, until the clock (`time.monotonic`) says `deadline`."""
+        """Looks at every choice, until the clock (`time.monotonic`) says `deadline`, or Ctrl-C."""
+        try:
+            self._look(deadline, progress)
+        except KeyboardInterrupt:
+            self.stopped = INTERRUPTED
+        self._ranked.sort(key=_order)
+        return self
+
+    def _look(self, deadline: float, progress: Callable[[int], None]) -> None:
         formula, inside = self.formula, self.inside
         hopeless: tuple | None = None
         for choice in formula.space:
@@ -71,9 +80,10 @@ class Survey:
             if self.counted % EVERY == 0:
                 progress(self.counted)
                 if time.monotonic() > deadline:
-                    self.stopped = True
+                    self.stopped = f"{LATE} before all layouts were looked at"
                     break
-            place = choice.sizes, choice.zero, choice.context, choice.sequence, choice.accumulate, choice.schedule
+            schedule = choice.accumulate, choice.schedule, choice.chunks
+            place = choice.sizes, choice.zero, choice.context, choice.sequence, *schedule
             if place == hopeless:
                 continue
             found = formula.bound(choice)
@@ -81,8 +91,6 @@ class Survey:
             if not fits and choice.remat == "full":
                 hopeless = place  # all else needs more
             self._note(found, fits, inside)
-        self._ranked.sort(key=_order)
-        return self
 
     def _note(self, found: Estimate, fits: bool, inside: int) -> None:
         choice = found.choice

@@ -88,6 +88,8 @@ def parse(text: str, slices: int | None = None) -> Target:
         raise UserError(f"target {text}: expected a shape such as {SHAPES}")
     if slices is not None and slices < 1:
         raise UserError(f"target {text}: {slices} slices; expected 1 or more")
+    if star and slices not in (None, int(count)):
+        raise UserError(f"target {text}: has {count} slices, and --slices says {slices}; expected one of both")
     several = int(count) if star else slices or 1
     if several > 1 and kind not in TPUS:
         raise UserError(f"target {text}: slices are of TPUs; expected such as h100:NODESxGPUS, or v5p:4x4x4*{several}")

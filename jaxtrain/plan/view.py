@@ -110,7 +110,9 @@ class Fact:
 
 
 def verdict(plan: Plan) -> tuple[str, str]:
-    """(`fits`, `does not fit` or `fit unknown`; the figures)."""
+    """(`fits`, `does not fit`, `not compiled` or `fit unknown`; the figures)."""
+    if not plan.compiled:
+        return "not compiled", plan.reason
     if plan.fits is None:
         return "fit unknown", f"needs {volume(plan.needs)}; the memory of {plan.device} is not known"
     if not plan.fits:
@@ -125,8 +127,8 @@ def why_no_time(plan: Plan) -> str:
     """Why no step time is known; empty where it is."""
     if plan.step_seconds is not None:
         return ""
-    if plan.fits is False:
-        return "the step was not compiled" if plan.compute_seconds is None else "the step does not fit"
+    if not plan.can_run:
+        return "the step does not fit" if plan.compiled else "the step was not compiled"
     if plan.compute_seconds is None:
         return f"nothing is known of {plan.device}"
     return f"nothing is known of the network between {plan.devices} x {plan.device}"
@@ -221,10 +223,10 @@ def gain(advice: Advice) -> str:
 def assumptions(plan: Plan) -> list[str]:
     """What a plan takes for granted: its own notes, the chip's figures, and how much of them programs achieve."""
     chip = chip_of(plan)
-    if chip is None or plan.fits is False:
+    if chip is None or not plan.can_run:
         return list(plan.notes)
     figures = [f"{prefixed(chip.flops('bf16'), 'FLOP/s')} in bf16", f"memory {prefixed(float(chip.bandwidth), 'B/s')}"]
-    shares = calibration.of_kind(next(kind for kind, known in chips.CHIPS.items() if known is chip))
+    shares = calibration.of_kind(chips.kind_of(chip))
     reached = [f"matmuls {shares.matmul:.0%}", f"attention {shares.attention:.0%}", f"memory {shares.memory:.0%}"]
     if isinstance(chip.inside, chips.Torus):
         figures.append(f"{chip.inside.name} {prefixed(float(chip.inside.link), 'B/s')} a link and way")

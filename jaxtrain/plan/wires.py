@@ -26,7 +26,7 @@ from jaxtrain.plan.chips import Chip, Switch, Torus
 from jaxtrain.plan.network import Fabric, Place
 from jaxtrain.plan.space import Choice
 from jaxtrain.plan.targets import Target
-from jaxtrain.plan.weights import Over, Weights
+from jaxtrain.plan.weights import COMPUTE, Over, Weights
 
 GIGA = 1e9
 
@@ -71,7 +71,7 @@ class Shape:
     again: frozenset[str]
 
     @classmethod
-    def of(cls, config: Config, choice: Choice, width: int) -> Shape:
+    def of(cls, config: Config, choice: Choice) -> Shape:
         model, data = config.model, config.data
         rows = data.global_batch / choice.accumulate / choice.size("data", "fsdp", "expert")
         tokens = rows * data.sequence / choice.size("context")
@@ -81,8 +81,8 @@ class Shape:
         if "attention" in choice.offload:
             again -= {"scores"}
         return cls(
-            model.layers / choice.size(STAGES), tokens, tokens / split, width, model.embed, model.heads * head,
-            2 * (model.kv_heads or model.heads) * head, frozenset(again),
+            model.layers / choice.size(STAGES), tokens, tokens / split, COMPUTE.get(config.precision, 2), model.embed,
+            model.heads * head, 2 * (model.kv_heads or model.heads) * head, frozenset(again),
         )  # fmt: skip
 
 
@@ -223,11 +223,6 @@ class Links:
             self._known[key] = alpha, ((most.seconds or 0.0) - alpha) / GIGA, most.network
         alpha, beta, network = self._known[key]
         return row.runs * alpha + row.bytes * beta, network
-
-    def crosses(self, choice: Choice, axes: Over) -> bool:
-        """Whether these axes leave a node or slice."""
-        places = self.fabric.places
-        return any(len({places[d].domain for d in group}) > 1 for group in _groups(choice.sizes, axes, "all-gather"))
 
 
 def _groups(sizes: tuple[int, ...], axes: Over, op: str) -> list[list[int]]:

@@ -28,7 +28,7 @@ from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
 from jaxtrain.pipeline.cost import price, summary
-from jaxtrain.plan.step import without_permutes_in_branches
+from jaxtrain.plan.step import without_divergent_permutes
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
@@ -78,7 +78,7 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     data, validation = open_data(config, screen)
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
     if program.gradients.pipeline:
-        program = replace(program, step=without_permutes_in_branches(program.step))
+        program = replace(program, step=without_divergent_permutes(program.step))
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint

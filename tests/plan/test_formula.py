@@ -25,17 +25,6 @@ SMALL = {
 }  # fmt: skip
 
 
-def choice_of(config: Config, sizes: dict[str, int]) -> Choice:
-    """What a search would call this layout."""
-    sequence = "model" in config.rules.get("sequence", ())
-    context = config.context if sizes["context"] > 1 else "auto"
-    schedule, remat = config.pipeline, config.step.remat
-    return Choice(
-        tuple(sizes[axis] for axis in AXES), sequence, config.zero, context, schedule.schedule, schedule.chunks,
-        config.step.accumulate, remat,
-    )  # fmt: skip
-
-
 def formula(config: Config, target: str) -> Formula:
     where = targets.parse(target)
     assert config.model.vocab is not None
@@ -75,7 +64,7 @@ def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp_sp", "cp_ulysses"])
 def test_bytes_on_the_wire_are_the_compiled_step_s(layout: str):
     config, sizes, rows = measured(layout, H100)
-    found = formula(config, H100).exact(choice_of(config, sizes))
+    found = formula(config, H100).exact(Choice.of(config, sizes))
     assert found is not None
     assert found.wire_bytes == pytest.approx(sum(row.bytes for row in rows), rel=0.02)
     by_axes = {row.where for row in rows if row.bytes > 1e6}
