@@ -39,7 +39,7 @@ LEAST = 3.0  # seconds: in less nothing is compiled
 def search(
     config: Config, vocab: int | None, target: str, *, devices: int | None = None, objective: Objective = "time",
     budget: float = 300.0, top: int = 8, jobs: int = 2, cache: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None, predict: Predict = predictor.predict,
+    progress: Progress | None = None, predict: Predict | None = None,
 ) -> Found:  # fmt: skip
     """The ranking of layouts for a config.
 
@@ -54,7 +54,7 @@ def search(
         jobs: compilers at a time.
         cache: folder of compiled plans; default: `plan` beside `compile_cache`.
         progress: told how far it is.
-        predict: compiles; takes (config, vocab, target, timeout=seconds).
+        predict: compiles; takes (config, vocab, target, timeout=seconds). Default: `plan.predict`.
 
     Raises:
         UserError: an unknown target, a number of devices that it does not come in, a model without formulas, no size
@@ -86,8 +86,9 @@ def search(
         if surveys[0].stopped == INTERRUPTED:
             raise KeyboardInterrupt
         raise UserError(f"target {where}: no mesh of its devices is legal: {_first(surveys[0])}")
-    missing = targets.missing(where, config.step.attention) if top and predict is predictor.predict else None
-    judge = Judge(config, vocab, surveys, start + budget, tell, predict, Results.of(config, cache), jobs)
+    missing = targets.missing(where, config.step.attention) if top and predict is None else None
+    compiler, kept = predict or predictor.predict, Results.of(config, cache)
+    judge = Judge(config, vocab, surveys, start + budget, tell, compiler, kept, jobs)
     judge.run(0 if missing else top)
     return replace(judge.found(time.monotonic() - start), top=top, stopped=missing or judge.stopped)
 
@@ -313,5 +314,7 @@ class Judge:
                 yield Loser(family, None, survey.why_none(family))
             elif (known := ranking.get(best.choice)) and known.plan:
                 yield Loser(family, best, f"compiled: {known.reason}")
+            elif winner is None and best.fits():
+                yield Loser(family, best, "fits by formula, but is not compiled")
             else:
                 yield Loser(family, best, rivals.against(best, winner or best, self.objective, self._assumed))

@@ -54,3 +54,11 @@ def refused() -> Plan:
         "v5e:2x4", "v5e", 8, "fsdp: fsdp 8", AXES | {"fsdp": 8}, fits=False, reason="Ran out of memory on HBM",
         needs=129_000_000_000, usable=16_911_433_728, tokens=500_000, steps=100,
     )  # fmt: skip
+
+
+def crashed() -> Plan:
+    """A step that the compiler broke down on."""
+    return Plan(
+        "h100:1x8", "h100", 8, "fsdp: fsdp 8", AXES | {"fsdp": 8}, fits=None, compiled=False,
+        reason="compiling ended with status -11", usable=78_996_970_536, tokens=500_000, steps=100,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from plan_examples import FITTING, fitting, refused, simulated
+from plan_examples import FITTING, crashed, fitting, refused, simulated
 from rich.console import Console
 
 from jaxtrain.plan import diff
@@ -52,6 +52,7 @@ def test_what_one_plan_does_not_know_is_unknown():
     assert row("model", "communication, waiting", b=simulated()).b is None
     assert row("model all-gather", b=simulated()).change == 0
     assert "unknown" in shown(fitting(), refused())
+    assert "not compiled: compiling ended with status -11" in shown(fitting(), crashed())
 
 
 def test_a_device_without_communication_sends_nothing():

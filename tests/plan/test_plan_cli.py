@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from plan_examples import fitting, refused, simulated
+from plan_examples import crashed, fitting, refused, simulated
 
 from jaxtrain.cli.main import main
 from jaxtrain.config import resolve
 from jaxtrain.config.schema import Config
 from jaxtrain.plan import predict, targets
 from jaxtrain.plan.result import Plan
+from jaxtrain.plan.space import Space
 
 TEXT = """
 simulate: 2
@@ -85,6 +86,12 @@ def compiler(monkeypatch) -> Compiler:
             ["CONFIG", "--target", "h100:2", "--search", "--html", "x.html"],
             "--html, --hlo and --diff are not of --search",
         ),
+        (["--search", "--diff", "CONFIG", "CONFIG", "--target", "h100:2"], "--hlo and --diff are not of --search"),
+        (["CONFIG", "--target", "h100:2", "--search", "--out", "best"], "--out best: a layout file ends in .yaml"),
+        (["CONFIG", "--target", "h100:2", "--search", "--jobs", "0"], "jobs: expected 1 or more; found 0"),
+        (["CONFIG", "--target", "h100:2", "--search", "--devices", "-2"], "devices: expected 1 or more; found -2"),
+        (["CONFIG", "--target", "h100:2", "--search", "--top", "-1"], "top: expected 0 or more; found -1"),
+        (["CONFIG", "--target", "v5p:2x2x1*2", "--slices", "4"], "has 2 slices, and --slices says 4"),
         (
             ["CONFIG", "--target", "h100:2", "--search", "--budget", "soon"],
             "--budget soon: expected a time such as 90s",
@@ -94,7 +101,10 @@ def compiler(monkeypatch) -> Compiler:
         (["CONFIG", "--target", "h100:2x8", "--search", "--devices", "12"], "devices: 12 are no whole nodes of 8"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_is_compiled(compiler, config, capsys, arguments, said):
+def test_bad_input_is_one_line_before_anything_is_compiled(
+    compiler, config, capsys, tmp_path, monkeypatch, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
     code = main(["plan", *(argument.replace("CONFIG", config) for argument in arguments)])
     out, err = capsys.readouterr()
     assert (code, out, compiler.asked) == (2, "", [])
@@ -115,8 +125,10 @@ def test_a_missing_extra_is_one_line(compiler, config, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "said"), [(fitting(), 0, "FITS"), (simulated(), 0, "FIT UNKNOWN"), (refused(), 1, "DOES NOT FIT")]
-)
+    ("plan", "code", "said"),
+    [(fitting(), 0, "FITS"), (simulated(), 0, "FIT UNKNOWN"), (refused(), 1, "DOES NOT FIT"),
+     (crashed(), 2, "NOT COMPILED")],
+)  # fmt: skip
 def test_the_exit_code_says_whether_it_fits(compiler, config, capsys, plan, code, said):
     compiler.plans = [plan]
     assert main(["plan", config, "--target", "h100:2"]) == code
@@ -205,12 +217,20 @@ def test_a_users_own_model_and_data(tmp_path):
     assert plan.memory["batch"] > 0
 
 
-def test_a_search_prints_the_ranking_and_writes_a_layout_to_use(compiler, config, capsys, tmp_path, monkeypatch):
+def search(config: str, *arguments: str) -> int:
+    return main(["plan", config, "--target", "h100:1x4", "--search", "--top", "0", "model.vocab=256", *arguments])
+
+
+@pytest.mark.parametrize(
+    "keys", [(), ("layout=fsdp_tp", "mesh.model=2"), ("mesh.fsdp=4", "zero=0", "rules.mlp=[]", "optimizer.lr=0.01")]
+)
+def test_a_search_prints_the_ranking_and_writes_a_layout_to_use(
+    compiler, config, capsys, tmp_path, monkeypatch, keys: tuple[str, ...]
+):
     monkeypatch.chdir(tmp_path)
-    arguments = ["plan", config, "--target", "h100:1x4", "--search", "--top", "0", "--json", "found.json"]
-    assert main([*arguments, "model.vocab=256"]) == 0
+    assert search(config, *keys, "--json", "found.json") == 0
     out, err = capsys.readouterr()
-    assert "Layouts for h100:1x4, least time first" in out
+    assert "Layouts for h100:1x4  least time first" in out
     assert "tensor parallel" in out  # a family that lost
     assert err.splitlines()[-1] == "written: h100-1x4.yaml"
     found = json.loads((tmp_path / "found.json").read_text())
@@ -219,3 +239,37 @@ def test_a_search_prints_the_ranking_and_writes_a_layout_to_use(compiler, config
     words = shlex.split(command.removeprefix("use it: jaxtrain train "))
     used, _ = resolve(words[0], *words[1:], paths=False)
     assert {axis: size for axis, size in used.mesh if axis != "dcn" and size > 1} == found["ranking"][0]["mesh"]
+    layout = found["ranking"][0]["layout"]
+    assert {name: list(axes) for name, axes in used.rules.items()} == layout["rules"]
+    assert (used.model.vocab, used.optimizer.lr == 0.01) == (256, "optimizer.lr=0.01" in keys)
+
+
+def test_a_search_overwrites_its_own_files_alone(compiler, config, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert search(config) == 0
+    assert search(config) == 0
+    (tmp_path / "h100-1x4.yaml").write_text("mine: 1\n")
+    capsys.readouterr()
+    assert search(config) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "h100-1x4.yaml: is there already, and no search wrote it" in line
+    assert (tmp_path / "h100-1x4.yaml").read_text() == "mine: 1\n"
+
+
+def test_what_a_search_says_is_no_markup(compiler, config, capsys, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    assert search(config, "--top", "1") == 0
+    assert "[plan-gpu]" in capsys.readouterr().out
+
+
+def test_an_early_ctrl_c_is_one_line(compiler, config, capsys, tmp_path, monkeypatch):
+    def interrupted(self: Space) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Space, "__iter__", interrupted)
+    assert search(config) == 130
+    assert capsys.readouterr() == ("", "jaxtrain: interrupted before any layout was looked at\n")

@@ -12,7 +12,7 @@ from wire_theory import configured
 from jaxtrain.config.errors import UserError
 from jaxtrain.observe.flops import decoder_flops
 from jaxtrain.pipeline.table import Action
-from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict
+from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict, view
 from jaxtrain.plan.result import Plan, Traffic
 
 
@@ -114,10 +114,14 @@ def test_what_does_not_fit_or_compile_is_a_plan(monkeypatch):
     assert json_of(plan) == plan
 
     def crash(*args, **kwargs):
-        raise RuntimeError("compiling ended with status -11\nmore")
+        raise compile.Crashed("compiling ended with status -11")
 
     monkeypatch.setattr(compile, "measure", crash)
-    assert predict.predict(config, None, "h100:8").reason == "compiling ended with status -11"
+    plan = predict.predict(config, None, "h100:8")
+    assert (plan.compiled, plan.fits, plan.reason, plan.advice) == (False, None, "compiling ended with status -11", ())
+    assert plan.limit == "not compiled: compiling ended with status -11"
+    assert view.verdict(plan) == ("not compiled", plan.reason)
+    assert json_of(plan) == plan
 
     def wrong(*args, **kwargs):
         raise UserError("mesh: does not fit")
@@ -169,9 +173,10 @@ def test_advice_for_an_axis_that_leaves_its_node():
     sizes = plan().sizes | {"fsdp": 2, "model": 16}
     slow = Traffic("model", "all-gather", "NVLink+InfiniBand", 10, 10**9, 0.5, 0.0)
     found = advice.changes(config, plan(
-        target="h100:4x8", sizes=sizes, crosses={"fsdp": True, "model": True}, traffic=(slow,), exposed_seconds=0.5,
+        target="h100:4x8", devices=32, sizes=sizes, crosses={"fsdp": True, "model": True}, traffic=(slow,),
+        exposed_seconds=0.5,
     ))  # fmt: skip
-    assert found[0].change == "mesh.model=8"
+    assert found[0].change == "mesh.model=8 mesh.fsdp=4"
     assert found[0].gain == pytest.approx(0.5 * (1 - 1 / 9) / (1 - 0.5 * (1 - 1 / 9)))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import threading
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,15 +20,16 @@ from jaxtrain.config import load, resolve
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import AXES
+from jaxtrain.plan import rivals, targets
 from jaxtrain.plan import search as module
-from jaxtrain.plan import targets
-from jaxtrain.plan.formula import Formula
+from jaxtrain.plan.compile import TimedOut
+from jaxtrain.plan.formula import Estimate, Formula
 from jaxtrain.plan.found import layout_text, losers_table, table, write_layout
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.results import Results
 from jaxtrain.plan.search import Found, resized, search, smaller
-from jaxtrain.plan.space import Space
-from jaxtrain.plan.survey import Survey
+from jaxtrain.plan.space import Choice, Space
+from jaxtrain.plan.survey import OBJECTIVES, Objective, Survey
 
 H100 = "h100:2x4"
 SMALL = tiny("precision=bf16", "data.sequence=512")
@@ -141,15 +145,18 @@ def test_the_budget_ends_it(tmp_path: Path, monkeypatch):
 
     def slow(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         time.sleep(timeout)
-        raise UserError(f"target {target}: not compiled after {timeout:.0f} s")
+        raise TimedOut(f"target {target}: not compiled after {timeout:.0f} s")
 
     start = time.monotonic()
     late = run(slow, tmp_path, budget=2.5)
     assert time.monotonic() - start < 5
     assert late.stopped == "the time was up"
-    assert late.untried
-    assert late.winner is not None
-    assert late.winner.source == "formula"
+    assert {one.source for one in late.ranking} == {"formula"}
+    # What was begun comes first, as good as it was before, and says why there is no plan of it.
+    assert len(late.ranking) > 2
+    assert all(one.fits and one.reason.startswith("not compiled: the time was up") for one in late.ranking[:2])
+    assert not any("time was up" in one.reason for one in late.ranking[2:])
+    assert len(late.untried) == len(late.ranking)
     assert "more were worth compiling" in late.summary()
     assert not list(tmp_path.iterdir())
 
@@ -163,13 +170,97 @@ def test_what_does_not_compile_ends_no_search(tmp_path: Path, compiler: Compiler
     found = run(broken, tmp_path)
     assert found.winner is not None
     assert found.winner.config.mesh.fsdp != 8
-    assert {one.reason for one in found.ranking if one.error} == {"mesh: breaks"}
+    assert {(one.reason, one.source) for one in found.ranking if one.error} == {("mesh: breaks", "not compiled")}
+
+
+def test_what_the_compiler_breaks_down_on_is_a_row_and_not_kept(tmp_path: Path, compiler: Compiler):
+    def crashes(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
+        plan = compiler(config, vocab, target, timeout=timeout)
+        if config.mesh.fsdp == 8:
+            return Plan(target, "chip", 8, "search", plan.sizes, fits=None, compiled=False, reason="was killed")
+        return plan
+
+    found = run(crashes, tmp_path)
+    assert found.winner is not None
+    assert found.winner.plan is not None
+    lost = [one for one in found.ranking if one.error]
+    assert {(one.reason, one.source, one.fits) for one in lost} == {("was killed", "not compiled", False)}
+    assert len(list(tmp_path.iterdir())) == sum(one.plan is not None for one in found.ranking) == 6
+
+
+def test_a_tpu_that_refuses_every_step_is_ranked_too(tmp_path: Path):
+    def refuses(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
+        sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+        return Plan(target, "v5p", 8, "search", sizes, fits=False, reason="RESOURCE_EXHAUSTED", usable=10**9)
+
+    for objective in OBJECTIVES:
+        found = search(SMALL, VOCAB, "v5p:2x2x2", predict=refuses, cache=tmp_path, budget=60.0, top=2, jobs=1,
+                       objective=objective)  # fmt: skip
+        tried = [one for one in found.ranking if one.plan]
+        assert tried
+        assert {(one.fits, one.reason) for one in tried} == {(False, "RESOURCE_EXHAUSTED")}
+
+
+def test_a_folder_that_cannot_be_written_costs_no_plan(tmp_path: Path, compiler: Compiler):
+    folder = tmp_path / "file"
+    folder.write_text("")
+    found = run(compiler, folder, top=2)
+    assert sum(one.source == "compiled" for one in found.ranking) == 2
+    assert found.summary().count(f"not kept for another search: {folder}") == 1
+
+
+def test_no_part_of_a_file_is_left_where_it_cannot_be_written(tmp_path: Path, monkeypatch):
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxtrain.plan.results.os.replace", full)
+    with pytest.raises(OSError, match="No space"):
+        Results(tmp_path).write("key", Plan(H100, "chip", 8, "x", {}, fits=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"target": 3}', '{"tensors": [[1]]}', '{"traffic": [3]}', "\udcff"])
+def test_a_kept_file_that_is_no_plan_counts_as_absent(tmp_path: Path, text: str):
+    (tmp_path / "key.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert Results(tmp_path).read("key") is None
+
+
+def test_measured_plans_are_not_kept(tmp_path: Path):
+    def measured(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
+        return Plan(target, "cpu", 4, "search", dict.fromkeys(AXES, 1), fits=None, needs=1, step_seconds=1.0)
+
+    found = search(SMALL, VOCAB, "simulate:4", predict=measured, cache=tmp_path, budget=60.0, top=2)
+    assert [one.source for one in found.ranking if one.plan] == ["compiled"] * 2
+    assert list(tmp_path.iterdir()) == []
+    assert found.unkept == ""
+
+
+def test_ctrl_c_among_the_formulas_gives_what_there_is(tmp_path: Path, compiler: Compiler):
+    def interrupt(stage: str, done: int, of: int, what: str) -> None:
+        if stage == "formula" and done >= 512:
+            raise KeyboardInterrupt
+
+    before = len(compiler.asked)
+    found = run(compiler, tmp_path, progress=interrupt)
+    assert (found.counted, found.stopped, len(compiler.asked)) == (512, "interrupted", before)
+    assert found.winner is not None
+    assert [one.counted for one in [run(compiler, tmp_path, progress=interrupt, objective="cost")]] == [512]
+
+
+def test_ctrl_c_before_any_formula_ends_it(tmp_path: Path, compiler: Compiler, monkeypatch):
+    def interrupted(self: Space) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Space, "__iter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(compiler, tmp_path)
 
 
 def test_what_does_not_fit_is_no_winner_and_teaches(tmp_path: Path):
     large = Compiler(needs=1e9)
     found = run(large, tmp_path, top=2, jobs=1)
     tried = {one.estimate.choice.sizes for one in found.ranking if one.plan}
+    assert tried
     assert len(large.asked) == len(tried)  # no second one on the same mesh
     assert all("does not fit" in one.reason for one in found.ranking if one.plan)
 
@@ -242,12 +333,12 @@ def test_tables_and_json(found: Found):
 
 
 def test_objectives(tmp_path: Path, compiler: Compiler):
-    def others(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
-        raise UserError("not asked for")
-
-    small = run(others, tmp_path, objective="memory", top=0)
-    fast = run(others, tmp_path, objective="time", top=0)
-    cheap = run(others, tmp_path, objective="cost", top=0)
+    before = len(compiler.asked)
+    small = run(compiler, tmp_path, objective="memory", top=0)
+    fast = run(compiler, tmp_path, objective="time", top=0)
+    cheap = run(compiler, tmp_path, objective="cost", top=0)
+    assert len(compiler.asked) == before
+    assert not any("worth compiling" in one.summary() for one in (small, fast, cheap))
     assert small.winner is not None
     assert fast.winner is not None
     assert cheap.winner is not None
@@ -255,6 +346,45 @@ def test_objectives(tmp_path: Path, compiler: Compiler):
     assert small.winner.estimate.step_seconds > fast.winner.estimate.step_seconds
     assert cheap.winner.estimate.choice.devices < 8  # so small a model wastes devices
     assert cheap.winner.target.startswith("h100:1x")
+
+
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_what_is_better_by_formula_alone_says_so(found: Found, objective: Objective):
+    one = found.ranking[0].estimate
+    better = dataclasses.replace(one, step_seconds=0.8 * one.step_seconds, needs=0.8 * one.needs)
+    word = {"time": "faster", "memory": "smaller"}[objective]
+    assert rivals.against(better, one, objective) == f"20% {word} by formula, but not compiled"
+    assert "within 1%" in rivals.against(one, one, objective)
+    assert "by formula" not in rivals.against(one, better, objective)
+
+
+def test_compiled_steps_are_compared_by_what_was_compiled(tmp_path: Path):
+    def small(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
+        sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+        needs = 10**9 * (1 + len(asked))
+        asked.append(needs)
+        return Plan(target, "chip", 8, "search", sizes, fits=True, needs=needs, usable=10**11, step_seconds=1.0,
+                    memory={"activations": needs})  # fmt: skip
+
+    asked: list[int] = []
+    found = run(small, tmp_path, objective="memory", top=2, jobs=1)
+    assert found.ranking[1].reason == "2.00 GB, 1.00 GB more activations, temporaries"
+
+
+def test_a_schedule_that_does_not_fit_says_nothing_of_its_other_chunks():
+    choices = [Choice((1, 2, 1, 1, 1, 1, 1), schedule="interleaved_1f1b", chunks=chunks, accumulate=4, remat=remat)
+               for chunks in (2, 4) for remat in ("full", "dots")]  # fmt: skip
+
+    def bound(choice: Choice) -> Estimate:
+        return Estimate(choice, 10.0 if choice.chunks == 2 else 1.0, 5.0, {}, {}, 0.0, 0.0, 1.0)
+
+    chip = SimpleNamespace(inside=None)
+    known: Any = SimpleNamespace(space=FakeSpace(choices), bound=bound, chip=chip, target=targets.parse(H100))
+    assert Survey(known, "time").run(time.monotonic() + 60).fitting == 2
+
+
+class FakeSpace(list):
+    devices = 2
 
 
 def test_numbers_of_devices():
@@ -279,6 +409,10 @@ def test_wrong_questions(compiler: Compiler, tmp_path: Path):
     odd = SMALL.model_copy(update={"data": SMALL.data.model_copy(update={"sequence": 511, "global_batch": 31})})
     with pytest.raises(UserError, match="no mesh of its devices is legal"):
         search(odd, VOCAB, "h100:1x7", top=0)
+    for wrong in ({"jobs": 0}, {"jobs": -1}, {"top": -1}, {"devices": 0}, {"devices": -2, "objective": "cost"}):
+        (name, value), *_ = wrong.items()
+        with pytest.raises(UserError, match=f"^{name}: expected [01] or more; found {value}$"):
+            run(compiler, tmp_path, **wrong)
 
 
 def test_what_a_kept_plan_depends_on(tmp_path: Path):
@@ -290,8 +424,6 @@ def test_what_a_kept_plan_depends_on(tmp_path: Path):
         results.key(SMALL, 7, H100),
     ]  # fmt: skip
     assert len({key, *others}) == 4
-    results.write(key, Plan(H100, "chip", 8, "x", {}, fits=False, reason="compiling ended with status -9"))
-    assert results.read(key) is None  # a compiler that was killed says nothing of the layout
     assert Results.of(SMALL.model_copy(update={"compile_cache": str(tmp_path / "xla")})).folder == tmp_path / "plan"
 
 
