@@ -104,12 +104,13 @@ def _less_remat(config: Config, plan: Plan) -> Iterator[Advice]:
     if config.model.type != "decoder" or now in ("none", "dots") or not again or plan.usable is None:
         return
     choice = Choice.of(config, plan.sizes)
-    slots = Order.of(bubble.table(config, plan.sizes[STAGES])).kept  # microbatches at a time
+    order = Order.of(bubble.table(config, plan.sizes[STAGES]))
     terms = layer_matmuls(config.model, mean_attended(config.model, config.data.sequence))
     all_again = sum(terms[name] for name in recomputed(config.model, now)) or 1.0
 
     def kept(remat: str | tuple[str, ...]) -> float:
-        return slots * kept_bytes(config.model, replace(choice, remat=remat), Shape.of(config, choice))
+        one = kept_bytes(config.model, replace(choice, remat=remat), Shape.of(config, choice))
+        return (order.kept + order.held) * one
 
     for remat in ("none", "dots"):
         more = kept(remat) - kept(now)

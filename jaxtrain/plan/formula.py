@@ -34,7 +34,10 @@ USED, CAST, COPIED = 10, 27, 15  # bytes for a weight in use, one to be cast, on
 LOGIT, UPDATE = 17, 12  # bytes for a logit; for a parameter and each of its gradient, itself and its moments
 ADDED, SUMMED = 4, 3  # passes over float32 gradients: for each of several microbatches, and once
 SCORE = 80  # bytes for a score of attention in plain XLA
-SPLIT = 1.35  # of all that a microbatch's layers can keep, what lies between B and W
+# Of a pipeline, fitted to steps of all schedules on h100:1x4 and 1x8: of a chunk, what F and the backward hold beside the
+# slots; in widths of the residual stream, what a slot holds besides (what arrived, and its gradient); and what lies
+# between B and W, kept slots included, of all that a microbatch's layers can keep.
+HELD, ARRIVED, SPLIT = 2, 2, 1.9
 MOVED = 1.2  # of attention's time, where Ulysses hands it heads
 INSIDE = 0.5  # of attention's forward pass, that its backward kernel computes again
 OPERATIONS = 60  # launched for a layer and microbatch
@@ -131,11 +134,13 @@ class Order:
 
     Args:
         kept: activations of microbatches on a whole stage, from F to W.
+        held: likewise, by what runs.
         between: what a backward pass in two parts keeps from B to W, likewise.
     """
 
     ticks: int = 0
     kept: float = 1.0
+    held: float = 0.0
     between: float = 0.0
     table: Table | None = None
 
@@ -150,7 +155,7 @@ class Order:
             "gpipe": m, "1f1b": p, "1f1b_aligned": 2 * p - 1, "interleaved_1f1b": p + (p - 1) / v, "zb_h1": p,
             "zb_v": p, "v_half": (p + 2) // 2,
         }  # fmt: skip
-        return cls(2 * m * v + p - 1, min(m, most.get(choice.schedule, 1)))
+        return cls(2 * m * v + p - 1, min(m, most.get(choice.schedule, 1)), HELD / v)
 
     @classmethod
     def of(cls, table: Table | None) -> Order:
@@ -158,7 +163,7 @@ class Order:
             return cls()
         change = (table.action == Action.B) * 1 - (table.action == Action.W)
         between = float(np.cumsum(change, axis=0).max()) / table.chunks
-        return cls(table.ticks, float(peak(table).max()), between, table)
+        return cls(table.ticks, float(peak(table).max()), HELD / table.chunks, between, table)
 
     def bubble(self, choice: Choice, costs: Costs) -> float:
         """Seconds that a stage waits, in lockstep."""
@@ -271,11 +276,11 @@ class Formula:
 
     def _memory(self, choice: Choice, weights: Weights, shape: Shape, order: Order) -> dict[str, float]:
         model, kept = choice.size("model"), kept_bytes(self.config.model, choice, shape)
-        if choice.size(STAGES) > 1:  # a spare slot; and the compiler copies what the stages' branches write
-            layers = weights.layer * shape.layers / max(1, choice.size("fsdp", "expert", "context"))
-            whole = kept_bytes(self.config.model, replace(choice, remat="none"), shape)
-            kept = 2 * kept * (order.kept + 1) + 8 * layers + 2 * SPLIT * whole * order.between
         embed = self.config.model.embed
+        if choice.size(STAGES) > 1:
+            whole = kept_bytes(self.config.model, replace(choice, remat="none"), shape)
+            between, arrived = SPLIT * whole - kept, ARRIVED * shape.stream * embed * self.width
+            kept = (order.kept + order.held) * kept + order.kept * arrived + order.between * between
         one = 4 * (shape.stream * embed + shape.tokens * self.mlp / model) * self.width + weights.layer * self.width
         if model > 1:
             one += 7 * shape.tokens * embed * self.width

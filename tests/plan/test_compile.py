@@ -51,6 +51,17 @@ def test_problems_in_the_other_process_are_one_line():
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(-9, "was killed, as a system does that has no memory left"), (1, "ended with status 1: Error: x")],
+)
+def test_a_child_that_breaks_down_says_how(monkeypatch, status: int, said: str):
+    done = SimpleNamespace(returncode=status, stdout="", stderr="Traceback\nError: x\n")
+    monkeypatch.setattr(compile.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(compile.Crashed, match=f"^compiling {said}"):
+        compile.measure(configured("fsdp", {"fsdp": 4}, KEYS), None, "cpu:4")
+
+
 @pytest.mark.parametrize("layout", ["hsdp"])
 def test_state_bytes_are_those_of_the_arrays(layout: str):
     config = configured(layout, {"data": 2, "fsdp": 4}, {**KEYS, "optimizer.ema": 0.99})

@@ -9,10 +9,15 @@ import pytest
 from test_cost import H100, NO_COMPILER, TINY, expected
 from wire_theory import configured
 
-from jaxtrain.config.errors import UserError
-from jaxtrain.observe.flops import decoder_flops
+from jaxtrain.config import resolve
+from jaxtrain.config.errors import Problem, UserError
+from jaxtrain.config.schema import Config
+from jaxtrain.mesh import layout
+from jaxtrain.models.check import check_config
+from jaxtrain.observe.flops import decoder_flops, mean_attended
+from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.pipeline.table import Action
-from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict, view
+from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict, targets, view
 from jaxtrain.plan.result import Plan, Traffic
 
 
@@ -203,3 +208,51 @@ def test_what_limits_a_step():
     assert advice.limit(waiting).endswith("53% of the step, most of it all-gather over fsdp (NVLink)")
     assert "does not fit" in advice.limit(plan(fits=False, reason="too big"))
     assert dataclasses.replace(plan(), step_seconds=None).days is None
+
+
+SMALL = (
+    "model.embed=64", "model.layers=4", "model.mlp=128", "model.vocab=256", "data.sequence=64", "step.attention=xla",
+)  # fmt: skip
+# Target, keys, and a change that would not be legal.
+ADVISED = [
+    ("h100:1x4", "layout=ddp mesh.data=4 model.heads=4 data.global_batch=8 step.accumulate=2", "model=8"),
+    ("h100:1x4", "layout=zero1 mesh.data=4 model.heads=6 model.embed=96 data.global_batch=4", "model=4"),
+    ("h100:1x4", "layout=pp mesh.pipeline=4 mesh.data=1 model.heads=8 data.global_batch=8 step.accumulate=8",
+     "step.accumulate=16"),
+    ("h100:1x4", "layout=pp mesh.pipeline=4 mesh.data=1 model.heads=8 data.global_batch=16 step.accumulate=8",
+     "step.accumulate=4"),
+    ("h100:1x8", "layout=fsdp model.heads=8 data.global_batch=24 step.accumulate=3", "step.accumulate=1"),
+    ("h100:4x8", "layout=fsdp_tp mesh.fsdp=2 mesh.model=16 model.heads=16 data.global_batch=8", "mesh.model=8'"),
+    ("h100:4x8", "layout=fsdp_tp mesh.model=16 model.heads=16 data.global_batch=8", "mesh.fsdp"),
+    ("v5e:4x4", "layout=hsdp mesh.data=2 model.heads=12 model.embed=96 data.global_batch=16", "model=8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "keys", "never"), ADVISED)
+@pytest.mark.parametrize("fits", [True, False])
+def test_every_advice_is_a_config_that_runs(target: str, keys: str, never: str, fits: bool):
+    words, devices = [*SMALL, *keys.split()], targets.parse(target).devices or 0
+
+    def check(config: Config) -> list[Problem]:
+        return check_config(config, devices) + check_pipeline(config, devices)
+
+    for remat in ("none", "full"):
+        config, _ = resolve(None, *words, f"step.remat={remat}", paths=False, checks=[check])
+        sizes = layout.resolve(config, devices).sizes
+        rows = tuple(Traffic(axis, "all-gather", "InfiniBand", 10, 10**9, 0.2, 0.0) for axis in ("fsdp", "model"))
+        made = plan(
+            target=target, devices=devices, sizes=sizes, fits=fits, traffic=rows, bubble_seconds=0.3, exposed_seconds=0.4,
+            crosses={axis: size > 8 for axis, size in sizes.items() if size > 1}, step_seconds=1.5 if fits else None,
+        )  # fmt: skip
+        found = advice.changes(config, made)
+        assert found or fits
+        for one in found:
+            assert never not in repr(one.change)
+            if not one.change.startswith("XLA_FLAGS"):
+                resolve(None, *words, f"step.remat={remat}", *one.change.split(), paths=False, checks=[check])
+
+
+def test_layers_with_and_without_a_window_are_averaged():
+    gemma, _ = resolve("configs/models/gemma2_9b.yaml", "data.sequence=16384", paths=False)
+    near = 4096 - 4096 * 4095 / 2 / 16384
+    assert mean_attended(gemma.model, 16384) == pytest.approx((near + 16385 / 2) / 2)

@@ -94,6 +94,12 @@ def test_experts_and_islands():
     assert {sizes[0] for sizes in islands._meshes()} == {2}
 
 
+def test_what_a_search_does_not_choose_of_a_pipeline_stays():
+    space = Space(tiny("pipeline.timing=false", "pipeline.chunks=2"), 8, VOCAB)
+    pipeline = space.configured(Choice((1, 2, 1, 4, 1, 1, 1), schedule="gpipe")).pipeline
+    assert (pipeline.schedule, pipeline.chunks, pipeline.timing) == ("gpipe", None, False)
+
+
 def test_slices_are_spanned_by_an_outer_axis():
     space = Space(tiny(), 8, VOCAB, slices=2)
     choice = Choice((1, 1, 1, 4, 1, 1, 2))
