@@ -34,10 +34,11 @@ USED, CAST, COPIED = 10, 27, 15  # bytes for a weight in use, one to be cast, on
 LOGIT, UPDATE = 17, 12  # bytes for a logit; for a parameter and each of its gradient, itself and its moments
 ADDED, SUMMED = 4, 3  # passes over float32 gradients: for each of several microbatches, and once
 SCORE = 80  # bytes for a score of attention in plain XLA
-# Of a pipeline, fitted to steps of all schedules on h100:1x4 and 1x8: of a chunk, what F and the backward hold beside the
-# slots; in widths of the residual stream, what a slot holds besides (what arrived, and its gradient); and what lies
-# between B and W, kept slots included, of all that a microbatch's layers can keep.
-HELD, ARRIVED, SPLIT = 2, 2, 1.9
+# Of a pipeline, fitted to steps of all schedules on h100:1x4 and 1x8: of a chunk, what F and the backward hold beside
+# the slots; in widths of the residual stream, what a slot holds besides (what arrived, and its gradient); what lies
+# between B and W, kept slots included, of all that a microbatch's layers can keep; bytes of a gradient before it is
+# added, where the backward of a whole stage does not add it at once.
+HELD, ARRIVED, SPLIT, MADE = 2, 2, 1.9, 5
 MOVED = 1.2  # of attention's time, where Ulysses hands it heads
 INSIDE = 0.5  # of attention's forward pass, that its backward kernel computes again
 OPERATIONS = 60  # launched for a layer and microbatch
@@ -135,12 +136,14 @@ class Order:
     Args:
         kept: activations of microbatches on a whole stage, from F to W.
         held: likewise, by what runs.
+        made: stages whose gradients are made before they are added.
         between: what a backward pass in two parts keeps from B to W, likewise.
     """
 
     ticks: int = 0
     kept: float = 1.0
     held: float = 0.0
+    made: float = 0.0
     between: float = 0.0
     table: Table | None = None
 
@@ -155,15 +158,17 @@ class Order:
             "gpipe": m, "1f1b": p, "1f1b_aligned": 2 * p - 1, "interleaved_1f1b": p + (p - 1) / v, "zb_h1": p,
             "zb_v": p, "v_half": (p + 2) // 2,
         }  # fmt: skip
-        return cls(2 * m * v + p - 1, min(m, most.get(choice.schedule, 1)), HELD / v)
+        made = 1 / v if v > 1 or choice.schedule == "zb_h1" else 0.0
+        return cls(2 * m * v + p - 1, min(m, most.get(choice.schedule, 1)), HELD / v, made)
 
     @classmethod
     def of(cls, table: Table | None) -> Order:
         if table is None:
             return cls()
         change = (table.action == Action.B) * 1 - (table.action == Action.W)
-        between = float(np.cumsum(change, axis=0).max()) / table.chunks
-        return cls(table.ticks, float(peak(table).max()), HELD / table.chunks, between, table)
+        v, between = table.chunks, float(np.cumsum(change, axis=0).max()) / table.chunks
+        made = 1 / v if v > 1 or between else 0.0
+        return cls(table.ticks, float(peak(table).max()), HELD / v, made, between, table)
 
     def bubble(self, choice: Choice, costs: Costs) -> float:
         """Seconds that a stage waits, in lockstep."""
@@ -281,6 +286,7 @@ class Formula:
             whole = kept_bytes(self.config.model, replace(choice, remat="none"), shape)
             between, arrived = SPLIT * whole - kept, ARRIVED * shape.stream * embed * self.width
             kept = (order.kept + order.held) * kept + order.kept * arrived + order.between * between
+            kept += MADE * order.made * weights.placed
         one = 4 * (shape.stream * embed + shape.tokens * self.mlp / model) * self.width + weights.layer * self.width
         if model > 1:
             one += 7 * shape.tokens * embed * self.width

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import jax
 import pytest
 from wire_theory import configured, measured
@@ -10,7 +12,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import AXES
 from jaxtrain.mesh.layout import resolve
-from jaxtrain.plan import memory, step, targets
+from jaxtrain.plan import compile, memory, step, targets
 from jaxtrain.plan.formula import Formula, Order
 from jaxtrain.plan.space import Choice, Space
 from jaxtrain.plan.weights import weigh
@@ -69,6 +71,38 @@ def test_bytes_on_the_wire_are_the_compiled_step_s(layout: str):
     assert found.wire_bytes == pytest.approx(sum(row.bytes for row in rows), rel=0.02)
     by_axes = {row.where for row in rows if row.bytes > 1e6}
     assert by_axes <= {row.axes for row in found.traffic}
+
+
+MEDIUM = {**SMALL, "model.embed": 128, "model.mlp": 512, "data.sequence": 256, "precision": "fp32"}
+TEMPORARIES = [
+    ("pp_fsdp", {"pipeline": 2}, {"step.accumulate": 4, "pipeline.schedule": "1f1b"}),
+    ("pp_fsdp", {"pipeline": 2}, {"step.accumulate": 4, "pipeline.schedule": "gpipe"}),
+    ("cp_gather", {"fsdp": 2, "context": 2}, {"data.sequence": 1024}),  # of more than two blocks: no scores are kept
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "mesh", "changes"), TEMPORARIES)
+def test_what_layers_keep_is_about_what_a_compiled_step_does(layout: str, mesh: dict[str, int], changes: dict):
+    config = configured(layout, {"fsdp": 1, **mesh}, {**MEDIUM, **changes, "step.remat": "none"})
+    devices = prod(mesh.values())
+    program = build(config, config.model.vocab, jax.devices()[:devices])
+    made = memory.compiled_memory(step.compiled_step(program)).temporaries
+    found = formula(config, f"simulate:{devices}").exact(Choice.of(config, program.layout.sizes))
+    assert found is not None
+    assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.2)
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+@pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("gpipe", "none"), ("zb_h1", "full")])
+def test_what_stages_keep_is_about_what_is_compiled_for_gpus(schedule: str, remat: str):
+    sizes = {"model.embed": 1024, "model.layers": 8, "model.mlp": 4096, "model.vocab": 32000, "data.sequence": 2048}
+    own = {"step.accumulate": 8, "data.global_batch": 16, "step.remat": remat, "pipeline.schedule": schedule}
+    config = configured("pp_fsdp", {"pipeline": 4, "fsdp": 1}, {**SMALL, **sizes, **own, "step.attention": "auto"})
+    report = compile.measure(config, None, "h100:1x4")
+    found = formula(config, "h100:1x4").exact(Choice.of(config, report.sizes))
+    assert found is not None
+    made = report.memory.temporaries
+    assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.1)
 
 
 def llama(**changes) -> Formula:
