@@ -152,4 +152,6 @@ class Survey:
         refused = self.formula.space.refused
         words = {"tensor": "heads", "context": "context", "expert": "expert"}
         word = next((word for start, word in words.items() if family.startswith(start)), "sequences")
-        return next((reason for reason in refused if word in reason), "no legal mesh of these devices")
+        found = [reason for reason in refused if word in reason] or ["no legal mesh of these devices"]
+        everything = f" {self.formula.space.devices} devices"
+        return next((reason for reason in found if reason.endswith(everything)), found[0])

@@ -242,7 +242,8 @@ def test_every_advice_is_a_config_that_runs(target: str, keys: str, never: str, 
         rows = tuple(Traffic(axis, "all-gather", "InfiniBand", 10, 10**9, 0.2, 0.0) for axis in ("fsdp", "model"))
         made = plan(
             target=target, devices=devices, sizes=sizes, fits=fits, traffic=rows, bubble_seconds=0.3,
-            exposed_seconds=0.4, crosses={axis: size > 8 for axis, size in sizes.items() if size > 1}, step_seconds=1.5 if fits else None,
+            exposed_seconds=0.4, step_seconds=1.5 if fits else None,
+            crosses={axis: size > 8 for axis, size in sizes.items() if size > 1},
         )  # fmt: skip
         found = advice.changes(config, made)
         assert found or fits

@@ -275,6 +275,12 @@ def test_where_nothing_fits_all_families_say_why():
     assert "nothing fits" in found.summary()
 
 
+def test_a_family_that_is_not_legal_says_so_of_all_devices():
+    config, _ = resolve("configs/models/llama3_8b.yaml", "data.global_batch=8", paths=False)
+    reasons = {one.family: one.reason for one in search(config, None, "h100:4x8", top=0).losers}
+    assert reasons["ddp"] == "8 sequences of a step cannot be split over 32 devices"
+
+
 def test_losers_say_why():
     config, _ = resolve("configs/models/llama3_8b.yaml", "data.sequence=8192", "data.global_batch=32", paths=False)
     found = search(config, None, "h100:4x8", top=0)
