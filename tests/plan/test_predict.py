@@ -253,6 +253,13 @@ def test_every_advice_is_a_config_that_runs(target: str, keys: str, never: str, 
                 resolve(None, *words, f"step.remat={remat}", *one.change.split(), paths=False, checks=[check])
 
 
+def test_what_is_offloaded_is_not_kept_on_the_device_too():
+    config = configured("fsdp", {"fsdp": 8}, {"step.remat": "full"})
+    offloads = config.model_copy(update={"step": config.step.model_copy(update={"offload": ("attention",)})})
+    assert "step.remat=none" in [one.change for one in advice.changes(config, plan())]
+    assert not any(one.change.startswith("step.remat") for one in advice.changes(offloads, plan()))
+
+
 def test_layers_with_and_without_a_window_are_averaged():
     gemma, _ = resolve("configs/models/gemma2_9b.yaml", "data.sequence=16384", paths=False)
     near = 4096 - 4096 * 4095 / 2 / 16384

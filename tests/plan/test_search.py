@@ -243,6 +243,8 @@ def test_ctrl_c_among_the_formulas_gives_what_there_is(tmp_path: Path, compiler:
     before = len(compiler.asked)
     found = run(compiler, tmp_path, progress=interrupt)
     assert (found.counted, found.stopped, len(compiler.asked)) == (512, "interrupted", before)
+    assert "interrupted" in found.summary()
+    assert "worth compiling" not in found.summary()  # nothing was to be compiled
     assert found.winner is not None
     assert [one.counted for one in [run(compiler, tmp_path, progress=interrupt, objective="cost")]] == [512]
 
