@@ -25,7 +25,7 @@ from jaxtrain.pipeline.stages import Stages
 from jaxtrain.train.gradients import Batch, Found, microbatches
 from jaxtrain.train.loss import scales, total
 from jaxtrain.train.program import Program, build
-from jaxtrain.train.step import train_step
+from jaxtrain.train.step import train_step, without_gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,4 +102,6 @@ def program(config: Config, vocab: int | None, devices: Sequence[Any], remat: bo
     step = train_step(gradients, tx, schedule(options, config.steps), max_norm=options.clip, ema=options.ema)
     placed = jax.tree.map(lambda leaf: leaf.sharding, base.state)
     out = (placed, base.sharder.sharding(()))
-    return replace(base, gradients=gradients, step=jax.jit(step, donate_argnums=0, out_shardings=out))
+    return replace(
+        base, gradients=gradients, step=jax.jit(without_gradients(step), donate_argnums=0, out_shardings=out)
+    )

@@ -24,7 +24,7 @@ from jaxtrain.pipeline.executor import Executor
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.train import state as states
 from jaxtrain.train.gradients import Gradients
-from jaxtrain.train.step import eval_step, train_step
+from jaxtrain.train.step import eval_step, train_step, without_gradients
 
 State = dict[str, Any]
 
@@ -71,10 +71,6 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     )  # fmt: skip
     rate, options = schedule(config.optimizer, config.steps), config.optimizer
     whole_step = precise(train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema), config)
-
-    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
-        return whole_step(state, batch)[:2]
-
     # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
     plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
     measured = define(plain, env, vocab)
@@ -82,7 +78,7 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     return Program(
         config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
         whole_step,
-        step=jax.jit(step, donate_argnums=0, out_shardings=(placed, everywhere)),
+        step=jax.jit(without_gradients(whole_step), donate_argnums=0, out_shardings=(placed, everywhere)),
         evaluate=jax.jit(precise(evaluate, config), out_shardings=everywhere),
         init=lambda: states.init(definition, tx, config, placed),
     )  # fmt: skip

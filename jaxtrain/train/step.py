@@ -69,6 +69,15 @@ def train_step(
     return step
 
 
+def without_gradients(whole: Callable[[State, Batch], tuple[State, Metrics, Tree]]) -> Callable:
+    """The `train_step` that trains: (state, batch) -> (state, metrics)."""
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        return whole(state, batch)[:2]
+
+    return step
+
+
 def _of_counts(model: Any, counts: Any) -> Metrics:
     """The model's own metrics."""
     if not hasattr(model, "metrics"):

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import resolve
+from jaxtrain.models.check import check_config
+from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.plan import targets
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -38,7 +40,7 @@ def quick(tmp_path, name: str, *options: str) -> dict:
 def module(name: str):
     """A file of benchmarks/, which is no package."""
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    made = importlib.util.module_from_spec(spec)
+    made = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for their module
     spec.loader.exec_module(made)
     return made
 
@@ -178,6 +180,17 @@ def test_published_runs_are_configs_that_load(monkeypatch):
         assert config.mesh.fsdp * config.mesh.model == target.devices
         assert run.source
         assert run.known in ("fitted", "test")
+
+
+def test_worked_examples_are_configs_that_load(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for target, file, *keys in module("plan_examples").EXAMPLES.values():
+        devices = targets.parse(target).devices
+        checks = [
+            lambda config, n=devices: check_config(config, n),
+            lambda config, n=devices: check_pipeline(config, n),
+        ]
+        resolve(str(BENCHMARKS.parent / "configs" / file), *keys, paths=False, checks=checks)
 
 
 def test_packed_batch_is_what_the_data_room_makes():

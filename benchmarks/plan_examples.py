@@ -1,0 +1,94 @@
+"""`jaxtrain plan` for pods that are not there: what it says of 8B, 70B and 405B steps, and how long it takes.
+
+    python benchmarks/plan_examples.py [--only h100] [--out FILE]
+
+Each row is one command in a process of its own, from its start to its report: `seconds` is what a user waits, `compile`
+the compiler's part of it. Nothing is cached. Times and MFU are predictions (`plan_accuracy.py` says how good they are).
+Needs the extras `plan-gpu` and `plan-tpu`; a target whose compiler is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+ROOT = Path(__file__).resolve().parent.parent
+STEP = ("step.remat=full", "precision=bf16")
+SHORT = (*STEP, "data.sequence=4096", "data.global_batch=1024")
+EXAMPLES = {  # name -> target, config and keys
+    "70B, 256 chips": ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
+    "70B, 256 chips, remat dots of 1 row": (
+        "v5p:8x8x4", "recipes/llama3_70b.yaml", "step.remat=dots", "step.accumulate=2",
+    ),
+    "405B, 512 GPUs": ("h100:64x8", "recipes/llama3_405b.yaml"),
+    "405B, 512 GPUs, 16 microbatches of 2": ("h100:64x8", "recipes/llama3_405b.yaml", "step.accumulate=16"),
+    "405B, 512 GPUs, ZeRO 1 for FSDP": (
+        "h100:64x8", "recipes/llama3_405b.yaml", "layout=pp", "mesh={pipeline: 8, data: 8, fsdp: 1, model: 8}",
+        "zero=1", "rules.sequence=model", "pipeline.schedule=interleaved_1f1b",
+    ),
+    "8B, 512 chips": ("v5p:8x8x8", "models/llama3_8b.yaml", *SHORT, "layout=fsdp", "mesh.fsdp=512"),
+    "70B, 512 chips": ("v5p:8x8x8", "models/llama3_70b.yaml", *SHORT, "layout=fsdp", "mesh.fsdp=512"),
+    "70B, 6144 chips": (
+        "v5p:16x16x24", "models/llama3_70b.yaml", *SHORT, "data.global_batch=6144", "layout=hsdp", "mesh.data=24",
+        "mesh.fsdp=256",
+    ),
+    "8B, 512 GPUs": ("h100:64x8", "models/llama3_8b.yaml", *SHORT, "layout=fsdp", "mesh.fsdp=512"),
+}  # fmt: skip
+
+
+def planned(name: str, target: str, config: str, *keys: str) -> dict[str, Any]:
+    """A row, from one run of the command."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "jaxtrain.cli.main", "plan", str(ROOT / "configs" / config), *keys]
+        start = time.perf_counter()
+        done = subprocess.run(
+            [*command, "--target", target, "--json", str(file)], capture_output=True, text=True, cwd=folder
+        )
+        seconds = time.perf_counter() - start
+        if done.returncode == 2 or not file.exists():
+            return {"name": name, "target": target, "error": (done.stdout + done.stderr).strip().splitlines()[-1]}
+        plan = json.loads(file.read_text())
+    rate = plan["tokens"] / plan["step_seconds"] / plan["devices"]
+    return {
+        "name": name, "target": target, "layout": plan["layout"],
+        "seconds": seconds, "compile": plan["compile_seconds"],
+        "fits": plan["fits"], "GB": plan["needs"] / 1e9,
+        "step s": plan["step_seconds"], "tokens/s/device": rate, "MFU": plan["mfu"],
+        "waits s": plan["exposed_seconds"], "bubble s": plan["bubble_seconds"], "limit": plan["limit"],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", default="", help="a part of the names or targets")
+    args = parser.parse_args()
+    from jaxtrain.plan import targets
+
+    rows: list[dict[str, Any]] = []
+    for name, (target, *given) in EXAMPLES.items():
+        if args.only not in f"{name} {target}":
+            continue
+        if problem := targets.missing(targets.parse(target)):
+            print(f"{name}: left out: {problem}")
+            continue
+        rows.append(planned(name, target, *given))
+        print(common.table(rows[-1:]), file=sys.stderr, flush=True)
+        if args.quick:
+            break
+    print(common.table([row for row in rows if "error" not in row]))
+    common.report("plan_examples", args, rows, common.machine("libtpu", "jax-cuda13-plugin"))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    raise SystemExit(main())
