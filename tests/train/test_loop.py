@@ -178,6 +178,23 @@ def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     assert list(got.values()) == pytest.approx(list(expected.values()), rel=1e-5)
 
 
+def test_resume_under_stages_of_two_chunks_and_without_any(tmp_path, corpus):
+    """Wherever a schedule has its layers, a checkpoint holds them in their order."""
+    stages = ("layout=pp", "mesh={pipeline: 2, data: 2, fsdp: 1, model: 2}", "pipeline.schedule=zb_v")
+
+    def trained(folder, *changes):
+        same = ("optimizer.schedule=constant", "model.layers=4", "step.accumulate=2")
+        cfg = config(tmp_path, corpus, *same, *changes)
+        return jaxtrain.train(cfg, folder, resume=folder is not None, screen=quiet()).run_dir
+
+    whole, half = trained(None, "name=whole"), trained(None, "name=half", *stages, "steps=2")
+    trained(half, "name=half", "steps=4")
+    trained(half, "name=half", *stages)
+    expected, got = losses(whole), losses(half)
+    assert list(got) == list(range(1, 9))
+    assert list(got.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
 def test_a_users_own_model_trains_on_any_layout(tmp_path):
     found = []
     for layout in ("3d", "fsdp"):
