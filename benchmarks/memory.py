@@ -7,8 +7,8 @@ gathered bf16 copy and gradients. The paper (Rajbhandari et al. 2020, arXiv 1910
 mixed-precision Adam: 2 weights, 2 gradients, 12 float32 weights and moments; stage 1 shares out the 12, stage 2 the
 gradients too, stage 3 all. Here gradients are added up in float32, as in Megatron-LM's distributed optimizer: `paper 4`
 is the paper with 4 bytes a gradient. Stages 0 and 3 cast weights layer by layer and keep no copy, and with one
-microbatch stage 1 reduces gradients as they come, as stage 2: `here` is the formula so changed, `rest` what else the
-program holds.
+microbatch the gradients of layers as they came, in bf16; stage 1 then reduces gradients as they come, as stage 2:
+`here` is the formula so changed, `rest` what else the program holds.
 
 Then the compiler's own figures for a small Llama with few tokens, on simulated CPU devices (float32, because this
 backend widens bf16 copies) and, where their compilers are installed, on GPUs and TPUs that are not there. `held` is
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from math import prod
 from typing import Any
 
 import common
@@ -41,12 +42,14 @@ def paper(stage: int, parameters: int, shards: int, gradient: int = 2) -> float:
     return parameters * sum(part / (shards if place < stage else 1) for place, part in enumerate(parts))
 
 
-def here(stage: int, parameters: int, shards: int, microbatches: int, width: int = 2) -> float:
-    """Bytes per device as jaxtrain means it: float32 gradients, a copy of `width` bytes a parameter in stages 1, 2."""
+def here(stage: int, parameters: int, ends: int, shards: int, microbatches: int, width: int = 2) -> float:
+    """Bytes per device as jaxtrain means it: a copy of `width` bytes a parameter in stages 1 and 2; float32 gradients,
+    but for those of layers that are neither added up nor gathered over replicas. `ends`: parameters not of layers."""
     whole_gradients = stage == 0 or (stage == 1 and microbatches > 1)
     state = 12 if stage == 0 else 12 / shards
-    copy = width if stage in (1, 2) and shards > 1 else 0
-    return parameters * (state + copy + (4 if whole_gradients else 4 / shards))
+    gathers = stage in (1, 2) and shards > 1
+    gradient = 4 * parameters - (0 if gathers or microbatches > 1 else (4 - width) * (parameters - ends))
+    return parameters * (state + width * gathers) + gradient / (1 if whole_gradients else shards)
 
 
 def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
@@ -59,16 +62,16 @@ def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
 
 
 def held(config: Any, devices: list[Any]) -> dict[str, int]:
-    """Parameters, and bytes per device of every part."""
-    import jax
+    """Parameters, those of them not of layers, and bytes per device of every part."""
 
     from jaxtrain.plan import memory, step
     from jaxtrain.train.program import build
 
     program = build(config, config.model.vocab, devices)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.definition.params))
+    sizes = {path: prod(shape) for path, (shape, _) in program.definition.tensors().items()}
+    ends = sum(size for path, size in sizes.items() if not path.startswith("layers/"))
     whole_step = {name: size for name, size in step.held_bytes(program).items() if name != "gathered"}  # a layer's
-    return {"parameters": parameters, **memory.state_bytes(program.state), **whole_step}
+    return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **whole_step}
 
 
 def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any]]:
@@ -80,9 +83,9 @@ def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any
         for parts in microbatches:
             for count in counts:
                 own = held(configured(layout, count, parts), jax.devices()[:count])
-                psi = own.pop("parameters")
+                psi, ends = own.pop("parameters"), own.pop("ends")
                 kept = sum(own.values())
-                expected = here(stage, psi, count, parts)
+                expected = here(stage, psi, ends, count, parts)
                 rows.append({
                     "stage": stage, "devices": count, "microbatches": parts,
                     **{f"{part} GB": own[part] / 1e9 for part in ("params", "opt_state", "weights", "gradients")},
@@ -104,9 +107,9 @@ def compiled(case: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
         memory = compile.measure(config, None, case["target"]).memory
     except RuntimeError as error:  # of the compiler: said in the table, the others go on
         return names | {"error": str(error).splitlines()[-1][:200]}
-    psi, count, many = own.pop("parameters"), case["devices"], case["microbatches"]
+    psi, ends, count, many = own.pop("parameters"), own.pop("ends"), case["devices"], case["microbatches"]
     kept = sum(own.values()) + 20 * config.data.sequence * many  # five arrays of a batch
-    formula = here(case["stage"], psi, count, many, 4 if config.precision == "fp32" else 2)
+    formula = here(case["stage"], psi, ends, count, many, 4 if config.precision == "fp32" else 2)
     total = memory.arguments + memory.temporaries
     return {
         **names,

@@ -45,7 +45,7 @@ class Definition:
         return _to_dict(nnx.state(self._make(nnx.Rngs(key))))
 
     def bind(self, params: Tree) -> Any:
-        """The module with these parameters, arrays or `Narrow`; call its methods at once, inside the same trace."""
+        """The module with these parameters, arrays or `Apart`; call its methods at once, inside the same trace."""
         leaves = [_get(params, path) for path in self._paths]
         leaves = [plain(leaf) if path in self._foreign else leaf for path, leaf in zip(self._paths, leaves)]
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))

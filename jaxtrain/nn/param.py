@@ -1,4 +1,4 @@
-"""Our own parameter: with logical names, and with gradients wider than itself."""
+"""Our own parameter: with logical names, and with gradients of another dtype than itself."""
 
 from __future__ import annotations
 
@@ -12,50 +12,55 @@ from flax import nnx
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Narrow:
-    """A parameter's value in bfloat16 or float16, with a float32 gradient.
+class Apart:
+    """A parameter's value, and what it is differentiated by: an array of its shape whose own values nobody reads.
 
-    To be differentiated by `wide`, an array of the value's shape whose own values nobody reads. Its gradient leaves
-    every layer in float32, so that a float32 Ref can take it there; the value's own would be stacked over the layers
-    before anybody could widen it. As a pytree it goes through `jax.lax.scan` like an array.
+    The gradient leaves every layer in the dtype of `other`: in float32 where a float32 Ref is to take it there, in
+    bfloat16 where it came so and is to be stacked so; only what is stacked already could be cast later. As a pytree it
+    goes through `jax.lax.scan` like an array.
     """
 
     value: jax.Array
-    wide: jax.Array
+    other: jax.Array
 
 
 def plain(value: Any) -> Any:
     """The array that a model computes with."""
-    return _value(value) if isinstance(value, Narrow) else value
+    return _value(value) if isinstance(value, Apart) else value
+
+
+def stand_in(param: jax.Array, dtype: Any) -> jax.Array:
+    """What to differentiate by for a gradient of this dtype: a parameter that has it itself, else zeros."""
+    return param if param.dtype == dtype else jnp.zeros(param.shape, dtype)
 
 
 def widened(params: Any) -> Any:
-    """What to differentiate by: float32 parameters themselves, stand-ins for narrower ones."""
-    return jax.tree.map(lambda p: p if p.dtype == jnp.float32 else jnp.zeros(p.shape, jnp.float32), params)
+    """What to differentiate by for float32 gradients."""
+    return jax.tree.map(lambda p: stand_in(p, jnp.float32), params)
 
 
-def narrowed(wide: Any, params: Any) -> Any:
-    """`params` for the model, as a function of `widened(params)`."""
-    return jax.tree.map(lambda w, p: w if p.dtype == jnp.float32 else Narrow(p, w), wide, params)
+def apart(stand_ins: Any, params: Any) -> Any:
+    """`params` for the model, as a function of what to differentiate by."""
+    return jax.tree.map(lambda s, p: s if s.dtype == p.dtype else Apart(p, s), stand_ins, params)
 
 
 class Param(nnx.Param):
-    """A parameter that hands out an array where it holds a `Narrow`."""
+    """A parameter that hands out an array where it holds an `Apart`."""
 
     def get_value(self, **index: Any) -> Any:
         """The array, or `index=` of it."""
-        if not isinstance(self.get_raw_value(), Narrow):
+        if not isinstance(self.get_raw_value(), Apart):
             return super().get_value(**index)
         value = plain(self.get_raw_value())
         return value[index["index"]] if index else value
 
 
 @jax.custom_vjp
-def _value(narrow: Narrow) -> jax.Array:
-    return narrow.value
+def _value(given: Apart) -> jax.Array:
+    return given.value
 
 
 _value.defvjp(
-    lambda narrow: (narrow.value, None),
-    lambda _, g: (Narrow(jnp.zeros_like(g), g.astype(jnp.float32)),),
+    lambda given: (given.value, jnp.zeros((0,), given.other.dtype)),  # an empty array carries the dtype
+    lambda like, g: (Apart(jnp.zeros_like(g), g.astype(like.dtype)),),
 )

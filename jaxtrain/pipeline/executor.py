@@ -27,7 +27,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.rules import STAGES
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
-from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.nn.param import apart, widened
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.arrange import place
 from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, Ring, buffers
@@ -290,14 +290,14 @@ class Run:
         return self._model(edges).begin(*self.shared.batch(microbatch))
 
     def _begin_backward(self, dx: Any, microbatch: Array) -> None:
-        _, pull = jax.vjp(lambda wide: self._begin(narrowed(wide, self.edges), microbatch), widened(self.edges))
+        _, pull = jax.vjp(lambda wide: self._begin(apart(wide, self.edges), microbatch), widened(self.edges))
         pull.with_refs(self.edge_grads)(dx)
 
     def _loss(self, x: Any, microbatch: Array) -> Any:
         """Adds the sums of the terms at the model's end, and gradients of its parameters; the gradient of x."""
 
         def finish(wide: Any, x: Any) -> tuple[Array, Sums]:
-            model = self._model(narrowed(wide, self.edges))
+            model = self._model(apart(wide, self.edges))
             return self.shared.weighted(model.finish(x, *self.shared.batch(microbatch)))
 
         if not self.plan.is_training:

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jaxtrain.mesh.rules import STAGES
 from jaxtrain.models.define import Definition
-from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.nn.param import apart, widened
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.split import Split, split
 from jaxtrain.pipeline.stages import Stages
@@ -79,7 +79,7 @@ class Derivative:
         batch, key = shared.batch(microbatch)
 
         def through(wide: Any, x: Any) -> tuple[Any, Any]:
-            model = self.inside.bind(self.stages.joined(narrowed(wide, layers), {}))
+            model = self.inside.bind(self.stages.joined(apart(wide, layers), {}))
             y, terms, counts = model.through(x, batch, key, numbers)
             part, sums = shared.weighted(terms)
             return (y, part), (sums, counts)

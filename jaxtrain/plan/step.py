@@ -54,7 +54,7 @@ def held_bytes(program: Program) -> dict[str, int]:
     """Bytes per device that a step keeps besides the train state and activations.
 
     weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gathered: the copies of one layer that
-    its computation gathers. gradients: of the step, float32, where they are added up.
+    its computation gathers. gradients: of the step, float32 where several are added up.
     """
     sharder, definition, gradients = program.sharder, program.definition, program.gradients
     sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
@@ -63,7 +63,7 @@ def held_bytes(program: Program) -> dict[str, int]:
     rules = sharder.rules or {}
     out = {"weights": 0, "gathered": 0, "gradients": 0}
 
-    def count(param: Any, names: Any, travels: Any) -> None:
+    def count(param: Any, names: Any, travels: Any, gradient: Any) -> None:
         def elements(dims: Dims) -> int:
             return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
 
@@ -73,9 +73,11 @@ def held_bytes(program: Program) -> dict[str, int]:
         if names[:1] == (LAYERS,) and (over := storage_axes(rules, names) & set(sum(placed, ()))):
             one = elements(without(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
             out["gathered"] += jnp.dtype(travels).itemsize * one
-        out["gradients"] += max(4, param.dtype.itemsize) * elements(inner.stored(names, param.shape))
+        wide = gradient.dtype.itemsize if gradients.at_once else 4
+        out["gradients"] += wide * elements(inner.stored(names, param.shape))
 
-    jax.tree.map(count, definition.params, definition.names, definition.travels)
+    made = jax.eval_shape(gradients.stand_ins, definition.params)
+    jax.tree.map(count, definition.params, definition.names, definition.travels, made)
     return out
 
 

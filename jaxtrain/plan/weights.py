@@ -47,7 +47,7 @@ class Weights:
 
     Args:
         params, optimizer: the train state.
-        gradients: float32, as they are added up.
+        gradients: float32 where several are added up; else those of layers as they travelled.
         copies: weights gathered over the replicas for the whole step (ZeRO 1 and 2).
         gathered: one layer's weights, gathered for use.
         elements: parameters that the device stores.
@@ -91,8 +91,8 @@ class _Scale:
         self.rules: Rules = full_rules(config.rules, config.zero)
         self.wide, self.own = COMPUTE.get(config.precision, 2), STORED.get(config.precision, 4)
         # With microbatches, replicas that keep whole gradients reduce them once a step.
-        several = config.step.accumulate > 1 or self.sizes[STAGES] > 1
-        self.once = several and config.zero <= 1 and self.sizes[REPLICAS] > 1
+        self.several = config.step.accumulate > 1 or self.sizes[STAGES] > 1
+        self.once = self.several and config.zero <= 1 and self.sizes[REPLICAS] > 1
 
     def size(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
@@ -118,7 +118,8 @@ class _Scale:
         elements, before = self._elements(shape, stored), self._elements(shape, placed)
         used = before * self.size(over)
         self._state(out, elements, own, path, shape, names)
-        out.gradients += 4 * (before if self.once else elements)
+        made = travels if stored == placed and names[:1] == (LAYERS,) else own
+        out.gradients += (4 if self.several else made) * (before if self.once else elements)
         layers = max(1, shape[0] // max(1, self.size(axes_of(LAYERS, self.rules)))) if names[:1] == (LAYERS,) else 1
         if names[:1] == (LAYERS,):
             out.placed += before

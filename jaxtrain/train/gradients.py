@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh.rules import BATCH, REPLICAS
+from jaxtrain.mesh.rules import BATCH, LAYERS, REPLICAS
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
-from jaxtrain.nn.param import narrowed, widened
+from jaxtrain.nn.param import Apart, apart, stand_in, widened
 from jaxtrain.pipeline.executor import Executor, Run
 from jaxtrain.pipeline.stage import Shared
 from jaxtrain.train.loss import parted, scales, total
@@ -53,16 +53,31 @@ class Gradients:
     local_pipeline: Executor | None = None
 
     def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> Found:
-        if self.accumulate > 1 or self.pipeline:
+        if not self.at_once:
             return self._over_microbatches(params, batch, key, loss_scale)
 
-        def loss(params: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
-            terms, counts = parted(self.definition.bind(self._ready(params)).loss(batch, key))
+        def loss(stand_ins: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
+            terms, counts = parted(self.definition.bind(self._ready(apart(stand_ins, params))).loss(batch, key))
             sums, weights = _split(terms)
             return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
 
-        grads, rest = jax.grad(loss, has_aux=True)(params)
+        grads, rest = jax.grad(loss, has_aux=True)(self.stand_ins(params))
         return Found(self._kept(grads), *rest)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether there is one microbatch, so that gradients need not be added up."""
+        return self.accumulate == 1 and self.pipeline is None
+
+    def stand_ins(self, params: Tree) -> Tree:
+        """What to differentiate by: gradients of layers, which are stacked, stay in the dtype in which they travelled,
+        and are widened where they are read. What is gathered over the replicas has narrow gradients as it is."""
+
+        def one(p: jax.Array, names: Any, travels: Any) -> jax.Array:
+            is_here = self.sharder.stored(names, p.shape) == self.sharder.placed(names, p.shape)
+            return stand_in(p, travels) if is_here and names[:1] == (LAYERS,) else p
+
+        return jax.tree.map(one, params, self.definition.names, self.definition.travels)
 
     def _over_microbatches(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> Found:
         """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
@@ -113,7 +128,12 @@ class Gradients:
 
     def _ready(self, params: Tree) -> Tree:
         """The train state's parameters where the model expects them, gathered over the replicas where it must."""
-        return jax.tree.map(self.sharder.gathered, params, self.definition.names, self.definition.travels)
+
+        def ready(p: Any, names: Any, travels: Any) -> Any:
+            return p if isinstance(p, Apart) else self.sharder.gathered(p, names, travels)
+
+        is_leaf = lambda p: isinstance(p, Apart)  # noqa: E731
+        return jax.tree.map(ready, params, self.definition.names, self.definition.travels, is_leaf=is_leaf)
 
     def _kept(self, grads: Tree) -> Tree:
         """Gradients placed in the train state's shards; widened after they travelled."""
@@ -142,7 +162,7 @@ class _Part:
         """
 
         def loss(wide: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            terms, counts = parted(self.definition.bind(narrowed(wide, self.ready)).loss({**batch, **self.known}, key))
+            terms, counts = parted(self.definition.bind(apart(wide, self.ready)).loss({**batch, **self.known}, key))
             return total(terms, self.scale), (_split(terms)[0], counts)
 
         value, pull, rest = jax.vjp(loss, widened(self.ready), has_aux=True)

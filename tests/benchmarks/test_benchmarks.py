@@ -125,8 +125,10 @@ def test_memory_is_that_of_the_formulas(tmp_path):
         assert abs(row["ratio"] - 1) < 0.02
         if row["devices"] > 1:
             gathers = row["stage"] == 2 or (row["stage"] == 1 and row["microbatches"] > 1)
-            # Stages 0 and 3 keep no copy in the compute dtype, stage 1 with one microbatch is stage 2.
-            want = row["paper 4 GB"] if gathers else row["here GB" if row["stage"] == 1 else "paper GB"]
+            # Stages 0 and 3 keep no copy in the compute dtype, and with one microbatch no float32 gradients; stage 1
+            # with one is stage 2.
+            is_own = row["stage"] == 1 or row["microbatches"] == 1
+            want = row["paper 4 GB"] if gathers else row["here GB" if is_own else "paper GB"]
             assert row["held GB"] == pytest.approx(want, rel=0.02)
     (first, second) = results["compiled"]
     assert second["total MB"] < 0.75 * first["total MB"]  # gradients in shards
