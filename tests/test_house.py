@@ -28,7 +28,7 @@ WITHOUT_JAX = (
     "jaxtrain.plan.diff", "jaxtrain.cli.plans",
     "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
     "jaxtrain.verify.compare", "jaxtrain.pipeline.schedule", "jaxtrain.pipeline.custom", "jaxtrain.pipeline.buffers",
-    "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit",
+    "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit", "jaxtrain.interop.files", "jaxtrain.interop.tensors",
 )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxtrain.pipeline.table import Table
 
 __all__ = [
-    "UserError", "config", "data", "diff", "eval", "generate", "plan", "resume", "schedule", "schema", "train",
-    "verify",
+    "UserError", "config", "data", "diff", "eval", "export", "generate", "import_", "plan", "resume", "schedule",
+    "schema", "train", "verify",
 ]  # fmt: skip
 
 
@@ -109,6 +109,29 @@ def generate(args: argparse.Namespace) -> int:
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     stream = open_generator(Path(args.run), args.step, _overrides(args), **sampling)
     _write(stream(args.prompt, args.tokens, args.seed))
+    return 0
+
+
+def import_(args: argparse.Namespace) -> int:
+    """Makes a run's folder of a Hugging Face model."""
+    _before_jax(args)
+    from jaxtrain.cli.interop import import_model
+
+    config = import_model(Path(args.model), Path(args.to), _overrides(args))
+    print(f"{args.to}: step 0 with the weights of {args.model}")
+    if config.data.tokenizer == "bytes":
+        print("its tokenizer is `bytes`: the model has no tokenizer.json; set data.tokenizer before its text is used")
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Makes a Hugging Face model of a checkpoint."""
+    _before_jax(args)
+    from jaxtrain.cli.interop import export_model
+
+    options = {"step": args.step, "dtype": args.dtype, "shard_size": args.shard_size, "family": args.family}
+    done = export_model(Path(args.run), Path(args.to), **options, overrides=_overrides(args))
+    print(f"{args.to}: {done.family} of step {done.step}, {done.bytes / 1e9:.2f} GB of {done.dtype}")
     return 0
 
 

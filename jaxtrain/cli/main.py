@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from keyword import iskeyword
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -55,6 +56,21 @@ def _generate(parser: Parser) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens up to probability P")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+
+
+def _import(parser: Parser) -> None:
+    parser.add_argument("model", metavar="HF_DIR", help="folder with config.json and safetensors files")
+    parser.add_argument("--to", required=True, metavar="DIR", help="folder of the run to make")
+    _overrides(parser)
+    _simulate(parser)
+
+
+def _export(parser: Parser) -> None:
+    _checkpoint(parser)
+    parser.add_argument("--to", required=True, metavar="HF_DIR", help="folder to make")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the files; default: as stored")
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file at most (5GB)")
+    parser.add_argument("--family", metavar="NAME", help="model_type; default: as imported, else the first that fits")
 
 
 def _config(parser: Parser) -> None:
@@ -125,6 +141,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "resume": ("go on from the newest good checkpoint of a run", _resume),
     "eval": ("validation loss of a checkpoint", _eval),
     "generate": ("text from a checkpoint", _generate),
+    "import": ("make a run's folder of a Hugging Face model", _import),
+    "export": ("make a Hugging Face model of a checkpoint", _export),
     "plan": ("memory, communication and speed of a config on hardware that need not be there", _plan),
     "verify": ("prove that no layout changes the losses and gradients of a config", _verify),
     "schedule": ("print, price and draw a pipeline schedule", _schedule),
@@ -166,7 +184,7 @@ def _run(name: str, args: argparse.Namespace) -> int:
     from jaxtrain.cli import commands
 
     try:
-        return getattr(commands, name)(args)
+        return getattr(commands, name + "_" * iskeyword(name))(args)  # `import` can be no function's name
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # e.g. `| head`: not an error
         return 0

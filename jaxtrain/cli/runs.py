@@ -58,7 +58,7 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if validation is None:
         raise UserError(f"{directory}: data.validation is 0, so there is nothing to evaluate on")
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
-    params, done = _weights(directory, step, program)
+    params, done = weights(directory, step, program)
     return {"step": done, **validate(Saved(program, validation), params, count)}
 
 
@@ -72,7 +72,7 @@ def open_generator(
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config, check_pipeline])
     tokenizer = _tokenizer(config)
     program = build(config, vocabulary(config, tokenizer.vocab), platform.start(config))
-    return streamer(program, tokenizer, _weights(directory, step, program)[0], **sampling)
+    return streamer(program, tokenizer, weights(directory, step, program)[0], **sampling)
 
 
 def streamer(
@@ -112,7 +112,7 @@ def _tokenizer(config: Config) -> Tokenizer:
     return load_tokenizer(config.data.tokenizer)
 
 
-def _weights(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
+def weights(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
     """A checkpoint's weights, the averaged ones where the run keeps them, and its step."""
     kind = "ema" if "ema" in program.state else "params"
     wanted = {kind: program.state[kind], "step": program.state["step"]}

@@ -1,8 +1,9 @@
 """YAML files, a layout and `key=value` overrides to one frozen `Config`. No JAX.
 
-Levels, later ones win: defaults < files along `extends:` < the file < `key=value`. Naming a layout at a level
-replaces what layouts hold (`LAYOUT_KEYS`: mesh, rules ...) of all earlier levels by the layout's own; the same keys at
-that level or later refine them. A file that says `resolved: true` is complete by itself: its layout is only a name.
+Levels, later ones win: defaults < the Hugging Face model of `model.init_from` < files along `extends:` < the file <
+`key=value`. Naming a layout at a level replaces what layouts hold (`LAYOUT_KEYS`: mesh, rules ...) of all earlier
+levels by the layout's own; the same keys at that level or later refine them. A file that says `resolved: true` is
+complete by itself: its layout and its `init_from` are only names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.errors import ConfigError, Problem, did_you_mean, join, locate, shown
+from jaxtrain.config.errors import ConfigError, Problem, UserError, did_you_mean, join, locate, shown
+from jaxtrain.config.huggingface import opened
 from jaxtrain.config.output import flatten
 from jaxtrain.config.reader import read_file, read_text
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
@@ -83,6 +85,8 @@ def resolve(
     unread = bool(problems)
     given = _overrides(overrides, problems)
     tree = _merge(levels, given, problems)
+    if not any(level.resolved for level in levels):
+        tree = _with_imported(tree, problems)
     config, dropped = validate(tree, problems, paths and not unread)
     provenance = {key: _origin(tree, key) for key in flatten(config)}
     if not unread and not any(not at or at[0] in CHECKED for at in dropped):
@@ -203,6 +207,25 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
         tree = put(tree, path, node, defaults, found)
         problems += [Problem(p.where, ".".join(path), p.message) for p in found]
     return tree
+
+
+def _with_imported(tree: Node, problems: list[Problem]) -> Node:
+    """The tree on what the Hugging Face model of `model.init_from` says: the model, and its tokenizer."""
+    source, kind, data = (find(tree, at) for at in (["model", "init_from"], ["model", "type"], ["data", "type"]))
+    if source is None or not isinstance(source.value, str) or (kind and kind.value != "decoder"):
+        return tree
+    folder = Path(os.path.expanduser(source.value))
+    try:
+        if "\0" in source.value:
+            raise UserError("a file name cannot hold a NUL character")
+        model = opened(folder)[1]
+    except UserError as error:
+        problems.append(Problem(source.where, "model.init_from", str(error)))
+        return tree
+    under: dict[str, Any] = {"model": model}
+    if (folder / "tokenizer.json").is_file() and (data is None or data.value == "text"):
+        under["data"] = {"tokenizer": os.path.join(source.value, "tokenizer.json")}
+    return merge(from_python(under, display(folder / "config.json"), problems), tree)
 
 
 def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[Problem], here: bool = False) -> Node:

@@ -138,6 +138,7 @@ class Model(Section):
 
     type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
+    init_from: str | None = key(None, "Hugging Face folder: training starts from its weights; gives the keys below too")
     vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
     embed: PositiveInt = key(256, "width of the residual stream")
     layers: PositiveInt = key(4, "number of blocks")

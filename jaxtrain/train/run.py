@@ -15,8 +15,11 @@ import jax
 from jaxtrain.checkpoint import Checkpointer, compare_configs, environment, promise, read_manifest
 from jaxtrain.config import Config, ConfigError, dump_yaml
 from jaxtrain.config.errors import Problem, UserError
+from jaxtrain.config.huggingface import opened
 from jaxtrain.config.output import as_dict
 from jaxtrain.data.dataset import TextDataset, open_datasets
+from jaxtrain.interop.load import load as load_weights
+from jaxtrain.interop.tensors import PLACES
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh import layout as layouts
 from jaxtrain.mesh.context import has_tokens
@@ -27,6 +30,7 @@ from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
+from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.pipeline.cost import price, summary
 from jaxtrain.plan.step import without_divergent_permutes
 from jaxtrain.precision.policy import POLICIES
@@ -89,7 +93,7 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
         if not resume and checkpoints.store.marked():
             raise UserError(f"{directory} holds a run already; resume it, or give another name")
         run, info = _assemble(config, directory, program, data, validation, checkpoints, screen)
-        state, done = _restore(run, info) if resume else (program.init(), 0)
+        state, done = _restore(run, info) if resume else (_initial(program), 0)
         if done > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
         run.meter.compiled(done)
@@ -106,6 +110,21 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
 def open_data(config: Config, screen: Screen) -> tuple[Any, Any]:
     """The training data, and the validation data or None; a missing token cache is built."""
     return open_datasets(config.data, config.seed, _cache_progress(screen))
+
+
+def _initial(program: Program) -> State:
+    """The state of step 0: fresh, or with the weights of `model.init_from`."""
+    state, source = program.init(), program.config.model.init_from
+    if source is None:
+        return state
+    for leaf in jax.tree.leaves(state["params"]):
+        leaf.delete()  # room for what takes its place
+    folder = Path(os.path.expanduser(source))
+    state["params"] = load_weights(folder, PLACES[opened(folder)[0].name], program.state["params"])
+    if "ema" in state:
+        placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
+        state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])
+    return state
 
 
 def _assemble(
@@ -125,12 +144,14 @@ def _assemble(
 
 
 def absolute(config: Config) -> Config:
-    """The config with the paths of its data made absolute, so that a run can be resumed from anywhere."""
+    """The config with the paths of its data and weights made absolute, so that a run can be resumed from anywhere."""
 
     def whole(path: str, *words: str) -> str:
         return path if path in words else os.path.abspath(os.path.expanduser(path))
 
-    data = config.data
+    data, model = config.data, config.model
+    if model.init_from is not None:
+        config = config.model_copy(update={"model": model.model_copy(update={"init_from": whole(model.init_from)})})
     if data.type != "text":
         return config
     sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)
@@ -214,9 +235,14 @@ def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
     checkpoints = run.checkpoints
     if not checkpoints.store.marked():
         run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
-        return run.program.init(), 0
+        return _initial(run.program), 0
     # Compared before the state is read: a changed model is better told by its key than by its tensors.
-    _refuse(run, *read_manifest(checkpoints.directory))
+    step, manifest = read_manifest(checkpoints.directory)
+    if "imported" in manifest and step == 0:
+        source = shlex.quote(manifest["imported"])
+        message = f"holds imported weights and no state of training; train from them with model.init_from={source}"
+        raise UserError(f"{run.dir} {message}")
+    _refuse(run, step, manifest)
     state, saved = checkpoints.restore(None, run.program.state)
     for event in checkpoints.poll():
         run.screen.print(f"warning  {event}")

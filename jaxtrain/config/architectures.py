@@ -1,0 +1,117 @@
+"""Architectures of Hugging Face that the decoder covers: their options in our words. No JAX.
+
+Where their tensors go is in `jaxtrain.interop.tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, read in both directions by `decode` and `encode` of `jaxtrain.config.huggingface`.
+
+    name: its `model_type`; architecture: the class.
+    fields: field of config.json -> our keys that have its value.
+    defaults: what an absent field means, as its class in transformers has it; a field without one must be there.
+    fixed: our keys that it always has.
+    window: where a sliding window is: in no layer, in all that have `sliding_window`, by `use_sliding_window` in all,
+    or by the type of each layer (`period`: the default of those, every n-th one whole).
+    activation: the field that names it; rope: the kinds of rotary embedding; ignored: fields without a meaning here;
+    aliases: other names of fields.
+    """
+
+    name: str
+    architecture: str
+    fields: Mapping[str, tuple[str, ...]]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    window: Literal["none", "all", "used", "layers", "period"] = "none"
+    activation: str = "hidden_act"
+    rope: tuple[str, ...] = ("default", "linear", "llama3")
+    ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+FIELDS = {
+    "vocab_size": ("vocab",),
+    "hidden_size": ("embed",),
+    "num_hidden_layers": ("layers",),
+    "num_attention_heads": ("heads",),
+    "num_key_value_heads": ("kv_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("mlp",),
+    "rms_norm_eps": ("norm_epsilon",),
+    "tie_word_embeddings": ("tie_embeddings",),
+    "initializer_range": ("init_std",),
+}
+BIAS = {"attention_bias": ("attention_bias", "output_bias")}
+CAPS = {"final_logit_softcapping": ("logits_softcap",), "attn_logit_softcapping": ("attention_softcap",)}
+DEFAULTS = {
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "initializer_range": 0.02, "hidden_act": "silu", "rope_theta": 10_000.0,
+}  # fmt: skip
+QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+
+_ALL = (
+    Family(
+        "llama", "LlamaForCausalLM",
+        FIELDS | BIAS | {"mlp_bias": ("mlp_bias",)}, DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+    ),
+    Family(
+        "mistral", "MistralForCausalLM", FIELDS,
+        DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, window="all",
+    ),
+    Family(
+        "qwen2", "Qwen2ForCausalLM", FIELDS, DEFAULTS | QWEN | {"num_key_value_heads": 32},
+        fixed={"attention_bias": True}, window="layers",
+    ),
+    Family(
+        "qwen3", "Qwen3ForCausalLM", FIELDS | BIAS,
+        DEFAULTS | QWEN | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        fixed={"qk_norm": True}, window="layers",
+    ),
+    Family(
+        "gemma2", "Gemma2ForCausalLM",
+        FIELDS | BIAS | CAPS,
+        DEFAULTS | {
+            "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "attention_bias": False,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+        },
+        fixed={"norm_offset": True, "post_norm": True, "embed_scale": True},
+        window="period", activation="hidden_activation", ignored=("hidden_act", "sliding_window_size"),
+    ),
+    Family(
+        "mixtral", "MixtralForCausalLM",
+        FIELDS | {"num_local_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",)},
+        DEFAULTS | {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        fixed={"moe.normalize": True}, window="all",
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        FIELDS | BIAS | {
+            "num_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",),
+            "moe_intermediate_size": ("moe.mlp",), "norm_topk_prob": ("moe.normalize",),
+        },
+        DEFAULTS | {
+            "num_key_value_heads": 4, "attention_bias": False, "sliding_window": 4096, "use_sliding_window": False,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+        fixed={"qk_norm": True}, window="used",
+        ignored=("max_window_layers",), aliases={"num_local_experts": "num_experts"},
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", FIELDS, DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
+        window="all", rope=("default",), ignored=("original_max_position_embeddings", "auto_map"),
+    ),
+)  # fmt: skip
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})

@@ -1,0 +1,103 @@
+"""Tensors of a Hugging Face model straight into the shards of our parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.interop.files import Entry, tensors
+from jaxtrain.interop.places import Index, Part, Place, parts, whole_shapes
+
+Tree = dict[str, Any]
+BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, but saved by old versions
+TIED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
+    """The parameters, each shard read once and by itself; host memory is what one shard of one parameter takes.
+
+    Args:
+        folder: with the safetensors files.
+        places: of the architecture.
+        params: nested dict of ShapeDtypeStructs with shardings; values are rounded to these dtypes.
+
+    Raises:
+        UserError: a file cannot be read, a tensor is missing, superfluous or of another shape, or a tied head differs
+            from the embedding.
+    """
+    flat = {"/".join(path): leaf for path, leaf in _leaves(params)}
+    found = parts(places, {path: leaf.shape for path, leaf in flat.items()})
+    have = tensors(folder)
+    check(folder, have, whole_shapes(found))
+    tree: Tree = {}
+    for path, leaf in flat.items():
+        *parents, last = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = _placed(found[path], leaf, have)
+    return tree
+
+
+def check(folder: Path, have: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raises UserError, naming tensors, where the files do not hold what the model is made of."""
+    missing = [name for name in wanted if name not in have]
+    if missing:
+        raise UserError(f"{folder}: {len(missing)} tensors are missing: {_some(missing)}")
+    for name, shape in wanted.items():
+        if have[name].shape != shape:
+            message = f"{name} is {list(have[name].shape)}; its config.json makes it {list(shape)}"
+            raise UserError(f"{have[name].path}: {message}")
+    other = [name for name in have if name not in wanted and not BUFFERS.fullmatch(name)]
+    if HEAD in other and TIED in have:
+        if have[HEAD].shape != have[TIED].shape or not _equal(have[HEAD].open(), have[TIED].open()):
+            message = f"{HEAD} is not {TIED}, though config.json ties them; expected tie_word_embeddings false"
+            raise UserError(f"{have[HEAD].path}: {message}")
+        other.remove(HEAD)
+    if other:
+        raise UserError(f"{folder}: {len(other)} tensors that the model does not have: {_some(other)}")
+
+
+def _placed(part: Part, leaf: Any, have: dict[str, Entry]) -> jax.Array:
+    """One parameter in its sharding."""
+    blocks: dict[tuple[tuple[int, int], ...], tuple[Index, list[Any]]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        index = tuple(slice(*one.indices(size)[:2]) for one, size in zip(index, leaf.shape))
+        blocks.setdefault(tuple((one.start, one.stop) for one in index), (index, []))[1].append(device)
+    arrays = []
+    for index, devices in blocks.values():
+        block = read(part, index, leaf.dtype, have)
+        # No alias: a step that donates its state must own it.
+        arrays += [jax.device_put(block, device, may_alias=False) for device in devices]
+        jax.block_until_ready(arrays[-1])  # so that no two blocks are on the host
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+def read(part: Part, index: Index, dtype: Any, have: dict[str, Entry]) -> np.ndarray:
+    """A block of a parameter, stacked from its tensors."""
+    depth = len(part.stack)
+    block = np.empty([one.stop - one.start for one in index], dtype)
+    for at in np.ndindex(*block.shape[:depth]):
+        name = part.named([one.start + i for one, i in zip(index, at)])
+        block[at] = part.take(have[name].open(), index[depth:])
+    return block
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    rows = max(1, (1 << 24) // max(a.shape[-1], 1))
+    return all(np.array_equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.shape[0], rows))
+
+
+def _leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+    for name, value in tree.items():
+        yield from _leaves(value, (*path, name)) if isinstance(value, dict) else [((*path, name), value)]
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

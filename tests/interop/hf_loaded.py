@@ -1,0 +1,55 @@
+"""The decoder with weights of a Hugging Face folder, on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain.config import Config, huggingface
+from jaxtrain.config.architectures import Family
+from jaxtrain.config.schema import Model
+from jaxtrain.generate import Generator
+from jaxtrain.interop.load import load
+from jaxtrain.interop.tensors import PLACES
+from jaxtrain.models.define import Definition, define
+from jaxtrain.nn.env import Env
+
+
+def opened(folder: Path) -> tuple[Config, Family, Definition, Any]:
+    """Config, family, definition and loaded parameters."""
+    family, section = huggingface.opened(folder)
+    config = Config(model=Model.model_validate(section), precision="fp32")
+    definition = define(config, Env(), section["vocab"])
+    place = SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), definition.params)
+    return config, family, definition, load(folder, PLACES[family.name], wanted)
+
+
+def flat(params: Any) -> dict[str, jax.Array]:
+    """`a/b/c` -> array."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def logits(definition: Definition, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """float32 [B, T, V]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    @jax.jit
+    def forward(params: Any) -> jax.Array:
+        model = definition.bind(params)
+        return model.logits(model.hidden(jnp.asarray(tokens), positions, None)[0])
+
+    return np.asarray(forward(params))
+
+
+def greedy(definition: Definition, params: Any, prompt: list[int], tokens: int) -> list[int]:
+    """The likeliest continuation, by the cache."""
+    vocab = params["embed"]["table"].shape[0]
+    generator = Generator(definition, vocab, temperature=0.0)
+    return list(generator(params, np.array(prompt), tokens, seed=0, eos=None))

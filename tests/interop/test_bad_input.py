@@ -1,0 +1,238 @@
+"""What cannot be imported or exported is said in one line that names it, and leaves nothing behind. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors", reason="needs safetensors (jaxtrain[test])")
+
+from jaxtrain.cli.main import main
+from jaxtrain.config.architectures import FAMILIES
+from jaxtrain.config.huggingface import FieldError, choose, decode, encode
+from jaxtrain.config.schema import Model, Moe, RopeScaling
+from jaxtrain.interop.files import FileError, tensors, write_model
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 8,
+    "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+SHAPES = {
+    "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8), "self_attn.o_proj": (8, 8),
+    "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12),
+    "input_layernorm": (8,), "post_attention_layernorm": (8,),
+}  # fmt: skip
+
+
+def weights(dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """All tensors of LLAMA."""
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens": (31, 8), "lm_head": (31, 8), "model.norm": (8,)}
+    shapes |= {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
+    return {f"{name}.weight": rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def model(folder: Path, config: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A folder with LLAMA; a change to None takes the tensor away."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA | (config or {})))
+    values = {name: value for name, value in (weights() | changes).items() if value is not None}
+    save_file(values, folder / "model.safetensors")
+    return folder
+
+
+def said(capfd: pytest.CaptureFixture, tmp_path: Path, *arguments: Any) -> str:
+    """The one line that a command ends with, which leaves nothing where it should have written."""
+    before = sorted(tmp_path.iterdir())
+    assert main([*map(str, arguments), "--to", str(tmp_path / "made")]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert sorted(tmp_path.iterdir()) == before
+    return lines[0]
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({Q: None}, ["1 tensors are missing", Q]),
+        ({Q: np.zeros((8, 7), np.float32)}, [Q, "[8, 7]", "[8, 8]"]),
+        ({"model.layers.0.self_attn.q_proj.bias": np.zeros(8, np.float32)}, ["does not have", "q_proj.bias"]),
+        ({Q: np.zeros((8, 8), np.int8)}, [Q, "I8", "quantised"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(changes, words, tmp_path, capfd):
+    line = said(capfd, tmp_path, "import", model(tmp_path / "hf", **changes))
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1, -100])
+def test_a_truncated_file_is_named(keep, tmp_path, capfd):
+    file = model(tmp_path / "hf") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    line = said(capfd, tmp_path, "import", tmp_path / "hf")
+    assert "model.safetensors" in line
+    assert "truncated" in line
+
+
+def test_what_is_no_model_is_said(tmp_path, capfd):
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in said(capfd, tmp_path, "import", tmp_path / "empty")
+    assert "no config.json" in said(capfd, tmp_path, "import", tmp_path / "nowhere")
+    (tmp_path / "empty/config.json").write_text("{")
+    assert "not JSON" in said(capfd, tmp_path, "import", tmp_path / "empty")
+    (tmp_path / "empty/config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "empty/pytorch_model.bin").write_text("")
+    assert "pytorch_model.bin is not read" in said(capfd, tmp_path, "import", tmp_path / "empty")
+    (tmp_path / "empty/model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    assert "b.safetensors: no such file" in said(capfd, tmp_path, "import", tmp_path / "empty")
+
+
+def test_a_tied_head_must_be_the_embedding(tmp_path, capfd):
+    line = said(capfd, tmp_path, "import", model(tmp_path / "hf", {"tie_word_embeddings": True}))
+    assert "lm_head.weight is not model.embed_tokens.weight" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "lama"}, ["`llama`?", "covered: llama, mistral"]),
+        ({"model_type": "gpt2"}, ["gpt2", "not covered", "phi3"]),
+        ({"model_type": "gemma3_text"}, ["gemma3_text", "not covered"]),
+        ({"model_type": None}, ["no model_type"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
+        ({"hidden_act": "gelu"}, ['hidden_act "gelu"', "silu"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "linear or llama3"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor is missing"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}}, ["beta_fast"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"sliding_window": 16}, ["sliding_window 16"]),
+        ({"attention_dropout": 0.1}, ["attention_dropout 0.1"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"embedding_multiplier": 12.0}, ["embedding_multiplier"]),
+        ({"hidden_size": "8"}, ["hidden_size", '"8"']),
+        ({"vocab_size": None}, ["vocab_size"]),
+        ({"num_attention_heads": 3}, ["hidden_size 8", "num_attention_heads 3"]),
+    ],
+)
+def test_fields_that_are_not_covered_are_named(config, words, tmp_path, capfd):
+    line = said(capfd, tmp_path, "import", model(tmp_path / "hf", config))
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "word"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 4}, "max_window_layers"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}, "layer_types"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("mistral", {"attention_bias": True}, "attention_bias true"),
+    ],
+)
+def test_fields_of_other_architectures(family, config, word):
+    given = {**LLAMA, "architectures": [FAMILIES[family].architecture], **config, "model_type": family}
+    with pytest.raises(FieldError, match=word):
+        decode(given, "config.json")
+
+
+def test_absent_fields_mean_what_the_class_says():
+    _, mistral = decode({**LLAMA, "model_type": "mistral", "architectures": None}, "")
+    _, mixtral = decode({**LLAMA, "model_type": "mixtral", "architectures": None}, "")
+    _, gemma = decode({**LLAMA, "model_type": "gemma2", "architectures": None, "num_hidden_layers": 5}, "")
+    assert mistral["window"] == 4096
+    assert (mixtral["rope_theta"], mixtral["norm_epsilon"], mixtral["moe"]["experts"]) == (1e6, 1e-5, 8)
+    assert (gemma["window_every"], gemma["tie_embeddings"], gemma["logits_softcap"]) == (2, True, 30.0)
+
+
+SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "llama"),
+        ({"mlp_bias": True, "rope_scaling": RopeScaling(type="llama3", factor=8.0)}, "llama"),
+        ({"window": 4}, "mistral"),
+        ({"attention_bias": True}, "qwen2"),
+        ({"attention_bias": True, "window": 4, "window_every": 3}, "qwen2"),
+        ({"qk_norm": True}, "qwen3"),
+        ({"moe": Moe(experts=4, mlp=6)}, "mixtral"),
+        ({"moe": Moe(experts=4), "qk_norm": True}, "qwen3_moe"),
+        ({"norm_offset": True, "post_norm": True, "embed_scale": True, "activation": "geglu"}, "gemma2"),
+    ],
+)
+def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
+    wanted = Model(**SIZES, **options)
+    family, config = choose(wanted, 31, None, None)
+    assert family.name == expected
+    again = Model.model_validate(decode(json.loads(json.dumps(config)), "")[1])
+    assert choose(again, 31, expected, config)[1] == config
+
+
+@pytest.mark.parametrize(
+    ("options", "family", "words"),
+    [
+        ({"activation": "gelu"}, None, 'activation "gelu"'),
+        ({"qk_norm": True, "mlp_bias": True}, None, "no llama has model.qk_norm true"),
+        ({"moe": Moe(bias_rate=0.01)}, None, "moe.bias_rate 0.01"),
+        ({"moe": Moe(shared=1)}, None, "moe.shared 1"),
+        ({"attention_bias": True}, "llama", "model.output_bias false"),
+        ({"rope_scaling": RopeScaling(factor=2.0)}, "phi3", "model.rope_scaling.type linear"),
+        ({}, "mixtral", "moe"),
+        ({"window": 3, "window_every": 2}, "mistral", "window_every 2"),
+    ],
+)
+def test_what_no_architecture_has_is_named(options, family, words):
+    with pytest.raises(FieldError) as error:
+        choose(Model(**SIZES, **options), 31, family, None)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("most", [10**9, 600])
+def test_files_are_those_of_the_reference_implementation(dtype, most, tmp_path):
+    from safetensors import safe_open
+
+    values = weights(dtype)
+    shapes = {name: value.shape for name, value in values.items()}
+    total = write_model(tmp_path, shapes, np.dtype(dtype), most, iter(values.values()))
+    assert total == sum(value.nbytes for value in values.values())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) == 1) == (most > total)
+    seen = {}
+    for file in files:
+        with safe_open(file, "numpy") as opened:
+            held = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+            assert len(held) == 1 or file.stat().st_size < most + 1500  # its header besides
+        seen |= held
+    assert seen == {name: list(shape) for name, shape in shapes.items()}
+    for name, entry in tensors(tmp_path).items():
+        np.testing.assert_array_equal(entry.open(), values[name])
+
+
+def test_a_header_that_lies_is_refused(tmp_path):
+    for header in (b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"[]", b"\xff"):
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        with pytest.raises(FileError, match=r"model\.safetensors"):
+            tensors(tmp_path)
+
+
+def test_encode_keeps_token_ids():
+    before = {**LLAMA, "eos_token_id": [7, 8], "bos_token_id": 3}
+    config = encode(Model.model_validate(decode(before, "")[1]), 31, FAMILIES["llama"], before)
+    assert (config["eos_token_id"], config["bos_token_id"]) == ([7, 8], 3)

@@ -1,0 +1,105 @@
+"""`model.init_from`: training from the weights of a Hugging Face folder, under any layout. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxtrain.cli.main import main
+from jaxtrain.config import ConfigError, load, resolve
+from jaxtrain.config.architectures import FAMILIES
+from jaxtrain.config.huggingface import encode
+from jaxtrain.config.schema import Model
+from jaxtrain.interop.files import tensors, write_model
+from jaxtrain.interop.places import parts, whole_shapes
+from jaxtrain.interop.tensors import PLACES
+from jaxtrain.models.tensors import decoder_tensors
+from jaxtrain.observe.progress import Screen
+from jaxtrain.train.loop import train
+
+MODEL = Model(vocab=260, embed=16, layers=4, heads=4, kv_heads=2, mlp=24, qk_norm=True, tie_embeddings=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Qwen 3 with random weights."""
+    path = tmp_path / "hf"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(encode(MODEL, 260, FAMILIES["qwen3"])))
+    shapes = {name: shape for name, (shape, _) in decoder_tensors(MODEL, 260).items()}
+    found = whole_shapes(parts(PLACES["qwen3"], shapes))
+    rng = np.random.default_rng(0)
+    values = (0.2 * rng.standard_normal(shape).astype(np.float32) for shape in found.values())
+    write_model(path, found, np.dtype(np.float32), 10**9, values)
+    return path
+
+
+def options(folder: Path, tmp_path: Path, *more: str) -> list[str]:
+    (tmp_path / "text").mkdir(exist_ok=True)
+    for name in range(12):
+        (tmp_path / f"text/{name}.txt").write_text(f"{name} " * 200)
+    return [
+        f"model.init_from={folder}", f"dir={tmp_path}/runs", f"data.sources=[{{path: {tmp_path}/text}}]",
+        "precision=fp32", f"data.cache={tmp_path}/cache", "data.workers=1", "data.sequence=32", "data.validation=0",
+        "steps=2", "compile_cache=null", "log.tensorboard=false", "optimizer.ema=0.5", *more,
+    ]  # fmt: skip
+
+
+def test_the_model_is_that_of_its_config_and_the_user_has_the_last_word(folder: Path):
+    config, origin = resolve(None, f"model.init_from={folder}", "model.window=8", paths=False)
+    assert (config.model.vocab, config.model.heads, config.model.qk_norm) == (260, 4, True)
+    assert origin["model.heads"].endswith("hf/config.json")
+    assert (config.model.window, origin["model.window"]) == (8, "command line")
+    assert config.data.tokenizer == "bytes"
+    (folder / "tokenizer.json").write_text("{}")
+    config, _ = resolve(None, f"model.init_from={folder}", paths=False)
+    assert config.data.tokenizer == f"{folder}/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.init_from=nowhere"], ["model.init_from", "nowhere: not a Hugging Face model"]),
+        (["model.init_from={hf}", "model.heads=3"], ["model.kv_heads", "3 query heads"]),
+        (["model.init_from={hf}", "model.type=a.b:C"], ["init_from"]),
+    ],
+)
+def test_what_cannot_be_is_said_before_jax_starts(folder, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        load(None, *(text.format(hf=folder) for text in overrides))
+    assert all(word in str(error.value) for word in words)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
+    """Two steps in each; the average of the weights starts from them too. A resumed run does not need the folder."""
+    losses = {}
+    for layout in ("layout=ddp", "layout=pp_fsdp mesh.pipeline=2 step.accumulate=2 pipeline.timing=false"):
+        config = load(None, *options(folder, tmp_path, *layout.split(), f"name={layout[7:10]}"))
+        result = train(config, screen=Screen(2, console=Console(quiet=True)))
+        lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+        losses[layout] = [json.loads(line)["loss"] for line in lines]
+        table = tensors(folder)["model.embed_tokens.weight"].open()
+        moved = np.abs(np.asarray(result.state["params"]["embed"]["table"]) - table).max()
+        averaged = np.abs(np.asarray(result.state["ema"]["embed"]["table"]) - table).max()
+        assert 0 < averaged < moved < 1e-3
+    first, second = losses.values()
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    shutil.rmtree(folder)
+    run = tmp_path / "runs/ddp"
+    again = load(str(run / "config.yaml"), "steps=3")
+    result = train(again, run, resume=True, screen=Screen(3, console=Console(quiet=True)))
+    assert result.step == 3
+
+
+def test_a_run_that_holds_imported_weights_alone_cannot_be_resumed(folder: Path, tmp_path: Path, capfd):
+    run = tmp_path / "run"
+    assert main(["import", str(folder), "--to", str(run), *options(folder, tmp_path)[1:]]) == 0
+    capfd.readouterr()
+    assert main(["resume", str(run)]) == 2
+    assert f"train from them with model.init_from={folder}" in capfd.readouterr().err

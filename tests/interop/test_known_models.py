@@ -1,0 +1,104 @@
+"""config.json as published with well-known models: the sizes read give their published numbers of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxtrain.config.huggingface import decode
+from jaxtrain.config.schema import Model
+from jaxtrain.models.tensors import parameter_count
+
+
+def sizes(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab, "hidden_size": embed, "intermediate_size": mlp, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "use_cache": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.44.0", "initializer_range": 0.02, "attention_dropout": 0.0,
+    }  # fmt: skip
+
+
+KNOWN = {
+    "Llama 2 7B": (
+        6_738_415_616,
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes(32000, 4096, 11008, 32, 32, 32),
+         "hidden_act": "silu", "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
+         "tie_word_embeddings": False, "max_position_embeddings": 4096},
+        {"norm_epsilon": 1e-5, "rope_theta": 10_000.0},
+    ),
+    "Llama 3.2 1B": (
+        1_235_814_400,
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes(128256, 2048, 8192, 16, 32, 8),
+         "attention_bias": False, "mlp_bias": False, "head_dim": 64, "hidden_act": "silu", "rope_theta": 500000.0,
+         "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 131072,
+         "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                          "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+        {"rope_theta": 500_000.0, "rope_scaling.factor": 32.0, "rope_scaling.original_length": 8192},
+    ),
+    "Mistral 7B v0.1": (
+        7_241_732_096,
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8),
+         "sliding_window": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False},
+        {"window": 4096, "window_every": 1},
+    ),
+    "Mixtral 8x7B": (
+        46_702_792_704,
+        {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8),
+         "num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0,
+         "router_aux_loss_coef": 0.02, "sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        {"moe.top_k": 2, "moe.normalize": True, "rope_theta": 1e6, "window": None},
+    ),
+    "Qwen 2.5 7B": (
+        7_615_616_512,
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **sizes(152064, 3584, 18944, 28, 28, 4),
+         "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False,
+         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False},
+        {"attention_bias": True, "output_bias": False, "window": None},
+    ),
+    "Qwen 3 8B": (
+        8_190_735_360,
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes(151936, 4096, 12288, 36, 32, 8),
+         "attention_bias": False, "head_dim": 128, "max_window_layers": 36, "rope_scaling": None,
+         "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False},
+        {"qk_norm": True, "rope_theta": 1e6},
+    ),
+    "Qwen 3 30B A3B": (
+        30_532_122_624,
+        {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **sizes(151936, 2048, 6144, 48, 32, 4),
+         "decoder_sparse_step": 1, "head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [],
+         "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+         "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+         "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "attention_bias": False},
+        {"moe.normalize": True, "moe.experts": 128, "moe.mlp": 768},
+    ),
+    "Gemma 2 9B": (
+        9_241_705_984,
+        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **sizes(256000, 3584, 14336, 42, 16, 8),
+         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
+         "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+         "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096},
+        {"window": 4096, "window_every": 2, "tie_embeddings": True, "activation": "geglu"},
+    ),
+    "Phi 3 mini 4k": (
+        3_821_079_552,
+        {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **sizes(32064, 3072, 8192, 32, 32, 32),
+         "attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0,
+         "resid_pdrop": 0.0, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0,
+         "original_max_position_embeddings": 4096, "sliding_window": 2047, "tie_word_embeddings": False},
+        {"window": 2047, "activation": "swiglu"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameters_and_options(name: str):
+    count, config, expected = KNOWN[name]
+    _, section = decode(config, name)
+    model = Model.model_validate(section)
+    assert parameter_count(model, section["vocab"]) == count
+    for key, value in expected.items():
+        found: Any = model
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value, key

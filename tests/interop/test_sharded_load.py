@@ -1,0 +1,148 @@
+"""Loading under a layout of 8 simulated devices, and the commands from end to end. No torch."""
+
+from __future__ import annotations
+
+import collections
+import json
+from pathlib import Path
+from typing import Any
+
+import hf_loaded
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.cli.main import main
+from jaxtrain.config import load as load_config
+from jaxtrain.interop import load as loading
+from jaxtrain.interop.files import Entry, tensors, write_model
+from jaxtrain.interop.places import Place, parts, whole_shapes
+from jaxtrain.interop.save import save
+from jaxtrain.interop.tensors import PLACES
+from jaxtrain.models.define import Definition
+from jaxtrain.train.program import build
+
+SIZES = {
+    "llama": ["model.mlp=48"],
+    "phi3": ["model.mlp=48"],
+    "mixtral": ["model.mlp=32", "model.moe.experts=4", "model.moe.normalize=true"],
+}
+COMMON = ["model.vocab=128", "model.embed=32", "model.layers=3", "model.heads=4", "model.kv_heads=2", "precision=fp32"]
+CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+
+
+def program(family: str, *overrides: str) -> Any:
+    """The program of a tiny model."""
+    return build(load_config(None, *COMMON, *SIZES[family], *overrides), 128, jax.devices()[:8])
+
+
+def written(folder: Path, places: tuple[Place, ...], definition: Definition) -> Path:
+    """Random tensors in several files."""
+    shapes = whole_shapes(parts(places, {path: shape for path, (shape, _) in definition.tensors().items()}))
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())
+    folder.mkdir()
+    write_model(folder, shapes, np.dtype(np.float32), 30_000, values)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", ["layout=fsdp_tp", "mesh.model=2"]),
+        ("phi3", ["layout=fsdp_tp", "mesh.model=2"]),
+        ("phi3", ["layout=fsdp_tp", "rules.head_dim=fsdp", "rules.embed=null", "mesh.model=2"]),
+        ("mixtral", ["layout=ep_tp", "mesh.expert=2", "mesh.model=2"]),
+    ],
+)
+def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, tmp_path, monkeypatch):
+    sharded, chosen = program(family, *layout), PLACES[family]
+    folder = written(tmp_path / "hf", chosen, sharded.definition)
+    blocks: collections.Counter[tuple] = collections.Counter()
+    original = loading.read
+
+    def read(part, index, dtype, have):
+        blocks[part.place.path, tuple((one.start, one.stop) for one in index)] += 1
+        return original(part, index, dtype, have)
+
+    monkeypatch.setattr(loading, "read", read)
+    params = loading.load(folder, chosen, sharded.state["params"])
+    assert set(blocks.values()) == {1}
+    read_elements = sum(int(np.prod([stop - start for start, stop in index])) for _, index in blocks)
+    assert read_elements == sum(leaf.size for leaf in jax.tree.leaves(params))  # nothing twice, replicated or not
+    wanted = sharded.state["params"]
+    assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, wanted)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params))
+
+    alone = jax.devices()[0]
+    whole = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.sharding.SingleDeviceSharding(alone)), wanted)  # fmt: skip  # noqa: E501
+    for path, value in hf_loaded.flat(loading.load(folder, chosen, whole)).items():
+        np.testing.assert_array_equal(np.asarray(hf_loaded.flat(params)[path]), np.asarray(value), path)
+
+    (tmp_path / "out").mkdir()
+    save(tmp_path / "out", chosen, hf_loaded.flat(params), np.dtype(np.float32), 50_000)
+    back, before = tensors(tmp_path / "out"), tensors(folder)
+    assert back.keys() == before.keys()
+    for name, entry in back.items():
+        np.testing.assert_array_equal(entry.open(), before[name].open(), name)
+
+
+def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
+    sharded, chosen = program("llama", "layout=fsdp_tp", "mesh.model=2"), PLACES["llama"]
+    folder = written(tmp_path / "hf", chosen, sharded.definition)
+    touched = collections.Counter()
+
+    class Counting:
+        def __init__(self, entry: Entry, name: str):
+            self.array, self.name = original(entry), name
+
+        def __getitem__(self, index: Any) -> Any:
+            block = self.array[index]
+            touched[self.name] += block.size
+            return block
+
+    original = Entry.open
+    monkeypatch.setattr(Entry, "open", lambda entry: Counting(entry, f"{entry.path.name}:{entry.offset}"))
+    params = loading.load(folder, chosen, sharded.state["params"])
+    assert sum(touched.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_the_commands_from_end_to_end(tmp_path, capfd):
+    definition = program("llama").definition
+    folder = written(tmp_path / "hf", PLACES["llama"], definition)
+    config = {"model_type": "llama", "vocab_size": 128, "intermediate_size": 48, **CONFIG, "eos_token_id": 5}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    run, out = tmp_path / "run", tmp_path / "out"
+    arguments = ["--to", str(run), "layout=fsdp_tp", "mesh.model=2", "compile_cache=null"]
+    assert main(["import", str(folder), *arguments]) == 0
+    assert "has no tokenizer.json" in capfd.readouterr().out
+    assert main(["export", str(run), "--to", str(out), "--dtype", "bfloat16", "layout=fsdp"]) == 0
+    assert "llama of step 0" in capfd.readouterr().out
+    back = tensors(out)
+    for name, entry in tensors(folder).items():
+        np.testing.assert_array_equal(back[name].open(), entry.open().astype(back[name].open().dtype), name)
+    content = json.loads((out / "config.json").read_text())
+    assert (content["eos_token_id"], content["torch_dtype"]) == (5, "bfloat16")
+    assert (out / "generation_config.json").read_text() == '{"eos_token_id": 5}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "run"]
+
+    # From files in bfloat16 and back they are the same bytes.
+    assert main(["import", str(out), "--to", str(tmp_path / "run2"), "precision=bf16_pure", "compile_cache=null"]) == 0
+    assert main(["export", str(tmp_path / "run2"), "--to", str(tmp_path / "out2")]) == 0
+    for file in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "out2" / file).read_bytes() == (out / file).read_bytes(), file
+    capfd.readouterr()
+
+    for arguments, words in (
+        (["export", str(run), "--to", str(out)], "out exists already"),
+        (["export", str(run), "--to", str(tmp_path / "new"), "--step", "3"], "no checkpoint 3"),
+        (["export", str(run), "--to", str(tmp_path / "new"), "--shard-size", "many"], "--shard-size"),
+        (["export", str(tmp_path), "--to", str(tmp_path / "new")], "not a run"),
+        (["import", str(folder), "--to", str(run)], "run exists already"),
+    ):
+        assert main(arguments) == 2
+        error = capfd.readouterr().err
+        assert words in error
+        assert len(error.strip().splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "out2", "run", "run2"]
