@@ -38,7 +38,6 @@ checkpoint: {{every: 3}}
 compile_cache: null
 """
 EXPERTS = ("model.moe={experts: 4, top_k: 2, shared: 1, capacity: 1.25}", "loss.balance=0.01")
-pytestmark = pytest.mark.xdist_group("two processes")  # one pair for all of them
 # What one process trains, and two of which every axis but `model` spans both.
 ALONE = {"dense": ("layout=fsdp_tp", "mesh.model=2"), "experts": ("layout=fsdp", *EXPERTS)}
 TOGETHER = {
@@ -94,10 +93,8 @@ def losses(run: Path) -> list[float]:
     return [r["loss"] for r in records if "loss" in r]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """Where one process has trained the runs of ALONE, and a pair those of TOGETHER; the second says nothing."""
-    place = tmp_path_factory.mktemp("processes")
+def trained(place: Path) -> None:
+    """One process trains the runs of ALONE there, and a pair those of TOGETHER; the second says nothing."""
     (place / "corpus").mkdir()
     rng = random.Random(1)
     for index in range(50):
@@ -111,14 +108,15 @@ def place(tmp_path_factory) -> Path:
     # Gloo's threads write over each other's lines.
     quiet = [line for line in second.stdout.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
     assert quiet == []
-    return place
 
 
-@pytest.mark.parametrize(("kind", "name"), PAIRS)
-def test_two_processes_equal_one(place: Path, kind: str, name: str):
-    expected, got = losses(place / "runs" / kind), losses(place / "runs" / name)
-    assert len(got) == 6
-    assert got == pytest.approx(expected, rel=1e-5)
+def test_two_processes_equal_one(tmp_path: Path):
+    """All in one test, so that no two workers start processes for a part of them each."""
+    trained(tmp_path)
+    for kind, name in PAIRS:
+        expected, got = losses(tmp_path / "runs" / kind), losses(tmp_path / "runs" / name)
+        assert len(got) == 6, name
+        assert got == pytest.approx(expected, rel=1e-5), name
 
 
 def test_a_process_asks_only_for_its_rows(monkeypatch):

@@ -79,7 +79,7 @@ def test_every_layout_equals_one_device(layout: str, one: tuple[dict, dict]):
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.parametrize("layout", ["tp_sp", "fsdp_tp"])
+@pytest.mark.parametrize("layout", ["tp_sp"])
 def test_sends_what_the_decoder_sends(layout: str):
     """On absent H100s, where q, k and v share one gather and one reduction, fused or not."""
     sizes = {"embed": 512, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 1408}

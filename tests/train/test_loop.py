@@ -178,6 +178,7 @@ def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     assert list(got.values()) == pytest.approx(list(expected.values()), rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_resume_under_stages_of_two_chunks_and_without_any(tmp_path, corpus):
     """Wherever a schedule has its layers, a checkpoint holds them in their order."""
     stages = ("layout=pp", "mesh={pipeline: 2, data: 2, fsdp: 1, model: 2}", "pipeline.schedule=zb_v")
