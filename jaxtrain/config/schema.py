@@ -269,7 +269,9 @@ class Config(Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = key(
         "bf16", "dtype policy; bf16 and fp16 keep float32 masters, fp16 scales its loss"
     )
-    compile_cache: str | None = key("~/.cache/jaxtrain/xla", "folder of the persistent compilation cache")
+    compile_cache: str | None = key(
+        "~/.cache/jaxtrain/xla", "folder of the persistent compilation cache; simulated devices do without"
+    )
     layout: str = key("ddp", "name in configs/layouts or path: gives all from `mesh` to `pipeline`")
     mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
     rules: dict[str, Axes] = key(

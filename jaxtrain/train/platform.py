@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
@@ -24,8 +25,6 @@ def start(config: Config) -> list[Any]:
     Raises:
         ValueError: JAX runs already, with other devices than `simulate` asks for, or the environment is incomplete.
     """
-    if config.compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.compile_cache).expanduser()))
     count = processes()
     if config.simulate is not None:
         if config.simulate % count:
@@ -39,6 +38,7 @@ def start(config: Config) -> list[Any]:
             f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {config.simulate} "
             "simulated ones; set simulate before anything else uses JAX"
         )
+    _cache(config.compile_cache, devices)
     return devices
 
 
@@ -48,6 +48,16 @@ def processes() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"{PROCESSES}: expected a positive number; found {text!r}")
     return int(text)
+
+
+def _cache(folder: str | None, devices: list[Any]) -> None:
+    # A program for several CPU devices that XLA (jaxlib 0.10) reads back from the cache has forgotten the order of its
+    # collectives: the devices meet them in different orders and wait for each other until XLA aborts the process.
+    if devices[0].platform == "cpu" and len(devices) > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif folder is not None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    compilation_cache.reset_cache()  # otherwise what the process compiled before has decided
 
 
 def _join(count: int) -> None:

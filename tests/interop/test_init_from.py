@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -79,12 +77,6 @@ def test_what_cannot_be_is_said_before_jax_starts(folder, overrides, words):
 
 
 def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
-    """In a process of its own: after the other tests of this folder XLA's CPU devices wait for each other here."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(start_from_the_same_weights, folder, tmp_path).result(timeout=300)
-
-
-def start_from_the_same_weights(folder: Path, tmp_path: Path) -> None:
     """Two steps in each; the average of the weights starts from them too. A resumed run does not need the folder."""
     losses = {}
     for layout in ("layout=ddp", "layout=pp_fsdp mesh.pipeline=2 step.accumulate=2 pipeline.timing=false"):
