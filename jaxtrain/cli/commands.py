@@ -144,16 +144,17 @@ def verify(args: argparse.Namespace) -> int:
 
     from jaxtrain.cli.screen import ProgressBar
     from jaxtrain.verify.run import verify as run
-    from jaxtrain.verify.show import lines, table
+    from jaxtrain.verify.show import WIDEST, details, lines, table
 
     names = [name.strip() for name in args.layouts.split(",") if name.strip()]
     options = {"layouts": names, "devices": args.simulate, "steps": args.steps, "inject": args.inject}
     with ProgressBar("verifying") as progress:
         outcome = run(args.config, args.overrides, **options, progress=progress)
-    console = Console()
+    width = None if sys.stdout.isatty() else 2 * WIDEST  # a file or pipe has none of its own
+    console = Console(width=width, highlight=False)
     console.print("shrunk to compile fast, in float32:", *(f"  {change}" for change in outcome.changes), sep="\n")
     console.print(table(outcome, console.width))
-    for line in lines(outcome):
+    for line in details(outcome, console.width) + lines(outcome):
         console.print(line, markup=False, soft_wrap=True)
     return 0 if outcome.rows and all(row.is_equal for row in outcome.rows) else 1
 

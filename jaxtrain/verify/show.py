@@ -13,7 +13,7 @@ WIDE, WIDEST = 110, 140  # columns from which on there is room for the worst ten
 def table(outcome: Outcome, width: int) -> Table:
     """A line per layout and mesh, worst differences relative to one device; `lines` says what is wrong.
 
-    The worst tensor and the collectives are left out of a screen of fewer columns than these take.
+    The worst tensor and the collectives go to `details` where the screen has fewer columns than these take.
     """
     gap = 2 if width >= WIDE else 1
     out = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -23,8 +23,8 @@ def table(outcome: Outcome, width: int) -> Table:
     if width >= WIDEST:
         out.add_column("collectives per step", overflow="fold", style="dim")
     for row in outcome.rows:
-        config, seen = row.candidate.config, row.verdict
-        head = (row.candidate.layout, row.candidate.mesh, str(config.step.accumulate))
+        seen = row.verdict
+        head = (row.candidate.layout, row.candidate.mesh, _micro(row))
         if seen is None:
             out.add_row(*head, "", "", "", "[red]failed[/red]")
             continue
@@ -32,6 +32,18 @@ def table(outcome: Outcome, width: int) -> Table:
         said = "[green]equal[/green]" if seen.is_equal else "[red]differs[/red]"
         out.add_row(*head, *numbers, said, *(seen.tensor, row.collectives)[: (width >= WIDE) + (width >= WIDEST)])
     return out
+
+
+def details(outcome: Outcome, width: int) -> list[str]:
+    """A line per layout and mesh of what `table` had no room for."""
+    if width >= WIDEST:
+        return []
+    said = []
+    for row in outcome.rows:
+        if row.verdict is not None:
+            worst = f"{row.verdict.tensor}; " * (width < WIDE)
+            said.append(f"{row.candidate.layout} {row.candidate.mesh} {_micro(row)}: {worst}{row.collectives}")
+    return ["", f"{'worst tensor; ' * (width < WIDE)}collectives per step", *said, ""]
 
 
 def lines(outcome: Outcome) -> list[str]:
@@ -46,6 +58,10 @@ def lines(outcome: Outcome) -> list[str]:
     if wrong:
         return [*said, f"DIFFERENT: {len(wrong)} of {tried} differ from one device ({limits})"]
     return [*said, f"EQUAL: {tried} equal one device ({limits})"]
+
+
+def _micro(row: Row) -> str:
+    return str(row.candidate.config.step.accumulate)
 
 
 def _fault(row: Row) -> str:

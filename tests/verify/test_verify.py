@@ -20,7 +20,7 @@ from jaxtrain.verify import faults
 from jaxtrain.verify.candidates import Candidate, candidates
 from jaxtrain.verify.compare import Verdict, cause, compare
 from jaxtrain.verify.run import Outcome, Reference, Row, Rows, check_one, collectives
-from jaxtrain.verify.show import lines, table
+from jaxtrain.verify.show import details, lines, table
 from jaxtrain.verify.shrink import shrunk
 
 CONFIG = """
@@ -112,16 +112,20 @@ def test_nothing_compared_is_not_called_equal():
 
 
 @pytest.mark.parametrize(("width", "is_shown"), [(80, (False, False)), (110, (True, False)), (140, (True, True))])
-def test_a_row_of_the_table_is_one_line_of_any_screen(width, is_shown):
+def test_a_row_of_the_table_is_one_line_of_any_screen_and_the_rest_is_said_below(width, is_shown):
     candidate = Candidate("cp_ulysses", load(None, "mesh={data: 2, context: 2, model: 2}"))
     equal = Row(candidate, Verdict(1e-7, 2e-7, "layers/attention/q", 3e-5, None), "fsdp 65 AG 2.2 MB")
     console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(table(Outcome([equal, Row(candidate, None, error="INTERNAL: " + "long " * 20)], [], {}, 8, 3), width))
+    outcome = Outcome([equal, Row(candidate, None, error="INTERNAL: " + "long " * 20)], [], {}, 8, 3)
+    console.print(table(outcome, width))
     _, first, second = console.export_text().splitlines()
     start = ["cp_ulysses", "data", "2", "x", "context", "2", "x", "model", "2", "1"]
     assert first.split()[:14] == [*start, "1.0e-07", "2.0e-07", "3.0e-05", "equal"]
     assert second.split() == [*start, "failed"]
     assert (equal.verdict.tensor in first, equal.collectives in first) == is_shown
+    below = [line for line in details(outcome, width) if line.startswith("cp_ulysses")]
+    tensor = "" if is_shown[0] else f"{equal.verdict.tensor}; "
+    assert below == [f"cp_ulysses {candidate.mesh} 1: {tensor}{equal.collectives}"] * (not is_shown[1])
 
 
 def test_a_right_layout_is_equal(path):
