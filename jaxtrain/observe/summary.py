@@ -93,6 +93,16 @@ def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -
     return table
 
 
+def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
+    """The logical names that `parameter_table` has no room for, a line for the tensors of the same ones."""
+    if width >= WIDE:
+        return []
+    found: dict[tuple[str | None, ...], list[str]] = {}
+    for row in rows:
+        found.setdefault(row.names, []).append(row.name)
+    return [f"names: {' '.join(name or '-' for name in names)}: {', '.join(who)}" for names, who in found.items()]
+
+
 def whole_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
     """Why dims are not sharded, a line for each reason; nothing on one device.
 

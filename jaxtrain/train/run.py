@@ -28,7 +28,7 @@ from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
 from jaxtrain.observe.meter import Meter, device_memory
 from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
-from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
+from jaxtrain.observe.summary import logical_names, mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.tracker import Observers, trackers
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.pipeline.cost import price, summary
@@ -191,7 +191,8 @@ def describe(run: Run, info: dict[str, Any]) -> None:
     screen.print(f"run   {run.dir}", mesh_line(program.layout.name, sizes, kind))
     if program.gradients.pipeline:
         screen.print(f"pipe  {summary(program.gradients.pipeline.table)}")
-    screen.print(parameter_table(rows, screen.console.width), *whole_dims(rows, program.sharder.rules or {}, sizes))
+    width, rules = screen.console.width, program.sharder.rules or {}
+    screen.print(parameter_table(rows, width), *logical_names(rows, width), *whole_dims(rows, rules, sizes))
     if isinstance(run.data, TextDataset):
         counts = f"{run.data.documents:,} documents, {run.data.tokens:,} tokens"
         screen.print(f"data  {counts}; unigram entropy {run.data.unigram_entropy:.4f} nats per token")

@@ -22,7 +22,7 @@ from jaxtrain.observe.progress import (
     short,
     small,
 )
-from jaxtrain.observe.summary import mesh_line, parameter_table, tensors, whole_dims
+from jaxtrain.observe.summary import logical_names, mesh_line, parameter_table, tensors, whole_dims
 
 VALUES = {
     "loss": 2.34567, "lr": 2.98e-4, "grad_norm": 0.5234, "tokens_per_sec": 45123.0, "mfu": 0.4123,
@@ -190,6 +190,8 @@ def test_parameter_table():
     assert "4 256/data+fsdp 6/model 64" in narrow
     assert "393,216" in narrow
     assert "layers embed heads head_dim" in wide
+    assert logical_names(rows(), 120) == []
+    assert "names: layers embed heads head_dim: layers.q" in logical_names(rows(), 80)
     total = 512 * 256 + 4 * 256 * 6 * 64 + 4 * 256
     assert re.fullmatch(rf"total +{total:,} +162 KiB *", narrow.splitlines()[-1])
 
