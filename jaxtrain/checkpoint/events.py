@@ -25,6 +25,11 @@ class Committed:
     waited: float = 0.0
     deleted: tuple[int, ...] = ()
 
+    def shown(self) -> dict[str, int | float | str]:
+        """What a log says of it."""
+        size, seconds, stall = f"{self.bytes / 2**20:.1f} MiB", round(self.seconds, 3), round(self.stall, 4)
+        return {"step": self.step, "size": size, "seconds": seconds, "stall": stall}
+
     def __str__(self) -> str:
         return f"checkpoint {self.step}: {self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s, stall {self.stall:.3f} s"
 

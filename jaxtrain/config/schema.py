@@ -253,6 +253,7 @@ class Log(Section):
     tensorboard: Bool = key(True, "write TensorBoard events")
     wandb: str | None = key(None, "Weights & Biases project; needs jaxtrain[wandb]")
     mlflow: str | None = key(None, "MLflow experiment; needs jaxtrain[mlflow]")
+    checkpoints: Bool = key(False, "hand every checkpoint to W&B and MLflow, as an artifact of the run")
     peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: known chips, measured on CPU")
     sample: Count = key(0, "tokens generated at the end")
     prompt: str = key("\n", "prompt of that sample", min_length=1)

@@ -7,7 +7,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,32 @@ class TensorBoard:
         append(self._file, head + sums[0] + data + sums[1])
 
 
+class Uploads:
+    """Hands folders on in a thread of its own, one after the other: the loop does not wait for a server."""
+
+    def __init__(self) -> None:
+        self._pool, self._sent = ThreadPoolExecutor(1), []
+
+    def add(self, send: Callable[[Path], Any], folder: Path) -> None:
+        """`send(folder)`, unless the folder is deleted before its turn or meanwhile."""
+        self._sent.append(self._pool.submit(self._try, send, folder))
+
+    def close(self) -> None:
+        """Waits for all; raises what the first that failed raised."""
+        self._pool.shutdown()
+        for sent in self._sent:
+            sent.result()
+
+    @staticmethod
+    def _try(send: Callable[[Path], Any], folder: Path) -> None:
+        try:
+            if folder.exists():
+                send(folder)
+        except OSError:
+            if folder.exists():
+                raise
+
+
 class WandB:
     """A Weights & Biases run in RUN_DIR/wandb. A resumed run joins the same one by the id kept beside it.
 
@@ -76,6 +104,7 @@ class WandB:
     def __init__(self, project: str, name: str, run_dir: Path):
         self._wandb = _import("wandb", "wandb")
         self._project, self._name, self._dir, self._run = project, name, Path(run_dir), None
+        self._uploads = Uploads()
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._dir.mkdir(parents=True, exist_ok=True)
@@ -93,12 +122,26 @@ class WandB:
         self._started().summary[f"last_{kind}"] = {k: str(v) for k, v in fields.items()}
 
     def artifact(self, path: Path) -> None:
-        self._started().save(str(path), base_path=str(Path(path).parent), policy="now")
+        if Path(path).is_dir():
+            self._uploads.add(self._folder, Path(path))
+        else:
+            self._started().save(str(path), base_path=str(Path(path).parent), policy="now")
+
+    def _folder(self, folder: Path) -> None:
+        """Checkpoints are versions of one artifact, `checkpoints-ID`."""
+        kind = folder.parent.name
+        artifact = self._wandb.Artifact(f"{kind}-{self._started().id}", type=kind)
+        artifact.add_dir(str(folder))
+        own = f"step-{folder.name}" if folder.name.isdecimal() else folder.name
+        self._started().log_artifact(artifact, aliases=["latest", own])
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
-            self._run = None
+            try:
+                self._uploads.close()
+            finally:
+                self._run.finish()
+                self._run = None
 
     def _started(self) -> Any:
         if self._run is None:
@@ -113,6 +156,7 @@ class MLflow:
         self._mlflow = _import("mlflow", "mlflow")
         self._experiment, self._name, self._dir, self._run = experiment, name, Path(run_dir), None
         self._sent: Any = None
+        self._uploads = Uploads()
 
     def start(self, info: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
@@ -147,14 +191,23 @@ class MLflow:
         self._client.set_tag(self._run, f"last_{kind}", str(valid(fields))[:500])
 
     def artifact(self, path: Path) -> None:
-        self._client.log_artifact(self._run, str(path))
+        if Path(path).is_dir():
+            self._uploads.add(partial(self._folder, self._run), Path(path))
+        else:
+            self._client.log_artifact(self._run, str(path))
+
+    def _folder(self, run: str, folder: Path) -> None:
+        self._client.log_artifacts(run, str(folder), f"{folder.parent.name}/{folder.name}")
 
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             if self._sent is not None:
                 self._sent.wait()
-            self._client.set_terminated(run)
+            try:
+                self._uploads.close()
+            finally:
+                self._client.set_terminated(run)
 
 
 def _import(module: str, extra: str) -> Any:

@@ -36,7 +36,7 @@ class Tracker(Protocol):
         """Something happened: save, eval, stop..., with `step` and what else is known."""
 
     def artifact(self, path: Path) -> None:
-        """A file worth keeping with the run, such as the loss plot."""
+        """A file or folder worth keeping with the run, such as the loss plot or a checkpoint."""
 
     def close(self) -> None:
         """The run ends, for whatever reason."""

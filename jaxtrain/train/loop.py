@@ -186,9 +186,9 @@ def report_checkpoints(run: Run) -> None:
     """Passes on what became of the checkpoints."""
     for event in run.checkpoints.poll():
         if isinstance(event, Committed):
-            size = f"{event.bytes / 2**20:.1f} MiB"
-            times = {"seconds": round(event.seconds, 3), "stall": round(event.stall, 4)}
-            run.observers.event("save", step=event.step, size=size, **times)
+            run.observers.event("save", **event.shown())
+            if run.config.log.checkpoints:
+                run.observers.artifact(run.checkpoints.store.path(event.step))
         else:
             run.observers.event("warning", text=str(event))
 

@@ -5,13 +5,14 @@ import os
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.observe.backends import MLflow, TensorBoard, WandB
+from jaxtrain.observe.backends import MLflow, TensorBoard, Uploads, WandB
 from jaxtrain.observe.tracker import Files, Observers, cut_after, read_lines, trackers
 
 
@@ -204,8 +205,34 @@ def test_tensorboard(tmp_path):
     assert [e.step for e in events if e.HasField("session_log")] == [1, 3]  # forget from here on
 
 
+def test_a_folder_that_is_deleted_before_its_turn_is_passed_over(tmp_path):
+    def send(folder: Path) -> None:
+        sent.append(folder.name)
+        if folder.name == "2":
+            folder.rmdir()
+        (folder / "data").read_bytes()
+
+    sent: list[str] = []
+    for names, failed in ((["1", "2"], None), (["3"], FileNotFoundError)):
+        uploads = Uploads()
+        for name in names:
+            if name != "1":
+                (tmp_path / name).mkdir()
+            uploads.add(send, tmp_path / name)
+        with pytest.raises(failed) if failed else nullcontext():
+            uploads.close()
+    assert sent == ["2", "3"]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    path = folder / f"checkpoints/{step}"
+    path.mkdir(parents=True)
+    (path / "data").write_bytes(b"weights" * step)
+    return path
+
+
 def test_wandb_offline_joins_the_same_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs jaxtrain[wandb]")
+    wandb = pytest.importorskip("wandb", reason="needs jaxtrain[wandb]")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = set()
@@ -214,10 +241,15 @@ def test_wandb_offline_joins_the_same_run(tmp_path, monkeypatch):
         tracker.start({"step": start, "config": {"model": {"layers": 2}}})
         tracker.log(start + 1, {"step": start + 1, "loss": 1.0})
         tracker.event("save", step=1)
+        tracker.artifact(checkpoint(tmp_path, start + 1))
         tracker.close()
         ids.add((tmp_path / "wandb.id").read_text())
     assert len(ids) == 1
-    assert list((tmp_path / "wandb").glob(f"offline-run-*{ids.pop()}"))
+    wandb.teardown()  # its service writes what is left
+    runs = list((tmp_path / "wandb").glob(f"offline-run-*{ids.pop()}"))
+    assert len(runs) == 2
+    recorded = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
+    assert recorded.count(b"step-1") == recorded.count(b"step-3") == 1
 
 
 def test_mlflow_joins_the_same_run(tmp_path, monkeypatch):
@@ -228,10 +260,13 @@ def test_mlflow_joins_the_same_run(tmp_path, monkeypatch):
         tracker.start({"step": start, "config": {"model": {"layers": 2}}})
         for step in (start + 1, start + 2):
             tracker.log(step, {"step": step, "loss": 1 / step})
+        tracker.artifact(checkpoint(tmp_path, start + 1))
         tracker.close()
     client = tracking.MlflowClient((tmp_path / "mlflow").absolute().as_uri())
     run = client.get_run((tmp_path / "mlflow.id").read_text())
     assert run.data.params == {"model.layers": "2"}
+    assert [a.path for a in client.list_artifacts(run.info.run_id, "checkpoints")] == ["checkpoints/1", "checkpoints/3"]
+    assert client.list_artifacts(run.info.run_id, "checkpoints/3")[0].path == "checkpoints/3/data"
     assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3, 4]
 
 

@@ -78,7 +78,11 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
     assert kinds[-1] == "stop"
     assert kinds.count("eval") == kinds.count("save") == 2
     assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)  # paths were absolute already
-    again = jaxtrain.train(config(tmp_path, corpus, "steps=2", "optimizer.warmup=0"), screen=quiet())
+    screen = quiet()
+    again = jaxtrain.train(
+        config(tmp_path, corpus, "steps=2", "optimizer.warmup=0", "log.checkpoints=true"), screen=screen
+    )
+    assert f"wrote {again.run_dir}/checkpoints/2" in screen.console.file.getvalue()  # what every tracker is given
     assert again.run_dir != result.run_dir  # a run is never written over another
 
 
