@@ -128,10 +128,11 @@ def export(args: argparse.Namespace) -> int:
     """Makes a Hugging Face model of a checkpoint."""
     _before_jax(args)
     from jaxtrain.cli.interop import export_model
+    from jaxtrain.observe.summary import size
 
     options = {"step": args.step, "dtype": args.dtype, "shard_size": args.shard_size, "family": args.family}
     done = export_model(Path(args.run), Path(args.to), **options, overrides=_overrides(args))
-    print(f"{args.to}: {done.family} of step {done.step}, {done.bytes / 1e9:.2f} GB of {done.dtype}")
+    print(f"{args.to}: {done.family} of step {done.step}, {size(done.bytes)} of {done.dtype}")
     return 0
 
 

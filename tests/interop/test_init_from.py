@@ -61,6 +61,13 @@ def test_the_model_is_that_of_its_config_and_the_user_has_the_last_word(folder: 
     assert config.data.tokenizer == f"{folder}/tokenizer.json"
 
 
+def test_the_shipped_recipe_takes_any_model(folder: Path):
+    config = load(
+        "configs/recipes/continue.yaml", f"model.init_from={folder}", "layout=tp_sp", "mesh.model=2", "mesh.data=4"
+    )
+    assert (config.model.qk_norm, config.model.init_from, config.steps) == (True, str(folder), 100)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
