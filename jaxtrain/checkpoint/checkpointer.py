@@ -201,7 +201,15 @@ class Checkpointer(Reader):
             self._thread.join()
             self._thread = None
 
-    def save(self, step: int, state: Any, *, manifest: dict[str, Any], metrics: dict[str, float] | None = None) -> bool:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        manifest: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+        copied: bool = True,
+    ) -> bool:
         """Starts saving; the state may be donated to the next step as soon as this returns.
 
         One process: the copy to the host is dispatched, not waited for. Several: orbax copies this process's shards
@@ -212,6 +220,7 @@ class Checkpointer(Reader):
           step: optimizer step of the state.
           state: pytree of jax.Arrays, any shardings; each process writes the shards it holds (of replica 0).
           manifest: what a resumed run needs to know (`promise.environment`); JSON-able.
+          copied: False: one process, whose state nobody donates before `wait` returns, is written as it lies.
           metrics: finite numbers that rank `keep_best`; JSON-able.
 
         Returns: False when this step is already committed, True otherwise.
@@ -230,7 +239,7 @@ class Checkpointer(Reader):
             return False
         path = self.store.path(step)
         try:
-            finish = self._start(path, flat)
+            finish = self._start(path, flat, copied)
         except Exception as error:  # whatever orbax or the file system raises is reported, and training goes on
             self._fail(step, error)
             return True
@@ -288,10 +297,10 @@ class Checkpointer(Reader):
             reason = self.store.problem(step) or "it is saved anew"
             self._events.append(SetAside(step, reason, str(self.store.set_aside(step, "bad"))))
 
-    def _start(self, path: Path, flat: dict[str, jax.Array]) -> Callable[[], None]:
+    def _start(self, path: Path, flat: dict[str, jax.Array], copied: bool) -> Callable[[], None]:
         if jax.process_count() > 1:
             return orbax.start(path, nest(flat), self._timeout).result
-        copies = nest(snapshot(flat))
+        copies = nest(snapshot(flat) if copied else flat)
         return lambda: orbax.write(path, copies, self._timeout)
 
     def _run(self, save: _Save) -> None:

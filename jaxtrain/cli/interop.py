@@ -69,7 +69,7 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
         state = {"params": params, "step": jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)}
         with Checkpointer(folder / "checkpoints") as checkpoints:
-            checkpoints.save(0, state, manifest=manifest)
+            checkpoints.save(0, state, manifest=manifest, copied=False)
             checkpoints.wait()
             failed = [event for event in checkpoints.poll() if isinstance(event, Failed)]
         if failed:

@@ -87,6 +87,32 @@ _ALL = (
         window="period", activation="hidden_activation", ignored=("hidden_act", "sliding_window_size"),
     ),
     Family(
+        "gemma3_text", "Gemma3ForCausalLM",
+        FIELDS | BIAS | CAPS | {"rope_local_base_freq": ("window_theta",)},
+        DEFAULTS | {
+            "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "attention_bias": False,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "layer_types": None, "sliding_window_pattern": 6, "final_logit_softcapping": None,
+            "attn_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        fixed={"norm_offset": True, "post_norm": True, "embed_scale": True, "qk_norm": True},
+        window="period", activation="hidden_activation", ignored=("hidden_act", "_sliding_window_pattern"),
+    ),
+    Family(
+        "olmo2", "Olmo2ForCausalLM", FIELDS | BIAS, DEFAULTS | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"qk_norm": "whole", "post_norm": "only"},
+    ),
+    Family(
+        "granite", "GraniteForCausalLM",
+        FIELDS | BIAS | {
+            "mlp_bias": ("mlp_bias",), "embedding_multiplier": ("embed_scale",), "logits_scaling": ("logits_divisor",),
+            "residual_multiplier": ("residual_scale",), "attention_multiplier": ("attention_scale",),
+        },
+        DEFAULTS | {"attention_bias": False, "mlp_bias": False} | dict.fromkeys(
+            ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0
+        ),
+    ),
+    Family(
         "mixtral", "MixtralForCausalLM",
         FIELDS | {"num_local_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",)},
         DEFAULTS | {

@@ -131,6 +131,8 @@ def _heads(model: Model) -> Iterator[Found]:
 def _decoder(model: Model) -> Iterator[Found]:
     if model.window is None and model.window_every > 1:
         yield Found(("model.window_every", "model.window"), "says which layers have the window; set model.window too")
+    if model.window is None and model.window_theta is not None:
+        yield Found(("model.window_theta", "model.window"), "is of layers with the window; set model.window too")
     scaling = model.rope_scaling
     if scaling and scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         low, high = "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"

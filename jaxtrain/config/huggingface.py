@@ -35,6 +35,7 @@ LLAMA3 = {
     "original_max_position_embeddings": "original_length",
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+LOCAL = "rope_local_base_freq"  # the rotary base of layers with a window
 TRAINING = ("init_std", "moe.capacity")  # of the `model` section, but without a meaning for its function
 
 
@@ -87,6 +88,8 @@ def decode(config: Json, where: str) -> tuple[Family, Json]:
             values |= dict.fromkeys(keys, given[name])
         values["activation"] = _activation(given, family)
         values |= _rope(given, family) | _window(given, family) | _scale(given)
+        if "window" not in values:  # then no layer has the other base
+            values.pop("window_theta", None)
     except FieldError as error:
         raise FieldError(f"{where}: {error}") from None
     return family, _validated(values, family, where)
@@ -140,6 +143,8 @@ def _encoded(model: Model, vocab: int, family: Family, before: Json | None) -> t
         return config, {"activation": shown(model.activation)}
     config[family.activation] = names[model.activation]
     config |= _rope_fields(model) | _window_fields(model, family)
+    if LOCAL in family.fields:
+        config[LOCAL] = model.window_theta or model.rope_theta
     if "query_pre_attn_scalar" in family.defaults:
         scalar = plain["attention_scale"] ** -2
         config["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
@@ -164,6 +169,8 @@ def canonical(model: Model, vocab: int) -> Json:
         "vocab": vocab, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim,
         "attention_scale": model.attention_scale or head_dim**-0.5,
         "window_every": model.window_every if model.window and model.window_every <= model.layers else 1,
+        "window_theta": _own_theta(model),
+        "embed_scale": math.sqrt(model.embed) if model.embed_scale is True else model.embed_scale or 1.0,
     }  # fmt: skip
     if moe is not None:
         moe["normalize"] = moe["top_k"] > 1 if moe["normalize"] is None else moe["normalize"]
@@ -172,6 +179,12 @@ def canonical(model: Model, vocab: int) -> Json:
     used = ("type", "factor") if scaling.get("type") == "linear" else tuple(scaling)
     values |= {f"moe.{key}": value for key, value in (moe or {}).items()}
     return values | {f"rope_scaling.{key}": scaling[key] for key in used}
+
+
+def _own_theta(model: Model) -> float | None:
+    """The rotary base of layers with a window, where it is another than that of all."""
+    is_same = model.rope_scaling is None and model.window_theta == model.rope_theta
+    return None if model.window is None or is_same else model.window_theta
 
 
 def _family(config: Json, where: str) -> Family:
@@ -204,7 +217,21 @@ def _activation(given: Json, family: Family) -> str:
 
 
 def _rope(given: Json, family: Family) -> Json:
-    """`rope_theta` and `rope_scaling` from the fields of either generation."""
+    """Rotary options from the fields of either generation."""
+    if LOCAL not in family.fields:
+        return _turn(given, family)
+    options = given.get("rope_parameters") or {}
+    if not isinstance(options, dict) or options.keys() - {FULL, SLIDING}:
+        raise FieldError(f"rope_parameters: expected {FULL} and {SLIDING}; found {shown(options)}")
+    inner = {kind: {"rope_parameters": options.get(kind)} for kind in (FULL, SLIDING)}
+    near = _turn({"rope_theta": given[LOCAL]} | inner[SLIDING], family)
+    if near["rope_scaling"] is not None:
+        raise FieldError(f"rope_parameters.{SLIDING} of type {near['rope_scaling']['type']} is not covered")
+    return _turn({**given, **inner[FULL]}, family) | {"window_theta": near["rope_theta"]}
+
+
+def _turn(given: Json, family: Family) -> Json:
+    """`rope_theta` and `rope_scaling` of one kind of layer."""
     source = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     options = given.get(source) or {}
     if not isinstance(options, dict):
@@ -252,7 +279,7 @@ def _window(given: Json, family: Family) -> Json:
     if types is None and family.window == "layers":
         types = [FULL if layer < given["max_window_layers"] else SLIDING for layer in range(layers)]
     elif types is None:
-        types = [FULL if layer % 2 else SLIDING for layer in range(layers)]
+        types = _types(layers, given.get("sliding_window_pattern", 2))
     if not isinstance(types, list) or SLIDING not in types:
         return {}
     every = types.index(FULL) + 1 if FULL in types else 1

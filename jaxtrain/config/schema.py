@@ -151,16 +151,25 @@ class Model(Section):
     attention_bias: Bool = key(False, "biases on the q, k, v projections")
     output_bias: Bool = key(False, "bias on the attention output projection")
     mlp_bias: Bool = key(False, "biases in the feed-forward layer")
-    qk_norm: Bool = key(False, "RMSNorm on each query and key head")
+    qk_norm: Bool | Literal["whole"] = key(
+        False, "RMSNorm on each query and key head; whole: over all of them (OLMo 2)"
+    )
     norm_epsilon: PositiveFloat = key(1e-6, "epsilon of RMSNorm")
     norm_offset: Bool = key(False, "norm scale is 1 + weight (Gemma)")
-    post_norm: Bool = key(False, "a second norm after attention and feed-forward (Gemma 2)")
-    embed_scale: Bool = key(False, "embeddings times sqrt(embed) (Gemma)")
+    post_norm: Bool | Literal["only"] = key(
+        False, "a second norm after attention and feed-forward (Gemma 2); only: and none before (OLMo 2)"
+    )
+    embed_scale: Bool | PositiveFloat = key(False, "embeddings times this; true: sqrt(embed) (Gemma)")
+    residual_scale: PositiveFloat = key(1.0, "what attention and feed-forward add, times this (Granite)")
+    logits_divisor: PositiveFloat = key(1.0, "output logits over this (Granite)")
     tie_embeddings: Bool = key(False, "the head is the embedding table")
     rope_theta: PositiveFloat = key(10_000.0, "base of the rotary frequencies")
     rope_scaling: RopeScaling | None = key(None, "rotary frequency scaling for long contexts")
     window: PositiveInt | None = key(None, "sliding attention window in tokens")
     window_every: PositiveInt = key(1, "1: every layer has the window; n: every n-th layer attends globally")
+    window_theta: PositiveFloat | None = key(
+        None, "rotary base of layers with the window, never scaled (Gemma 3); default: as all layers"
+    )
     attention_scale: PositiveFloat | None = key(None, "softmax scale; default: head_dim ** -0.5")
     attention_softcap: PositiveFloat | None = key(None, "tanh cap of attention scores")
     logits_softcap: PositiveFloat | None = key(None, "tanh cap of the output logits")

@@ -203,6 +203,8 @@ def describe(schema: Mapping[str, Any]) -> str:
 
 
 def _describe(schema: Mapping[str, Any]) -> str:
+    if "const" in schema:
+        return str(schema["const"])
     if "enum" in schema:
         return f"one of {join(schema['enum'])}" if len(schema["enum"]) > 1 else str(schema["enum"][0])
     if "pattern" in schema:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.errors import UserError
@@ -16,11 +19,14 @@ from jaxtrain.interop.places import Index, Part, Place, parts, whole_shapes
 
 Tree = dict[str, Any]
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, but saved by old versions
+PIECE = 8 << 20  # bytes of a parameter that are on the host at a time
 TIED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
-    """The parameters, each shard read once and by itself; host memory is what one shard of one parameter takes.
+    """The parameters, each shard read once and by itself, in pieces of at most `PIECE` bytes.
+
+    Besides the shards two pieces are held: one on the host and its copy on a device.
 
     Args:
         folder: with the safetensors files.
@@ -72,11 +78,48 @@ def _placed(part: Part, leaf: Any, have: dict[str, Entry]) -> jax.Array:
         blocks.setdefault(tuple((one.start, one.stop) for one in index), (index, []))[1].append(device)
     arrays = []
     for index, devices in blocks.values():
-        block = read(part, index, leaf.dtype, have)
-        # No alias: a step that donates its state must own it.
-        arrays += [jax.device_put(block, device, may_alias=False) for device in devices]
-        jax.block_until_ready(arrays[-1])  # so that no two blocks are on the host
+        arrays += _filled(part, index, leaf.dtype, have, devices)
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+def _filled(part: Part, index: Index, dtype: Any, have: dict[str, Entry], devices: list[Any]) -> list[jax.Array]:
+    """A block of a parameter on each of these devices."""
+    found = list(pieces(index, _cuts(part), PIECE // np.dtype(dtype).itemsize))
+    if len(found) == 1:
+        # No alias: a step that donates its state must own it.
+        block = read(part, index, dtype, have)
+        return jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
+    arrays = [jnp.zeros([one.stop - one.start for one in index], dtype, device=device) for device in devices]
+    for inner in found:
+        block = read(part, inner, dtype, have)
+        start = np.array([one.start - outer.start for one, outer in zip(inner, index)], np.int32)
+        arrays = [jax.block_until_ready(_written(array, block, start)) for array in arrays]
+    return arrays
+
+
+@partial(jax.jit, donate_argnums=0)
+def _written(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array, block, list(start))
+
+
+def pieces(index: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
+    """A block cut along these dims, the first ones first, until its pieces have at most `most` elements."""
+    size = prod(one.stop - one.start for one in index)
+    if size <= most or not dims:
+        yield index
+        return
+    dim, *rest = dims
+    start, stop = index[dim].start, index[dim].stop
+    each = max(1, most * (stop - start) // size)
+    for low in range(start, stop, each):
+        inner = slice(low, min(low + each, stop))
+        yield from pieces((*index[:dim], inner, *index[dim + 1 :]), rest, most)
+
+
+def _cuts(part: Part) -> list[int]:
+    """Dims of a parameter along which it is cut: those stacked from tensors, then as these lie in the file."""
+    depth = len(part.stack)
+    return [*range(depth), *(part.place.ours.index(group[0], depth) for group in part.place.dims.split())]
 
 
 def read(part: Part, index: Index, dtype: Any, have: dict[str, Entry]) -> np.ndarray:
@@ -85,7 +128,11 @@ def read(part: Part, index: Index, dtype: Any, have: dict[str, Entry]) -> np.nda
     block = np.empty([one.stop - one.start for one in index], dtype)
     for at in np.ndindex(*block.shape[:depth]):
         name = part.named([one.start + i for one, i in zip(index, at)])
-        block[at] = part.take(have[name].open(), index[depth:])
+        found = part.take(have[name].open(), index[depth:])
+        if found.dtype == block.dtype:  # copied as integers: NumPy moves bfloat16 one by one
+            block.view(f"u{block.itemsize}")[at] = found.view(f"u{block.itemsize}")
+        else:
+            block[at] = found
     return block
 
 

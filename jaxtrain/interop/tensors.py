@@ -72,6 +72,14 @@ GEMMA2 = (
     _place("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "D"),
     *ATTENTION, *MLP, *ENDS[1:],
 )  # fmt: skip
+OLMO2 = (
+    ENDS[0],
+    _place("attention_post_norm/scale", "post_attention_layernorm.weight", "D", "D"),
+    _place("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "D"),
+    _place("attention/q_norm/scale", "self_attn.q_norm.weight", "Hh", "Hh"),
+    _place("attention/k_norm/scale", "self_attn.k_norm.weight", "Kh", "Kh"),
+    *(place for place in ATTENTION if "_norm" not in place.path), *MLP, *ENDS[1:],
+)  # fmt: skip
 PHI3 = (
     *ENDS[:1], *NORMS,
     _place("attention/q", "self_attn.qkv_proj.weight", "Hh D", "DHh"),
@@ -84,6 +92,6 @@ PHI3 = (
 )  # fmt: skip
 
 PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType({
-    "llama": DENSE, "mistral": DENSE, "qwen2": DENSE, "qwen3": DENSE, "gemma2": GEMMA2, "mixtral": MIXTRAL,
-    "qwen3_moe": QWEN3_MOE, "phi3": PHI3,
+    "llama": DENSE, "mistral": DENSE, "qwen2": DENSE, "qwen3": DENSE, "gemma2": GEMMA2, "gemma3_text": GEMMA2,
+    "olmo2": OLMO2, "granite": DENSE, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "phi3": PHI3,
 })  # fmt: skip

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: Llama 2/3, Mistral, Mixtral, Qwen 2/3 and Gemma-like variants by config.
+"""A decoder-only transformer: Llama 2/3, Mistral, Mixtral, Qwen 2/3, Gemma 2/3, OLMo 2 and Granite by config.
 
 Shapes: B batch, T tokens, D embed, H heads, K kv_heads, F mlp, V vocab, L layers. No mesh axis is named here.
 """
@@ -32,20 +32,24 @@ Counts = dict[str, jax.Array]
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); post norms on the branches where configured."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); norms after the branches, besides or instead, and a factor on
+    them where configured."""
 
     def __init__(self, model: Model, *, env: Env, rngs: nnx.Rngs):
-        self.env = env
+        self.env, self.scale = env, model.residual_scale
         kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
         norm = {"epsilon": model.norm_epsilon, "offset": model.norm_offset}
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.layers)
-        self.attention_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+        if model.post_norm != "only":
+            self.attention_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
         self.attention = Attention(
             model.embed, model.heads, kv_heads, head_dim,
             bias=model.attention_bias, output_bias=model.output_bias, norm=norm if model.qk_norm else None,
+            norm_whole=model.qk_norm == "whole",
             scale=model.attention_scale, softcap=model.attention_softcap, std=std, out_std=out_std, env=env, rngs=rngs,
         )  # fmt: skip
-        self.mlp_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+        if model.post_norm != "only":
+            self.mlp_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
         if model.moe is None:
             self.mlp = MLP(
                 model.embed, model.mlp,
@@ -68,19 +72,22 @@ class Block(nnx.Module):
         order_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None, Load | None]:
         """The residual stream after this block, the extended cache if one came in, and the load of experts."""
-        branch = self.env.enter(self.attention_norm(x_BTD))
+        branch = self.env.enter(self._normed(x_BTD, "attention_norm"))
         branch, cache = self.attention(branch, turn, positions_BT, segments_BT, window, cache)
         x_BTD = self._residual(x_BTD, branch, "attention_post_norm")
-        x_normed_BTD, load = self.mlp_norm(x_BTD), None
+        x_normed_BTD, load = self._normed(x_BTD, "mlp_norm"), None
         if hasattr(self, "moe"):
             branch, load = self.moe(x_normed_BTD, segments_BT, order_BT, decoding=cache is not None)
         else:
             branch = self.mlp(self.env.enter(x_normed_BTD))
         return self._residual(x_BTD, branch, "mlp_post_norm"), cache, load
 
+    def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        return getattr(self, name)(x_BTD) if hasattr(self, name) else x_BTD
+
     def _residual(self, x_BTD: jax.Array, branch_BTD: jax.Array, post_norm: str) -> jax.Array:
-        if hasattr(self, post_norm):
-            branch_BTD = getattr(self, post_norm)(branch_BTD)
+        branch_BTD = self._normed(branch_BTD, post_norm)
+        branch_BTD = branch_BTD if self.scale == 1 else branch_BTD * self.scale
         return checkpoint_name(self.env.constrain(x_BTD + branch_BTD, BATCH, SEQUENCE, None), "residual")
 
 
@@ -106,7 +113,7 @@ class Decoder(nnx.Module):
         segments_BT: jax.Array | None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Any]:
-        """Normed last hidden states [B, T, D], and the cache (k and v [L, B, S, K, D], extended by T)."""
+        """Last hidden states [B, T, D] for the head, and the cache (k and v [L, B, S, K, D], extended by T)."""
         x_BTD, cache, _ = self._blocks(self._embedded(tokens_BT), positions_BT, segments_BT, cache)
         return self._normed(x_BTD), cache
 
@@ -159,11 +166,16 @@ class Decoder(nnx.Module):
         return load_metrics(counts["chosen"], counts["placed"])
 
     def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embed(tokens_BT)
-        return x_BTD * jnp.asarray(math.sqrt(self.model.embed), x_BTD.dtype) if self.model.embed_scale else x_BTD
+        x_BTD, scale = self.embed(tokens_BT), self.model.embed_scale
+        if scale is True:
+            scale = math.sqrt(self.model.embed)
+        return x_BTD * jnp.asarray(scale, x_BTD.dtype) if scale else x_BTD
 
     def _normed(self, x_BTD: jax.Array) -> jax.Array:
-        return self.env.constrain(self.final_norm(x_BTD), BATCH, SEQUENCE, None)
+        x_BTD = self.final_norm(x_BTD)
+        if self.model.logits_divisor != 1:  # logits are linear in it
+            x_BTD = x_BTD / self.model.logits_divisor
+        return self.env.constrain(x_BTD, BATCH, SEQUENCE, None)
 
     @property
     def period(self) -> int:
@@ -182,6 +194,11 @@ class Decoder(nnx.Module):
         model = self.model
         head_dim = model.head_dim or model.embed // model.heads
         turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
+        near = (
+            turn
+            if model.window_theta is None
+            else rotation(positions_BT, frequencies(head_dim, model.window_theta, None))
+        )
         # Of the tokens of a row, whatever order their array is in.
         order_BT = None if segments_BT is None else segments_BT * x_BTD.shape[1] + positions_BT
         whole_BT = self.env.whole(positions_BT)
@@ -191,7 +208,7 @@ class Decoder(nnx.Module):
         def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
             last_of_group = period > 1 and index == period - 1
             window = None if last_of_group else model.window
-            x_BTD, *rest = block(x_BTD, turn, whole_BT, segments_BT, window, cache, order_BT)
+            x_BTD, *rest = block(x_BTD, near if window else turn, whole_BT, segments_BT, window, cache, order_BT)
             return x_BTD, tuple(rest)
 
         x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period, layers=layers)

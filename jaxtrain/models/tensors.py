@@ -81,8 +81,9 @@ def _attention(model: Model, kv_shards: int) -> Table:
     if model.output_bias:
         table["attention/o_bias"] = ((D,), (None,))
     if model.qk_norm:
-        table["attention/q_norm/scale"] = ((h,), (None,))
-        table["attention/k_norm/scale"] = ((h,), (None,))
+        whole = model.qk_norm == "whole"
+        table["attention/q_norm/scale"] = ((H, h), ("heads", "head_dim")) if whole else ((h,), (None,))
+        table["attention/k_norm/scale"] = ((K, h), (kv, "head_dim")) if whole else ((h,), (None,))
     return table
 
 
@@ -118,8 +119,8 @@ def _mlp(model: Model, mlp: int) -> Table:
 
 
 def _norms(model: Model) -> Table:
-    """Norm scales of one layer; never sharded."""
-    names = ["attention_norm", "mlp_norm"]
+    """Norm scales of one layer on the residual stream; never sharded."""
+    names = [] if model.post_norm == "only" else ["attention_norm", "mlp_norm"]
     if model.post_norm:
         names += ["attention_post_norm", "mlp_post_norm"]
     return {f"{name}/scale": ((model.embed,), (None,)) for name in names}

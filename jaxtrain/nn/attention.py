@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ class Attention(nnx.Module):
         bias: bool,
         output_bias: bool,
         norm: dict | None,
+        norm_whole: bool,
         scale: float | None,
         softcap: float | None,
         std: float,
@@ -66,8 +68,9 @@ class Attention(nnx.Module):
         if output_bias:
             self.o_bias = env.param(rngs, (None,), (embed,), constant(0.0))
         if norm is not None:
-            self.q_norm = RMSNorm(head_dim, **norm, env=env, rngs=rngs)
-            self.k_norm = RMSNorm(head_dim, **norm, env=env, rngs=rngs)
+            for name, own, count in (("q", "heads", heads), ("k", kv, kv_heads)):
+                size, names = ((count, head_dim), (own, "head_dim")) if norm_whole else (head_dim, (None,))
+                setattr(self, f"{name}_norm", RMSNorm(size, **norm, names=names, env=env, rngs=rngs))
 
     def __call__(
         self,
@@ -103,14 +106,13 @@ class Attention(nnx.Module):
         return (out_BTD + self.env.weight(self.o_bias) if hasattr(self, "o_bias") else out_BTD), cache
 
     def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
-        out_BTHD = jnp.einsum("btd,dhk->bthk", x_BTD, self._heads(getattr(self, name), name))
+        out_BTHD = jnp.einsum("btd,dhk->bthk", x_BTD, self._heads(self.env.weight(getattr(self, name)), name))
         bias = getattr(self, f"{name}_bias", None)
-        return out_BTHD if bias is None else out_BTHD + self._heads(bias, name)
+        return out_BTHD if bias is None else out_BTHD + self._heads(self.env.weight(bias), name)
 
-    def _heads(self, param: nnx.Param, name: str) -> jax.Array:
+    def _heads(self, weight: jax.Array, name: str) -> jax.Array:
         """The weight [..., heads, head_dim]; key/value heads repeated where they are fewer than their shards."""
-        weight = self.env.weight(param)
-        if name == "q" or self.copies == 1:
+        if name == "q" or weight.ndim == 1 or self.copies == 1:
             return weight
         copied = jnp.repeat(weight, self.copies, axis=-2)
         return self.env.constrain(copied, *(None,) * (weight.ndim - 2), "kv_heads", None)
@@ -118,7 +120,7 @@ class Attention(nnx.Module):
     def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
         out_BTHD = self._project(x_BTD, name)
         norm = getattr(self, f"{name}_norm", None)
-        return out_BTHD if norm is None else norm(out_BTHD)
+        return out_BTHD if norm is None else norm(out_BTHD, partial(self._heads, name=name))
 
     def _placed(self, x_BTHD: jax.Array, name: str) -> jax.Array:
         heads = "heads" if name == "q" else "kv_heads"

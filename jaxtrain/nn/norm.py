@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,15 +12,29 @@ from jaxtrain.nn.env import Env, constant
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dim, in float32; `offset` stores the scale less one (Gemma)."""
+    """x / rms(x) * scale over the last dims, in float32; `offset` stores the scale less one (Gemma).
 
-    def __init__(self, size: int, *, epsilon: float, offset: bool = False, env: Env, rngs: nnx.Rngs):
+    size: of the last dim; or sizes of several dims, normed together, with their logical `names`.
+    """
+
+    def __init__(
+        self,
+        size: int | tuple[int, ...],
+        *,
+        epsilon: float,
+        offset: bool = False,
+        names: tuple[str | None, ...] = (None,),
+        env: Env,
+        rngs: nnx.Rngs,
+    ):
         self.env, self.epsilon, self.offset = env, epsilon, offset
-        self.scale = env.param(rngs, (None,), (size,), constant(0.0 if offset else 1.0), exact=True)
+        shape = (size,) if isinstance(size, int) else size
+        self.scale = env.param(rngs, names, shape, constant(0.0 if offset else 1.0), exact=True)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size] -> the same shape and dtype."""
+    def __call__(self, x: jax.Array, arranged: Callable[[jax.Array], jax.Array] = lambda scale: scale) -> jax.Array:
+        """[..., *size] -> the same shape and dtype; `arranged` makes the scale that of an x whose heads are copied."""
         x_f32 = x.astype(jnp.float32)
-        scale = self.env.sharder.weight(self.scale.get_value(), self.scale.names, jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), -1, keepdims=True) + self.epsilon)
+        scale = arranged(self.env.sharder.weight(self.scale.get_value(), self.scale.names, jnp.float32))
+        dims = tuple(range(-scale.ndim, 0))
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), dims, keepdims=True) + self.epsilon)
         return (x_f32 * inverse * (1.0 + scale if self.offset else scale)).astype(x.dtype)

@@ -196,7 +196,7 @@ class MLflow:
         else:
             self._client.log_artifact(self._run, str(path))
 
-    def _folder(self, run: str, folder: Path) -> None:
+    def _folder(self, run: str | None, folder: Path) -> None:
         self._client.log_artifacts(run, str(folder), f"{folder.parent.name}/{folder.name}")
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("optimizer: {lr: .nan}", "optimizer.lr: expected a number of at least 0; found nan"),
         ("optimizer: {ema: 1.5}", "optimizer.ema: expected a number from 0 to 1 or null; found 1.5"),
         ("optimizer: {beta1: 1}", "optimizer.beta1: expected a number of at least 0 and below 1; found 1"),
-        ("model: {qk_norm: yes}", 'model.qk_norm: expected true or false; found "yes"'),
+        ("model: {qk_norm: yes}", 'model.qk_norm: expected true or false or whole; found "yes"'),
         (
             "name: 5",
             "name: expected a name of letters, digits, `_`, `.` and `-`, that starts with a letter or digit; found 5",
@@ -112,6 +112,8 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
             "model: {embed: 20, heads: 4}",
             "model.heads: rotary embeddings turn pairs, and a head of 5 is odd; expected e.g. 4 or 6",
         ),
+        ("model: {embed_scale: 0}", "model.embed_scale: expected true or false or a number above 0; found 0"),
+        ("model: {window_theta: 2.0}", "model.window_theta: is of layers with the window; set model.window too"),
         ("model: {window_every: 2}", "model.window_every: says which layers have the window; set model.window too"),
         (
             "model: {rope_scaling: {type: llama3, low_freq_factor: 4}}",

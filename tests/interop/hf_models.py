@@ -38,6 +38,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 3.0,
          "final_logit_softcapping": 5.0},
     ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 5, "num_hidden_layers": 7,
+         "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}},
+    ),
+    "olmo2": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3, "rope_parameters": LLAMA3}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 5.0, "logits_scaling": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+         "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "phi3": ("phi3", {"sliding_window": 9, "tie_word_embeddings": False}),
 }  # fmt: skip
 

@@ -107,7 +107,7 @@ def test_a_tied_head_must_be_the_embedding(tmp_path, capfd):
     [
         ({"model_type": "lama"}, ["`llama`?", "covered: llama, mistral"]),
         ({"model_type": "gpt2"}, ["gpt2", "not covered", "phi3"]),
-        ({"model_type": "gemma3_text"}, ["gemma3_text", "not covered"]),
+        ({"model_type": "gemma3"}, ['model_type "gemma3"', "not covered", "gemma3_text"]),
         ({"model_type": None}, ["no model_type"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"hidden_act": "gelu"}, ['hidden_act "gelu"', "silu"]),
@@ -141,6 +141,13 @@ def test_fields_that_are_not_covered_are_named(config, words, tmp_path, capfd):
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ("mistral", {"attention_bias": True}, "attention_bias true"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: expected full_attention and"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "linear"),
+        ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+        ("granite", {"num_local_experts": 4}, "num_local_experts 4"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
     ],
 )
 def test_fields_of_other_architectures(family, config, word):
@@ -173,6 +180,22 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
         ({"moe": Moe(experts=4, mlp=6)}, "mixtral"),
         ({"moe": Moe(experts=4), "qk_norm": True}, "qwen3_moe"),
         ({"norm_offset": True, "post_norm": True, "embed_scale": True, "activation": "geglu"}, "gemma2"),
+        (
+            {
+                "norm_offset": True,
+                "post_norm": True,
+                "embed_scale": 8**0.5,
+                "activation": "geglu",
+                "qk_norm": True,
+                "window": 4,
+                "window_every": 3,
+                "window_theta": 50.0,
+                "rope_scaling": RopeScaling(factor=2.0),
+            },
+            "gemma3_text",
+        ),
+        ({"qk_norm": "whole", "post_norm": "only"}, "olmo2"),
+        ({"residual_scale": 0.3, "logits_divisor": 3.0, "embed_scale": 5.0}, "granite"),
     ],
 )
 def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
@@ -194,6 +217,9 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
         ({"rope_scaling": RopeScaling(factor=2.0)}, "phi3", "model.rope_scaling.type linear"),
         ({}, "mixtral", "moe"),
         ({"window": 3, "window_every": 2}, "mistral", "window_every 2"),
+        ({"qk_norm": "whole", "residual_scale": 0.5}, "olmo2", "model.residual_scale 0.5"),
+        ({"window": 3, "window_theta": 7.0}, "mistral", "model.window_theta 7.0"),
+        ({"window": 3, "rope_scaling": RopeScaling(factor=2.0)}, "gemma3_text", "model.window_theta nothing"),
     ],
 )
 def test_what_no_architecture_has_is_named(options, family, words):

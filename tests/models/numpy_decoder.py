@@ -22,19 +22,21 @@ def _float64(tree):
 def _row(params, model, tokens, positions, segments):
     x = params["embed"]["table"][tokens]
     if model.embed_scale:
-        x = x * math.sqrt(model.embed)
+        x = x * (math.sqrt(model.embed) if model.embed_scale is True else model.embed_scale)
     for layer in range(model.layers):
         weights = _slice(params["layers"], layer)
         is_global = model.window_every > 1 and layer % model.window_every == model.window_every - 1
         window = None if is_global else model.window
-        branch = _attention(
-            weights["attention"], model, _norm(x, weights["attention_norm"], model), positions, segments, window
-        )
-        x = x + (_norm(branch, weights["attention_post_norm"], model) if model.post_norm else branch)
-        branch = _feed_forward(weights, model, _norm(x, weights["mlp_norm"], model), segments)
-        x = x + (_norm(branch, weights["mlp_post_norm"], model) if model.post_norm else branch)
+        normed = x if model.post_norm == "only" else _norm(x, weights["attention_norm"], model)
+        branch = _attention(weights["attention"], model, normed, positions, segments, window)
+        branch = _norm(branch, weights["attention_post_norm"], model) if model.post_norm else branch
+        x = x + model.residual_scale * branch
+        normed = x if model.post_norm == "only" else _norm(x, weights["mlp_norm"], model)
+        branch = _feed_forward(weights, model, normed, segments)
+        branch = _norm(branch, weights["mlp_post_norm"], model) if model.post_norm else branch
+        x = x + model.residual_scale * branch
     x = _norm(x, params["final_norm"], model)
-    out = x @ (params["embed"]["table"].T if model.tie_embeddings else params["head"])
+    out = 1 / model.logits_divisor * x @ (params["embed"]["table"].T if model.tie_embeddings else params["head"])
     cap = model.logits_softcap
     return out if cap is None else cap * np.tanh(out / cap)
 
@@ -48,12 +50,13 @@ def _norm(x, weights, model):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon) * scale
 
 
-def _rope(x, position, model):
+def _rope(x, position, model, window):
     half = len(x) // 2
     out = np.empty_like(x)
     for i in range(half):
-        frequency = model.rope_theta ** (-2 * i / len(x))
-        scaling = model.rope_scaling
+        is_own = window is not None and model.window_theta is not None
+        frequency = (model.window_theta if is_own else model.rope_theta) ** (-2 * i / len(x))
+        scaling = None if is_own else model.rope_scaling
         if scaling is not None and scaling.type == "linear":
             frequency /= scaling.factor
         elif scaling is not None:
@@ -79,9 +82,13 @@ def _attention(weights, model, x, positions, segments, window):
 
     def turned(name, head):
         out = project(name, head)
-        if model.qk_norm:
+        if model.qk_norm == "whole":
+            scale = weights[f"{name}_norm"]["scale"]
+            together = np.concatenate([project(name, one) for one in range(len(scale))], -1)
+            out = _norm(together, {"scale": scale.reshape(-1)}, model).reshape(len(x), *scale.shape)[:, head]
+        elif model.qk_norm:
             out = _norm(out, weights[f"{name}_norm"], model)
-        return np.stack([_rope(row, position, model) for row, position in zip(out, positions)])
+        return np.stack([_rope(row, position, model, window) for row, position in zip(out, positions)])
 
     total = np.zeros_like(x)
     for head in range(heads):

@@ -26,6 +26,14 @@ FAMILIES = {
         "embed_scale": True, "tie_embeddings": True, "window": 4, "window_every": 2, "attention_scale": 0.3,
         "attention_softcap": 5.0, "logits_softcap": 3.0,
     },
+    "gemma3": {
+        "kv_heads": 2, "head_dim": 12, "norm_offset": True, "post_norm": True, "embed_scale": True, "qk_norm": True,
+        "window": 4, "window_every": 2, "window_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "olmo2": {"kv_heads": 2, "qk_norm": "whole", "post_norm": "only", "attention_bias": True},
+    "granite": {
+        "embed_scale": 3.0, "residual_scale": 0.3, "logits_divisor": 2.5, "logits_softcap": 1.0, "attention_scale": 0.2,
+    },
     "mixtral": {"kv_heads": 2, "moe": {"experts": 4, "top_k": 2}},
     "switch": {"moe": {"experts": 4, "top_k": 1, "capacity": 0.8, "mlp": 24}, "activation": "gelu"},
     "gshard": {"kv_heads": 2, "moe": {"experts": 4, "top_k": 2, "capacity": 0.8, "mlp": 24}},
@@ -72,7 +80,9 @@ def test_logits_equal_numpy(family: str):
     np.testing.assert_allclose(np.asarray(run(params))[:, real], expected[:, real], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "qwen3", "mixtral", "deepseek"])
+@pytest.mark.parametrize(
+    "family", ["llama3", "mistral", "gemma2", "gemma3", "olmo2", "granite", "qwen3", "mixtral", "deepseek"]
+)
 def test_decoding_with_a_cache_equals_the_whole_sequence(family: str):
     _, definition, params = setup(FAMILIES[family])
     tokens = packed(rows=2, length=12)[0]

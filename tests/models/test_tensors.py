@@ -37,6 +37,7 @@ def test_shipped_models_have_the_published_size(name: str) -> None:
         {},
         {"activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True},
         {"qk_norm": True, "post_norm": True, "tie_embeddings": True, "head_dim": 6},
+        {"qk_norm": "whole", "post_norm": "only"},
         {"moe": {"experts": 5, "shared": 1, "bias_rate": 1e-3}},
     ],
 )
@@ -71,6 +72,8 @@ def test_options_add_and_drop_their_tensors() -> None:
     assert base - paths(tie_embeddings=True) == {"head"}
     assert base - paths(activation="gelu") == {"layers/mlp/gate"}
     assert paths(qk_norm=True) - base == {"layers/attention/q_norm/scale", "layers/attention/k_norm/scale"}
+    assert paths(qk_norm="whole") == paths(qk_norm=True)
+    assert decoder_tensors(Model(qk_norm="whole", kv_heads=2), 8)["layers/attention/k_norm/scale"][0] == (4, 2, 64)
     assert paths(attention_bias=True) - base == {f"layers/attention/{x}_bias" for x in "qkv"}
     assert paths(output_bias=True) - base == {"layers/attention/o_bias"}
     assert paths(mlp_bias=True) - base == {f"layers/mlp/{x}_bias" for x in ("gate", "up", "down")}
@@ -82,6 +85,7 @@ def test_options_add_and_drop_their_tensors() -> None:
     assert paths(moe={"shared": 2}) - base == experts | {f"layers/moe/shared/{x}" for x in ("gate", "up", "down")}
     assert decoder_tensors(Model(moe={"shared": 2, "mlp": 7}), 8)["layers/moe/shared/up"][0] == (4, 256, 14)
     assert paths(post_norm=True) - base == {"layers/attention_post_norm/scale", "layers/mlp_post_norm/scale"}
+    assert paths(post_norm=True) - paths(post_norm="only") == {"layers/attention_norm/scale", "layers/mlp_norm/scale"}
 
 
 def keys(*overrides: str, devices: int | None = None, vocab: int | None = None) -> list[str]:

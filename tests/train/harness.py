@@ -18,6 +18,10 @@ MODEL = {
     "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256, "qk_norm": True,
     "attention_bias": True, "mlp_bias": True, "window": 24, "window_every": 2,
 }  # fmt: skip
+OTHERS = {  # options of other families: OLMo 2, Gemma 3, Granite
+    "qk_norm": "whole", "post_norm": "only", "window_theta": 100.0, "embed_scale": 3.0, "residual_scale": 0.5,
+    "logits_divisor": 2.0,
+}  # fmt: skip
 ROWS, LENGTH = 8, 32
 
 

@@ -28,8 +28,9 @@ from jaxtrain.verify.shrink import shrunk
 STEPS, DEVICES = 20, 8
 MODELS = {
     "dense": {
-        "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": True,
-                  "attention_bias": True, "window": 20, "logits_softcap": 20.0},
+        "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": "whole",
+                  "attention_bias": True, "window": 20, "window_theta": 500.0, "residual_scale": 0.7,
+                  "logits_softcap": 20.0},
         "loss": {"z_loss": 1e-3, "label_smoothing": 0.05},
     },
     "moe": {

@@ -28,9 +28,9 @@ def one_device_gradients():
 
 def test_fewer_kv_heads_than_shards_are_repeated():
     """Four shards of heads, one or two key/value heads: stored whole on each, the weights repeated for use."""
-    for kv_heads in (1, 2):
-        alone = harness.program(model={"kv_heads": kv_heads})
-        program = harness.program({"data": 2, "model": 4}, model={"kv_heads": kv_heads})
+    for model in ({"kv_heads": 1}, {"kv_heads": 2, **harness.OTHERS}):
+        alone = harness.program(model=model)
+        program = harness.program({"data": 2, "model": 4}, model=model)
         assert program.definition.names["layers"]["attention"]["k"][2] == "kv_shared"
         close_trees(gradients(alone), gradients(program), 1e-5)
 

@@ -43,7 +43,7 @@ def want(kind: str, layers: int):
     changes = {
         "dense": {"model": DENSE | {"layers": layers}},
         "window": {"model": {**DENSE, "window": 12}},
-        "groups": {"model": {**DENSE, "window": 12, "window_every": 2, "layers": layers}},
+        "groups": {"model": {**DENSE, **harness.OTHERS, "window": 12, "window_every": 2, "layers": layers}},
         "moe": {
             "model": EXPERTS | {"layers": layers},
             "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3},
