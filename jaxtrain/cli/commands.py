@@ -57,7 +57,7 @@ def data(args: argparse.Namespace) -> int:
     with ProgressBar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":
             sources, validation = commands.text_sources(resolved.data), resolved.data.validation
-            made = commands.train_tokenizer(sources, args.vocab, args.out, progress, validation)
+            made = commands.train_tokenizer(sources, args.vocab, args.out, progress, validation, resolved.data.cache)
             lines = [f"{made.path}: {made.vocab:,} tokens, from {made.documents:,} documents in {made.seconds:.1f} s"]
         else:
             lines = [

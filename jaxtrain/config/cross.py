@@ -16,6 +16,7 @@ from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Model, Moe
 DECODER_KEYS = tuple(name for name in Model.model_fields if name not in ("type", "options"))
 SAVED_NAMES = ("q", "k", "v", "attention", "up", "gate", "residual")  # what the decoder marks for `step.remat`
 TEXT_KEYS = ("sources", "tokenizer", "validation", "cache", "workers")
+COLUMNS = (".parquet", ".arrow", ".feather")  # what pyarrow reads
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,12 @@ def path_problems(config: Config) -> Iterator[Found]:
     for index, source in enumerate(data.sources):
         key = f"data.sources.{index}.path"
         path = os.path.expanduser(source.path)
-        if source.path == "stdlib" or os.path.exists(path):
+        if (
+            source.path == "stdlib"
+            or source.path.startswith("hf://")
+            or os.path.exists(path)
+            or os.path.exists(f"{path}.idx")
+        ):
             continue
         root = path
         while glob.has_magic(root):
@@ -71,8 +77,13 @@ def _packages(config: Config) -> Iterator[Found]:
     if config.data.type == "text":
         needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
         for index, source in enumerate(config.data.sources):
-            is_parquet = source.format == "parquet" or source.path.endswith(".parquet")
-            needed.append((f"data.sources.{index}.path", "pyarrow", "data", is_parquet))
+            is_columns = source.format in ("parquet", "arrow") or source.path.endswith(COLUMNS)
+            needed.append((f"data.sources.{index}.path", "pyarrow", "data", is_columns))
+            needed.append((f"data.sources.{index}.path", "datasets", "hf", source.path.startswith("hf://")))
+            is_store = "://" in source.path and not source.path.startswith("hf://")
+            needed.append((f"data.sources.{index}.path", "fsspec", "remote", is_store))
+            is_records = source.format == "arrayrecord" or source.path.endswith((".arrayrecord", ".array_record"))
+            needed.append((f"data.sources.{index}.path", "array_record", "arrayrecord", is_records))
             needed.append((f"data.sources.{index}.path", "zstandard", "data", source.path.endswith(".zst")))
     for key, package, extra, is_asked in needed:
         if is_asked and importlib.util.find_spec(package) is None:

@@ -179,9 +179,11 @@ class Model(Section):
 class Source(Section):
     """One source of documents in a mixture."""
 
-    path: str = key("stdlib", "`stdlib`, a file, a folder or a glob")
-    format: Literal["auto", "text", "jsonl", "parquet"] = key("auto", "how the files are read")
-    field: str = key("text", "JSONL/Parquet: the column that holds the text")
+    path: str = key("stdlib", "`stdlib`, a file, a folder, a glob, a URL (s3://...), hf://OWNER/NAME[/CONFIG][:SPLIT]")
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "arrayrecord", "megatron"] = key(
+        "auto", "how the files are read"
+    )
+    field: str = key("text", "what holds the text: a column; a tar's member (`txt`)")
     include: tuple[str, ...] = key((), "text folders: file patterns, e.g. [*.py, *.md]; default: text-like files")
     weight: PositiveFloat = key(1.0, "share in the mixture")
     weights: dict[int, NonNegative] = key({}, "share from a given step on, e.g. {1000: 0.5}")

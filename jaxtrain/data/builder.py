@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 from jaxtrain.config.schema import Source
-from jaxtrain.data.cache import VERSION, TokenCache, finish, open_cache, read_marker, shard_file
+from jaxtrain.data.cache import VERSION, finish, open_cache, read_marker, shard_file
 from jaxtrain.data.content import hash_files
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.files import hash_tokens
+from jaxtrain.data.megatron import open_megatron
+from jaxtrain.data.runs import Tokens
 from jaxtrain.data.sources import SPLITS, File, list_files, plan_shards
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.data.worker import Job, Shard, write_shard
@@ -44,8 +46,8 @@ def build_cache(
     *,
     check: bool = False,
     shard_bytes: int | None = None,
-) -> TokenCache:
-    """Open the cache of a source, building what is missing of it.
+) -> Tokens:
+    """Open the cache of a source, building what is missing of it; files that hold tokens already are opened in place.
 
     Args:
       source: what to read.
@@ -62,8 +64,8 @@ def build_cache(
       DataError: bad input, a dead worker, no space.
     """
     encoder = load_tokenizer(tokenizer)
-    files = list_files(source)
     root = Path(root).expanduser()
+    files = list_files(source, root, progress)
     name = "".join(c if c.isalnum() else "_" for c in Path(source.path).name)[:40]
     described = repr((os.path.abspath(source.path), source))
     memory = root / "hashes" / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.json"
@@ -75,6 +77,9 @@ def build_cache(
         if not check and (folder / "cache.json").exists():
             return open_cache(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        if any(f.format == "megatron" for f in files):
+            with _locked(folder):
+                return open_megatron(folder, key, files, encoder, validation, progress, check)
         job = Job(str(folder), key, tokenizer, encoder.fingerprint, source.field, validation)
         with _locked(folder) as alone:
             if alone:

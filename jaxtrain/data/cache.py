@@ -13,7 +13,6 @@ Nothing in it depends on time, machine or process: equal input gives equal bytes
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ import numpy as np
 import xxhash
 
 from jaxtrain.data.errors import DataError
-from jaxtrain.data.files import Maps, damaged, hash_tokens, read, size
+from jaxtrain.data.files import damaged, hash_tokens, read, size
+from jaxtrain.data.runs import Runs, Tokens
 from jaxtrain.data.sources import SPLITS
 from jaxtrain.data.tokenizer import Tokenizer, smallest_dtype
 
 VERSION = 2
 TOTAL = "total.count"
 CHECKED = 256 << 20  # bytes up to which `open_cache` reads a whole cache to check it: well under a second
-PAGE = mmap.PAGESIZE
 LENGTH = np.dtype("<u4")
 
 
@@ -163,24 +162,18 @@ def entropy(counts: np.ndarray) -> float:
     return float(max(-(p * np.log(p)).sum(), 0.0))
 
 
-class Split:
-    """Documents of one split of a cache, read in place.
-
-    Attributes:
-      name: `train` or `validation`. documents, tokens: counts, eos included.
-      lengths: uint32[documents], tokens of each document with its eos.
-      entropy: unigram entropy, nats per token.
-    """
+class Split(Runs):
+    """Documents of one split of a cache. Raises DataError where its files are not what was written."""
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any], dtype: np.dtype) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype.newbyteorder("<")
-        self.documents, self.tokens, self.entropy = meta["documents"], meta["tokens"], meta["entropy"]
         self._shards = meta["shards"]
-        self.lengths = np.concatenate([np.zeros(0, LENGTH), *map(self._read_lengths, range(len(self._shards)))])
-        self._first = np.concatenate(([0], np.cumsum([s["documents"] for s in self._shards], dtype=np.int64)))
-        self._base = np.concatenate(([0], np.cumsum([s["tokens"] for s in self._shards], dtype=np.int64)))
-        self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        self._maps = Maps([shard_file(folder, name, i, "bin") for i in range(len(self._shards))], self.dtype)
+        counts, sizes = ([s[k] for s in self._shards] for k in ("documents", "tokens"))
+        lengths = np.concatenate([np.zeros(0, LENGTH), *map(self._read_lengths, range(len(counts)))])
+        base = np.cumsum(sizes, dtype=np.int64) - np.array(sizes, np.int64)
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths - np.repeat(base, counts)
+        paths = [shard_file(folder, name, i, "bin") for i in range(len(counts))]
+        super().__init__(name, paths, sizes, self.dtype, lengths, starts, counts, meta["entropy"])
 
     def _read_lengths(self, index: int) -> np.ndarray:
         path = shard_file(self.folder, self.name, index, "len")
@@ -201,55 +194,18 @@ class Split:
             if hash_tokens(path) != meta["bin"]:
                 raise damaged(path, "differs from what was written")
 
-    def shard(self, index: int) -> tuple[mmap.mmap | None, np.ndarray]:
-        """(map, tokens) of a shard. Hold on to few at a time: each keeps a file open."""
-        if not self._shards[index]["tokens"]:
-            return None, np.zeros(0, self.dtype)
-        return self._maps.get(index)
 
-    def locate(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard int64[P], index of the first token in it int64[P]) of documents int64[P]."""
-        shard = np.searchsorted(self._first, documents, side="right") - 1
-        return shard, self._starts[documents] - self._base[shard]
-
-    def document(self, index: int) -> np.ndarray:
-        """Tokens of one document with its eos, a view of the file."""
-        shard, start = (int(x[0]) for x in self.locate(np.array([index])))
-        return self.shard(shard)[1][start : start + int(self.lengths[index])]
-
-    def advise(self, shard: np.ndarray, start: np.ndarray, length: np.ndarray) -> None:
-        """Ask the kernel to read runs of tokens (int64[P] each) now, many at once, without waiting for them.
-
-        On a cold cache reads then go to the disk in parallel rather than one page fault after another. Does nothing
-        where the system has no such advice. (`madvise` on a file's map is `posix_fadvise` by another name, and needs
-        no open file of its own.)
-        """
-        advice = getattr(mmap, "MADV_WILLNEED", None)
-        if advice is None:
-            return
-        begin = start * self.dtype.itemsize // PAGE * PAGE
-        count = (start + length) * self.dtype.itemsize - begin
-        order = np.argsort(shard, kind="stable")  # a shard is then mapped once, however many there are
-        for s, b, n in zip(shard[order].tolist(), begin[order].tolist(), count[order].tolist()):
-            mapped = self.shard(s)[0]
-            if mapped is not None:
-                mapped.madvise(advice, b, n)
-
-
-class TokenCache:
-    """A complete cache. `train`, `validation`: its splits; `vocab`, `eos`, `tokenizer` (fingerprint), `key`."""
+class TokenCache(Tokens):
+    """A complete cache."""
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = folder, meta
         self.key, self.tokenizer, self.vocab, self.eos = (meta[k] for k in ("key", "tokenizer", "vocab", "eos"))
         self._count = meta["count"]
         dtype = smallest_dtype(self.vocab)
-        self.train, self.validation = (Split(folder, s, meta["splits"][s], dtype) for s in SPLITS)
+        self._splits = [Split(folder, s, meta["splits"][s], dtype) for s in SPLITS]
+        self.train, self.validation = self._splits
         self.bytes = (self.train.tokens + self.validation.tokens) * dtype.itemsize
-
-    def split(self, name: str) -> Split:
-        """`train` or `validation`."""
-        return {"train": self.train, "validation": self.validation}[name]
 
     def counts(self, split: str) -> np.ndarray:
         """How often each id occurs in a split, uint64[vocab]. Raises DataError where the file is damaged."""
@@ -261,11 +217,11 @@ class TokenCache:
 
     def verify(self) -> None:
         """Read all of it and compare hashes. Raises DataError naming the first damaged file."""
-        self.train.verify()
-        self.validation.verify()
+        for split in self._splits:
+            split.verify()
 
 
-def unigram_entropy(cache: TokenCache, split: str = "train") -> float:
+def unigram_entropy(cache: Tokens, split: str = "train") -> float:
     """Entropy of the token frequencies of a split, nats per token; counted when the cache was built."""
     return cache.split(split).entropy
 

@@ -71,7 +71,12 @@ def build(data: Data, progress: Progress | None = None) -> list[BuildResult]:
 
 
 def train_tokenizer(
-    sources: Sequence[Source], vocab: int, out: str | Path, progress: Progress | None = None, validation: float = 0.01
+    sources: Sequence[Source],
+    vocab: int,
+    out: str | Path,
+    progress: Progress | None = None,
+    validation: float = 0.01,
+    cache: str = "~/.cache/jaxtrain",
 ) -> TokenizerResult:
     """Train a byte-level BPE on the documents of all sources that are not kept for validation.
 
@@ -83,12 +88,13 @@ def train_tokenizer(
       out: path of the tokenizer.json, or a folder for it.
       progress: called with (bytes read, bytes in all); the merges are found after the last call.
       validation: `data.validation`.
+      cache: `data.cache`, for copies from object stores.
 
     Raises:
       DataError: bad input, no documents, vocabulary too small.
     """
     begin = time.perf_counter()
-    plans = [plan_shards(list_files(source), READ_BYTES) for source in sources]
+    plans = [plan_shards(list_files(source, cache), READ_BYTES) for source in sources]
     total = sum(span.size for plan in plans for shard in plan for span in shard)
     seen = {"documents": 0, "bytes": 0, "read": 0}
 

@@ -11,10 +11,11 @@ import numpy as np
 from jaxtrain.config.classes import load_class
 from jaxtrain.config.schema import Data
 from jaxtrain.data.builder import Progress, build_cache
-from jaxtrain.data.cache import CHECKED, Split, TokenCache, entropy
+from jaxtrain.data.cache import CHECKED, entropy
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, groups
+from jaxtrain.data.runs import Runs, Tokens
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 KEYS = ("tokens", "targets", "positions", "segments", "weights")
@@ -62,12 +63,12 @@ class TextDataset:
     """
 
     def __init__(
-        self, data: Data, seed: int, split: str, caches: Sequence[TokenCache], tokenizer: Tokenizer | None = None
+        self, data: Data, seed: int, split: str, caches: Sequence[Tokens], tokenizer: Tokenizer | None = None
     ) -> None:
         self.sequence, self.global_batch, self.name = data.sequence, data.global_batch, split
         self.tokenizer = tokenizer or load_tokenizer(data.tokenizer)
         self.vocab, self.eos = caches[0].vocab, caches[0].eos
-        self.splits: list[Split] = [c.split(split) for c in caches]
+        self.splits: list[Runs] = [c.split(split) for c in caches]
         train = split == "train"
         for source, part, cache in zip(data.sources, self.splits, caches):
             if not part.documents and (train or not any(s.documents for s in self.splits)):
@@ -159,7 +160,7 @@ class TextDataset:
         return Pieces(*columns), source
 
 
-def _nothing_in(split: str, path: str, cache: TokenCache, validation: float) -> DataError:
+def _nothing_in(split: str, path: str, cache: Tokens, validation: float) -> DataError:
     """The error for a source without documents in a split."""
     total = cache.train.documents + cache.validation.documents
     if split == "train":
@@ -188,7 +189,7 @@ def _proportional(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _assemble(
-    splits: Sequence[Split], pieces: Pieces, source: np.ndarray, sequence: int, rows: int
+    splits: Sequence[Runs], pieces: Pieces, source: np.ndarray, sequence: int, rows: int
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch from its pieces (sorted by row, each row filled from the left).
 
@@ -204,7 +205,7 @@ def _assemble(
     return {k: array.view(np.float32) if k == "weights" else array for k, array in zip(KEYS, buffer)}
 
 
-def _fill(splits: Sequence[Split], pieces: Pieces, source: np.ndarray, out: np.ndarray) -> None:
+def _fill(splits: Sequence[Runs], pieces: Pieces, source: np.ndarray, out: np.ndarray) -> None:
     """Fill int32[5, rows, sequence] (`KEYS`) from pieces."""
     _, rows, sequence = out.shape
     row, document, offset, length = pieces
@@ -248,7 +249,7 @@ def _fill(splits: Sequence[Split], pieces: Pieces, source: np.ndarray, out: np.n
 
 
 def _copy(
-    split: Split, out: np.ndarray, shard: np.ndarray, start: np.ndarray, begin: np.ndarray, length: np.ndarray
+    split: Runs, out: np.ndarray, shard: np.ndarray, start: np.ndarray, begin: np.ndarray, length: np.ndarray
 ) -> None:
     """out[begin : begin + length] = tokens of shard[start : start + length], for each piece."""
     order = np.argsort(shard, kind="stable")  # one shard after the other, so that few are held open
@@ -292,7 +293,7 @@ def open_datasets(data: Data, seed: int, progress: Progress | None = None) -> tu
     return train, TextDataset(data, seed, "validation", caches, train.tokenizer)
 
 
-def _caches(data: Data, progress: Progress | None) -> list[TokenCache]:
+def _caches(data: Data, progress: Progress | None) -> list[Tokens]:
     """The cache of each source, built where it is missing."""
     return [build_cache(s, data.tokenizer, data.validation, data.cache, data.workers, progress) for s in data.sources]
 

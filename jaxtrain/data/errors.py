@@ -12,8 +12,8 @@ class DataError(UserError):
     """Bad input data. One line: what is wrong, in which file, what would be right."""
 
 
-def require(module: str, purpose: str) -> Any:
-    """Import an optional package of the `data` extra.
+def require(module: str, purpose: str, extra: str = "data") -> Any:
+    """Import an optional package of an extra.
 
     Raises:
       DataError: the package is not installed; the message names the extra.
@@ -22,4 +22,4 @@ def require(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise DataError(f"{purpose} needs the package {package}: pip install 'jaxtrain[data]'") from error
+        raise DataError(f"{purpose} needs the package {package}: pip install 'jaxtrain[{extra}]'") from error

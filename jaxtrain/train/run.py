@@ -147,7 +147,7 @@ def absolute(config: Config) -> Config:
     """The config with the paths of its data and weights made absolute, so that a run can be resumed from anywhere."""
 
     def whole(path: str, *words: str) -> str:
-        return path if path in words else os.path.abspath(os.path.expanduser(path))
+        return path if path in words or "://" in path else os.path.abspath(os.path.expanduser(path))
 
     data, model = config.data, config.model
     if model.init_from is not None:

@@ -1,0 +1,93 @@
+"""Sources in object stores, by fsspec's store in memory: the same files, names and order as on a disk."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtrain.config.schema import Data, Source
+from jaxtrain.data import open_dataset
+from jaxtrain.data.errors import DataError
+from jaxtrain.data.sources import list_files, remote
+
+fsspec = pytest.importorskip("fsspec", reason="needs fsspec (jaxtrain[remote])")
+TEXTS = {f"{'sub/' * (i % 2)}{i:02d}.txt": f"text {i} " * (i + 1) for i in range(20)}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """The same texts in a store and in the folder `local`."""
+    store, root = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    for name, text in {**TEXTS, ".hidden/x.txt": "no"}.items():
+        store.pipe_file(f"{root}/{name}", text.encode())
+        (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "local" / name).write_text(text)
+    return f"memory:/{root}"
+
+
+def names(path: str, cache: Path, **options: object) -> list[str]:
+    return [f.name for f in list_files(Source(path=path, **options), cache)]
+
+
+def test_the_same_order_wherever_it_lies(tmp_path: Path, url: str) -> None:
+    values = {"sequence": 128, "global_batch": 4, "validation": 0.2, "cache": str(tmp_path / "cache"), "workers": 1}
+    seen: list[tuple[int, int]] = []
+    sources = (Source(path=url), Source(path=str(tmp_path / "local")))
+    made, local = (open_dataset(Data(sources=(s,), **values), 3, progress=lambda *a: seen.append(a)) for s in sources)
+    assert made.fingerprint == local.fingerprint
+    assert np.array_equal(made.batch(7)["tokens"], local.batch(7)["tokens"])
+    size = sum(len(t) for t in TEXTS.values())
+    assert (size, size) in seen
+    assert names(url, tmp_path / "cache") == sorted(TEXTS)
+    assert names(f"{url}/sub/*.txt", tmp_path / "cache") == [n[4:] for n in sorted(TEXTS) if "/" in n]
+    assert names(f"{url}/00.txt", tmp_path / "cache") == ["00.txt"]
+    for name in ("x.bin", "x.idx"):
+        fsspec.filesystem("memory").pipe_file(f"{url.removeprefix('memory:/')}/pair/{name}", b"")
+    assert names(f"{url}/pair/x.bin", tmp_path / "cache") == ["x.bin", "x.idx"]
+    assert names(url, tmp_path / "cache", include=("sub/*",)) == [n for n in sorted(TEXTS) if "/" in n]
+
+
+def test_copied_once_resumed_and_anew_where_it_changed(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[str] = []
+    copy = remote.Store._copy
+
+    def failing(self: remote.Store, name: str, path: Path, report: object) -> None:
+        if len(copied) == 5:
+            raise KeyboardInterrupt
+        copied.append(name)
+        copy(self, name, path, report)
+
+    monkeypatch.setattr(remote.Store, "_copy", failing)
+    with pytest.raises(KeyboardInterrupt):
+        names(url, tmp_path)
+    monkeypatch.setattr(remote.Store, "_copy", lambda self, *a: copied.append(a[0]) or copy(self, *a))
+    files = list_files(Source(path=url), tmp_path)
+    assert copied == sorted(TEXTS)  # each once, over both
+    assert {f.name: Path(f.path).read_text() for f in files} == TEXTS
+    assert not list(tmp_path.rglob("*.tmp"))
+    fsspec.filesystem("memory").pipe_file(f"{url.removeprefix('memory:/')}/00.txt", b"texts")
+    assert Path(list_files(Source(path=url), tmp_path)[0].path).read_text() == "texts"
+    assert copied == [*sorted(TEXTS), "00.txt"]
+
+
+def test_errors_are_one_line(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, message in (
+        ("nosuch://bucket/x", "nosuch://bucket/x: cannot be listed (ValueError: Protocol not known: nosuch)"),
+        (f"{url}/nowhere", "no files there; check data.sources[].path"),
+        (f"{url}/*.jsonl", "no files there; check data.sources[].path"),
+    ):
+        with pytest.raises(DataError) as caught:
+            names(path, tmp_path)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="no files found"):
+        names(url, tmp_path, format="jsonl")
+    (tmp_path / "remote").write_text("a file where the folder should be")
+    with pytest.raises(DataError) as caught:
+        open_dataset(Data(sources=(Source(path=url),), cache=str(tmp_path)), 0)
+    assert "is data.cache writable" in str(caught.value)
