@@ -48,7 +48,7 @@ def write_corpus(folder: Path, tokens: int) -> None:
         lengths = np.maximum(rng.lognormal(math.log(MEAN) - SIGMA**2 / 2, SIGMA, documents), 1).astype(np.int64)
         ids = rng.integers(1, VOCAB, int(lengths.sum()), np.uint16)
         writer = ShardWriter(folder, shard, VOCAB, 0)
-        writer.add("train", np.split(ids, np.cumsum(lengths)[:-1]))
+        writer.add("train", np.split(ids, np.cumsum(lengths)[:-1]), 0)
         writer.close("synthetic")
     finish(folder, "synthetic", SHARDS, SyntheticTokenizer())
 

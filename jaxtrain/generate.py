@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.mesh.rules import BATCH, CONTEXT, ROWS, SEQUENCE
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition
 
@@ -37,17 +38,39 @@ def sample(
     return jax.random.categorical(key, logits_BV, -1).astype(jnp.int32)
 
 
-def decoding(sharder: Sharder) -> Sharder:
-    """The placement for decoding: weights as in training, the few tokens in flight on every device.
+def decoding(sharder: Sharder, rows: int = 1) -> Sharder:
+    """The placement for decoding `rows` prompts: weights and heads as in training, so that no weight moves.
 
-    With the batch unsharded, weights stored in shards are used as they are instead of being gathered each token.
+    The cache of keys and values is split by rows over all axes that split tokens in training, as far as they divide
+    `rows`. Of these, axes that hold shards of weights (FSDP) leave the few tokens in flight on every device: weights
+    stored in shards are then used as they are instead of being gathered each token.
     """
-    rules = {name: axes for name, axes in (sharder.rules or {}).items() if name not in (BATCH, SEQUENCE, CONTEXT)}
+    rules = dict(sharder.rules or {})
+    split = [axis for name in (BATCH, CONTEXT) for axis in rules.get(name, ())]
+    rules = {name: axes for name, axes in rules.items() if name not in (BATCH, SEQUENCE, CONTEXT)}
+    of_weights = {axis for axes in rules.values() for axis in axes}
+    of_heads = {axis for name in ("heads", "kv_heads") for axis in rules.get(name, ())}
+    free: list[str] = []
+    for axis in sorted((axis for axis in split if axis not in of_heads), key=lambda axis: axis in of_weights):
+        if sharder.mesh is not None and rows % _size(sharder, (*free, axis)) == 0:
+            free.append(axis)
+    rules |= {ROWS: tuple(free), BATCH: tuple(axis for axis in free if axis not in of_weights)}
     return Sharder(sharder.mesh, rules)
 
 
+def even_rows(sharder: Sharder, rows: int) -> int:
+    """Rows of a batch that has room for so many prompts and can be split over all axes of `decoding`'s cache."""
+    heads = {axis for name in ("heads", "kv_heads") for axis in sharder.axes(name)}
+    parts = _size(sharder, [axis for name in (BATCH, CONTEXT) for axis in sharder.axes(name) if axis not in heads])
+    return rows if rows == 1 else -(-rows // parts) * parts
+
+
+def _size(sharder: Sharder, axes: Iterable[str]) -> int:
+    return 1 if sharder.mesh is None else prod(sharder.mesh.shape[axis] for axis in axes)
+
+
 class Generator:
-    """Extends prompts with a decoder defined on a `decoding` sharder. Compiled once per prompt bucket."""
+    """Extends prompts with a decoder defined on a `decoding` sharder. Compiled once per prompt bucket and batch."""
 
     def __init__(
         self,
@@ -65,10 +88,10 @@ class Generator:
             known = jnp.where(jnp.arange(logits_BV.shape[-1]) < vocab, logits_BV, -jnp.inf)
             return sample(known, key, temperature=temperature, top_k=top_k, top_p=top_p)
 
-        def prefill(params: Any, tokens_BT: jax.Array, length: jax.Array, key: jax.Array, capacity: int) -> tuple:
+        def prefill(params: Any, tokens_BT: jax.Array, length_B: jax.Array, key: jax.Array, capacity: int) -> tuple:
             model = definition.bind(params)
             cache = model.empty_cache(tokens_BT.shape[0], capacity)
-            logits_BV, cache = model.decode(tokens_BT, cache, length)
+            logits_BV, cache = model.decode(tokens_BT, cache, length_B)
             return choose(logits_BV, key), cache
 
         def extend(params: Any, token_B: jax.Array, cache: Any, key: jax.Array) -> tuple:
@@ -80,16 +103,35 @@ class Generator:
 
     def __call__(self, params: Any, prompt: np.ndarray, tokens: int, *, seed: int, eos: int | None) -> Iterator[int]:
         """Yields up to `tokens` new token ids after a prompt (int [T], T >= 1), and stops at `eos`."""
-        bucket = 1 << max(len(prompt) - 1, 15).bit_length()  # few distinct lengths, few compilations
-        padded = np.zeros((1, bucket), np.int32)
-        padded[0, : len(prompt)] = prompt
+        for (token,) in self.batch(params, [prompt], tokens, seed=seed, eos=eos):
+            if token is not None:
+                yield token
+
+    def batch(
+        self, params: Any, prompts: Sequence[np.ndarray], tokens: int, *, seed: int, eos: int | None, rows: int = 1
+    ) -> Iterator[list[int | None]]:
+        """Yields, up to `tokens` times, the next token id of every prompt, None for those that have come to `eos`.
+
+        Args:
+            prompts: int [T] each, T >= 1. They are padded on the right, and every row has its own place in the cache:
+                greedily it goes on as it would alone.
+            rows: of the batch; more than there are prompts repeat the last one.
+        """
+        count = max(rows, len(prompts))
+        longest = max(map(len, prompts))
+        bucket = 1 << max(longest - 1, 15).bit_length()  # few distinct lengths, few compilations
+        padded, lengths = np.zeros((count, bucket), np.int32), np.zeros(count, np.int32)
+        for row in range(count):
+            prompt = prompts[min(row, len(prompts) - 1)]
+            padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         key = jax.random.key(seed)
-        length = np.int32(len(prompt))
-        token, cache = self._prefill(params, padded, length, jax.random.fold_in(key, 0), capacity=bucket + tokens)
+        token, cache = self._prefill(params, padded, lengths, jax.random.fold_in(key, 0), capacity=bucket + tokens)
+        is_open = [True] * len(prompts)
         for index in range(1, tokens + 1):
-            value = int(token[0])
-            if value == eos:
+            values = np.asarray(token)[: len(prompts)].tolist()
+            is_open = [alive and value != eos for alive, value in zip(is_open, values)]
+            if not any(is_open):
                 return
-            yield value
+            yield [value if alive else None for alive, value in zip(is_open, values)]
             if index < tokens:
                 token, cache = self._extend(params, token, cache, jax.random.fold_in(key, index))

@@ -63,7 +63,7 @@ def data(args: argparse.Namespace) -> int:
             lines = [
                 f"{built.source}: {built.tokens['train']:,} training and {built.tokens['validation']:,} validation "
                 f"tokens, entropy {built.entropy:.4f} nats, in {built.path} ({built.seconds:.1f} s)"
-                for built in commands.build(resolved.data, progress)
+                for built in commands.build(resolved.data, progress, resolved.eval.sets.values())
             ]
     print("\n".join(lines))
     return 0
@@ -87,29 +87,63 @@ def resume(args: argparse.Namespace) -> int:
 
 
 def eval(args: argparse.Namespace) -> int:
-    """Prints the validation loss of a checkpoint."""
+    """Prints the validation loss of a checkpoint, or its scores on tasks."""
+    for name in ("limit", "num_fewshot"):
+        value = getattr(args, name)
+        if value is not None and value < (1 if name == "limit" else 0):
+            raise UserError(f"eval: --{name.replace('_', '-')}: {value} is too few")
     _before_jax(args)
+    from jaxtrain.cli import harness
     from jaxtrain.cli.runs import evaluate
 
-    print(json.dumps(evaluate(Path(args.run), args.step, args.batches, _overrides(args))))
+    run, step, overrides = Path(args.run), args.step, _overrides(args)
+    if args.tasks is None:
+        found = evaluate(run, step, args.batches, overrides)
+        said = [json.dumps(found)]
+    else:
+        tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
+        options = {"include_path": args.include_path, "limit": args.limit, "num_fewshot": args.num_fewshot}
+        found = harness.evaluate_tasks(run, step, overrides, tasks, **options)
+        said = harness.lines(found)
+    if args.out:
+        harness.write(Path(args.out), found)
+    print("\n".join(said))
     return 0
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Prints a prompt and its continuation as it comes."""
+    """Prints a prompt and its continuation as it comes, or several with theirs, an empty line between them."""
     if args.temperature < 0 or (args.top_p is not None and not 0 < args.top_p <= 1):
         raise UserError("generate: expected --temperature >= 0 and 0 < --top-p <= 1")
     if args.tokens < 1 or (args.top_k is not None and args.top_k < 1):
         raise UserError("generate: expected --tokens and --top-k of at least 1")
-    if not args.prompt:
-        raise UserError("generate: the prompt is empty; expected at least one character, such as a newline")
+    prompts = _prompts(args)
     _before_jax(args)
-    from jaxtrain.cli.runs import open_generator
+    from jaxtrain.cli.runs import complete, open_model, streamer
 
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    stream = open_generator(Path(args.run), args.step, _overrides(args), **sampling)
-    _write(stream(args.prompt, args.tokens, args.seed))
+    opened = open_model(Path(args.run), args.step, _overrides(args))
+    if len(prompts) == 1:
+        _write(streamer(*opened, **sampling)(prompts[0], args.tokens, args.seed))
+        return 0
+    for index, text in enumerate(complete(*opened, prompts, args.tokens, args.seed, **sampling)):
+        _write(["\n" if index else "", text])
     return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """Of --prompt, and of the lines of --prompts that are not empty."""
+    prompts = list(args.prompt)
+    if args.prompts is not None:
+        try:
+            text = Path(args.prompts).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompts: {args.prompts} is not UTF-8 (byte {error.start + 1}); convert it") from error
+        prompts += [line for line in text.split("\n") if line]
+    if not prompts or not all(prompts):
+        what = "a prompt is empty" if prompts else "no prompt; give --prompt TEXT or --prompts FILE"
+        raise UserError(f"generate: {what}; expected at least one character, such as a newline")
+    return prompts
 
 
 def import_(args: argparse.Namespace) -> int:

@@ -46,11 +46,20 @@ def _checkpoint(parser: Parser) -> None:
 def _eval(parser: Parser) -> None:
     _checkpoint(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="validation batches; default: the config's")
+    parser.add_argument("--tasks", metavar="A,B", help="tasks of the lm-evaluation-harness instead of validation")
+    parser.add_argument("--include-path", metavar="DIR", help="of --tasks: folder with more task files (YAML)")
+    parser.add_argument("--limit", type=int, metavar="N", help="of --tasks: documents of each at most")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="of --tasks: examples before each document")
+    parser.add_argument("--out", metavar="FILE", help="write what is printed as JSON")
 
 
 def _generate(parser: Parser) -> None:
-    _checkpoint(parser)
-    parser.add_argument("--prompt", required=True, help="text to go on from")
+    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run, or of a Hugging Face model")
+    _overrides(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to read; default: the newest good one")
+    _simulate(parser)
+    parser.add_argument("--prompt", action="append", default=[], help="text to go on from; may be given several times")
+    parser.add_argument("--prompts", metavar="FILE", help="more of them, one per line")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
     parser.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
@@ -139,7 +148,7 @@ def _schedule(parser: Parser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "train": ("train from a config", _train),
     "resume": ("go on from the newest good checkpoint of a run", _resume),
-    "eval": ("validation loss of a checkpoint", _eval),
+    "eval": ("validation loss of a checkpoint, or its scores on tasks", _eval),
     "generate": ("text from a checkpoint", _generate),
     "import": ("make a run's folder of a Hugging Face model", _import),
     "export": ("make a Hugging Face model of a checkpoint", _export),

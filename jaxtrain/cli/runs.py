@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,11 @@ from rich.console import Console
 from jaxtrain.checkpoint import Reader
 from jaxtrain.config import Config, resolve
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.huggingface import opened
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
-from jaxtrain.generate import Generator, decoding
+from jaxtrain.generate import Generator, decoding, even_rows
+from jaxtrain.interop.load import load
+from jaxtrain.interop.tensors import PLACES
 from jaxtrain.models.check import check_config
 from jaxtrain.models.define import define, make_env
 from jaxtrain.models.tensors import vocabulary
@@ -23,28 +25,17 @@ from jaxtrain.observe.plot import loss_plot
 from jaxtrain.observe.progress import Screen
 from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.train import platform
-from jaxtrain.train.batches import Placer, placer
-from jaxtrain.train.loop import Result, validate
+from jaxtrain.train.loop import Result
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.run import open_data, saved_config
+from jaxtrain.train.validation import validate
 
+TOGETHER = 32  # prompts of a batch at most
 REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A program with the validation data that a checkpoint is scored on."""
-
-    program: Program
-    validation: Any
-
-    def place(self, split: Any) -> Placer:
-        """Device batches of a split."""
-        return placer(split, self.program)
-
-
 def evaluate(directory: Path, step: int | None, batches: int | None, overrides: Sequence[str]) -> dict[str, float]:
-    """Validation means of a checkpoint, with its `step`.
+    """Metrics of all validation sets of a checkpoint, with its `step`.
 
     Raises:
         UserError: not a run, no usable checkpoint, one that does not fit the config, or nothing to evaluate on.
@@ -54,40 +45,86 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
     devices = platform.start(config)
-    data, validation = open_data(config, Screen(config.steps, console=Console(stderr=True)))
-    if validation is None:
-        raise UserError(f"{directory}: data.validation is 0, so there is nothing to evaluate on")
+    data, sets = open_data(config, Screen(config.steps, console=Console(stderr=True)))
+    if not sets:
+        message = "data.validation is 0 and eval.sets is empty, so there is nothing to evaluate on"
+        raise UserError(f"{directory}: {message}")
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
     params, done = weights(directory, step, program)
-    return {"step": done, **validate(Saved(program, validation), params, count)}
+    return {"step": done, **validate(program, sets, params, count)}
 
 
-def open_generator(
-    directory: Path, step: int | None, overrides: Sequence[str], **sampling: Any
-) -> Callable[[str, int, int], Iterator[str]]:
-    """`stream(prompt, tokens, seed)` of a checkpoint; see `jaxtrain.generate.Generator` for the sampling.
+def open_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
+    """Program, tokenizer and weights of a run's checkpoint or of a Hugging Face folder, sharded by the layout.
 
     Needs the tokenizer, not the data.
+
+    Raises:
+        UserError: neither of both, or no language model.
     """
+    if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
+        return _huggingface(directory, step, overrides)
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config, check_pipeline])
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     program = build(config, vocabulary(config, tokenizer.vocab), platform.start(config))
-    return streamer(program, tokenizer, weights(directory, step, program)[0], **sampling)
+    return program, tokenizer, weights(directory, step, program)[0]
+
+
+def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
+    """The same of a Hugging Face folder, whose tensors go straight to their shards."""
+    family, section = opened(folder)
+    if step is not None:
+        raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json")
+    base = {"model": section, "data": {"tokenizer": str((folder / "tokenizer.json").absolute())}}
+    config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config, check_pipeline])
+    program = build(config, section["vocab"], platform.start(config))
+    return program, tokenizer_of(config), load(folder, PLACES[family.name], program.state["params"])
+
+
+def complete(
+    program: Program, tokenizer: Tokenizer, params: Any, prompts: Sequence[str], tokens: int, seed: int, **sampling: Any
+) -> Iterator[str]:
+    """Every prompt with its continuation, in order; see `jaxtrain.generate.Generator` for the sampling."""
+    together = min(TOGETHER, len(prompts))
+    rows = even_rows(program.sharder, together)
+    generator = _generator(program, tokenizer, rows, **sampling)
+    for first in range(0, len(prompts), together):
+        some = prompts[first : first + together]
+        asked = [_encoded(tokenizer, prompt) for prompt in some]
+        found: list[list[int]] = [[] for _ in some]
+        arrays = [np.asarray(ids, np.int32) for ids in asked]
+        for step in generator.batch(params, arrays, tokens, seed=seed, eos=tokenizer.eos, rows=rows):
+            for ids, token in zip(found, step):
+                ids += [] if token is None else [token]
+        for prompt, before, ids in zip(some, asked, found):
+            yield prompt + "".join(_text(tokenizer, before, iter(ids)))
+
+
+def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: Any) -> Generator:
+    sharder = decoding(program.sharder, rows)
+    vocab = program.definition.params["embed"]["table"].shape[0]
+    return Generator(define(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling)
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt, after the token that the tokenizer puts before a text."""
+    ids = tokenizer.encode_batch([prompt])[0].tolist()
+    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
 def streamer(
     program: Program, tokenizer: Tokenizer, params: Any, **sampling: Any
 ) -> Callable[[str, int, int], Iterator[str]]:
     """`stream(prompt, tokens, seed)`: the prompt, then text as it is generated."""
-    sharder = decoding(program.sharder)
-    vocab = program.definition.params["embed"]["table"].shape[0]
-    definition = define(program.config, make_env(program.config, sharder), vocab)
-    generator = Generator(definition, tokenizer.vocab, **sampling)
+    generator = _generator(program, tokenizer, 1, **sampling)
 
     def stream(prompt: str, tokens: int, seed: int) -> Iterator[str]:
-        ids = np.asarray(tokenizer.encode_batch([prompt])[0], np.int32)
+        ids = _encoded(tokenizer, prompt)
         yield prompt
-        yield from _text(tokenizer, ids.tolist(), generator(params, ids, tokens, seed=seed, eos=tokenizer.eos))
+        new = generator(params, np.asarray(ids, np.int32), tokens, seed=seed, eos=tokenizer.eos)
+        yield from _text(tokenizer, ids, new)
 
     return stream
 
@@ -100,13 +137,14 @@ def finish(config: Config, result: Result, screen: Screen) -> None:
         screen.print(f"plot  {loss_plot(result.run_dir)}")
     if config.log.sample and not result.stopped_by and jax.process_count() == 1:
         params = result.state.get("ema", result.state["params"])
-        stream = streamer(result.program, _tokenizer(config), params)
+        stream = streamer(result.program, tokenizer_of(config), params)
         text = "".join(stream(config.log.prompt, config.log.sample, config.seed))
         screen.print("sample", *("  | " + line for line in text.splitlines()))
     screen.print(f"next  {result.resume}")
 
 
-def _tokenizer(config: Config) -> Tokenizer:
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run's text. Raises UserError where it is no language model's."""
     if config.model.type != "decoder" or config.data.type != "text":
         raise UserError(f"generate: model {config.model.type} on data {config.data.type} is not a language model")
     return load_tokenizer(config.data.tokenizer)

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtrain.config.errors import did_you_mean, join, shown
-from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Model, Moe
+from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Documents, Model, Moe
 
 # Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
 DECODER_KEYS = tuple(name for name in Model.model_fields if name not in ("type", "options"))
+SET_NAME = r"[A-Za-z][\w\-]*"
 SAVED_NAMES = ("q", "k", "v", "attention", "up", "gate", "residual")  # what the decoder marks for `step.remat`
 TEXT_KEYS = ("sources", "tokenizer", "validation", "cache", "workers")
+HUB = "hf://"
 COLUMNS = (".parquet", ".arrow", ".feather")  # what pyarrow reads
 
 
@@ -36,6 +38,7 @@ def cross_problems(config: Config) -> Iterator[Found]:
         yield from _dense(config) if config.model.moe is None else _experts(config.model, config.model.moe)
     yield from _batch(config)
     yield from _schedule(config)
+    yield from _sets(config)
     if config.data.type == "text":
         yield from _sources(config.data)
     yield from _remat(config)
@@ -51,15 +54,10 @@ def path_problems(config: Config) -> Iterator[Found]:
     if data.tokenizer != "bytes" and not os.path.isfile(os.path.expanduser(data.tokenizer)):
         hint = did_you_mean(data.tokenizer, ["bytes"]) or "; give `bytes` or the path of a tokenizer.json"
         yield Found(("data.tokenizer",), f"no such file: {shown(data.tokenizer)}{hint}")
-    for index, source in enumerate(data.sources):
-        key = f"data.sources.{index}.path"
+    for key, source in _documents(config):
         path = os.path.expanduser(source.path)
-        if (
-            source.path == "stdlib"
-            or source.path.startswith("hf://")
-            or os.path.exists(path)
-            or os.path.exists(f"{path}.idx")
-        ):
+        is_elsewhere = source.path == "stdlib" or "://" in source.path
+        if is_elsewhere or os.path.exists(path) or os.path.exists(f"{path}.idx"):
             continue
         root = path
         while glob.has_magic(root):
@@ -70,21 +68,31 @@ def path_problems(config: Config) -> Iterator[Found]:
         yield Found((key,), f"no such file or folder: {shown(root or path)}{hint}")
 
 
+def _documents(config: Config) -> Iterator[tuple[str, Documents]]:
+    """What is read, and the key of its path."""
+    for index, source in enumerate(config.data.sources):
+        yield f"data.sources.{index}.path", source
+    for name, one in config.eval.sets.items():
+        yield f"eval.sets.{name}.path", one
+
+
 def _packages(config: Config) -> Iterator[Found]:
     """Packages of the extras that the config asks for."""
     log = config.log
     needed = [("log.wandb", "wandb", "wandb", bool(log.wandb)), ("log.mlflow", "mlflow", "mlflow", bool(log.mlflow))]
     if config.data.type == "text":
         needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
-        for index, source in enumerate(config.data.sources):
+        for path, source in _documents(config):
             is_columns = source.format in ("parquet", "arrow") or source.path.endswith(COLUMNS)
-            needed.append((f"data.sources.{index}.path", "pyarrow", "data", is_columns))
-            needed.append((f"data.sources.{index}.path", "datasets", "hf", source.path.startswith("hf://")))
-            is_store = "://" in source.path and not source.path.startswith("hf://")
-            needed.append((f"data.sources.{index}.path", "fsspec", "remote", is_store))
             is_records = source.format == "arrayrecord" or source.path.endswith((".arrayrecord", ".array_record"))
-            needed.append((f"data.sources.{index}.path", "array_record", "arrayrecord", is_records))
-            needed.append((f"data.sources.{index}.path", "zstandard", "data", source.path.endswith(".zst")))
+            is_hub = source.path.startswith(HUB)
+            needed += [
+                (path, "pyarrow", "data", is_columns),
+                (path, "datasets", "hf", is_hub),
+                (path, "fsspec", "remote", "://" in source.path and not is_hub),
+                (path, "array_record", "arrayrecord", is_records),
+                (path, "zstandard", "data", source.path.endswith(".zst")),
+            ]
     for key, package, extra, is_asked in needed:
         if is_asked and importlib.util.find_spec(package) is None:
             yield Found((key,), f"needs the package {package}: pip install 'jaxtrain[{extra}]'")
@@ -209,13 +217,32 @@ def _watching(config: Config) -> Iterator[Found]:
     best, every, saves = config.checkpoint.best, config.eval.every, config.checkpoint.every
     if not config.checkpoint.keep_best:
         return
-    names = ("eval/loss", "eval/cross_entropy")
+    names = _metrics(config)
     if config.model.type == "decoder" and best not in names:
         message = f"validation gives no {shown(best)}; expected {join(names)}{did_you_mean(best, names)}"
         yield Found(("checkpoint.best",), message)
     if saves is not None and (every is None or saves % every):
         message = f"checkpoints are ranked by their validation: expected a multiple of eval.every; found {saves}"
         yield Found(("checkpoint.every", "checkpoint.keep_best"), f"{message} with eval.every {every or 'null'}")
+
+
+def _metrics(config: Config) -> list[str]:
+    """Metrics of a decoder's validation."""
+    is_text = config.data.type == "text"
+    sets = [*([] if is_text and config.data.validation == 0 else ["eval/"]), *(f"eval/{n}/" for n in config.eval.sets)]
+    kinds = ("loss", "cross_entropy", "perplexity", *(["bits_per_byte"] if is_text else []))
+    return [f"{prefix}{kind}" for prefix in sets for kind in kinds]
+
+
+def _sets(config: Config) -> Iterator[Found]:
+    """Validation sets have names that metrics can be called by, and a tokenizer."""
+    for name in config.eval.sets:
+        if not re.fullmatch(SET_NAME, name):
+            message = "is no name of a validation set; expected letters, digits, `_` and `-`, a letter first"
+            yield Found((f"eval.sets.{name}",), message)
+    if config.eval.sets and config.data.type != "text":
+        message = f"data.type {config.data.type} has no tokenizer for them; expected none, or data.type `text`"
+        yield Found(("eval.sets", "data.type"), message)
 
 
 def _batch(config: Config) -> Iterator[Found]:
@@ -238,7 +265,8 @@ def _schedule(config: Config) -> Iterator[Found]:
     if config.checkpoint.keep_best and config.checkpoint.best.startswith("eval/") and config.eval.every is None:
         message = f"checkpoints are ranked by {shown(config.checkpoint.best)}, so eval.every must be set"
         yield Found(("checkpoint.keep_best", "checkpoint.best", "eval.every"), message)
-    if config.data.type == "text" and config.eval.every is not None and config.data.validation == 0:
+    has_none = config.data.validation == 0 and not config.eval.sets
+    if config.data.type == "text" and config.eval.every is not None and has_none:
         message = "nothing is kept for validation; set data.validation above 0, or eval.every to null"
         yield Found(("data.validation", "eval.every"), message)
 

@@ -176,8 +176,8 @@ class Model(Section):
     init_std: PositiveFloat = key(0.02, "standard deviation of weight initialisation")
 
 
-class Source(Section):
-    """One source of documents in a mixture."""
+class Documents(Section):
+    """Where documents are."""
 
     path: str = key("stdlib", "`stdlib`, a file, a folder, a glob, a URL (s3://...), hf://OWNER/NAME[/CONFIG][:SPLIT]")
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "arrayrecord", "megatron"] = key(
@@ -185,6 +185,11 @@ class Source(Section):
     )
     field: str = key("text", "what holds the text: a column; a tar's member (`txt`)")
     include: tuple[str, ...] = key((), "text folders: file patterns, e.g. [*.py, *.md]; default: text-like files")
+
+
+class Source(Documents):
+    """One source of documents in a mixture."""
+
     weight: PositiveFloat = key(1.0, "share in the mixture")
     weights: dict[int, NonNegative] = key({}, "share from a given step on, e.g. {1000: 0.5}")
 
@@ -255,6 +260,7 @@ class Eval(Section):
 
     every: PositiveInt | None = key(None, "steps between validations; default: only at the end")
     batches: PositiveInt = key(8, "batches of each validation")
+    sets: dict[str, Documents] = key({}, "validation sets by name, beside what data.validation keeps")
 
 
 class Log(Section):

@@ -3,7 +3,7 @@
 from jaxtrain.data.builder import build_cache
 from jaxtrain.data.cache import TokenCache, open_cache, unigram_entropy
 from jaxtrain.data.commands import BuildResult, TokenizerResult, build, text_sources, train_tokenizer
-from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets
+from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets, open_sets
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.loader import Prefetcher
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -23,6 +23,7 @@ __all__ = [
     "open_cache",
     "open_dataset",
     "open_datasets",
+    "open_sets",
     "text_sources",
     "train_tokenizer",
     "unigram_entropy",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxtrain.config.schema import Source
-from jaxtrain.data.cache import VERSION, finish, open_cache, read_marker, shard_file
+from jaxtrain.data.cache import VERSION, TokenCache, finish, open_cache, read_marker, shard_file
 from jaxtrain.data.content import hash_files
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.files import hash_tokens
@@ -74,8 +74,8 @@ def build_cache(
         target = shard_bytes or min(max(sum(f.size for f in files) // SHARDS, SHARD_BYTES[0]), SHARD_BYTES[1])
         key = _key(source, files, [h for h, _ in hashes], encoder, validation, target)
         folder = root / "tokens" / f"{name}-{encoder.name}-{key[:16]}"
-        if not check and (folder / "cache.json").exists():
-            return open_cache(folder)
+        if not check and (found := _complete(folder)):
+            return found
         folder.mkdir(parents=True, exist_ok=True)
         if any(f.format == "megatron" for f in files):
             with _locked(folder):
@@ -85,13 +85,24 @@ def build_cache(
             if alone:
                 for litter in folder.glob("*.tmp"):  # of killed builds
                     litter.unlink(missing_ok=True)
-            if check or not (folder / "cache.json").exists():  # another process may have finished it meanwhile
+            if check or not _complete(folder):  # another process may have finished it meanwhile
                 states = {f.path: s for f, (_, s) in zip(files, hashes)}
                 _build(job, _plan(files, target, states), encoder, workers, progress)
     except OSError as error:
         where = error.filename or root
         raise DataError(f"{where}: {error.strerror}; is data.cache writable, with space left?") from error
     return open_cache(folder)
+
+
+def _complete(folder: Path) -> TokenCache | None:
+    """The cache in a folder, unless it is not finished or does not say how many bytes its text has.
+
+    Caches once did not; their tokens, and so their key, are the same, and the build writes them anew.
+    """
+    if not (folder / "cache.json").exists():
+        return None
+    cache = open_cache(folder)
+    return None if cache.train.text_bytes is None else cache
 
 
 def _key(
@@ -161,7 +172,7 @@ def _cores() -> int:
 def _intact(folder: Path, index: int, key: str) -> bool:
     """Whether a shard is finished and its files are what was written."""
     marker = read_marker(folder, index, key)
-    if marker is None:
+    if marker is None or "text_bytes" not in marker[SPLITS[0]]:
         return False
     wanted = {folder / f"{index:05d}.count": marker["count"]}
     for split in SPLITS:

@@ -4,7 +4,7 @@
     SPLIT-00007.bin         tokens of shard 7, little-endian `dtype`; each document ends with the eos id
     SPLIT-00007.len         tokens of each of its documents, little-endian uint32
     00007.count             uint64[2, vocab]: how often each id occurs in train, validation
-    00007.json              marker of shard 7, written when its files are on disk: counts and hashes
+    00007.json              marker of shard 7, written when its files are on disk: counts, bytes of text and hashes
     total.count             sum of all *.count
 
 Nothing in it depends on time, machine or process: equal input gives equal bytes.
@@ -65,13 +65,14 @@ class ShardWriter:
         self.end = np.array([eos], self.dtype)
         self.counts = np.zeros((len(SPLITS), vocab), np.uint64)
         self.lengths: dict[str, list[int]] = {s: [] for s in SPLITS}
+        self.text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.hashers = {s: xxhash.xxh3_64() for s in SPLITS}
         self.paths = {s: shard_file(folder, s, index, "bin") for s in SPLITS}
         self.temporary = {s: p.with_name(f"{p.name}.{os.getpid()}.tmp") for s, p in self.paths.items()}
         self.files = {s: p.open("wb") for s, p in self.temporary.items()}
 
-    def add(self, split: str, documents: list[np.ndarray]) -> None:
-        """Append documents (token ids without eos) to a split.
+    def add(self, split: str, documents: list[np.ndarray], text_bytes: int) -> None:
+        """Append documents (token ids without eos), of so many bytes of UTF-8 together, to a split.
 
         Raises:
           ValueError: an id outside the vocabulary.
@@ -86,6 +87,7 @@ class ShardWriter:
         self.hashers[split].update(data)
         self.files[split].write(data)
         self.lengths[split] += [len(d) + 1 for d in documents]
+        self.text_bytes[split] += text_bytes
 
     def close(self, key: str) -> None:
         """Put the shard's files in place, then its marker, which carries the cache's `key`."""
@@ -101,6 +103,7 @@ class ShardWriter:
             marker[split] = {
                 "documents": len(lengths),
                 "tokens": int(lengths.sum(dtype=np.int64)),
+                "text_bytes": self.text_bytes[split],
                 "bin": self.hashers[split].hexdigest(),
                 "len": xxhash.xxh3_64_hexdigest(lengths.tobytes()),
             }
@@ -141,6 +144,7 @@ def finish(folder: Path, key: str, shards: int, tokenizer: Tokenizer) -> None:
         splits[split] = {
             "documents": sum(p["documents"] for p in parts),
             "tokens": sum(p["tokens"] for p in parts),
+            "text_bytes": sum(p["text_bytes"] for p in parts),
             "entropy": entropy(row),
             "shards": parts,
         }
@@ -167,6 +171,7 @@ class Split(Runs):
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any], dtype: np.dtype) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype.newbyteorder("<")
+        self.text_bytes = meta.get("text_bytes")
         self._shards = meta["shards"]
         counts, sizes = ([s[k] for s in self._shards] for k in ("documents", "tokens"))
         lengths = np.concatenate([np.zeros(0, LENGTH), *map(self._read_lengths, range(len(counts)))])

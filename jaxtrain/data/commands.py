@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import Data, Documents, Source
 from jaxtrain.data.builder import Progress, build_cache
+from jaxtrain.data.dataset import as_source
 from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources import Span, list_files, plan_shards, read_shard, split_of
 from jaxtrain.data.tokenizer import train_bpe
@@ -49,12 +50,14 @@ def text_sources(data: Data) -> tuple[Source, ...]:
     return data.sources
 
 
-def build(data: Data, progress: Progress | None = None) -> list[BuildResult]:
-    """Build or check the cache of each source; damaged shards are written anew. Raises DataError."""
+def build(data: Data, progress: Progress | None = None, sets: Iterable[Documents] = ()) -> list[BuildResult]:
+    """Build or check the cache of each source and validation set; damaged shards are written anew. Raises DataError."""
     results = []
-    for source in text_sources(data):
+    wanted = [(source, data.validation) for source in text_sources(data)]
+    wanted += [(whole.sources[0], whole.validation) for whole in (as_source(data, one) for one in sets)]
+    for source, validation in wanted:
         begin = time.perf_counter()
-        cache = build_cache(source, data.tokenizer, data.validation, data.cache, data.workers, progress, check=True)
+        cache = build_cache(source, data.tokenizer, validation, data.cache, data.workers, progress, check=True)
         splits = {"train": cache.train, "validation": cache.validation}
         results.append(
             BuildResult(

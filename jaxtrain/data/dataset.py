@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxtrain.config.classes import load_class
-from jaxtrain.config.schema import Data
+from jaxtrain.config.schema import Data, Documents, Source
 from jaxtrain.data.builder import Progress, build_cache
 from jaxtrain.data.cache import CHECKED, entropy
 from jaxtrain.data.errors import DataError
@@ -59,6 +59,9 @@ class TextDataset:
       tokenizer, vocab, eos; documents, tokens: of this split, one epoch of all sources.
       unigram_entropy: nats per token, of the token frequencies of all sources together: in training weighted as at
         step 0, in validation as many as there are.
+      targets_per_byte: targets of this split per byte of its text (UTF-8). A document of n tokens has n targets: all
+        tokens but the first, and eos, which has no byte. With the tokenizer `bytes` this is 1. None where
+        there is no text: of what came as tokens.
       fingerprint: changes with the content of the sources, the tokenizer and the share kept for validation.
     """
 
@@ -79,6 +82,10 @@ class TextDataset:
         ]
         weights = [s.weight for s in data.sources]
         self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
+        sizes = [s.text_bytes for s in self.splits]
+        known = [size for size in sizes if size is not None]
+        targets = self.tokens - self.documents
+        self.targets_per_byte = targets / max(sum(known), 1) if len(known) == len(sizes) else None
         self.fingerprint = "-".join(c.key for c in caches)
         self._cold = sum(c.bytes for c in caches) > CHECKED  # a smaller one was just read whole, and is in memory
         self._asked = (b"", 0, 0)  # (places, first step, step after the last) of the last read-ahead
@@ -163,6 +170,8 @@ class TextDataset:
 def _nothing_in(split: str, path: str, cache: Tokens, validation: float) -> DataError:
     """The error for a source without documents in a split."""
     total = cache.train.documents + cache.validation.documents
+    if validation == 1:
+        return DataError(f"{path}: has no documents; a set of eval.sets needs at least one")
     if split == "train":
         right = "set a smaller data.validation, or give more documents"
     else:
@@ -291,6 +300,29 @@ def open_datasets(data: Data, seed: int, progress: Progress | None = None) -> tu
     if data.validation == 0:
         return train, None
     return train, TextDataset(data, seed, "validation", caches, train.tokenizer)
+
+
+def open_sets(
+    data: Data, sets: Mapping[str, Documents], seed: int, progress: Progress | None = None
+) -> dict[str, TextDataset]:
+    """The validation sets by name: all documents of each, tokenized, cached, packed and batched as those of `data`.
+
+    Raises:
+      UserError: bad input, a set without documents, or `data` is no text, so that there is no tokenizer.
+    """
+    if sets and data.type != "text":
+        raise DataError(f"eval.sets: data.type is `{data.type}`, so there is no tokenizer; expected `text`")
+    found: dict[str, TextDataset] = {}
+    for name, one in sets.items():
+        whole = as_source(data, one)
+        found[name] = TextDataset(whole, seed, "validation", _caches(whole, progress))
+    return found
+
+
+def as_source(data: Data, one: Documents) -> Data:
+    """`data` with a validation set as its only source, all of whose documents are kept for validation."""
+    source = Source(path=one.path, format=one.format, field=one.field, include=one.include)
+    return data.model_copy(update={"sources": (source,), "validation": 1.0})
 
 
 def _caches(data: Data, progress: Progress | None) -> list[Tokens]:

@@ -25,8 +25,11 @@ class Runs:
       counts: documents in each file.
       entropy: of the tokens' frequencies, nats per token.
 
-    Attributes: `name`, `dtype`, `lengths`, `entropy`; `documents`, `tokens`: how many.
+    Attributes: `name`, `dtype`, `lengths`, `entropy`; `documents`, `tokens`: how many; `text_bytes`: of the documents'
+      text in UTF-8, None where it is not known.
     """
+
+    text_bytes: int | None = None
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtrain.data.errors import DataError, require
 
 EOS = "<|endoftext|>"  # what `train_bpe` names its end-of-document token
+CONFIG = "tokenizer_config.json"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
 
 
@@ -24,12 +25,14 @@ class Tokenizer(Protocol):
       name: short, fit for a file name.
       vocab: ids are in [0, vocab).
       eos: id that ends a document; no text encodes to it.
+      bos: id that the tokenizer's own rules put before a text, or None; `encode_batch` leaves it out.
       fingerprint: hex; equal fingerprints encode equally.
     """
 
     name: str
     vocab: int
     eos: int
+    bos: int | None
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -52,6 +55,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab = 257
     eos = 256
+    bos: int | None = None
     fingerprint = "bytes-1"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -89,6 +93,7 @@ class HuggingFaceTokenizer:
         self.eos = ids[_find_eos(file, ids)]
         self.fingerprint = hashlib.sha256(data + f" eos={self.eos}".encode()).hexdigest()[:32]
         self._dtype = smallest_dtype(self.vocab)
+        self.bos: int | None = self._bos(file, ids)
         text = self._tokenizer.id_to_token(self.eos)
         if self.eos in self.encode_batch([text])[0]:
             raise DataError(f"{path}: the text {text!r} encodes to the end-of-document token; mark it `special` there")
@@ -97,26 +102,47 @@ class HuggingFaceTokenizer:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, self._dtype) for e in encoded]
 
+    def _bos(self, file: Path, ids: dict[str, int]) -> int | None:
+        """What the post-processor puts before a text, or where it puts none, `add_bos_token` beside the file asks."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        if whole[:1] != plain[:1]:
+            return whole[0]
+        beside = _beside(file)
+        return ids.get(_content(beside.get("bos_token")) or "") if beside.get("add_bos_token") is True else None
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
 def _find_eos(file: Path, ids: dict[str, int]) -> str:
     """The end-of-document token: as `tokenizer_config.json` beside the file says, else a well-known name."""
-    beside = file.with_name("tokenizer_config.json")
-    if beside.exists():
-        try:
-            named = json.loads(beside.read_text()).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{beside}: not a JSON object") from error
-        named = named.get("content") if isinstance(named, dict) else named
-        if named in ids:
-            return named
+    named = _content(_beside(file).get("eos_token"))
+    if named in ids:
+        return named
     for name in EOS_NAMES:
         if name in ids:
             return name
     known = ", ".join(EOS_NAMES[:5])
-    raise DataError(f"{file}: no end-of-document token (looked for {known} ...); name it `eos_token` in {beside.name}")
+    raise DataError(f"{file}: no end-of-document token (looked for {known} ...); name it `eos_token` in {CONFIG}")
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """The tokenizer_config.json beside a tokenizer.json, {} where there is none. Raises DataError."""
+    path = file.with_name(CONFIG)
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path}: not a JSON object") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return found
+
+
+def _content(token: Any) -> Any:
+    """The text of a special token, which may be written as an object."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

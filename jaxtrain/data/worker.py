@@ -88,7 +88,8 @@ def _encode(job: Job, batch: list[Document], tokenizer: Tokenizer, writer: Shard
     splits = [split_of(d.name, job.validation) for d in batch]
     encoded = tokenizer.encode_batch([d.text for d in batch])
     for split in SPLITS:
-        writer.add(split, [e for e, s in zip(encoded, splits) if s == split])
+        mine = [i for i, s in enumerate(splits) if s == split]
+        writer.add(split, [encoded[i] for i in mine], sum(len(batch[i].text.encode()) for i in mine))
 
 
 def main() -> None:

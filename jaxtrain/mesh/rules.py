@@ -13,6 +13,7 @@ Rules = Mapping[str, tuple[str, ...]]
 # Logical names of activation dims; parameters add embed, heads, kv_heads, head_dim, mlp, vocab, table, layers, expert.
 BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
 EMBED, LAYERS, EXPERT, VOCAB = "embed", "layers", "expert", "vocab"
+ROWS = "rows"  # of a cache of keys and values
 TABLE = "table"  # width of an embedding whose rows are looked up
 KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards: whole on each
 REPLICAS = "data"  # the mesh axis of replicas, over which ZeRO spreads what they would all hold

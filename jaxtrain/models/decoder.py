@@ -17,7 +17,7 @@ from jaxtrain.config.schema import Loss, Model
 from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.kernels.moe.balance import balance, load_metrics, router_z
 from jaxtrain.kernels.moe.routing import Load
-from jaxtrain.mesh.rules import BATCH, SEQUENCE, kv_copies
+from jaxtrain.mesh.rules import BATCH, ROWS, SEQUENCE, kv_copies
 from jaxtrain.nn.attention import Attention, Cache
 from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env, normal
@@ -242,20 +242,21 @@ class Decoder(nnx.Module):
         kv_heads *= kv_copies(model.heads, kv_heads, self.env.sharder.size("kv_heads"))
         zeros = jnp.zeros((model.layers, batch, length, kv_heads, head_dim), self.env.policy.compute)
         sharder = self.env.sharder
-        zeros = sharder.place(zeros, sharder.placed(("layers", BATCH, None, "kv_heads", None), zeros.shape))
-        return Cache(zeros, zeros, jnp.zeros((model.layers,), jnp.int32))
+        zeros = sharder.place(zeros, sharder.placed(("layers", ROWS, None, "kv_heads", None), zeros.shape))
+        return Cache(zeros, zeros, jnp.zeros((model.layers, batch), jnp.int32))
 
     def decode(self, tokens_BT: jax.Array, cache: Cache, length: jax.Array | None = None) -> tuple[jax.Array, Cache]:
         """float32 logits [B, V] after the last of T new tokens, and the extended cache.
 
-        Of right-padded tokens only the first `length` count: the logits are those of token `length - 1`, and the
-        next call overwrites the rest.
+        Of right-padded tokens only the first `length` (int32, one or [B]) count: the logits are those of token
+        `length - 1`, and the next call overwrites the rest. No row sees what another one's length is.
         """
         start = cache.length
-        length = jnp.asarray(tokens_BT.shape[1] if length is None else length, jnp.int32)
-        positions_BT = jnp.broadcast_to(start[0] + jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        count, width = tokens_BT.shape
+        length = jnp.broadcast_to(jnp.asarray(width if length is None else length, jnp.int32), (count,))
+        positions_BT = start[0][:, None] + jnp.arange(width)
         x_BTD, longer = self.hidden(tokens_BT, positions_BT, None, cache)
-        last_B1D = jax.lax.dynamic_slice_in_dim(x_BTD, length - 1, 1, axis=1)
+        last_B1D = jnp.take_along_axis(x_BTD, length[:, None, None] - 1, axis=1)
         return self.logits(last_B1D)[:, 0], longer._replace(length=start + length)
 
     def _head(self) -> jax.Array:

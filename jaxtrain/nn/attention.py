@@ -11,24 +11,27 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import attention
-from jaxtrain.mesh.rules import BATCH, CONTEXT, KV_SHARED, kv_copies
+from jaxtrain.mesh.rules import BATCH, CONTEXT, KV_SHARED, ROWS, kv_copies
 from jaxtrain.nn.env import Env, constant, normal
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import rotate
 
 
 class Cache(NamedTuple):
-    """Keys and values of past tokens, k and v [B, S, K, D]; `length` int32 scalar tokens are valid."""
+    """Keys and values of past tokens, k and v [B, S, K, D]; of row b `length[b]` are valid, int32 [B]."""
 
     k: jax.Array
     v: jax.Array
     length: jax.Array
 
     def append(self, k_BTKD: jax.Array, v_BTKD: jax.Array) -> Cache:
-        """The cache with T more tokens; writing past its end is the caller's error."""
-        at = (0, self.length, 0, 0)
-        k = jax.lax.dynamic_update_slice(self.k, k_BTKD.astype(self.k.dtype), at)
-        v = jax.lax.dynamic_update_slice(self.v, v_BTKD.astype(self.v.dtype), at)
+        """The cache with T more tokens in every row; writing past its end is the caller's error."""
+
+        @jax.vmap
+        def write(past_SKD: jax.Array, new_TKD: jax.Array, at: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(past_SKD, new_TKD.astype(past_SKD.dtype), (at, 0, 0))
+
+        k, v = write(self.k, k_BTKD, self.length), write(self.v, v_BTKD, self.length)
         return Cache(k, v, self.length + k_BTKD.shape[1])
 
 
@@ -92,14 +95,18 @@ class Attention(nnx.Module):
                 kernel=self.env.attention, context=self.env.context, sharder=self.env.sharder,
             )  # fmt: skip
         else:
+            # Rows of the cache may lie on more devices than the few tokens in flight, which then go to their rows.
+            q_BTHD, k_BTKD, v_BTKD = (
+                self.env.constrain(x, ROWS, None, name, None)
+                for x, name in ((q_BTHD, "heads"), (k_BTKD, "kv_heads"), (v_BTKD, "kv_heads"))
+            )
             cache = cache.append(k_BTKD, v_BTKD)
             kv_positions_BS = jnp.broadcast_to(jnp.arange(cache.k.shape[1]), cache.k.shape[:2])
-            last = cache.length - q_BTHD.shape[1]
-            positions_BT = jnp.broadcast_to(last + jnp.arange(q_BTHD.shape[1]), q_BTHD.shape[:2])
             out_BTHD = attention(
                 q_BTHD, cache.k, cache.v, positions_BT=positions_BT, kv_positions_BS=kv_positions_BS, causal=True,
                 **options, kernel="xla" if q_BTHD.shape[1] > 1 else "reference", sharder=self.env.sharder,
             )  # fmt: skip
+            out_BTHD = self.env.constrain(out_BTHD, ROWS, None, "heads", None)
         out_BTHD = self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None)
         out_BTD = jnp.einsum("bthk,dhk->btd", out_BTHD, self.env.weight(self.o))
         out_BTD = self.env.leave(out_BTD)

@@ -17,6 +17,7 @@ from jaxtrain.observe.progress import Screen
 from jaxtrain.precision.scaling import SMALLEST
 from jaxtrain.train.program import Program, State
 from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command, time_stages
+from jaxtrain.train.validation import validate
 
 OUT_OF_MEMORY = (
     "a device ran out of memory; expected less per device: a larger step.accumulate, step.remat=full, a smaller "
@@ -117,7 +118,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
                 time_stages(run, state, batch)
             stopped_by = signals.stop_at(done)
             is_end, scores = done == config.steps, {}
-            validates = run.validation is not None and (is_end or due(config.eval.every, done))
+            validates = bool(run.sets) and (is_end or due(config.eval.every, done))
             saves = is_end or stopped_by is not None or due(config.checkpoint.every, done)
             if validates:
                 jax.block_until_ready(metrics)  # the step's time is its own
@@ -163,23 +164,11 @@ def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = Non
 
 
 def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
-    """Loss terms over the validation batches, of the averaged weights where there are such."""
+    """Metrics of all validation sets, of the averaged weights where there are such."""
     with run.meter.pause():
-        means = validate(run, state.get("ema", state["params"]), run.config.eval.batches)
+        means = validate(run.program, run.sets, state.get("ema", state["params"]), run.config.eval.batches)
     run.observers.event("eval", step=done, **means)
     return means
-
-
-def validate(run: Any, params: Any, batches: int) -> dict[str, float]:
-    """`eval/loss` and `eval/TERM`: sums over weights, over all batches together."""
-    place = run.place(run.validation)
-    sums: dict[str, Any] = {}
-    for index in range(min(batches, getattr(run.validation, "batches", None) or batches)):
-        terms = run.program.evaluate(params, place(index))
-        sums = terms if not sums else jax.tree.map(jax.numpy.add, sums, terms)
-    host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(sums).items()}
-    means = {f"eval/{name}": s / w if w else 0.0 for name, (s, w) in host.items()}
-    return {"eval/loss": sum(means.values()), **means}
 
 
 def report_checkpoints(run: Run) -> None:

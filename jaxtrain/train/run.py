@@ -17,7 +17,7 @@ from jaxtrain.config import Config, ConfigError, dump_yaml
 from jaxtrain.config.errors import Problem, UserError
 from jaxtrain.config.huggingface import opened
 from jaxtrain.config.output import as_dict
-from jaxtrain.data.dataset import TextDataset, open_datasets
+from jaxtrain.data.dataset import TextDataset, open_datasets, open_sets
 from jaxtrain.interop.load import load as load_weights
 from jaxtrain.interop.tensors import PLACES
 from jaxtrain.kernels.cross_entropy import recomputes
@@ -48,13 +48,16 @@ PROMISES = {
 
 @dataclass(eq=False)
 class Run:
-    """All that the loop works with. `manifest` goes into every checkpoint; `step` counts the steps begun."""
+    """All that the loop works with. `manifest` goes into every checkpoint; `step` counts the steps begun.
+
+    `sets`: prefix of the metrics, `eval/` or `eval/NAME/` -> what is validated on.
+    """
 
     config: Config
     dir: Path
     program: Program
     data: Any
-    validation: Any
+    sets: dict[str, Any]
     checkpoints: Checkpointer
     observers: Observers
     screen: Screen
@@ -79,7 +82,7 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     layouts.resolve(config, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
     screen.console.quiet = not is_main
-    data, validation = open_data(config, screen)
+    data, sets = open_data(config, screen)
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
     if program.gradients.pipeline:
         program = replace(program, step=without_divergent_permutes(program.step))
@@ -92,7 +95,7 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     try:
         if not resume and checkpoints.store.marked():
             raise UserError(f"{directory} holds a run already; resume it, or give another name")
-        run, info = _assemble(config, directory, program, data, validation, checkpoints, screen)
+        run, info = _assemble(config, directory, program, data, sets, checkpoints, screen)
         state, done = _restore(run, info) if resume else (_initial(program), 0)
         if done > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
@@ -107,9 +110,13 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     return run, state, done
 
 
-def open_data(config: Config, screen: Screen) -> tuple[Any, Any]:
-    """The training data, and the validation data or None; a missing token cache is built."""
-    return open_datasets(config.data, config.seed, _cache_progress(screen))
+def open_data(config: Config, screen: Screen) -> tuple[Any, dict[str, Any]]:
+    """The training data, and what is validated on by the prefix of its metrics; a missing token cache is built."""
+    progress = _cache_progress(screen)
+    data, held_out = open_datasets(config.data, config.seed, progress)
+    sets = {"eval/": held_out} if held_out is not None else {}
+    named = open_sets(config.data, config.eval.sets, config.seed, progress)
+    return data, sets | {f"eval/{name}/": split for name, split in named.items()}
 
 
 def _initial(program: Program) -> State:
@@ -128,7 +135,7 @@ def _initial(program: Program) -> State:
 
 
 def _assemble(
-    config: Config, directory: Path, program: Program, data: Any, validation: Any, checkpoints: Any, screen: Screen
+    config: Config, directory: Path, program: Program, data: Any, sets: Any, checkpoints: Any, screen: Screen
 ) -> tuple[Run, dict[str, Any]]:
     """The run, and what its start event says."""
     is_main = jax.process_index() == 0
@@ -139,7 +146,7 @@ def _assemble(
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
     meter = Meter(items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
-    run = Run(config, directory, program, data, validation, checkpoints, observers, screen, meter, manifest)
+    run = Run(config, directory, program, data, sets, checkpoints, observers, screen, meter, manifest)
     return run, _info(run, flops, peak)
 
 
@@ -156,7 +163,9 @@ def absolute(config: Config) -> Config:
         return config
     sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)
     paths = {"sources": sources, "tokenizer": whole(data.tokenizer, "bytes"), "cache": whole(data.cache)}
-    return config.model_copy(update={"data": data.model_copy(update=paths)})
+    sets = {name: s.model_copy(update={"path": whole(s.path, "stdlib")}) for name, s in config.eval.sets.items()}
+    sections = {"data": data.model_copy(update=paths), "eval": config.eval.model_copy(update={"sets": sets})}
+    return config.model_copy(update=sections)
 
 
 def _write_config(run: Run) -> None:

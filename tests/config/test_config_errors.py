@@ -42,7 +42,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
             ' found "../x"',
         ),
         ("dir: 5", "dir: expected text (in quotes if it looks like a number); found 5"),
-        ("eval:", "eval: expected a section with keys such as every and batches; found nothing (null)"),
+        ("eval:", "eval: expected a section with keys such as every, batches and sets; found nothing (null)"),
         ("data: {sources: stdlib}", 'data.sources: expected a list of sections; found "stdlib"'),
         (
             "data: {sources: [{weights: {x: 1}}]}",

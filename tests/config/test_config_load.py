@@ -275,3 +275,9 @@ def test_what_could_never_take_effect_is_refused(override: str, said: str) -> No
 def test_a_sample_needs_a_language_model() -> None:
     with pytest.raises(ConfigError, match=r"only the built-in decoder on text generates"):
         load(None, "model.type='a.b:C'", "log.sample=5")
+
+
+@pytest.mark.parametrize("path", ["memory://bucket/corpus/*.jsonl", "s3://bucket/corpus"])
+def test_a_store_is_not_looked_for_on_the_disk(path):
+    config = load(None, f"data.sources=[{{path: {path!r}}}]", f"eval.sets.far.path={path}")
+    assert config.data.sources[0].path == config.eval.sets["far"].path == path

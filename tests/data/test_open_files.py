@@ -30,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             for shard in range(SHARDS):
                 writer = ShardWriter(folder, shard, 257, 256)
                 documents = range(3 * shard, 3 * shard + 3)
-                writer.add("train", [np.full(7, (3 * d + c) % 256, np.uint16) for d in documents])
+                writer.add("train", [np.full(7, (3 * d + c) % 256, np.uint16) for d in documents], 21)
                 writer.close("k")
             finish(folder, "k", SHARDS, ByteTokenizer())
             found.append(folder)

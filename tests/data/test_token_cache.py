@@ -54,12 +54,28 @@ def test_holds_the_documents(corpus: Path, tmp_path: Path) -> None:
         texts = [d.text for d in documents(Source(path=str(corpus))) if split_of(d.name, 0.1) == name]
         assert split.documents == len(texts) > 10
         assert split.tokens == sum(len(t) + 1 for t in texts)
+        assert split.text_bytes == sum(len(t.encode()) for t in texts)
         for i in (0, 1, len(texts) // 2, len(texts) - 1):
             tokens = split.document(i)
             assert not tokens.flags.owndata  # read in place
             assert tokens[-1] == encoder.eos
             assert encoder.decode(tokens) == texts[i]
         assert split.lengths.tolist() == [len(t) + 1 for t in texts]
+
+
+def test_a_cache_from_before_bytes_were_counted_is_completed_in_place(corpus: Path, tmp_path: Path) -> None:
+    cache = make(corpus, tmp_path)
+    before = contents(cache.folder)
+    for path in cache.folder.glob("*.json"):
+        meta = json.loads(path.read_text())
+        for part in [meta, meta.get("splits", {})]:
+            for split in ("train", "validation"):
+                part.get(split, {}).pop("text_bytes", None)
+                for shard in part.get(split, {}).get("shards", []):
+                    shard.pop("text_bytes")
+        path.write_text(json.dumps(meta))
+    assert make(corpus, tmp_path).key == cache.key  # a run that began with it can be resumed
+    assert contents(cache.folder) == before
 
 
 def test_entropy_against_a_count(corpus: Path, tmp_path: Path) -> None:
