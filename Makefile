@@ -1,11 +1,12 @@
 # `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
-# have a selection of. All make .venv and install into it.
+# have a selection of, `make extras` what needs other people's packages (torch, transformers, lm-eval, datasets, W&B...).
+# All make .venv and install into it.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
 
-.PHONY: train test matrix lint clean
+.PHONY: train test matrix extras lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -15,6 +16,10 @@ test: $(VENV)/.installed-test lint
 
 matrix: $(VENV)/.installed-test
 	JAXTRAIN_TEST_DEVICES=16 $(BIN)/pytest -n 2 -m matrix tests
+
+extras: $(VENV)/.installed-extras
+	$(BIN)/pytest -n 2 tests/interop tests/cli/test_generate.py tests/cli/test_harness.py \
+		tests/data/test_source_formats.py tests/observe/test_tracker.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -31,6 +36,11 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml $(LOCK)
 
 $(VENV)/.installed-test: $(VENV)/.installed pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) -e '.[test]'
+	touch $@
+
+$(VENV)/.installed-extras: $(VENV)/.installed-test pyproject.toml $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) \
+		-e '.[test,peer,lm-eval,hf,arrayrecord,wandb,mlflow]'
 	touch $@
 
 clean:
