@@ -75,10 +75,11 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
     family, section = opened(folder)
     if step is not None:
         raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json")
-    base = {"model": section, "data": {"tokenizer": str((folder / "tokenizer.json").absolute())}}
-    config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config, check_pipeline])
+    file = folder / "tokenizer.json"
+    base = {"model": section, "data": {"tokenizer": str(file.absolute())} if file.is_file() else {}}
+    config, origin = resolve(None, *overrides, base=base, paths=False, checks=[check_config, check_pipeline])
+    if origin["data.tokenizer"] == "default":
+        raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build(config, section["vocab"], platform.start(config))
     return program, tokenizer_of(config), load(folder, PLACES[family.name], program.state["params"])
 
