@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,7 +83,7 @@ class Runs:
                 mapped.madvise(advice, b, n)
 
 
-class Tokens:
+class Tokens(ABC):
     """The tokens of a source: a cache that was built, or files that hold tokens already.
 
     Attributes:
@@ -103,6 +104,6 @@ class Tokens:
         """`train` or `validation`."""
         return {"train": self.train, "validation": self.validation}[name]
 
+    @abstractmethod
     def counts(self, split: str) -> np.ndarray:
         """How often each id occurs in a split, uint64[vocab]. Raises DataError where a file is damaged."""
-        raise NotImplementedError
