@@ -60,8 +60,8 @@ class TextDataset:
       unigram_entropy: nats per token, of the token frequencies of all sources together: in training weighted as at
         step 0, in validation as many as there are.
       targets_per_byte: targets of this split per byte of its text (UTF-8). A document of n tokens has n targets: all
-        tokens but the first, and eos, which has no byte. With the tokenizer `bytes` this is 1. None where
-        there is no text: of what came as tokens.
+        tokens but the first, and eos, which has no byte. With the tokenizer `bytes` this is 1. None where there is no
+        text: of what came as tokens.
       fingerprint: changes with the content of the sources, the tokenizer and the share kept for validation.
     """
 
@@ -321,8 +321,7 @@ def open_sets(
 
 def as_source(data: Data, one: Documents) -> Data:
     """`data` with a validation set as its only source, all of whose documents are kept for validation."""
-    source = Source(path=one.path, format=one.format, field=one.field, include=one.include)
-    return data.model_copy(update={"sources": (source,), "validation": 1.0})
+    return data.model_copy(update={"sources": (Source(**one.model_dump()),), "validation": 1.0})
 
 
 def _caches(data: Data, progress: Progress | None) -> list[Tokens]:
