@@ -14,8 +14,9 @@ from jaxtrain.train.program import Program
 Flat = dict[str, np.ndarray]
 Place = Callable[[Mapping[str, np.ndarray]], Any]
 
-# Compiled once and run a few times: optimised code would take several times as long to compile.
-FAST = {"xla_backend_optimization_level": 0}
+# Compiled once and run a few times: optimised code would take several times as long to compile, and XLA's newer
+# emitters of fusions twice as long as its older ones.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 @dataclass(frozen=True)

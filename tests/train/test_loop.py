@@ -88,7 +88,8 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
 
 def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
     changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "pipeline.schedule=zb_h1", "steps=3")
-    cfg = config(tmp_path, corpus, *changes, "eval.every=3", "step.remat=full")
+    # an mlp whose W takes longer than what a busy machine adds to it
+    cfg = config(tmp_path, corpus, *changes, "eval.every=3", "step.remat=full", "model.mlp=1024")
     run_dir = jaxtrain.train(cfg, screen=quiet()).run_dir
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]

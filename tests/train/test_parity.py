@@ -17,8 +17,10 @@ from harness import close_trees
 EVERYTHING = {"data": 2, "fsdp": 2, "model": 2}
 
 
-def gradients(program):
-    return jax.jit(program.gradients)(program.init()["params"], harness.batch(0), jax.random.key(0)).grads
+def gradients(program, **options):
+    return jax.jit(program.gradients, compiler_options=options)(
+        program.init()["params"], harness.batch(0), jax.random.key(0)
+    ).grads
 
 
 @functools.cache
@@ -99,7 +101,9 @@ def test_offloaded_values_come_back_unchanged(mesh):
     moved = harness.program(mesh, step={"remat": ("q", "k"), "offload": ("v", "residual")})
     traced = str(jax.make_jaxpr(moved.gradients)(moved.state["params"], harness.batch(0), jax.random.key(0)))
     assert "f32<host>[8,32,32]" in traced  # the residual; the CPU backend itself has no other memory
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (gradients(kept), gradients(moved)))))
+    # Without them the CPU backend's fusions, and with these the roundings, depend on where a value is kept.
+    got = [jax.tree.leaves(gradients(each, xla_cpu_use_fusion_emitters=True)) for each in (kept, moved)]
+    assert all(np.array_equal(a, b) for a, b in zip(*got, strict=True))
 
 
 def test_state_lives_in_shards():

@@ -40,7 +40,7 @@ def shared(kind: str, layout: str | None = None):
 def program(kind: str, layout: str | None = None, **changes):
     mesh, rules = LAYOUTS[layout] if layout else (None, RULES)
     model = {**SIZES, **dict.fromkeys(("mlp_bias", "attention_bias", "qk_norm"), False), "window": None}
-    changes = {"model": model | {"window_every": 1, "moe": KINDS[kind]}} | changes
+    changes = {"model": model | {"window_every": 1, "moe": KINDS[kind]}, "optimizer": {"lr": 1e-3}} | changes
     return harness.program(mesh, rules, loss={"balance": 0.05, "router_z": 1e-3}, **changes)
 
 
