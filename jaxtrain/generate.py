@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.mesh.rules import BATCH, CONTEXT, ROWS, SEQUENCE
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition
@@ -82,6 +83,8 @@ class Generator:
         top_p: float | None = None,
     ):
         self._definition = definition
+        learned = definition.params.get("positions")
+        self._longest = None if learned is None else learned["table"].shape[0]
 
         def choose(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
             # Rows beyond the tokenizer's vocabulary only pad the table.
@@ -102,22 +105,33 @@ class Generator:
         self._extend: Callable = jax.jit(extend, donate_argnums=2)
 
     def __call__(self, params: Any, prompt: np.ndarray, tokens: int, *, seed: int, eos: int | None) -> Iterator[int]:
-        """Yields up to `tokens` new token ids after a prompt (int [T], T >= 1), and stops at `eos`."""
-        for (token,) in self.batch(params, [prompt], tokens, seed=seed, eos=eos):
-            if token is not None:
-                yield token
+        """Up to `tokens` new token ids after a prompt (int [T], T >= 1), until `eos`; see `batch`."""
+        steps = self.batch(params, [prompt], tokens, seed=seed, eos=eos)
+        return (token for (token,) in steps if token is not None)
 
     def batch(
         self, params: Any, prompts: Sequence[np.ndarray], tokens: int, *, seed: int, eos: int | None, rows: int = 1
     ) -> Iterator[list[int | None]]:
-        """Yields, up to `tokens` times, the next token id of every prompt, None for those that have come to `eos`.
+        """Up to `tokens` times the next token id of every prompt, None for those that have come to `eos`.
 
         Args:
             prompts: int [T] each, T >= 1. They are padded on the right, and every row has its own place in the cache:
                 greedily it goes on as it would alone.
             rows: of the batch; more than there are prompts repeat the last one.
+
+        Raises:
+            UserError: a prompt and its new tokens are more than the model has learned positions for.
         """
-        count = max(rows, len(prompts))
+        longest = max(map(len, prompts))
+        if self._longest is not None and longest + tokens > self._longest:
+            message = f"a prompt of {longest} tokens and {tokens} new ones are more than the model's {self._longest}"
+            raise UserError(f"generate: {message} learned positions; expected fewer tokens, or a shorter prompt")
+        return self._steps(params, prompts, tokens, seed, eos, max(rows, len(prompts)))
+
+    def _steps(
+        self, params: Any, prompts: Sequence[np.ndarray], tokens: int, seed: int, eos: int | None, count: int
+    ) -> Iterator[list[int | None]]:
+        """The steps of `batch`, one after the other."""
         longest = max(map(len, prompts))
         bucket = 1 << max(longest - 1, 15).bit_length()  # few distinct lengths, few compilations
         padded, lengths = np.zeros((count, bucket), np.int32), np.zeros(count, np.int32)

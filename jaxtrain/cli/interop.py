@@ -125,7 +125,8 @@ def export_model(
 
 def _surroundings(source: Path, target: Path) -> dict[str, Any]:
     """What a run's config says besides the model."""
-    longest = read_json(source / "config.json").get("max_position_embeddings")
+    given = read_json(source / "config.json")
+    longest = given.get("max_position_embeddings", given.get("n_positions"))
     sequence = min(SEQUENCE, longest) if isinstance(longest, int) and longest > 0 else SEQUENCE
     data: dict[str, Any] = {"sequence": sequence}
     if (source / "tokenizer.json").is_file():

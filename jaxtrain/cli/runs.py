@@ -14,6 +14,7 @@ from jaxtrain.checkpoint import Reader
 from jaxtrain.config import Config, resolve
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.huggingface import opened
+from jaxtrain.config.schema import Model
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.generate import Generator, decoding, even_rows
 from jaxtrain.interop.load import load
@@ -76,7 +77,9 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
     if step is not None:
         raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
     file = folder / "tokenizer.json"
-    base = {"model": section, "data": {"tokenizer": str(file.absolute())} if file.is_file() else {}}
+    data: dict[str, Any] = {"tokenizer": str(file.absolute())} if file.is_file() else {}
+    positions = Model.model_validate(section).positions
+    base = {"model": section, "data": data if positions is None else {**data, "sequence": positions}}
     config, origin = resolve(None, *overrides, base=base, paths=False, checks=[check_config, check_pipeline])
     if origin["data.tokenizer"] == "default":
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
@@ -123,8 +126,8 @@ def streamer(
 
     def stream(prompt: str, tokens: int, seed: int) -> Iterator[str]:
         ids = _encoded(tokenizer, prompt)
-        yield prompt
         new = generator(params, np.asarray(ids, np.int32), tokens, seed=seed, eos=tokenizer.eos)
+        yield prompt
         yield from _text(tokenizer, ids, new)
 
     return stream

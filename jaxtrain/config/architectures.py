@@ -21,8 +21,9 @@ class Family:
     fixed: our keys that it always has.
     window: where a sliding window is: in no layer, in all that have `sliding_window`, by `use_sliding_window` in all,
     or by the type of each layer (`period`: the default of those, every n-th one whole).
-    activation: the field that names it; rope: the kinds of rotary embedding; ignored: fields without a meaning here;
-    aliases: other names of fields.
+    activation: the field that names it; activations: its values in our words; rope: the kinds of positions;
+    ignored: fields without a meaning here; aliases: other names of fields; written: fields whose default would have
+    PyTorch train another model.
     """
 
     name: str
@@ -32,10 +33,18 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     window: Literal["none", "all", "used", "layers", "period"] = "none"
     activation: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=lambda: GATED)
     rope: tuple[str, ...] = ("default", "linear", "llama3")
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
 
+    def name_of(self, key: str) -> str:
+        """The field that says what our key is, or the key."""
+        return next((name for name, keys in self.fields.items() if key in keys), key)
+
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 
 FIELDS = {
     "vocab_size": ("vocab",),
@@ -138,6 +147,37 @@ _ALL = (
     Family(
         "phi3", "Phi3ForCausalLM", FIELDS, DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
         window="all", rope=("default",), ignored=("original_max_position_embeddings", "auto_map"),
+    ),
+    Family(
+        "gpt2", "GPT2LMHeadModel",
+        {
+            "vocab_size": ("vocab",), "n_embd": ("embed",), "n_layer": ("layers",), "n_head": ("heads",),
+            "n_inner": ("mlp",), "n_positions": ("rope_scaling.original_length",),
+            "layer_norm_epsilon": ("norm_epsilon",), "tie_word_embeddings": ("tie_embeddings",),
+            "initializer_range": ("init_std",),
+        },
+        {
+            "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.02,
+            "activation_function": "gelu_new",
+        },
+        fixed={
+            "norm_offset": "layer", "attention_bias": True, "output_bias": True, "mlp_bias": True,
+            "rope_scaling.type": "learned",
+        },
+        activation="activation_function", activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
+        rope=("learned",),
+        # Dropout, of which there is none here; the order of a product; what older versions and other classes read.
+        ignored=(
+            "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx", "n_special", "output_past",
+            "predict_special_tokens", "task_specific_params", "summary_type", "summary_use_proj", "summary_activation",
+            "summary_proj_to_labels", "summary_first_dropout",
+        ),
+        aliases={
+            "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
+        written=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     ),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})

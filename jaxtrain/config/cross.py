@@ -35,6 +35,7 @@ def cross_problems(config: Config) -> Iterator[Found]:
     if config.model.type == "decoder":
         yield from _heads(config.model)
         yield from _decoder(config.model)
+        yield from _positions(config)
         yield from _dense(config) if config.model.moe is None else _experts(config.model, config.model.moe)
     yield from _batch(config)
     yield from _schedule(config)
@@ -141,7 +142,7 @@ def _heads(model: Model) -> Iterator[Found]:
         yield Found(("model.heads", "model.embed", "model.head_dim"), message)
         return
     size = model.head_dim or model.embed // heads
-    if size % 2:
+    if size % 2 and model.positions is None:
         keys = ("model.head_dim",) if model.head_dim else ("model.heads", "model.embed", "model.head_dim")
         near = join(n for n in (size - 1, size + 1) if n)
         yield Found(keys, f"rotary embeddings turn pairs, and a head of {size} is odd; expected e.g. {near}")
@@ -156,6 +157,22 @@ def _decoder(model: Model) -> Iterator[Found]:
     if scaling and scaling.type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
         low, high = "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"
         yield Found((low, high), f"{scaling.low_freq_factor:g} must be below {high} {scaling.high_freq_factor:g}")
+
+
+def _positions(config: Config) -> Iterator[Found]:
+    """Learned positions are no more than there are."""
+    positions, key, log = config.model.positions, "model.rope_scaling.original_length", config.log
+    if positions is None:
+        return
+    if config.model.window_theta is not None:
+        yield Found(("model.window_theta", "model.rope_scaling.type"), "learned positions do not turn; expected null")
+    if config.data.sequence > positions:
+        message = f"{config.data.sequence} tokens, and the model has learned positions for {positions} ({key})"
+        yield Found(("data.sequence", key), f"{message}; expected at most {positions}")
+    room = positions - len(log.prompt.encode()) - 1  # no tokenizer makes more of it, but for a BOS
+    if log.sample > max(0, room):
+        message = f"{log.sample} tokens after the prompt are more than the model's {positions} positions ({key})"
+        yield Found(("log.sample", key), f"{message}; expected at most {max(0, room)}")
 
 
 def _dense(config: Config) -> Iterator[Found]:

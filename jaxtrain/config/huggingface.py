@@ -19,14 +19,16 @@ from jaxtrain.config.errors import UserError, close, join, shown
 from jaxtrain.config.schema import Model
 
 Json = dict[str, Any]
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
 SILENT = frozenset({  # says nothing of the mathematics of a forward pass
     "model_type", "architectures", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "pretraining_tp", "cache_implementation",
     "router_aux_loss_coef", "_attn_implementation_autoset", "id2label", "label2id", "return_dict", "unsloth_version",
 })  # fmt: skip
-KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "router_aux_loss_coef")
-NEUTRAL = {"partial_rotary_factor": 1, "decoder_sparse_step": 1}  # the one value that is covered
+KEPT = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "router_aux_loss_coef",
+    "reorder_and_upcast_attn",
+)  # fmt: skip
+NEUTRAL = {"partial_rotary_factor": 1, "decoder_sparse_step": 1, "scale_attn_weights": True}  # the value covered
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 LLAMA3 = {
     "factor": "factor",
@@ -34,7 +36,9 @@ LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_length",
 }
+USED = {"linear": ("factor",), "llama3": tuple(LLAMA3.values()), "learned": ("original_length",)}  # of rope_scaling
 FULL, SLIDING = "full_attention", "sliding_attention"
+LEARNED = ("learned",)  # positions of a family without rotary ones
 LOCAL = "rope_local_base_freq"  # the rotary base of layers with a window
 TRAINING = ("init_std", "moe.capacity")  # of the `model` section, but without a meaning for its function
 
@@ -87,7 +91,7 @@ def decode(config: Json, where: str) -> tuple[Family, Json]:
         for name, keys in family.fields.items():
             values |= dict.fromkeys(keys, given[name])
         values["activation"] = _activation(given, family)
-        values |= _rope(given, family) | _window(given, family) | _scale(given)
+        values |= _rope(given, family) | _window(given, family) | _scale(given) | _width(given, family)
         if "window" not in values:  # then no layer has the other base
             values.pop("window_theta", None)
     except FieldError as error:
@@ -134,28 +138,25 @@ def choose(model: Model, vocab: int, name: str | None, before: Json | None) -> t
 def _encoded(model: Model, vocab: int, family: Family, before: Json | None) -> tuple[Json, Json]:
     """A config.json, and the keys of the model, with their values, that are others when it is read again."""
     plain = canonical(model, vocab)
-    config: Json = {"model_type": family.name, "architectures": [family.architecture]}
+    config: Json = {"model_type": family.name, "architectures": [family.architecture], **family.written}
     config |= {name: plain.get(keys[0], family.defaults.get(name)) for name, keys in family.fields.items()}
     if "moe_intermediate_size" in family.fields:
         config["intermediate_size"] = model.mlp  # of its dense layers, of which it has none
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    if model.activation not in names:
-        return config, {"activation": shown(model.activation)}
-    config[family.activation] = names[model.activation]
-    config |= _rope_fields(model) | _window_fields(model, family)
+    config[family.activation] = _activation_field(model, family, before or {})
+    kind = "default" if model.rope_scaling is None else model.rope_scaling.type
+    is_covered = kind in family.rope
+    config |= _rope_fields(model) if is_covered else {}
+    config |= _window_fields(model, family)
     if LOCAL in family.fields:
         config[LOCAL] = model.window_theta or model.rope_theta
     if "query_pre_attn_scalar" in family.defaults:
         scalar = plain["attention_scale"] ** -2
         config["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
-    config |= {name: before[name] for name in KEPT if name in before} if before else {}
-    kind = "default" if model.rope_scaling is None else model.rope_scaling.type
-    if kind not in family.rope:
-        return config, {"rope_scaling.type": kind}
+    config |= {name: before[name] for name in (*KEPT, *family.written) if name in before} if before else {}
     read = canonical(Model.model_validate(decode(config, family.name)[1]), vocab)
-    keys = [key for key in {**plain, **read} if key not in TRAINING]
+    keys = [key for key in {**plain, **read} if key not in TRAINING and (is_covered or not key.startswith("rope_"))]
     lost = {key: shown(plain.get(key)) for key in keys if not _same(plain.get(key), read.get(key))}
-    return config, lost
+    return config, lost if is_covered else {"rope_scaling.type": kind, **lost}
 
 
 def canonical(model: Model, vocab: int) -> Json:
@@ -176,8 +177,10 @@ def canonical(model: Model, vocab: int) -> Json:
         moe["normalize"] = moe["top_k"] > 1 if moe["normalize"] is None else moe["normalize"]
         values["mlp"] = moe["mlp"] = moe["mlp"] or model.mlp
     scaling = scaling or {}
-    used = ("type", "factor") if scaling.get("type") == "linear" else tuple(scaling)
+    used = ("type", *USED[scaling["type"]]) if scaling else ()
     values |= {f"moe.{key}": value for key, value in (moe or {}).items()}
+    if model.positions is not None:
+        del values["rope_theta"]
     return values | {f"rope_scaling.{key}": scaling[key] for key in used}
 
 
@@ -203,7 +206,8 @@ def _family(config: Json, where: str) -> Family:
 
 def _unknown(config: Json, family: Family) -> str:
     """The fields, with their values, of which it is not known that they change nothing."""
-    known = SILENT | ROPE | family.defaults.keys() | family.fields.keys() | set(family.ignored)
+    known = SILENT | family.defaults.keys() | family.fields.keys() | set(family.ignored)
+    known |= set() if family.rope == LEARNED else ROPE
     found = [name for name, value in config.items() if name in NEUTRAL and value not in (None, NEUTRAL[name])]
     found += [name for name, value in config.items() if name not in known | NEUTRAL.keys() and value]
     return join((f"{name} {shown(config[name])}" for name in found), "and") if found else ""
@@ -211,13 +215,23 @@ def _unknown(config: Json, family: Family) -> str:
 
 def _activation(given: Json, family: Family) -> str:
     name = given[family.activation]
-    if name not in ACTIVATIONS:
-        raise FieldError(f"{family.activation} {shown(name)} is not covered; expected {join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
+    if name not in family.activations:
+        raise FieldError(f"{family.activation} {shown(name)} is not covered; expected {join(family.activations)}")
+    return family.activations[name]
+
+
+def _activation_field(model: Model, family: Family, before: Json) -> str:
+    """As before where that is the same function: names of one function are rounded differently. Else the first name
+    for it, or of all."""
+    same = [name for name, ours in family.activations.items() if ours == model.activation]
+    known = before.get(family.activation)
+    return known if known in same else (same or list(family.activations))[0]
 
 
 def _rope(given: Json, family: Family) -> Json:
     """Rotary options from the fields of either generation."""
+    if family.rope == LEARNED:
+        return {}
     if LOCAL not in family.fields:
         return _turn(given, family)
     options = given.get("rope_parameters") or {}
@@ -259,6 +273,8 @@ def _turn(given: Json, family: Family) -> Json:
 
 def _rope_fields(model: Model) -> Json:
     scaling = model.rope_scaling
+    if model.positions is not None:
+        return {}
     if scaling is None:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
     names = {"factor": "factor"} if scaling.type == "linear" else LLAMA3
@@ -268,9 +284,10 @@ def _rope_fields(model: Model) -> Json:
 
 def _window(given: Json, family: Family) -> Json:
     """`window` and `window_every`."""
-    size, layers = given.get("sliding_window"), given["num_hidden_layers"]
+    size = given.get("sliding_window")
     if family.window == "none" or size is None:
         return {}
+    layers = given["num_hidden_layers"]
     if family.window == "used" or (family.window == "layers" and not given.get("layer_types")):
         size = size if given["use_sliding_window"] else None
     if family.window in ("all", "used") or size is None:
@@ -321,6 +338,13 @@ def _scale(given: Json) -> Json:
     return {"attention_scale": float(scalar) ** -0.5}
 
 
+def _width(given: Json, family: Family) -> Json:
+    """The width of GPT-2's feed-forward layer where it does not say."""
+    if "n_inner" not in family.fields or given["n_inner"] is not None or not isinstance(given["n_embd"], int):
+        return {}
+    return {"mlp": 4 * given["n_embd"]}
+
+
 def _validated(values: Json, family: Family, where: str) -> Json:
     """A nested `model` section, checked by the schema."""
     section: Json = {}
@@ -337,12 +361,11 @@ def _validated(values: Json, family: Family, where: str) -> Json:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key = ".".join(map(str, detail["loc"]))
-        names = [name for name, keys in family.fields.items() if key in keys]
         message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}; found {shown(detail['input'])}"
-        raise FieldError(f"{where}: {names[0] if names else key}: {message}") from None
+        raise FieldError(f"{where}: {family.name_of(key)}: {message}") from None
     if model.head_dim is None and model.embed % model.heads:
-        message = f"hidden_size {model.embed} does not split into num_attention_heads {model.heads}, and no head_dim"
-        raise FieldError(f"{where}: {message}")
+        embed, heads = (f"{family.name_of(key)} {getattr(model, key)}" for key in ("embed", "heads"))
+        raise FieldError(f"{where}: {embed} does not split into {heads}, and no head_dim")
     return section
 
 

@@ -112,13 +112,16 @@ class Pipeline(Section):
 
 
 class RopeScaling(Section):
-    """Frequency scaling of the rotary embedding, with the field names of Hugging Face configs."""
+    """Frequency scaling of the rotary embedding, with the field names of Hugging Face configs; or what stands in for
+    it: a learned embedding of each position."""
 
-    type: Literal["linear", "llama3"] = key("linear", "kind of scaling")
+    type: Literal["linear", "llama3", "learned"] = key(
+        "linear", "kind of scaling; learned: no rotary embedding, a table of `original_length` positions (GPT-2)"
+    )
     factor: PositiveFloat = key(1.0, "context length multiplier")
     low_freq_factor: PositiveFloat = key(1.0, "llama3: below this no scaling is undone")
     high_freq_factor: PositiveFloat = key(4.0, "llama3: above this frequencies are kept")
-    original_length: PositiveInt = key(8192, "llama3: sequence length before scaling")
+    original_length: PositiveInt = key(8192, "llama3: sequence length before scaling; learned: the longest there is")
 
 
 class Moe(Section):
@@ -151,11 +154,11 @@ class Model(Section):
     attention_bias: Bool = key(False, "biases on the q, k, v projections")
     output_bias: Bool = key(False, "bias on the attention output projection")
     mlp_bias: Bool = key(False, "biases in the feed-forward layer")
-    qk_norm: Bool | Literal["whole"] = key(
-        False, "RMSNorm on each query and key head; whole: over all of them (OLMo 2)"
+    qk_norm: Bool | Literal["whole"] = key(False, "a norm on each query and key head; whole: over all of them (OLMo 2)")
+    norm_epsilon: PositiveFloat = key(1e-6, "epsilon of the norms")
+    norm_offset: Bool | Literal["layer"] = key(
+        False, "norm scale is 1 + weight (Gemma); layer: LayerNorm, which takes the mean off and adds a bias (GPT-2)"
     )
-    norm_epsilon: PositiveFloat = key(1e-6, "epsilon of RMSNorm")
-    norm_offset: Bool = key(False, "norm scale is 1 + weight (Gemma)")
     post_norm: Bool | Literal["only"] = key(
         False, "a second norm after attention and feed-forward (Gemma 2); only: and none before (OLMo 2)"
     )
@@ -164,7 +167,7 @@ class Model(Section):
     logits_divisor: PositiveFloat = key(1.0, "output logits over this (Granite)")
     tie_embeddings: Bool = key(False, "the head is the embedding table")
     rope_theta: PositiveFloat = key(10_000.0, "base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = key(None, "rotary frequency scaling for long contexts")
+    rope_scaling: RopeScaling | None = key(None, "rotary frequency scaling for long contexts, or learned positions")
     window: PositiveInt | None = key(None, "sliding attention window in tokens")
     window_every: PositiveInt = key(1, "1: every layer has the window; n: every n-th layer attends globally")
     window_theta: PositiveFloat | None = key(
@@ -174,6 +177,12 @@ class Model(Section):
     attention_softcap: PositiveFloat | None = key(None, "tanh cap of attention scores")
     logits_softcap: PositiveFloat | None = key(None, "tanh cap of the output logits")
     init_std: PositiveFloat = key(0.02, "standard deviation of weight initialisation")
+
+    @property
+    def positions(self) -> int | None:
+        """Positions that have a learned embedding; None with a rotary one, which has no bound."""
+        scaling = self.rope_scaling
+        return scaling.original_length if scaling is not None and scaling.type == "learned" else None
 
 
 class Documents(Section):

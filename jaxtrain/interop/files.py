@@ -45,6 +45,12 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
 
+    def check(self, name: str) -> None:
+        """Raises FileError for a tensor of this name that holds no floats."""
+        if self.dtype not in DTYPES:
+            message = f"expected {', '.join(DTYPES)} (quantised models are not read)"
+            raise FileError(f"{self.path}: {name} is {shown(self.dtype)}; {message}")
+
     def open(self) -> np.ndarray:
         """The tensor, memory-mapped: slicing reads what it touches."""
         if prod(self.shape) == 0:
@@ -56,8 +62,7 @@ def tensors(folder: Path) -> dict[str, Entry]:
     """name -> tensor of all safetensors files of a model.
 
     Raises:
-        FileError: there are none, one is missing, truncated or holds what is no float, or the index names a tensor
-            that its file does not have.
+        FileError: there are none, one is missing or truncated, or the index names a tensor that its file does not have.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -110,11 +115,8 @@ def _header(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> tuple[Entry, int]:
     """One tensor, and where its bytes end."""
     dtype, shape, (begin, end) = value["dtype"], tuple(map(int, value["shape"])), value["data_offsets"]
-    if dtype not in DTYPES:
-        raise FileError(
-            f"{path}: {name} is {shown(dtype)}; expected {', '.join(DTYPES)} (quantised models are not read)"
-        )
-    if begin < 0 or end - begin != prod(shape) * DTYPES[dtype].itemsize:
+    size = prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
+    if begin < 0 or end - begin != size or end < begin:
         raise FileError(f"{path}: {name} has {end - begin} bytes, which its shape {list(shape)} of {dtype} does not")
     return Entry(path, dtype, shape, base + begin), end
 

@@ -18,9 +18,10 @@ from jaxtrain.interop.files import Entry, tensors
 from jaxtrain.interop.places import Index, Part, Place, parts, whole_shapes
 
 Tree = dict[str, Any]
-BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # computed, but saved by old versions
+# Computed, but saved by old versions.
+BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias")
 PIECE = 8 << 20  # bytes of a parameter that are on the host at a time
-TIED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TABLE, HEAD = "embed/table", "lm_head.weight"
 
 
 def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
@@ -39,8 +40,8 @@ def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
     """
     flat = {"/".join(path): leaf for path, leaf in _leaves(params)}
     found = parts(places, {path: leaf.shape for path, leaf in flat.items()})
-    have = tensors(folder)
-    check(folder, have, whole_shapes(found))
+    have = prefixed(tensors(folder), places)
+    check(folder, have, whole_shapes(found), next(place.name for place in places if place.path == TABLE))
     tree: Tree = {}
     for path, leaf in flat.items():
         *parents, last = path.split("/")
@@ -51,19 +52,31 @@ def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
     return tree
 
 
-def check(folder: Path, have: dict[str, Entry], wanted: dict[str, tuple[int, ...]]) -> None:
-    """Raises UserError, naming tensors, where the files do not hold what the model is made of."""
+def prefixed(have: dict[str, Entry], places: Sequence[Place]) -> dict[str, Entry]:
+    """The tensors by the names that the class with a head gives them: saved without it, they lack its first word."""
+    first = places[0].name.partition(".")[0] + "."
+    if any(name.startswith(first) for name in have):
+        return have
+    return {name if name == HEAD else first + name: entry for name, entry in have.items()}
+
+
+def check(folder: Path, have: dict[str, Entry], wanted: dict[str, tuple[int, ...]], tied: str) -> None:
+    """Raises UserError, naming tensors, where the files do not hold what the model is made of.
+
+    tied: name of the embedding, which a tied head must be.
+    """
     missing = [name for name in wanted if name not in have]
     if missing:
         raise UserError(f"{folder}: {len(missing)} tensors are missing: {_some(missing)}")
     for name, shape in wanted.items():
+        have[name].check(name)
         if have[name].shape != shape:
             message = f"{name} is {list(have[name].shape)}; its config.json makes it {list(shape)}"
             raise UserError(f"{have[name].path}: {message}")
     other = [name for name in have if name not in wanted and not BUFFERS.fullmatch(name)]
-    if HEAD in other and TIED in have:
-        if have[HEAD].shape != have[TIED].shape or not _equal(have[HEAD].open(), have[TIED].open()):
-            message = f"{HEAD} is not {TIED}, though config.json ties them; expected tie_word_embeddings false"
+    if HEAD in other and tied in have:
+        if have[HEAD].shape != have[tied].shape or not _equal(have[HEAD].open(), have[tied].open()):
+            message = f"{HEAD} is not {tied}, though config.json ties them; expected tie_word_embeddings false"
             raise UserError(f"{have[HEAD].path}: {message}")
         other.remove(HEAD)
     if other:

@@ -1,7 +1,8 @@
 """Where a parameter of the decoder lies in the tensors of a Hugging Face model. No JAX.
 
-Letters name dims: L layers, E experts, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab. A parameter stacks
-what Hugging Face keeps in one tensor for each layer (and expert), and Linear weights there are [out, in].
+Letters name dims: L layers, E experts, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab, P positions. A
+parameter stacks what Hugging Face keeps in one tensor for each layer (and expert), and Linear weights there are
+[out, in].
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ class Place:
 
     path: of the parameter, e.g. `layers/attention/q`; ours: letters of its dims, `LDHh`.
     name: of the Hugging Face tensor, with `{layer}` and `{expert}`; dims: letters of its dims, `Hh D`: the first holds
-    heads and head_dim. Places of one name follow each other along the first dim of a fused tensor.
+    heads and head_dim. Places of one name follow each other along a dim of a fused tensor: the first, or `along`.
     """
 
     path: str
     name: str
     dims: str
     ours: str
+    along: int = 0
 
 
 @dataclass(frozen=True)
 class Part:
-    """A place with the sizes of a model: `start` is its first row in the tensor, `shape` what it has of it."""
+    """A place with the sizes of a model: `start` is its first row (or column, by `along`) in the tensor, `shape` what
+    it has of it."""
 
     place: Place
     sizes: dict[str, int]
@@ -72,7 +75,7 @@ class Part:
         for number, group in enumerate(self.place.dims.split()):
             low, high = _ends(wanted[group[0]], self.sizes[group[0]])
             rest = prod(self.sizes[letter] for letter in group[1:])
-            first = self.start if number == 0 else 0
+            first = self.start if number == self.place.along else 0
             ranges.append(slice(first + low * rest, first + high * rest))
             shape += [high - low, *(self.sizes[letter] for letter in group[1:])]
             inner += [slice(None), *(wanted[letter] for letter in group[1:])]
@@ -90,7 +93,7 @@ class Part:
 
 
 def parts(places: Sequence[Place], shapes: dict[str, tuple[int, ...]]) -> dict[str, Part]:
-    """path -> part of every parameter of a model; rows of fused tensors are counted in the order of the places."""
+    """path -> part of every parameter of a model; fused tensors are counted out in the order of the places."""
     by_path = {place.path: place for place in places}
     order = [place.path for place in places]
     rows: dict[str, int] = {}
@@ -98,7 +101,7 @@ def parts(places: Sequence[Place], shapes: dict[str, tuple[int, ...]]) -> dict[s
     for path in sorted(shapes, key=order.index):
         place = by_path[path]
         part = Part(place, dict(zip(place.ours, shapes[path])), rows.get(place.name, 0))
-        rows[place.name] = part.start + part.shape[0]
+        rows[place.name] = part.start + part.shape[place.along]
         found[path] = part
     return found
 
@@ -108,7 +111,9 @@ def whole_shapes(found: dict[str, Part]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part in found.values():
         for name, _ in part.tensors():
-            shapes[name] = (part.start + part.shape[0], *part.shape[1:])
+            size = list(part.shape)
+            size[part.place.along] += part.start
+            shapes[name] = tuple(size)
     return shapes
 
 

@@ -39,7 +39,7 @@ def save(folder: Path, places: Sequence[Place], params: Flat, dtype: np.dtype, m
 def _values(shapes: Any, makers: Any, params: Flat, dtype: np.dtype) -> Iterator[np.ndarray]:
     for name in shapes:
         pieces = [part.give(_slice(params[part.place.path], at).astype(dtype)) for part, at in makers[name]]
-        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces, makers[name][0][0].place.along)
 
 
 def _slice(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
@@ -57,6 +57,8 @@ def _at(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _order(name: str) -> tuple[int, int]:
-    """The embedding, the layers in order, the rest; stable within."""
+    """The embeddings, the layers in order, the rest; stable within."""
     parts = name.split(".")
-    return (1, int(parts[2])) if parts[1] == "layers" else (0, 0) if parts[1] == "embed_tokens" else (2, 0)
+    if parts[1] in ("layers", "h"):
+        return 1, int(parts[2])
+    return (0, 0) if parts[1] in ("embed_tokens", "wte", "wpe") else (2, 0)

@@ -91,7 +91,38 @@ PHI3 = (
     DOWN[0], *ENDS[1:],
 )  # fmt: skip
 
+
+def _conv(path: str, name: str, dims: str, ours: str) -> tuple[Place, Place]:
+    """Weight and bias of a Conv1D of GPT-2: weights are [in, out], so fused ones follow each other along the second."""
+    block, out = "transformer.h.{layer}." + name, dims.split()[1]
+    return (
+        Place(f"layers/{path}", f"{block}.weight", dims, f"L{ours}", along=1),
+        Place(f"layers/{path}_bias", f"{block}.bias", out, f"L{out}"),
+    )
+
+
+def _layer_norm(path: str, name: str) -> tuple[Place, Place]:
+    stack = "L" if "{layer}" in name else ""
+    weight, bias = ((f"{path}/{ours}", f"{name}.{theirs}") for ours, theirs in (("scale", "weight"), ("bias", "bias")))
+    return Place(*weight, "D", f"{stack}D"), Place(*bias, "D", f"{stack}D")
+
+
+GPT2 = (
+    Place("embed/table", "transformer.wte.weight", "V D", "VD"),
+    Place("positions/table", "transformer.wpe.weight", "P D", "PD"),
+    *_layer_norm("layers/attention_norm", "transformer.h.{layer}.ln_1"),
+    *_layer_norm("layers/mlp_norm", "transformer.h.{layer}.ln_2"),
+    *_conv("attention/q", "attn.c_attn", "D Hh", "DHh"),
+    *_conv("attention/k", "attn.c_attn", "D Kh", "DKh"),
+    *_conv("attention/v", "attn.c_attn", "D Kh", "DKh"),
+    *_conv("attention/o", "attn.c_proj", "Hh D", "DHh"),
+    *_conv("mlp/up", "mlp.c_fc", "D F", "DF"),
+    *_conv("mlp/down", "mlp.c_proj", "F D", "DF"),
+    *_layer_norm("final_norm", "transformer.ln_f"),
+    ENDS[2],
+)
+
 PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType({
     "llama": DENSE, "mistral": DENSE, "qwen2": DENSE, "qwen3": DENSE, "gemma2": GEMMA2, "gemma3_text": GEMMA2,
-    "olmo2": OLMO2, "granite": DENSE, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "phi3": PHI3,
+    "olmo2": OLMO2, "granite": DENSE, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "phi3": PHI3, "gpt2": GPT2,
 })  # fmt: skip

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: Llama 2/3, Mistral, Mixtral, Qwen 2/3, Gemma 2/3, OLMo 2 and Granite by config.
+"""A decoder-only transformer: Llama 2/3, Mistral, Mixtral, Qwen 2/3, Gemma 2/3, OLMo 2, Granite and GPT-2 by config.
 
 Shapes: B batch, T tokens, D embed, H heads, K kv_heads, F mlp, V vocab, L layers. No mesh axis is named here.
 """
@@ -6,6 +6,8 @@ Shapes: B batch, T tokens, D embed, H heads, K kv_heads, F mlp, V vocab, L layer
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,12 +25,20 @@ from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env, normal
 from jaxtrain.nn.mlp import MLP
 from jaxtrain.nn.moe import MoE
-from jaxtrain.nn.norm import RMSNorm
+from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.rope import frequencies, rotation
 from jaxtrain.nn.stack import Layers, scan, stacked
 
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 Counts = dict[str, jax.Array]
+Turn = tuple[jax.Array, jax.Array] | None  # cosine and sine of every position; None where positions are learned
+
+
+def norm_of(model: Model) -> Callable[..., nnx.Module]:
+    """The norm that a model has everywhere: called with its size, `env` and `rngs`."""
+    if model.norm_offset == "layer":
+        return partial(LayerNorm, epsilon=model.norm_epsilon)
+    return partial(RMSNorm, epsilon=model.norm_epsilon, offset=model.norm_offset)
 
 
 class Block(nnx.Module):
@@ -38,10 +48,10 @@ class Block(nnx.Module):
     def __init__(self, model: Model, *, env: Env, rngs: nnx.Rngs):
         self.env, self.scale = env, model.residual_scale
         kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
-        norm = {"epsilon": model.norm_epsilon, "offset": model.norm_offset}
+        norm = norm_of(model)
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.layers)
         if model.post_norm != "only":
-            self.attention_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+            self.attention_norm = norm(model.embed, env=env, rngs=rngs)
         self.attention = Attention(
             model.embed, model.heads, kv_heads, head_dim,
             bias=model.attention_bias, output_bias=model.output_bias, norm=norm if model.qk_norm else None,
@@ -49,7 +59,7 @@ class Block(nnx.Module):
             scale=model.attention_scale, softcap=model.attention_softcap, std=std, out_std=out_std, env=env, rngs=rngs,
         )  # fmt: skip
         if model.post_norm != "only":
-            self.mlp_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+            self.mlp_norm = norm(model.embed, env=env, rngs=rngs)
         if model.moe is None:
             self.mlp = MLP(
                 model.embed, model.mlp,
@@ -58,13 +68,13 @@ class Block(nnx.Module):
         else:
             self.moe = MoE(model, model.moe, std=std, out_std=out_std, env=env, rngs=rngs)
         if model.post_norm:
-            self.attention_post_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
-            self.mlp_post_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+            self.attention_post_norm = norm(model.embed, env=env, rngs=rngs)
+            self.mlp_post_norm = norm(model.embed, env=env, rngs=rngs)
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
+        turn: Turn,
         positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         window: int | None,
@@ -100,9 +110,10 @@ class Decoder(nnx.Module):
     def __init__(self, model: Model, loss: Loss, vocab: int, *, env: Env, rngs: nnx.Rngs):
         self.env, self.model, self.terms, self.vocab = env, model, loss, vocab
         self.embed = Embed(vocab, model.embed, tied=model.tie_embeddings, std=model.init_std, env=env, rngs=rngs)
+        if model.positions is not None:
+            self.positions = Embed(model.positions, model.embed, tied=False, std=model.init_std, env=env, rngs=rngs)
         self.layers = stacked(lambda rngs: Block(model, env=env, rngs=rngs), model.layers, rngs)
-        norm = {"epsilon": model.norm_epsilon, "offset": model.norm_offset}
-        self.final_norm = RMSNorm(model.embed, **norm, env=env, rngs=rngs)
+        self.final_norm = norm_of(model)(model.embed, env=env, rngs=rngs)
         if not model.tie_embeddings:
             self.head = env.param(rngs, ("embed", "vocab"), (model.embed, vocab), normal(model.init_std))
 
@@ -114,7 +125,7 @@ class Decoder(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Any]:
         """Last hidden states [B, T, D] for the head, and the cache (k and v [L, B, S, K, D], extended by T)."""
-        x_BTD, cache, _ = self._blocks(self._embedded(tokens_BT), positions_BT, segments_BT, cache)
+        x_BTD, cache, _ = self._blocks(self._embedded(tokens_BT, positions_BT), positions_BT, segments_BT, cache)
         return self._normed(x_BTD), cache
 
     def loss(self, batch: dict[str, Any], key: jax.Array) -> Terms | tuple[Terms, Counts]:
@@ -129,7 +140,7 @@ class Decoder(nnx.Module):
     def begin(self, batch: dict[str, Any], key: jax.Array) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""
         del key  # no dropout
-        return self._embedded(batch["tokens"])
+        return self._embedded(batch["tokens"], batch["positions"])
 
     def through(
         self, x_BTD: jax.Array, batch: dict[str, Any], key: jax.Array, layers: Layers | None = None
@@ -165,11 +176,12 @@ class Decoder(nnx.Module):
         """Metrics of a step from the counts of `loss`, added up over its global batch."""
         return load_metrics(counts["chosen"], counts["placed"])
 
-    def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
+    def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD, scale = self.embed(tokens_BT), self.model.embed_scale
         if scale is True:
             scale = math.sqrt(self.model.embed)
-        return x_BTD * jnp.asarray(scale, x_BTD.dtype) if scale else x_BTD
+        x_BTD = x_BTD * jnp.asarray(scale, x_BTD.dtype) if scale else x_BTD
+        return x_BTD if self.model.positions is None else x_BTD + self.positions(positions_BT)
 
     def _normed(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = self.final_norm(x_BTD)
@@ -192,13 +204,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any, Load | None]:
         """What leaves the last block, the longer cache, and the load by layer."""
         model = self.model
-        head_dim = model.head_dim or model.embed // model.heads
-        turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
-        near = (
-            turn
-            if model.window_theta is None
-            else rotation(positions_BT, frequencies(head_dim, model.window_theta, None))
-        )
+        turn, near = self._turns(positions_BT)
         # Of the tokens of a row, whatever order their array is in.
         order_BT = None if segments_BT is None else segments_BT * x_BTD.shape[1] + positions_BT
         whole_BT = self.env.whole(positions_BT)
@@ -213,6 +219,17 @@ class Decoder(nnx.Module):
 
         x_BTD, (cache, load) = scan(self.layers, step, x_BTD, cache, env=self.env, period=period, layers=layers)
         return x_BTD, cache, load
+
+    def _turns(self, positions_BT: jax.Array) -> tuple[Turn, Turn]:
+        """The rotations of layers without and with a window."""
+        model = self.model
+        if model.positions is not None:
+            return None, None
+        head_dim = model.head_dim or model.embed // model.heads
+        turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
+        if model.window_theta is None:
+            return turn, turn
+        return turn, rotation(positions_BT, frequencies(head_dim, model.window_theta, None))
 
     def _load_terms(self, load: Load, batch: dict[str, Any], layers: Layers | None) -> tuple[Terms, Counts]:
         """Terms and counts of these layers' experts."""

@@ -53,7 +53,9 @@ def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1, table_shards: 
     table: Table = {"embed/table": ((V, D), table_names(D, model.tie_embeddings, table_shards))}
     for path, (shape, names) in {**_attention(model, kv_shards), **_feed_forward(model), **_norms(model)}.items():
         table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
-    table["final_norm/scale"] = ((D,), (None,))
+    table |= _norm("final_norm", (D,), (None,), model)
+    if model.positions is not None:
+        table["positions/table"] = ((model.positions, D), table_names(D, False, table_shards))
     if not model.tie_embeddings:
         table["head"] = ((D, V), ("embed", "vocab"))
     return table
@@ -82,8 +84,9 @@ def _attention(model: Model, kv_shards: int) -> Table:
         table["attention/o_bias"] = ((D,), (None,))
     if model.qk_norm:
         whole = model.qk_norm == "whole"
-        table["attention/q_norm/scale"] = ((H, h), ("heads", "head_dim")) if whole else ((h,), (None,))
-        table["attention/k_norm/scale"] = ((K, h), (kv, "head_dim")) if whole else ((h,), (None,))
+        for name, count, own in (("q", H, "heads"), ("k", K, kv)):
+            shape, names = ((count, h), (own, "head_dim")) if whole else ((h,), (None,))
+            table |= _norm(f"attention/{name}_norm", shape, names, model)
     return table
 
 
@@ -119,8 +122,15 @@ def _mlp(model: Model, mlp: int) -> Table:
 
 
 def _norms(model: Model) -> Table:
-    """Norm scales of one layer on the residual stream; never sharded."""
+    """Norms of one layer on the residual stream; never sharded."""
     names = [] if model.post_norm == "only" else ["attention_norm", "mlp_norm"]
     if model.post_norm:
         names += ["attention_post_norm", "mlp_post_norm"]
-    return {f"{name}/scale": ((model.embed,), (None,)) for name in names}
+    tables = [_norm(name, (model.embed,), (None,), model) for name in names]
+    return {path: entry for table in tables for path, entry in table.items()}
+
+
+def _norm(path: str, shape: tuple[int, ...], names: Names, model: Model) -> Table:
+    """A norm: its scale, and the bias of a LayerNorm."""
+    parts = ("scale", "bias") if model.norm_offset == "layer" else ("scale",)
+    return {f"{path}/{part}": (shape, names) for part in parts}

@@ -1,7 +1,8 @@
-"""Multi-head attention with grouped key/value heads, rotary positions and a cache for decoding."""
+"""Multi-head attention with grouped key/value heads, rotary positions or none, and a cache for decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.kernels.attention import attention
 from jaxtrain.mesh.rules import BATCH, CONTEXT, KV_SHARED, ROWS, kv_copies
 from jaxtrain.nn.env import Env, constant, normal
-from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import rotate
 
 
@@ -47,7 +47,7 @@ class Attention(nnx.Module):
         *,
         bias: bool,
         output_bias: bool,
-        norm: dict | None,
+        norm: Callable[..., nnx.Module] | None,
         norm_whole: bool,
         scale: float | None,
         softcap: float | None,
@@ -73,19 +73,19 @@ class Attention(nnx.Module):
         if norm is not None:
             for name, own, count in (("q", "heads", heads), ("k", kv, kv_heads)):
                 size, names = ((count, head_dim), (own, "head_dim")) if norm_whole else (head_dim, (None,))
-                setattr(self, f"{name}_norm", RMSNorm(size, **norm, names=names, env=env, rngs=rngs))
+                setattr(self, f"{name}_norm", norm(size, names=names, env=env, rngs=rngs))
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: tuple[jax.Array, jax.Array] | None,
         positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         window: int | None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """[B, T, D] -> [B, T, D] on the residual stream's placement, and the extended cache if one came in."""
-        q_BTHD, k_BTKD = (rotate(self._normed(x_BTD, name), *rotation) for name in ("q", "k"))
+        q_BTHD, k_BTKD = (self._turned(x_BTD, name, rotation) for name in ("q", "k"))
         q_BTHD, k_BTKD = self._placed(q_BTHD, "q"), self._placed(k_BTKD, "k")
         v_BTKD = self._placed(self._project(x_BTD, "v"), "v")
         options = {"window": window, "softcap": self.softcap, "scale": self.scale}
@@ -124,10 +124,11 @@ class Attention(nnx.Module):
         copied = jnp.repeat(weight, self.copies, axis=-2)
         return self.env.constrain(copied, *(None,) * (weight.ndim - 2), "kv_heads", None)
 
-    def _normed(self, x_BTD: jax.Array, name: str) -> jax.Array:
+    def _turned(self, x_BTD: jax.Array, name: str, rotation: tuple[jax.Array, jax.Array] | None) -> jax.Array:
         out_BTHD = self._project(x_BTD, name)
         norm = getattr(self, f"{name}_norm", None)
-        return out_BTHD if norm is None else norm(out_BTHD, partial(self._heads, name=name))
+        out_BTHD = out_BTHD if norm is None else norm(out_BTHD, partial(self._heads, name=name))
+        return out_BTHD if rotation is None else rotate(out_BTHD, *rotation)
 
     def _placed(self, x_BTHD: jax.Array, name: str) -> jax.Array:
         heads = "heads" if name == "q" else "kv_heads"

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) and LayerNorm (Ba et al. 2016, arXiv 1607.06450)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.env import Env, constant
+from jaxtrain.nn.param import Param
+
+Arranged = Callable[[jax.Array], jax.Array]
 
 
 class RMSNorm(nnx.Module):
@@ -31,10 +34,41 @@ class RMSNorm(nnx.Module):
         shape = (size,) if isinstance(size, int) else size
         self.scale = env.param(rngs, names, shape, constant(0.0 if offset else 1.0), exact=True)
 
-    def __call__(self, x: jax.Array, arranged: Callable[[jax.Array], jax.Array] = lambda scale: scale) -> jax.Array:
+    def __call__(self, x: jax.Array, arranged: Arranged = lambda scale: scale) -> jax.Array:
         """[..., *size] -> the same shape and dtype; `arranged` makes the scale that of an x whose heads are copied."""
         x_f32 = x.astype(jnp.float32)
-        scale = arranged(self.env.sharder.weight(self.scale.get_value(), self.scale.names, jnp.float32))
+        scale = arranged(_exact(self.env, self.scale))
         dims = tuple(range(-scale.ndim, 0))
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), dims, keepdims=True) + self.epsilon)
         return (x_f32 * inverse * (1.0 + scale if self.offset else scale)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation * scale + bias over the last dims, in float32; arguments as of `RMSNorm`."""
+
+    def __init__(
+        self,
+        size: int | tuple[int, ...],
+        *,
+        epsilon: float,
+        names: tuple[str | None, ...] = (None,),
+        env: Env,
+        rngs: nnx.Rngs,
+    ):
+        self.env, self.epsilon = env, epsilon
+        shape = (size,) if isinstance(size, int) else size
+        self.scale = env.param(rngs, names, shape, constant(1.0), exact=True)
+        self.bias = env.param(rngs, names, shape, constant(0.0), exact=True)
+
+    def __call__(self, x: jax.Array, arranged: Arranged = lambda scale: scale) -> jax.Array:
+        """As of `RMSNorm`."""
+        x_f32 = x.astype(jnp.float32)
+        scale, bias = (arranged(_exact(self.env, param)) for param in (self.scale, self.bias))
+        dims = tuple(range(-scale.ndim, 0))
+        x_f32 -= jnp.mean(x_f32, dims, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), dims, keepdims=True) + self.epsilon)
+        return (x_f32 * inverse * scale + bias).astype(x.dtype)
+
+
+def _exact(env: Env, param: Param) -> jax.Array:
+    return env.sharder.weight(param.get_value(), param.names, jnp.float32)

@@ -53,12 +53,12 @@ class Weights:
         elements: parameters that the device stores.
         placed: elements of all its layers before they are gathered for use.
         layer: elements of one layer's matrices in use.
-        table: elements of the embedding table that the device holds when its gradient is made.
+        table: elements of the embedding tables that the device holds when their gradient is made.
         gathers: (part, axes) -> size of the weights, all layers together, that every pass gathers.
         reduces: (part, op, axes) -> size of the gradients that every microbatch reduces.
         once: (op, axes) -> size of what is gathered or reduced once a step.
-        rows: axes over which rows of the embedding table travel instead of the table.
-        by_width: the table is no head, and sharded by width alone.
+        rows: of each embedding table the axes over which its rows travel instead of it.
+        by_width, by_ids: number of these that are sharded by width alone, and of those that are sharded as a head is.
     """
 
     params: float = 0
@@ -73,8 +73,9 @@ class Weights:
     gathers: dict[tuple[str, Over], float] = field(default_factory=dict)
     reduces: dict[tuple[str, str, Over], float] = field(default_factory=dict)
     once: dict[tuple[str, Over], float] = field(default_factory=dict)
-    rows: Over = ()
-    by_width: bool = False
+    rows: list[Over] = field(default_factory=list)
+    by_width: int = 0
+    by_ids: int = 0
 
 
 def weigh(config: Config, vocab: int) -> Weights:
@@ -109,10 +110,10 @@ class _Scale:
     def _add(self, out: Weights, path: str, shape: tuple[int, ...], names: Names) -> None:
         stored = stored_dims(names, shape, self.rules, self.sizes, self.config.zero)
         placed = placed_dims(names, shape, self.rules, self.sizes)
-        is_matrix = sum(name != LAYERS for name in names) > 1
+        is_matrix = _is_matrix(names)
         # Norms and routers are used as they are stored, a selection bias in float32.
         own = 4 if path.endswith("moe/bias") else self.own
-        travels = own if path.endswith(("scale", "moe/router", "moe/bias")) else self.wide
+        travels = own if path.endswith(("scale", "norm/bias", "moe/router", "moe/bias")) else self.wide
         storage = storage_axes(self.rules, names)
         over = tuple(a for a in AXES if self.sizes[a] > 1 and a in storage and any(a in dim for dim in placed))
         elements, before = self._elements(shape, stored), self._elements(shape, placed)
@@ -129,14 +130,17 @@ class _Scale:
             out.copies += travels * before
             _sum(out.once, ("all-gather", (REPLICAS,)), travels * before)
         part = "layers" if names[:1] == (LAYERS,) else "loss" if self._is_head(path) else "edges"
-        if path == "embed/table":
-            out.table, out.rows, out.by_width = before, over, TABLE in names
-        if over and (path != "embed/table" or part == "loss"):
+        is_table = path.endswith("/table")
+        if is_table:
+            out.table += before
+            out.rows.append(over)
+            out.by_width, out.by_ids = out.by_width + (TABLE in names), out.by_ids + (TABLE not in names)
+        if over and (not is_table or part == "loss"):
             _sum(out.gathers, (part, over), travels * used)
         self._reduced(out, part, stored, used * travels, before * travels, names)
 
     def _state(self, out: Weights, elements: int, width: int, path: str, shape: tuple[int, ...], names: Names) -> None:
-        optimizer, is_matrix = self.config.optimizer, sum(name != LAYERS for name in names) > 1
+        optimizer, is_matrix = self.config.optimizer, _is_matrix(names)
         moments: float = MOMENTS[optimizer.name]
         if optimizer.name == "muon" and (not is_matrix or "vocab" in names or TABLE in names):
             moments = 2  # AdamW
@@ -166,7 +170,7 @@ class _Scale:
         axes = [a for a in AXES if a in split and self.sizes[a] > 1 and not (self.once and a == REPLICAS)]
         scatter = tuple(a for a in axes if any(a in dim for dim in stored))
         rest = tuple(a for a in axes if a not in scatter)
-        if part == "edges" and set(scatter) <= set(out.rows) and scatter:
+        if part == "edges" and scatter and any(set(scatter) <= set(over) for over in out.rows):
             scatter = ()  # the table's rows travel, not its gradient
             used = before
         if scatter:
@@ -176,6 +180,11 @@ class _Scale:
         if self.once and REPLICAS in split:
             op = "all-reduce" if self.config.zero == 0 else "reduce-scatter"
             _sum(out.once, (op, (REPLICAS,)), before)
+
+
+def _is_matrix(names: Names) -> bool:
+    """As the optimizer sees it (`optim.dims`): heads and their size are one side, so that their bias is a vector."""
+    return sum(name not in (LAYERS, "head_dim") for name in names) > 1
 
 
 def _sum(table: dict, key: tuple, value: float) -> None:

@@ -14,6 +14,7 @@ Bytes are those that a device sends around a ring, as in `plan.communication`. W
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 
@@ -95,7 +96,7 @@ def share(choice: Choice, axes: Over) -> float:
 def rows(config: Config, choice: Choice, weights: Weights, shape: Shape, ticks: int, chunks: int) -> list[Row]:
     """All collectives of a step. `ticks`: of the schedule; `chunks`: of the vocabulary."""
     out = _weights(choice, weights, shape, chunks)
-    out += _tensor(choice, shape, weights.by_width)
+    out += _tensor(choice, shape, weights)
     out += _context(choice, shape)
     out += _experts(config, choice, shape)
     out += _pipeline(choice, shape, ticks)
@@ -114,20 +115,21 @@ def _weights(choice: Choice, weights: Weights, shape: Shape, chunks: int) -> lis
     for (op, axes), size in weights.once.items():
         passes = 2 if op == "all-reduce" else 1
         out.append(Row("once", op, axes, 8, passes * share(choice, axes) * size))
-    for axis in weights.rows:
-        moved = 2 * m * shape.stream * shape.embed * shape.width
-        out.append(Row("rows", "all-to-all", (axis,), 2 * m, share(choice, (axis,)) * moved))
+    for over, tables in Counter(weights.rows).items():
+        runs_of_rows = m * (tables + 1)  # the gradient of tables that lie alike goes its way once
+        moved = runs_of_rows * shape.stream * shape.embed * shape.width
+        out += [Row("rows", "all-to-all", (axis,), runs_of_rows, share(choice, (axis,)) * moved) for axis in over]
     return out
 
 
-def _tensor(choice: Choice, shape: Shape, by_width: bool) -> list[Row]:
+def _tensor(choice: Choice, shape: Shape, weights: Weights) -> list[Row]:
     if choice.size("model") == 1:
         return []
     m, axes = choice.accumulate, ("model",)
     one = share(choice, axes) * shape.tokens * shape.embed * shape.width
     scatters = 4 + ("o" in shape.again)
     statistics = Row("loss", "all-reduce", axes, 2 * m, 6 * m * share(choice, axes) * shape.tokens * 4)
-    ends = 1 if by_width else 2  # the loss; and a table sharded by ids as the head is
+    ends, by_width = 1 + weights.by_ids, weights.by_width  # the loss, and a table that is sharded as the head is
     if not choice.sequence:
         runs = m * (scatters * shape.layers + ends)
         rows = Row("rows", "all-gather", axes, m * by_width, m * by_width * one)

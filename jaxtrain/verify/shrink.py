@@ -51,6 +51,8 @@ def _model(model: Model) -> dict[str, Any]:
     }  # fmt: skip
     if model.window is not None:
         sizes["window"] = min(model.window, SEQUENCE // 3)
+    if model.positions is not None:
+        sizes["rope_scaling"] = {"type": "learned", "original_length": min(model.positions, SEQUENCE)}
     if model.moe is not None:
         sizes["moe"] = _moe(model.moe, model.mlp)
     return sizes

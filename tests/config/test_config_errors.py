@@ -116,6 +116,16 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ("model: {window_theta: 2.0}", "model.window_theta: is of layers with the window; set model.window too"),
         ("model: {window_every: 2}", "model.window_every: says which layers have the window; set model.window too"),
         (
+            "model: {rope_scaling: {type: learned, original_length: 512}}",
+            "data.sequence: 1024 tokens, and the model has learned positions for 512"
+            " (model.rope_scaling.original_length); expected at most 512",
+        ),
+        (
+            "model: {rope_scaling: {type: learned}}\nlog: {sample: 9000}",
+            "log.sample: 9000 tokens after the prompt are more than the model's 8192 positions"
+            " (model.rope_scaling.original_length); expected at most 8190",
+        ),
+        (
             "model: {rope_scaling: {type: llama3, low_freq_factor: 4}}",
             "model.rope_scaling.low_freq_factor: 4 must be below model.rope_scaling.high_freq_factor 4",
         ),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxtrain
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
 from jaxtrain.generate import Generator, decoding, even_rows
 from jaxtrain.mesh.sharding import Sharder
@@ -36,6 +37,16 @@ def test_each_prompt_goes_on_as_it_would_alone(alone):
     params, generator, expected = alone
     assert len({tuple(ids) for ids in expected}) == 4
     assert columns(generator, params, PROMPTS, 9, eos=None) == expected
+
+
+def test_no_prompt_goes_past_the_last_learned_position():
+    learned = {"rope_scaling": {"type": "learned", "original_length": 30}}
+    cfg = Config(model=MODEL | learned, precision="fp32")
+    definition = define(cfg, make_env(cfg, Sharder()), 128)
+    generator, params = Generator(definition, 120, temperature=0), jax.jit(definition.init)(jax.random.key(3))
+    assert len(columns(generator, params, PROMPTS, 9, eos=None)[2]) == 9  # the longest prompt has 21
+    with pytest.raises(UserError, match="21 tokens and 10 new ones are more than the model's 30 learned positions"):
+        generator.batch(params, PROMPTS, 10, seed=0, eos=None)
 
 
 def test_a_prompt_that_has_ended_says_nothing_more(alone):

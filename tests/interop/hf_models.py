@@ -15,6 +15,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32, "rope_theta": 500.0,
 }  # fmt: skip
+LACKS = {"gpt2": ("intermediate_size", "num_key_value_heads")}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
     "llama31": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 12}),
@@ -51,6 +52,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "phi3": ("phi3", {"sliding_window": 9, "tie_word_embeddings": False}),
+    "gpt2": ("gpt2", {"layer_norm_epsilon": 1e-3, "n_inner": 40, "reorder_and_upcast_attn": True}),
+    "gpt2_untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu_pytorch_tanh"}),
 }  # fmt: skip
 
 
@@ -60,7 +63,8 @@ def make(case: str, folder: Path, seed: int = 0) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name, options = CASES[case]
-    config = AutoConfig.for_model(name, **{**SMALL, **options})
+    sizes = {key: value for key, value in SMALL.items() if key not in LACKS.get(name, ())}
+    config = AutoConfig.for_model(name, **{**sizes, **options})
     torch.set_num_threads(1)  # for tiny matrices threads cost more than they save
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

@@ -22,6 +22,7 @@ LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 8,
     "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
+GPT2 = {"intermediate_size": None, "num_key_value_heads": None}
 SHAPES = {
     "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8), "self_attn.o_proj": (8, 8),
     "mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12),
@@ -106,7 +107,7 @@ def test_a_tied_head_must_be_the_embedding(tmp_path, capfd):
     ("config", "words"),
     [
         ({"model_type": "lama"}, ["`llama`?", "covered: llama, mistral"]),
-        ({"model_type": "gpt2"}, ["gpt2", "not covered", "phi3"]),
+        ({"model_type": "gptj"}, ["gptj", "not covered", "phi3"]),
         ({"model_type": "gemma3"}, ['model_type "gemma3"', "not covered", "gemma3_text"]),
         ({"model_type": None}, ["no model_type"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
@@ -148,6 +149,15 @@ def test_fields_that_are_not_covered_are_named(config, words, tmp_path, capfd):
         ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
         ("granite", {"num_local_experts": 4}, "num_local_experts 4"),
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("gpt2", {}, "intermediate_size 12"),
+        ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
+        ("gpt2", {**GPT2, "scale_attn_weights": False}, "scale_attn_weights false"),
+        ("gpt2", {**GPT2, "add_cross_attention": True}, "add_cross_attention true"),
+        ("gpt2", {**GPT2, "activation_function": "gelu"}, "activation_function .gelu. is not covered; .* gelu_new"),
+        ("gpt2", {**GPT2, "rope_theta": 1e4}, "rope_theta"),
+        ("gpt2", {**GPT2, "n_positions": 0}, "n_positions"),
+        ("gpt2", {**GPT2, "hidden_size": None}, "n_embd"),
+        ("gpt2", {**GPT2, "num_attention_heads": 3}, "n_embd 8 does not split into n_head 3"),
     ],
 )
 def test_fields_of_other_architectures(family, config, word):
@@ -160,11 +170,14 @@ def test_absent_fields_mean_what_the_class_says():
     _, mistral = decode({**LLAMA, "model_type": "mistral", "architectures": None}, "")
     _, mixtral = decode({**LLAMA, "model_type": "mixtral", "architectures": None}, "")
     _, gemma = decode({**LLAMA, "model_type": "gemma2", "architectures": None, "num_hidden_layers": 5}, "")
+    _, gpt2 = decode({"model_type": "gpt2"}, "")
+    assert (gpt2["mlp"], gpt2["rope_scaling"]["original_length"], gpt2["tie_embeddings"]) == (3072, 1024, True)
     assert mistral["window"] == 4096
     assert (mixtral["rope_theta"], mixtral["norm_epsilon"], mixtral["moe"]["experts"]) == (1e6, 1e-5, 8)
     assert (gemma["window_every"], gemma["tie_embeddings"], gemma["logits_softcap"]) == (2, True, 30.0)
 
 
+BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
 SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers": 4}
 
 
@@ -196,6 +209,10 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
         ),
         ({"qk_norm": "whole", "post_norm": "only"}, "olmo2"),
         ({"residual_scale": 0.3, "logits_divisor": 3.0, "embed_scale": 5.0}, "granite"),
+        (
+            {"norm_offset": "layer", "activation": "gelu", "rope_scaling": RopeScaling(type="learned"), **BIASES},
+            "gpt2",
+        ),
     ],
 )
 def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
@@ -220,6 +237,10 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
         ({"qk_norm": "whole", "residual_scale": 0.5}, "olmo2", "model.residual_scale 0.5"),
         ({"window": 3, "window_theta": 7.0}, "mistral", "model.window_theta 7.0"),
         ({"window": 3, "rope_scaling": RopeScaling(factor=2.0)}, "gemma3_text", "model.window_theta nothing"),
+        ({}, "gpt2", "model.rope_scaling.type default"),
+        ({"rope_scaling": RopeScaling(type="learned")}, "llama", "model.rope_scaling.type learned"),
+        ({"norm_offset": "layer"}, None, 'no llama has model.norm_offset "layer"'),
+        ({"rope_scaling": RopeScaling(type="learned"), "window": 3}, "gpt2", "model.window 3"),
     ],
 )
 def test_what_no_architecture_has_is_named(options, family, words):

@@ -112,6 +112,24 @@ KNOWN = {
          "original_max_position_embeddings": 4096, "sliding_window": 2047, "tie_word_embeddings": False},
         {"window": 2047, "activation": "swiglu"},
     ),
+    "GPT-2": (
+        124_439_808,
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new",
+         "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+         "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+         "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+         "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+         "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+         "vocab_size": 50257},
+        {"positions": 1024, "mlp": 3072, "norm_offset": "layer", "tie_embeddings": True, "activation": "gelu"},
+    ),
+    "GPT-2 XL": (
+        1_557_611_200,
+        {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024, "n_inner": None,
+         "output_past": True, "predict_special_tokens": True, "n_special": 0,
+         "scale_attn_weights": True, "vocab_size": 50257},
+        {"mlp": 6400, "norm_epsilon": 1e-5},
+    ),
 }  # fmt: skip
 
 

@@ -11,8 +11,10 @@ import hf_loaded
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxtrain.cli.main import main
+from jaxtrain.config import ConfigError
 from jaxtrain.config import load as load_config
 from jaxtrain.interop import load as loading
 from jaxtrain.interop.files import Entry, tensors, write_model
@@ -26,8 +28,13 @@ SIZES = {
     "llama": ["model.mlp=48"],
     "phi3": ["model.mlp=48"],
     "olmo2": ["model.mlp=48", "model.qk_norm=whole", "model.post_norm=only"],
+    "gpt2": [
+        "model.mlp=48", "model.kv_heads=4", "model.activation=gelu", "model.norm_offset=layer",
+        "model.attention_bias=true", "model.output_bias=true", "model.mlp_bias=true", "data.sequence=64",
+        "model.rope_scaling={type: learned, original_length: 64}",
+    ],
     "mixtral": ["model.mlp=32", "model.moe.experts=4", "model.moe.normalize=true"],
-}
+}  # fmt: skip
 COMMON = ["model.vocab=128", "model.embed=32", "model.layers=3", "model.heads=4", "model.kv_heads=2", "precision=fp32"]
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
@@ -55,6 +62,7 @@ def written(folder: Path, places: tuple[Place, ...], definition: Definition) -> 
         ("phi3", ["layout=fsdp_tp", "mesh.model=2"], 200),
         ("phi3", ["layout=fsdp_tp", "rules.head_dim=fsdp", "rules.embed=null", "mesh.model=2"], 1),
         ("olmo2", ["layout=fsdp_tp", "mesh.model=2"], 1000),
+        ("gpt2", ["layout=fsdp_tp", "mesh.model=2"], 200),
         ("mixtral", ["layout=ep_tp", "mesh.expert=2", "mesh.model=2"], 500),
     ],
 )
@@ -91,6 +99,21 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
     assert back.keys() == before.keys()
     for name, entry in back.items():
         np.testing.assert_array_equal(entry.open(), before[name].open(), name)
+
+
+def test_a_gpt2_saved_without_its_head_and_with_its_masks_is_the_same(tmp_path):
+    """As published: names begin with `h.0`, and every layer has its causal mask, of any dtype."""
+    one, chosen = program("gpt2", "layout=ddp", "model.tie_embeddings=true"), PLACES["gpt2"]
+    folder = written(tmp_path / "hf", chosen, one.definition)
+    want = loading.load(folder, chosen, one.state["params"])
+    held = {name: np.array(entry.open()) for name, entry in tensors(folder).items()}
+    for file in folder.iterdir():
+        file.unlink()
+    masks = {f"h.{layer}.attn.bias": np.tri(5, dtype=np.uint8)[None, None] for layer in range(3)}
+    save_file(
+        {name.removeprefix("transformer."): value for name, value in held.items()} | masks, folder / "model.safetensors"
+    )
+    jax.tree.map(np.testing.assert_array_equal, loading.load(folder, chosen, one.state["params"]), want)
 
 
 def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
@@ -152,3 +175,28 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
         assert words in error
         assert len(error.strip().splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "out2", "run", "run2"]
+
+
+def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
+    """The length of sequences is bounded by its positions: taken from them, or refused."""
+    folder = written(tmp_path / "hf", PLACES["gpt2"], program("gpt2", "model.tie_embeddings=true").definition)
+    config = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64, "attn_pdrop": 0.1}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 128, **config}))
+    run, out, quick = tmp_path / "run", tmp_path / "out", ["compile_cache=null", "precision=fp32"]
+    assert main(["import", str(folder), "--to", str(run), "layout=fsdp_tp", "mesh.model=2", *quick]) == 0
+    assert load_config(run / "config.yaml").data.sequence == 64
+    assert main(["export", str(run), "--to", str(out)]) == 0
+    back, content = tensors(out), json.loads((out / "config.json").read_text())
+    for name, entry in tensors(folder).items():
+        np.testing.assert_array_equal(back[name].open(), entry.open(), name)
+    assert {name: content[name] for name in config} == config
+    capfd.readouterr()
+    generate = ["generate", str(folder), "--prompt", "12345", "--temperature", "0", "data.tokenizer=bytes", *quick]
+    assert main([*generate, "model.vocab=null", "--tokens", "59"]) == 0
+    assert capfd.readouterr().out.startswith("12345")
+    assert main([*generate, "--tokens", "60"]) == 2
+    said = capfd.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert "5 tokens and 60 new ones are more than the model's 64 learned positions" in said.err
+    with pytest.raises(ConfigError, match=r"data.sequence: 1024 tokens, and .* expected at most 64$"):
+        load_config(None, f"model.init_from={folder}")

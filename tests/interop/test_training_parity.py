@@ -1,4 +1,4 @@
-"""A Llama trained here and in PyTorch, from the same weights on the same tokens."""
+"""A Llama and a GPT-2 trained here and in PyTorch, from the same weights on the same tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ OPTIMIZER = {
 }  # fmt: skip
 
 
-def test_losses_are_those_of_torch(tmp_path: Path):
-    peer = hf_models.make("llama31", tmp_path)
+@pytest.mark.parametrize("case", ["llama31", "gpt2"])
+def test_losses_are_those_of_torch(case: str, tmp_path: Path):
+    peer = hf_models.make(case, tmp_path)
     first = np.random.default_rng(3).integers(0, 131, (STEPS, ROWS, 1))
     tokens = (first + 7 * np.arange(TOKENS + 1)) % 131  # what comes next can be learned
     config, _, _, params = hf_loaded.opened(tmp_path)

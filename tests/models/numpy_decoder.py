@@ -23,6 +23,8 @@ def _row(params, model, tokens, positions, segments):
     x = params["embed"]["table"][tokens]
     if model.embed_scale:
         x = x * (math.sqrt(model.embed) if model.embed_scale is True else model.embed_scale)
+    if "positions" in params:
+        x = x + params["positions"]["table"][positions]
     for layer in range(model.layers):
         weights = _slice(params["layers"], layer)
         is_global = model.window_every > 1 and layer % model.window_every == model.window_every - 1
@@ -46,6 +48,9 @@ def _slice(tree, layer):
 
 
 def _norm(x, weights, model):
+    if model.norm_offset == "layer":
+        deviation = np.sqrt(x.var(-1, keepdims=True) + model.norm_epsilon)
+        return (x - x.mean(-1, keepdims=True)) / deviation * weights["scale"] + weights["bias"]
     scale = weights["scale"] + (1.0 if model.norm_offset else 0.0)
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon) * scale
 
@@ -83,11 +88,15 @@ def _attention(weights, model, x, positions, segments, window):
     def turned(name, head):
         out = project(name, head)
         if model.qk_norm == "whole":
-            scale = weights[f"{name}_norm"]["scale"]
-            together = np.concatenate([project(name, one) for one in range(len(scale))], -1)
-            out = _norm(together, {"scale": scale.reshape(-1)}, model).reshape(len(x), *scale.shape)[:, head]
+            norm = weights[f"{name}_norm"]
+            shape = norm["scale"].shape
+            together = np.concatenate([project(name, one) for one in range(shape[0])], -1)
+            flat = {part: value.reshape(-1) for part, value in norm.items()}
+            out = _norm(together, flat, model).reshape(len(x), *shape)[:, head]
         elif model.qk_norm:
             out = _norm(out, weights[f"{name}_norm"], model)
+        if model.rope_scaling is not None and model.rope_scaling.type == "learned":
+            return out
         return np.stack([_rope(row, position, model, window) for row, position in zip(out, positions)])
 
     total = np.zeros_like(x)

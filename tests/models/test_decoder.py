@@ -42,6 +42,14 @@ FAMILIES = {
         "window": 4, "window_every": 2,
     },
     "gelu_biases": {"activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True},
+    "gpt2": {
+        "activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True, "tie_embeddings": True,
+        "norm_offset": "layer", "rope_scaling": {"type": "learned", "original_length": 16},
+    },
+    "layer_norms": {
+        "norm_offset": "layer", "kv_heads": 2, "qk_norm": "whole", "post_norm": True, "embed_scale": 3.0, "window": 4,
+        "rope_scaling": {"type": "learned", "original_length": 12}, "head_dim": 7,
+    },
 }  # fmt: skip
 
 
@@ -81,7 +89,7 @@ def test_logits_equal_numpy(family: str):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama3", "mistral", "gemma2", "gemma3", "olmo2", "granite", "qwen3", "mixtral", "deepseek"]
+    "family", ["llama3", "mistral", "gemma2", "gemma3", "olmo2", "granite", "qwen3", "mixtral", "deepseek", "gpt2"]
 )
 def test_decoding_with_a_cache_equals_the_whole_sequence(family: str):
     _, definition, params = setup(FAMILIES[family])

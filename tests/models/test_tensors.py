@@ -21,6 +21,7 @@ PUBLISHED = {
     "qwen3_8b": 8_190_735_360,
     "gemma2_9b": 9_241_705_984,
     "mixtral_8x7b": 46_702_792_704,
+    "gpt2": 124_439_808,
 }
 
 
@@ -38,6 +39,7 @@ def test_shipped_models_have_the_published_size(name: str) -> None:
         {"activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True},
         {"qk_norm": True, "post_norm": True, "tie_embeddings": True, "head_dim": 6},
         {"qk_norm": "whole", "post_norm": "only"},
+        {"qk_norm": "whole", "norm_offset": "layer", "rope_scaling": {"type": "learned", "original_length": 24}},
         {"moe": {"experts": 5, "shared": 1, "bias_rate": 1e-3}},
     ],
 )
@@ -84,6 +86,10 @@ def test_options_add_and_drop_their_tensors() -> None:
     assert paths(moe={"bias_rate": 1.0}) - base == experts | {"layers/moe/bias"}
     assert paths(moe={"shared": 2}) - base == experts | {f"layers/moe/shared/{x}" for x in ("gate", "up", "down")}
     assert decoder_tensors(Model(moe={"shared": 2, "mlp": 7}), 8)["layers/moe/shared/up"][0] == (4, 256, 14)
+    norms = {path.replace("scale", "bias") for path in base if path.endswith("_norm/scale")}
+    assert paths(norm_offset="layer") - base == norms
+    assert len(norms) == 3
+    assert paths(rope_scaling={"type": "learned"}) - base == {"positions/table"}
     assert paths(post_norm=True) - base == {"layers/attention_post_norm/scale", "layers/mlp_post_norm/scale"}
     assert paths(post_norm=True) - paths(post_norm="only") == {"layers/attention_norm/scale", "layers/mlp_norm/scale"}
 

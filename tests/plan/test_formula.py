@@ -34,7 +34,14 @@ def formula(config: Config, target: str) -> Formula:
     return Formula(Space(config, where.devices or 1, config.model.vocab), where)
 
 
+GPT2 = {
+    "model.activation": "gelu", "model.attention_bias": True, "model.output_bias": True, "model.mlp_bias": True,
+    "model.norm_offset": "layer", "model.tie_embeddings": True,
+    "model.rope_scaling": "{type: learned, original_length: 512}",
+}  # fmt: skip
 STATES = [
+    ("fsdp_tp", {"fsdp": 2, "model": 4}, {"optimizer.name": "muon", **GPT2}),
+    ("zero2", {"data": 4, "model": 2}, GPT2),
     ("fsdp", {"fsdp": 8}, {}),
     ("zero1", {"data": 4, "model": 2}, {"step.accumulate": 2}),
     ("zero2", {"data": 8}, {"optimizer.name": "lion"}),
@@ -72,6 +79,23 @@ def test_bytes_on_the_wire_are_the_compiled_step_s(layout: str):
     assert found.wire_bytes == pytest.approx(sum(row.bytes for row in rows), rel=0.02)
     by_axes = {row.where for row in rows if row.bytes > 1e6}
     assert by_axes <= {row.axes for row in found.traffic}
+
+
+@pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+@pytest.mark.parametrize("layout", ["fsdp", "tp_sp"])
+def test_learned_positions_send_their_rows(layout: str):
+    """Beside the same model without them, whose table of tokens is a head too."""
+    options = {**GPT2, "data.sequence": 512}
+
+    def both(more: dict) -> tuple[float, float]:
+        config, sizes, rows = measured(layout, H100, **more)
+        found = formula(config, H100).exact(Choice.of(config, sizes))
+        assert found is not None
+        return found.wire_bytes, sum(row.bytes for row in rows)
+
+    with_them, without = both(options), both({**options, "model.rope_scaling": "null"})
+    assert with_them[0] - without[0] == pytest.approx(with_them[1] - without[1], rel=0.05)
+    assert with_them[0] == pytest.approx(with_them[1], rel=0.03)
 
 
 MEDIUM = {**SMALL, "model.embed": 128, "model.mlp": 512, "data.sequence": 256, "precision": "fp32"}

@@ -1,7 +1,7 @@
 """The layout never changes the result: every shipped layout, on every mesh of eight devices that fits, against one.
 
 Twenty steps of training, every gradient and every update, in float32, on packed documents with padding and rows of
-very different weight; a dense decoder with the odd options on, and a mixture of experts with its losses.
+very different weight; a dense decoder with the odd options on, a mixture of experts with its losses, and a GPT-2.
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ MODELS = {
         # Steps so small that no token's two best experts come within rounding of each other: then a choice would flip.
         "optimizer": {"lr": 1e-3}, "seed": 2,
     },
+    "gpt2": {
+        "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "attention_bias": True,
+                  "output_bias": True, "mlp_bias": True, "norm_offset": "layer", "tie_embeddings": True,
+                  "rope_scaling": {"type": "learned", "original_length": 64}},
+        "data": {"sequence": 64},
+    },
 }  # fmt: skip
 # With experts only what is another program than for a dense model, or meets them in another way.
 WITH_EXPERTS = ("ep", "ep_tp", "cp_ring", "cp_ulysses", "zero1")
-MOST = {"dense": 3, "moe": 2}  # meshes of a layout; `make matrix` runs them all
+# Learned positions and biases: where the sequence and the width are shared out, and where stages begin and end.
+OF_GPT2 = ("cp_ring", "pp_fsdp")
+LAYOUTS = {"dense": ("all",), "moe": WITH_EXPERTS, "gpt2": OF_GPT2}
+MOST = {"dense": 3, "moe": 2, "gpt2": 1}  # meshes of a layout; `make matrix` runs them all
 PIPELINES = 1  # they take long to compile, and test_parity_pipeline has more of them
 MICROBATCHES = ("zero1", "zero2", "zero3", "tp_sp", "cp_ring", "ep")  # with several also where there are no stages
 
@@ -57,9 +66,8 @@ def wanted() -> list:
     """(model, layout on a mesh) with an id each. Nothing of this needs JAX to run."""
     found = []
     for name in MODELS:
-        layouts = ["all"] if name == "dense" else list(WITH_EXPERTS)
         seen = Counter()
-        for candidate in candidates(small(name), layouts, DEVICES)[0]:
+        for candidate in candidates(small(name), LAYOUTS[name], DEVICES)[0]:
             key = (candidate.layout, candidate.config.step.accumulate)
             seen[key] += 1
             most = PIPELINES if candidate.config.mesh.pipeline > 1 else MOST[name]
