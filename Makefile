@@ -1,12 +1,13 @@
 # `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
 # have a selection of, `make extras` what needs other people's packages (torch, transformers, lm-eval, datasets, W&B...).
+# `make chaos` runs long sequences of failures.
 # All make .venv and install into it.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
 
-.PHONY: train test matrix extras lint clean
+.PHONY: train test matrix extras chaos lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -20,6 +21,9 @@ matrix: $(VENV)/.installed-test
 extras: $(VENV)/.installed-extras
 	$(BIN)/pytest -n 2 tests/interop tests/cli/test_generate.py tests/cli/test_harness.py \
 		tests/data/test_source_formats.py tests/observe/test_tracker.py
+
+chaos: $(VENV)/.installed-test
+	$(BIN)/pytest -m chaos tests
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ WITHOUT_JAX = (
     "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
     "jaxtrain.verify.compare", "jaxtrain.pipeline.schedule", "jaxtrain.pipeline.custom", "jaxtrain.pipeline.buffers",
     "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit", "jaxtrain.interop.files", "jaxtrain.interop.tensors",
+    "jaxtrain.launch.supervise", "jaxtrain.cli.launching",
 )  # fmt: skip
 
 

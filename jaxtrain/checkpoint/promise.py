@@ -43,7 +43,7 @@ _FREE = ("model.init_std", "model.init_from")  # inside a fixed section, but wit
 
 _WEIGHT = re.compile(r"data\.sources\.\d+\.weights\.(\d+)")
 
-_XLA_NOISE = ("--xla_force_host_platform_device_count", "--xla_dump")
+_XLA_NOISE = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_timeout")
 
 
 def environment(config: dict[str, Any], mesh: Any = None, **extra: Any) -> dict[str, Any]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxtrain.pipeline.table import Table
 
 __all__ = [
-    "UserError", "config", "data", "diff", "eval", "export", "generate", "import_", "plan", "resume", "schedule",
-    "schema", "train", "verify",
+    "UserError", "config", "data", "diff", "eval", "export", "generate", "import_", "launch", "plan", "resume",
+    "schedule", "schema", "train", "verify",
 ]  # fmt: skip
 
 
@@ -79,11 +79,18 @@ def train(args: argparse.Namespace) -> int:
 def resume(args: argparse.Namespace) -> int:
     """Goes on with a run."""
     _before_jax(args)
-    from jaxtrain.cli.runs import saved_config
+    from jaxtrain.config.run_dir import saved_config
 
     directory = Path(args.run)
     resolved, _ = resolve(saved_config(directory), *_overrides(args), checks=[check_config, check_pipeline])
     return _train(resolved, directory, args, resume=True)
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Trains in several processes; the exit code is the first failed one's, 75 where all saved after a signal."""
+    from jaxtrain.cli import launching
+
+    return launching.launch(args)
 
 
 def eval(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtrain.cli.runs import tokenizer_of, weights
 from jaxtrain.config import resolve
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.run_dir import saved_config
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.generate import Generator, decoding, even_rows
 from jaxtrain.models.check import check_config
@@ -24,7 +25,6 @@ from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.score import Scorer, scoring
 from jaxtrain.train import platform
 from jaxtrain.train.program import Program, build
-from jaxtrain.train.run import saved_config
 
 NEW_TOKENS = 256  # that a generation has at most, where its task does not say: as in the harness
 

@@ -21,17 +21,17 @@ import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer, Failed, Store, environment
 from jaxtrain.cli.runs import weights
-from jaxtrain.config import Config, dump_yaml, resolve
+from jaxtrain.config import Config, resolve
 from jaxtrain.config.errors import UserError, shown
 from jaxtrain.config.huggingface import choose, opened, read_json
 from jaxtrain.config.output import as_dict
+from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.interop.load import load
 from jaxtrain.interop.save import save
 from jaxtrain.interop.tensors import PLACES
 from jaxtrain.models.check import check_config
 from jaxtrain.train import platform
 from jaxtrain.train.program import build
-from jaxtrain.train.run import absolute, saved_config
 
 ORIGIN = "huggingface"  # folder of a run with what its model came with
 BESIDE = (  # what is copied as it is
@@ -65,7 +65,7 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         program = build(config, section["vocab"], _devices(config))
         params = load(source, PLACES[family.name], program.state["params"])
         _copy(source, folder / ORIGIN, ("config.json", *BESIDE))
-        (folder / "config.yaml").write_text(dump_yaml(absolute(config)), encoding="utf-8")
+        write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
         state = {"params": params, "step": jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)}
         with Checkpointer(folder / "checkpoints") as checkpoints:

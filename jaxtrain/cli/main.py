@@ -145,9 +145,16 @@ def _schedule(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", help="chart to write, .svg or .png (NAME.svg)")
 
 
+def _launch(parser: Parser) -> None:
+    from jaxtrain.cli.launching import arrange
+
+    arrange(parser)
+
+
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "train": ("train from a config", _train),
     "resume": ("go on from the newest good checkpoint of a run", _resume),
+    "launch": ("train in several processes, and go on when some are lost", _launch),
     "eval": ("validation loss of a checkpoint, or its scores on tasks", _eval),
     "generate": ("text from a checkpoint", _generate),
     "import": ("make a run's folder of a Hugging Face model", _import),

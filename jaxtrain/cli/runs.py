@@ -14,6 +14,7 @@ from jaxtrain.checkpoint import Reader
 from jaxtrain.config import Config, resolve
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.huggingface import opened
+from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import Model
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.generate import Generator, decoding, even_rows
@@ -28,7 +29,7 @@ from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.train import platform
 from jaxtrain.train.loop import Result
 from jaxtrain.train.program import Program, build
-from jaxtrain.train.run import open_data, saved_config
+from jaxtrain.train.run import open_data
 from jaxtrain.train.validation import validate
 
 TOGETHER = 32  # prompts of a batch at most

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from jaxtrain.config.schema import Config
 
 # Names that JAX itself and cluster launchers use.
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+HEARTBEAT = 30  # seconds without a sign of life after which JAX gives a process up; more than a busy machine's pauses
+SHUTDOWN = 60  # seconds that a process waits at its end for the others
 
 
 def start(config: Config) -> list[Any]:
@@ -68,7 +72,26 @@ def _join(count: int) -> None:
             f"found {address!r} and {index!r}"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, count, int(index))
+    # JAX would have the coordinator listen on every network of the machine.
+    bind = address if address.rpartition(":")[0] in ("127.0.0.1", "localhost") else None
+    if bind is not None:
+        _keep_gloo_on_loopback()
+    jax.distributed.initialize(
+        address,
+        count,
+        int(index),
+        coordinator_bind_address=bind,
+        heartbeat_timeout_seconds=HEARTBEAT,
+        shutdown_timeout_seconds=SHUTDOWN,
+    )
+
+
+def _keep_gloo_on_loopback() -> None:
+    # It would listen on the address that the machine's name has, and JAX has no option for it.
+    jaxlib: Any = importlib.import_module("jaxlib._jax")
+    make = jaxlib.make_gloo_tcp_collectives
+    if not isinstance(make, partial):
+        jaxlib.make_gloo_tcp_collectives = partial(make, hostname="127.0.0.1")
 
 
 def _simulate(count: int) -> None:

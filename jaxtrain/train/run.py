@@ -13,10 +13,11 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer, compare_configs, environment, promise, read_manifest
-from jaxtrain.config import Config, ConfigError, dump_yaml
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.errors import Problem, UserError
 from jaxtrain.config.huggingface import opened
 from jaxtrain.config.output import as_dict
+from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.data.dataset import TextDataset, open_datasets, open_sets
 from jaxtrain.interop.load import load as load_weights
 from jaxtrain.interop.tensors import PLACES
@@ -101,7 +102,7 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
             raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
         run.meter.compiled(done)
         if is_main:
-            _write_config(run)
+            write_config(run.dir, run.config)
             describe(run, info)
         run.observers.start(info | {"step": done})
     except BaseException:
@@ -150,45 +151,13 @@ def _assemble(
     return run, _info(run, flops, peak)
 
 
-def absolute(config: Config) -> Config:
-    """The config with the paths of its data and weights made absolute, so that a run can be resumed from anywhere."""
-
-    def whole(path: str, *words: str) -> str:
-        return path if path in words or "://" in path else os.path.abspath(os.path.expanduser(path))
-
-    data, model = config.data, config.model
-    if model.init_from is not None:
-        config = config.model_copy(update={"model": model.model_copy(update={"init_from": whole(model.init_from)})})
-    if data.type != "text":
-        return config
-    sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)
-    paths = {"sources": sources, "tokenizer": whole(data.tokenizer, "bytes"), "cache": whole(data.cache)}
-    sets = {name: s.model_copy(update={"path": whole(s.path, "stdlib")}) for name, s in config.eval.sets.items()}
-    sections = {"data": data.model_copy(update=paths), "eval": config.eval.model_copy(update={"sets": sets})}
-    return config.model_copy(update=sections)
-
-
-def _write_config(run: Run) -> None:
-    """RUN_DIR/config.yaml, replaced at once: a kill leaves the old one or the new one."""
-    path = run.dir / "config.yaml"
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(dump_yaml(absolute(run.config)), encoding="utf-8")
-    fresh.replace(path)
-
-
 def fresh_directory(config: Config) -> Path:
     """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another.
 
     With several processes it is DIR/NAME and must be new, which `open_run` checks: they could not agree on a number
     before they have met.
     """
-    directory, number = config.run_dir, 2
-    if platform.processes() > 1:
-        return directory
-    while directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        directory = config.run_dir.with_name(f"{config.name}-{number}")
-        number += 1
-    return directory
+    return config.run_dir if platform.processes() > 1 else free_directory(config)
 
 
 def describe(run: Run, info: dict[str, Any]) -> None:
@@ -274,14 +243,6 @@ def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:
     if refused:
         raise ConfigError([Problem(str(run.dir), "", f"{line}; or train under a new name") for line in refused])
     return changes
-
-
-def saved_config(directory: Path) -> Path:
-    """config.yaml of a run's folder. Raises ValueError where it is not one."""
-    path = directory / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"{directory}: not a run (no config.yaml); expected the folder that `jaxtrain train` printed")
-    return path
 
 
 def _cache_progress(screen: Screen) -> Any:

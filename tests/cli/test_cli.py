@@ -61,6 +61,8 @@ def test_help_answers_at_once():
         (["train", "configs/quickstart.yaml", "--profile", "3"], "START:STOP"),
         (["resume", "nowhere"], "not a run"),
         (["eval", "nowhere"], "not a run"),
+        (["launch", "local", "configs/quickstart.yaml"], "--processes"),
+        (["launch", "local", "configs/quickstart.yaml", "--processes=3", "--devices-per-process=1"], "and there are 3"),
         (["generate", "nowhere", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["diff", "configs/quickstart.yaml", "nowhere"], "nowhere"),
     ],

@@ -15,9 +15,9 @@ from jaxtrain.cli import harness
 from jaxtrain.cli.interop import export_model, import_model
 from jaxtrain.cli.runs import weights
 from jaxtrain.config import resolve
+from jaxtrain.config.run_dir import saved_config
 from jaxtrain.data.tokenizer import EOS, load_tokenizer, train_bpe
 from jaxtrain.train.program import build
-from jaxtrain.train.run import saved_config
 
 sys.path.append(str(Path(__file__).parents[1] / "interop"))  # the tiny models of the tests of interop
 import hf_models

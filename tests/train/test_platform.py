@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.train import platform
+
 PROGRAM = """
 import sys
 import jax, jax.numpy as jnp
@@ -30,3 +32,20 @@ def test_only_one_cpu_device_reads_programs_from_the_cache(devices: int, kept: b
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     subprocess.run([sys.executable, "-c", PROGRAM, str(devices), *map(str, folders)], env=env, check=True, timeout=120)
     assert [any(folder.glob("*-cache")) for folder in folders] == [kept, kept]
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"), [("127.0.0.1:77", "127.0.0.1:77"), ("localhost:77", "localhost:77"), ("10.0.0.1:77", None)]
+)
+def test_a_coordinator_on_this_machine_listens_on_loopback_alone(address: str, bound: str | None, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        platform.jax.distributed, "initialize", lambda *args, **options: seen.update(options, args=args)
+    )
+    monkeypatch.setattr(platform.jax.config, "update", lambda *args: None)
+    monkeypatch.setattr(platform, "_keep_gloo_on_loopback", lambda: None)
+    monkeypatch.setenv(platform.COORDINATOR, address)
+    monkeypatch.setenv(platform.PROCESS, "1")
+    platform._join(3)
+    assert seen["args"] == (address, 3, 1)
+    assert seen["coordinator_bind_address"] == bound

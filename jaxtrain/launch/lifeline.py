@@ -1,0 +1,21 @@
+"""A worker's ties to the agent that started it. No JAX."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies; ends it at once where that is dead already.
+
+    Linux only; elsewhere nothing is done, and the ends of its pipes and its peers are what a worker notices.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

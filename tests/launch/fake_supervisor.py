@@ -1,0 +1,83 @@
+"""`jaxtrain launch`, whose workers only do what FOLDER/plan.json says: `python fake_supervisor.py FOLDER ARGUMENTS`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtrain.cli.launching import arrange
+from jaxtrain.launch.agent import Agent
+from jaxtrain.launch.options import options
+from jaxtrain.launch.output import Terminal
+from jaxtrain.launch.supervise import lead
+
+# A plan has, for GENERATION.RANK or GENERATION, what a worker does; otherwise it runs until SIGTERM.
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from jaxtrain.launch.lifeline import die_with
+die_with(int(sys.argv[1]))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+folder, rank, generation = Path(sys.argv[2]), os.environ["JAX_PROCESS_ID"], os.environ["JAXTRAIN_GENERATION"]
+plan = json.loads((folder / "plan.json").read_text())
+action = plan.get(f"{generation}.{rank}", plan.get(generation, "run"))
+if action == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(folder / f"pid-{generation}-{rank}").write_text(f"{os.getpid()} {os.environ['JAX_NUM_PROCESSES']}")
+print(f"worker {rank} of generation {generation}", flush=True)
+while not all((folder / f"pid-{generation}-{i}").exists() for i in range(int(os.environ["JAX_NUM_PROCESSES"]))):
+    time.sleep(0.01)
+time.sleep(0.05)
+if action == "raise":
+    raise KeyError("of a worker")
+if action.startswith("exit"):
+    sys.exit(int(action.split()[1]))
+if action == "kill":
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+
+
+@dataclass(frozen=True)
+class Placed:
+    processes: int
+    devices: int
+    changes: tuple[str, ...] = ()
+    mesh: str = "data"
+
+
+class Run:
+    """Fits everything; nothing is ever saved."""
+
+    is_simulated = True
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def place(self, available: int) -> Placed | None:
+        return Placed(available, available) if available else None
+
+    def begin(self, placement: Placed) -> None:
+        del placement
+
+    def newest(self) -> int | None:
+        return None
+
+
+def command(directory: str) -> list[str]:
+    return [sys.executable, "-c", WORKER, str(os.getpid()), directory]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    arrange(parser)
+    chosen, terminal = options(parser.parse_args(sys.argv[2:])), Terminal()
+    if chosen.place.node == 0:
+        code = lead(Run(Path(sys.argv[1])), chosen.policy, chosen, command, terminal)
+    else:
+        code = Agent(chosen.place, command, terminal).run()
+    terminal.close()
+    sys.exit(code)

@@ -1,0 +1,64 @@
+"""Arguments, else the environment, else one line that says what is missing."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from jaxtrain.cli.launching import arrange
+from jaxtrain.config.errors import UserError
+from jaxtrain.launch.options import again, options
+
+
+def parsed(*arguments: str, **environ: str):
+    parser = argparse.ArgumentParser()
+    arrange(parser)
+    return options(parser.parse_intermixed_args(arguments), environ)
+
+
+def test_local_listens_on_loopback_alone():
+    found = parsed("local", "c.yaml", "steps=3", "--processes", "4", JAXTRAIN_NODES="9", SLURM_NODEID="3")
+    assert found.place.leader == ("127.0.0.1", 0)
+    assert (found.place.node, found.place.slots, found.policy.nodes) == (0, 4, 1)
+    assert (found.source, found.overrides) == ("c.yaml", ("steps=3",))
+
+
+def test_a_node_takes_arguments_then_its_own_names_then_slurms():
+    env = {
+        "JAXTRAIN_COORDINATOR": "10.0.0.1:29400", "SLURM_NNODES": "8", "SLURM_NODEID": "5", "JAXTRAIN_NODE": "6",
+        "JAXTRAIN_PROCESSES": "2",
+    }  # fmt: skip
+    found = parsed("node", "c.yaml", **env)
+    assert (found.place.node, found.policy.nodes, found.place.slots) == (6, 8, 2)
+    assert found.place.leader == ("10.0.0.1", 29400)
+    assert found.place.host == ""
+    assert parsed("node", "c.yaml", "--node", "0", **env).place.host == "10.0.0.1"
+    assert parsed("node", "c.yaml", "--node", "7", "--host", "me", **env).place.host == "me"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("local",), "--processes, or JAXTRAIN_PROCESSES"),
+        (("node", "--processes=1", "--node=0", "--coordinator=h:1"), "--nodes, or JAXTRAIN_NODES or SLURM_NNODES"),
+        (("node", "--processes=1", "--nodes=2", "--coordinator=h:1"), "--node, or JAXTRAIN_NODE or SLURM_NODEID"),
+        (("node", "--processes=1", "--nodes=2", "--node=0"), "--coordinator, or JAXTRAIN_COORDINATOR"),
+        (("node", "--processes=1", "--nodes=2", "--node=0", "--coordinator=h"), "HOST:PORT"),
+        (("local", "--processes=0"), "at least 1"),
+        (("local", "--processes=2", "--spares=2"), "fewer than the 2"),
+        (("local", "--processes=2", "--heartbeat=0"), "seconds above 0"),
+        (("local", "--processes=2", "--max-restarts=-1"), "at least 0"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_line(arguments, said):
+    with pytest.raises(UserError, match=said) as caught:
+        parsed(arguments[0], "c.yaml", *arguments[1:])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_that_goes_on():
+    found = parsed("local", "c.yaml", "--processes=2", "--devices-per-process=3", "--fallback", "mesh.model=1 zero=1")
+    assert again(found, "/runs/a b") == (
+        "jaxtrain launch local --processes=2 --devices-per-process=3 '--fallback=mesh.model=1 zero=1' '/runs/a b'"
+    )

@@ -1,0 +1,450 @@
+"""The leader's decisions, with a clock and agents that are told what to do: no sockets, no processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from jaxtrain.launch.leader import KILL, SETTLE, Leader
+from jaxtrain.launch.policy import Phase, Policy
+
+
+@dataclass(frozen=True)
+class Placed:
+    processes: int
+    devices: int
+    changes: tuple[str, ...] = ()
+    mesh: str = "data"
+
+
+@dataclass
+class FakeRun:
+    """Fits any number of processes in `fits`; its newest checkpoint is what a test says."""
+
+    fits: tuple[int, ...] = tuple(range(1, 100))
+    step: int | None = None
+    begun: list[int] = field(default_factory=list)
+    directory: Path = Path("/run")
+    is_simulated: bool = True
+
+    def place(self, available: int) -> Placed | None:
+        count = max((n for n in self.fits if n <= available), default=0)
+        return Placed(count, 2 * count) if count else None
+
+    def begin(self, placement: Placed) -> None:
+        self.begun.append(placement.processes)
+
+    def newest(self) -> int | None:
+        return self.step
+
+
+class World:
+    """A leader, a clock, and nodes whose workers end when they are killed or asked to stop."""
+
+    def __init__(self, run: FakeRun | None = None, **policy):
+        self.now = 0.0
+        self.run = run or FakeRun()
+        self.leader = Leader(self.run, Policy(**policy), clock=lambda: self.now)
+        self.ranks: dict[int, list[int]] = {}
+        self.obeys_stop, self.obeys_kill = True, True
+        self.sent: list[tuple[int, str]] = []
+
+    def join(self, node: int, slots: int = 1, host: str = "") -> None:
+        self.ranks[node] = []
+        self.leader.joined(node, slots, host or f"host{node}", 1000 + node)
+        self.settle()
+
+    def exit(self, rank: int, code: int) -> None:
+        node = next(n for n, ranks in self.ranks.items() if rank in ranks)
+        self.ranks[node].remove(rank)
+        self.leader.exited(node, self.leader.generation, rank, 100 + rank, code)
+        if not self.ranks[node]:
+            self.leader.idle(node, self.leader.generation, 2000 + node)
+        self.settle()
+
+    def lose(self, node: int) -> None:
+        del self.ranks[node]
+        self.leader.lost(node, "closed its connection")
+        self.settle()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for node in self.ranks:
+            if node in self.leader.roster.nodes:
+                self.leader.beat(node)
+        self.leader.tick()
+        self.settle()
+
+    def settle(self) -> None:
+        """Agents do as they are told."""
+        while self.leader.outbox:
+            node, kind, fields = self.leader.outbox.popleft()
+            self.sent.append((node, kind))
+            if node not in self.ranks:
+                continue
+            if kind == "start":
+                self.ranks[node] = list(fields["ranks"])
+                self.start = fields
+            elif kind == "kill" and self.obeys_kill:
+                self.end(node, -9)
+            elif kind == "stop" and self.obeys_stop:
+                self.run.step = (self.run.step or 0) + 1
+                self.end(node, 75)
+
+    def end(self, node: int, code: int) -> None:
+        ranks, self.ranks[node] = self.ranks[node], []
+        for rank in ranks:
+            self.leader.exited(node, self.leader.generation, rank, 100 + rank, code)
+        if ranks:
+            self.leader.idle(node, self.leader.generation, 3000 + node)
+
+    @property
+    def lines(self) -> list[str]:
+        return [news.line for news in self.leader.news]
+
+    @property
+    def records(self) -> list[dict]:
+        return [news.record for news in self.leader.news if news.record]
+
+    @property
+    def causes(self) -> list[str]:
+        return [record["cause"] for record in self.records if record["kind"] == "end"]
+
+    @property
+    def running(self) -> int:
+        return sum(map(len, self.ranks.values()))
+
+
+def test_it_waits_for_its_nodes_then_starts_with_fresh_addresses():
+    world = World(nodes=2)
+    world.join(1, slots=2)
+    assert world.running == 0
+    world.join(0, slots=2)
+    assert world.ranks == {0: [0, 1], 1: [2, 3]}
+    assert world.start["address"] == "host0:1000"
+    assert world.start["count"] == 4
+    world.exit(3, -9)
+    assert world.start["address"] == "host0:3000"  # a port told after the generation before
+    assert world.leader.generation == 2
+
+
+def test_nodes_that_do_not_come_are_done_without():
+    world = World(nodes=3, join_timeout=60)
+    world.join(0)
+    world.wait(59)
+    assert world.running == 0
+    world.wait(2)
+    assert world.running == 1
+    assert "1 of 3 nodes joined within 60 s" in world.lines[0]
+
+
+def test_nobody_comes():
+    world = World(nodes=1, join_timeout=60)
+    world.wait(61)
+    assert world.leader.code == 1
+
+
+def test_all_done():
+    world = World(nodes=1)
+    world.join(0, slots=2)
+    world.exit(1, 0)
+    assert world.leader.code is None
+    world.exit(0, 0)
+    assert world.leader.code == 0
+    assert world.causes == ["finished"]
+    assert world.sent[-1] == (0, "end")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-9, "process 2 (pid 102) was killed by signal 9"),
+        (70, "process 2 (pid 102) was hung (exit code 70)"),
+        (3, "process 2 (pid 102) failed with exit code 3"),
+        (1, "process 2 (pid 102) failed with exit code 1"),
+    ],
+)
+def test_a_lost_worker_ends_the_generation_and_the_next_starts_at_once(code, said):
+    world = World(nodes=1)
+    world.join(0, slots=4)
+    world.exit(2, code)
+    world.wait(SETTLE)
+    assert world.causes == [said]
+    assert world.leader.generation == 2
+    assert world.running == 4
+    assert [record["generation"] for record in world.records] == [1, 1, 2]
+
+
+def test_a_victim_is_not_the_cause():
+    world = World(nodes=1)
+    world.join(0, slots=4)
+    world.exit(0, 1)  # its collective failed, because
+    world.exit(3, -9)  # this one was killed
+    assert world.causes == ["process 3 (pid 103) was killed by signal 9"]
+
+
+def test_who_did_not_answer_is_the_cause_when_jax_ends_the_others():
+    world = World(nodes=1)
+    world.join(0, slots=3)
+    world.exit(0, -6)
+    world.exit(2, -6)
+    world.wait(SETTLE)
+    assert world.causes == ["process 1 did not answer its peers, which JAX ended"]
+    assert world.running == 3
+
+
+def test_bad_input_is_not_tried_again_in_the_first_generation():
+    world = World(nodes=1)
+    world.join(0, slots=2)
+    world.exit(1, 2)
+    assert world.leader.code == 2
+    assert world.leader.generation == 1
+
+
+def test_backoff_doubles_and_a_newer_checkpoint_resets_it():
+    world = World(nodes=1, max_restarts=9, failures=99, backoff=1.0)
+    world.join(0, slots=1)
+
+    def delay() -> float:
+        world.exit(0, -9)
+        begun = world.now
+        while world.running == 0:
+            world.wait(0.5)
+        return world.now - begun
+
+    assert [delay() for _ in range(5)] == [0, 1, 2, 4, 8]
+    world.run.step = 10
+    assert [delay() for _ in range(2)] == [0, 1]
+    world.run.step = 10  # no newer one
+    assert delay() == 2
+
+
+def test_restarts_without_progress_are_counted_and_the_code_is_passed_on():
+    world = World(nodes=1, max_restarts=2, failures=99)
+    world.join(0, slots=2)
+    for _ in range(2):
+        world.exit(1, -9)
+        world.wait(60)
+    world.exit(1, -11)
+    assert world.leader.code == 139
+    assert "2 restarts in a row" in world.lines[-1]
+
+
+def test_a_slot_that_keeps_failing_is_left_out_and_a_spare_takes_its_place():
+    world = World(nodes=1, spares=1, failures=2, max_restarts=9)
+    world.join(0, slots=3)
+    assert world.running == 2
+    for _ in range(2):
+        world.exit(1, -9)
+        world.wait(60)
+    assert any("slot 1 of node 0 is black-listed after 2 failures" in line for line in world.lines)
+    assert world.start["slots"] == [0, 2]
+    for _ in range(2):
+        world.exit(1, -9)
+        world.wait(60)
+    assert world.start["slots"] == [0]  # no spare is left
+    world.run.step = 5
+    world.exit(0, -9)
+    assert world.start["slots"] == [0]  # progress does not bring a listed one back
+
+
+def test_progress_forgives_a_slot():
+    world = World(nodes=1, failures=2, max_restarts=9)
+    world.join(0, slots=2)
+    for step in range(1, 5):
+        world.run.step = step
+        world.exit(1, -9)
+        world.wait(60)
+    assert world.running == 2
+
+
+def test_a_node_that_keeps_failing_is_left_out_whole_unless_it_is_the_only_one():
+    world = World(nodes=2, failures=2, max_restarts=9)
+    world.join(0, slots=2)
+    world.join(1, slots=2)
+    world.exit(2, -9)
+    world.exit(3, -9)
+    world.wait(60)
+    assert any("node 1 is black-listed" in line for line in world.lines)
+    assert world.ranks == {0: [0, 1], 1: []}
+    world.exit(0, -9)
+    world.wait(60)
+    world.exit(1, -9)
+    world.wait(60)
+    assert world.ranks[0] == [0, 1]
+
+
+def test_shrink_and_grow():
+    world = World(nodes=4, max_restarts=9)
+    for node in range(4):
+        world.join(node)
+    world.lose(3)
+    assert world.running == 3
+    assert world.causes == ["node 3 (host3) is lost: it closed its connection"]
+    world.lose(2)
+    world.wait(2)
+    assert world.running == 2
+    world.join(2)
+    assert "stop" in [kind for _, kind in world.sent]
+    assert world.running == 3
+    assert world.causes[-1] == "node 2 (host2) joined: going on with 3 processes"
+    world.join(3)
+    assert world.run.begun == [4, 3, 2, 3, 4]
+    assert world.leader.generation == 5
+
+
+def test_a_node_that_would_not_make_it_larger_does_not_stop_it():
+    world = World(FakeRun(fits=(1, 2, 4)), nodes=2)
+    world.join(0)
+    world.join(1)
+    world.join(2)
+    assert world.leader.generation == 1
+    world.join(3)
+    assert world.run.begun == [2, 4]
+
+
+def test_what_does_not_fit_stays_idle_and_is_said():
+    world = World(FakeRun(fits=(1, 2, 4)), nodes=1)
+    world.join(0, slots=3)
+    assert world.running == 2
+    assert world.records[0]["idle"] == 1
+    assert "1 process idle" in world.lines[0]
+
+
+def test_on_too_few_nodes_for_any_mesh_it_waits_for_them_to_come_back():
+    world = World(FakeRun(fits=(2,)), nodes=2, join_timeout=60)
+    world.join(0)
+    world.join(1)
+    world.lose(1)
+    assert world.leader.phase is Phase.WAITING
+    assert "expected an axis of -1, or --fallback; waiting 60 s" in world.lines[-1]
+    world.wait(59)
+    world.join(1)
+    assert world.run.begun == [2, 2]
+    world.lose(1)
+    world.wait(2)
+    world.wait(61)
+    assert world.leader.code == 1
+
+
+def test_silence_is_a_loss_and_words_are_signs_of_life():
+    world = World(nodes=2, heartbeat=20)
+    world.join(0)
+    world.join(1)
+    for _ in range(5):
+        world.wait(15)
+    assert world.leader.generation == 1
+    world.now += 21
+    world.leader.beat(0)
+    del world.ranks[1]
+    world.leader.tick()
+    world.settle()
+    assert world.causes == ["node 1 (host1) is lost: it gave no sign of life for 20 s"]
+    assert world.ranks == {0: [0]}
+
+
+def test_a_node_that_does_not_get_rid_of_its_workers_is_lost():
+    world = World(nodes=2)
+    world.join(0)
+    world.join(1)
+    world.obeys_kill = False
+    world.exit(0, -9)
+    assert world.leader.phase is Phase.ENDING
+    world.wait(KILL + 1)
+    assert world.run.begun == [2, 1]
+
+
+def test_a_signal_saves_and_ends_the_job():
+    world = World(nodes=1)
+    world.join(0, slots=2)
+    world.leader.signalled(0, 15)
+    world.settle()
+    assert world.leader.code == 75
+    assert world.causes == ["signal 15"]
+
+
+def test_a_signal_before_the_workers_can_save():
+    world = World(nodes=1)
+    world.join(0, slots=2)
+    world.obeys_stop = False
+    world.leader.signalled(0, 15)
+    world.settle()
+    world.exit(0, -15)
+    assert world.leader.code == 75
+
+
+def test_a_worker_lost_while_it_saves_is_not_called_saved():
+    world = World(nodes=1)
+    world.join(0, slots=2)
+    world.obeys_stop = False
+    world.leader.signalled(0, 15)
+    world.settle()
+    world.exit(0, -9)
+    assert world.leader.code == 137
+
+
+def test_the_second_signal_ends_it_at_once_but_not_that_of_another_node():
+    world = World(nodes=2)
+    world.join(0)
+    world.join(1)
+    world.obeys_stop = False
+    world.leader.signalled(0, 15)
+    world.leader.signalled(1, 15)
+    assert world.leader.code is None
+    world.leader.signalled(0, 15, again=True)
+    assert world.leader.code == 143
+
+
+def test_workers_that_stop_by_themselves_end_the_job_with_75():
+    world = World(nodes=1)
+    world.join(0, slots=2)
+    world.exit(1, 75)
+    world.exit(0, 75)
+    assert world.leader.code == 75
+    assert world.causes == ["a worker received a signal"]
+
+
+def test_a_worker_that_does_not_follow_the_others_is_killed():
+    world = World(nodes=1, stop_timeout=100)
+    world.join(0, slots=2)
+    world.exit(1, 75)
+    world.wait(99)
+    assert world.leader.generation == 1
+    world.wait(2)
+    assert world.causes == ["process 0 did not stop within 100 s"]
+    assert world.leader.generation == 2
+
+
+def test_a_stop_that_hangs_is_bounded():
+    world = World(nodes=1, stop_timeout=100)
+    world.join(0, slots=2)
+    world.obeys_stop = False
+    world.leader.signalled(0, 15)
+    world.settle()
+    world.wait(101)
+    assert world.leader.code == 1
+    assert world.running == 0
+
+
+def test_a_disk_that_takes_nothing_is_tried_again(monkeypatch):
+    world = World(nodes=1)
+
+    def full(placement):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.run, "begin", full)
+        world.join(0)
+        assert world.running == 0
+    world.wait(11)
+    assert world.running == 1
+    assert world.leader.generation == 1
+
+
+def test_generations_go_on_counting_where_an_earlier_launch_ended():
+    leader = Leader(FakeRun(), Policy(), generation=7, clock=lambda: 0.0)
+    leader.joined(0, 1, "h", 1)
+    assert leader.generation == 8
+    assert leader.phase is Phase.RUNNING

@@ -1,0 +1,66 @@
+"""What a worker is started with, and how it leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain.launch.workers import environment
+
+START = {
+    "kind": "start", "generation": 3, "run": "/run", "address": "10.0.0.1:77", "count": 6, "devices": 2,
+    "simulated": False, "slots": [1], "ranks": [4],
+}  # fmt: skip
+
+
+def test_a_worker_knows_the_others_and_sees_its_own_gpus():
+    env = environment(START, 4, 1, {"HOME": "/h", "JAX_PROCESS_ID": "9"}, 30)
+    assert env["JAX_COORDINATOR_ADDRESS"] == "10.0.0.1:77"
+    assert (env["JAX_NUM_PROCESSES"], env["JAX_PROCESS_ID"], env["JAXTRAIN_GENERATION"]) == ("6", "4", "3")
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert env["JAX_LOCAL_DEVICE_IDS"] == "0,1"
+    assert "XLA_FLAGS" not in env
+    assert env["HOME"] == "/h"
+    assert environment(START, 4, 1, {"CUDA_VISIBLE_DEVICES": "7,5,3,1"}, 30)["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
+def test_simulated_devices_wait_for_others_only_so_long():
+    start = START | {"simulated": True}
+    env = environment(start, 4, 1, {"XLA_FLAGS": "--xla_a=1"}, 30)
+    assert env["XLA_FLAGS"] == "--xla_a=1 --xla_cpu_collective_timeout_seconds=30"
+    assert env["JAX_PLATFORMS"] == "cpu"
+    own = {"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=5"}
+    assert environment(start, 4, 1, own, 30)["XLA_FLAGS"] == own["XLA_FLAGS"]
+
+
+LEAVE = """
+import atexit, os, sys
+import jaxtrain.cli.main
+from jaxtrain.cli import worker
+def command(arguments):
+    print(arguments, flush=True)
+    if sys.argv[1] == "raise":
+        raise OSError("of this process alone")
+    return int(sys.argv[1])
+jaxtrain.cli.main.main = command
+atexit.register(print, "waited for the others")
+worker.main(os.getppid(), "DIR")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "waits"), [("0", 0, 1), ("75", 75, 1), ("1", 1, 0), ("2", 2, 0), ("raise", 1, 0)]
+)
+def test_a_failed_worker_leaves_without_waiting_for_the_others(how: str, code: int, waits: int):
+    done = subprocess.run([sys.executable, "-c", LEAVE, how], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert done.stdout.splitlines() == ["['resume', 'DIR']", "waited for the others"][: 1 + waits]
+    assert ("OSError: of this process alone" in done.stderr) == (how == "raise")
+
+
+def test_a_worker_whose_agent_is_gone_already_does_not_begin():
+    code = "import os; from jaxtrain.launch.lifeline import die_with; die_with(os.getppid() + 1); print('began')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (137, "")
