@@ -3,16 +3,16 @@
     with Checkpointer(run_dir / "checkpoints", keep=3, keep_best=1, best="eval/loss") as checkpoints:
         state, manifest = checkpoints.restore(None, abstract_state)
         checkpoints.save(step, state, manifest=manifest)    # returns after the device-to-host copy is dispatched
-        for event in checkpoints.poll(): ...                # Committed, Failed, SetAside
+        for event in checkpoints.poll(): ...                # Committed, Retrying, Failed, SetAside, Copied, ...
 
-Only `checkpointer`, `snapshot` and `tree` import JAX; `store`, `files`, `promise` and `signals` answer without it.
+Only `checkpointer`, `reader`, `saving`, `orbax`, `processes`, `snapshot` and `tree` import JAX.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.checkpoint.events import Committed, Event, Failed, SetAside
+from jaxtrain.checkpoint.events import Committed, Copied, Event, Failed, Fetched, NotCopied, Retrying, SetAside, Slow
 from jaxtrain.checkpoint.files import CheckpointError
 from jaxtrain.checkpoint.promise import compare_configs, environment, promise
 from jaxtrain.checkpoint.signals import EXIT_SAVED, Signals
@@ -26,11 +26,16 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Committed",
+    "Copied",
     "Event",
     "Failed",
+    "Fetched",
+    "NotCopied",
     "Reader",
+    "Retrying",
     "SetAside",
     "Signals",
+    "Slow",
     "StepInfo",
     "Store",
     "compare_configs",

@@ -1,141 +1,31 @@
-"""Saving and restoring the train state. `Reader` reads any run's folder, `Checkpointer` is its one writer."""
+"""Saving the train state. `Checkpointer` is the one writer of a run's folder of checkpoints."""
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint import orbax
-from jaxtrain.checkpoint.events import Committed, Event, Failed, SetAside
-from jaxtrain.checkpoint.files import (
-    FORMAT,
-    PART,
-    CheckpointError,
-    Lock,
-    fsync_folders,
-    seal,
-    step_files,
-    write_durably,
-    write_marker,
-)
+from jaxtrain.checkpoint.comeback import Comeback
+from jaxtrain.checkpoint.copier import Copier
+from jaxtrain.checkpoint.durable import open_tier
+from jaxtrain.checkpoint.events import SLOW, Failed, SetAside, Slow
+from jaxtrain.checkpoint.files import CheckpointError, Lock
 from jaxtrain.checkpoint.processes import agreed, first_text
-from jaxtrain.checkpoint.snapshot import rematerialise, snapshot
-from jaxtrain.checkpoint.store import StepInfo, Store
-from jaxtrain.checkpoint.tree import Tensors, mismatch, named, named_arrays, nest, tensors, unnest
+from jaxtrain.checkpoint.reader import Reader
+from jaxtrain.checkpoint.reasons import LATE
+from jaxtrain.checkpoint.retry import WAITS
+from jaxtrain.checkpoint.saving import Save, Saver, content_of, nothing
+from jaxtrain.checkpoint.snapshot import snapshot
+from jaxtrain.checkpoint.tree import named_arrays, nest, tensors
 
-_POLL = 0.02  # seconds between looks for another process's file
-
-
-class Reader:
-    """Finds, checks and restores the checkpoints of a folder; renames and deletes nothing.
-
-    With several processes each method is called by all of them, on the main thread.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.store = Store(directory)
-        self._events: deque[Event] = deque()
-        self._passed: set[int] = set()
-
-    @property
-    def directory(self) -> Path:
-        """The folder."""
-        return self.store.directory
-
-    def latest(self) -> int | None:
-        """Newest committed step, or None."""
-        return self.store.latest()
-
-    def steps(self) -> list[StepInfo]:
-        """Committed steps with metrics and sizes, ascending."""
-        return self.store.steps()
-
-    def poll(self) -> list[Event]:
-        """What happened since the last call, oldest first. Never blocks."""
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    def restore(
-        self, step: int | None, abstract_state: Any, *, partial: bool = False, verify: bool = True
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint straight into the target shardings, on any mesh and number of processes.
-
-        Args:
-          step: which; None for the newest good one. Then a damaged step is passed over with a `SetAside` event
-            (and renamed `bad-N` by a `Checkpointer`) and the one before it is tried.
-          abstract_state: pytree of jax.ShapeDtypeStruct, each with its sharding. The result has its structure.
-          partial: the checkpoint may hold more, e.g. `{"params": ...}` is enough to evaluate.
-          verify: check size and xxh3 digest of every file first (each process reads its share).
-
-        Returns: (state, manifest). The arrays own their buffers, so that a donating step reuses all of them.
-
-        Raises:
-          CheckpointError: none found; damaged (with an explicit `step`); or a tensor is missing, superfluous or has
-            another shape or dtype, naming them.
-        """
-        wanted = named(abstract_state)
-        for name, leaf in wanted.items():
-            if getattr(leaf, "sharding", None) is None:
-                raise CheckpointError(f"cannot restore {name}: its ShapeDtypeStruct has no sharding")
-        chosen = self._choose(step, verify)
-        marker = self.store.marker(chosen)
-        difference = mismatch(marker["tensors"], tensors(abstract_state), partial)
-        if difference:
-            raise CheckpointError(f"checkpoint {chosen} in {self.directory} does not fit this model: {difference}")
-        try:
-            flat = named(orbax.read(self.store.path(chosen), nest(wanted), wanted, partial))
-        except Exception as error:
-            message = f"checkpoint {chosen} in {self.directory} cannot be read: {orbax.reason_of(error)}"
-            raise CheckpointError(message) from error
-        rematerialise(flat)
-        return unnest(nest(flat), abstract_state), marker["manifest"]
-
-    def _choose(self, step: int | None, verify: bool) -> int:
-        """The step to read: verified, the same on every process."""
-        while True:
-            candidates = [known for known in self.store.marked() if known not in self._passed]
-            chosen = agreed(step if step is not None else (candidates[-1] if candidates else -1))
-            if chosen < 0:
-                passed = ", ".join(map(str, sorted(self._passed, reverse=True)))
-                tried = f" (passed over as damaged: {passed})" if passed else ""
-                raise CheckpointError(f"no usable checkpoint in {self.directory}{tried}")
-            if step is not None:
-                missing = None if self.store.path(chosen).is_dir() else f"no checkpoint {chosen} in {self.directory}"
-                if missing := first_text(missing):
-                    raise CheckpointError(f"{missing}: there is {[info.step for info in self.steps()] or 'none'}")
-            share = (jax.process_index(), jax.process_count()) if verify else (0, 1 << 30)
-            problem = first_text(self.store.problem(chosen, share))
-            if problem is None:
-                return chosen
-            if step is not None:
-                raise CheckpointError(f"checkpoint {chosen} in {self.directory} is damaged: {problem}")
-            self._reject(chosen, problem)
-
-    def _reject(self, step: int, problem: str) -> None:
-        """A `Reader` only remembers that a step is damaged."""
-        self._passed.add(step)
-        self._events.append(SetAside(step, problem, None))
-
-
-@dataclass
-class _Save:
-    """A save in flight."""
-
-    step: int
-    content: dict[str, Any]  # the marker, so far
-    finish: Callable[[], None]  # returns when this process's part is on disk under its final name
-    begun: float
-    stall: float = 0.0
-    waited: float = 0.0
+__all__ = ["Checkpointer", "Reader"]
 
 
 class Checkpointer(Reader):
@@ -143,10 +33,13 @@ class Checkpointer(Reader):
 
     Args:
       directory: created when absent. A lock refuses a second writer.
-      keep: newest checkpoints kept (at least 1).
+      keep: newest checkpoints kept (at least 1), in each tier.
       keep_best: checkpoints kept besides, lowest in `best` first.
       best: name of a metric given to `save`.
-      timeout: seconds the processes wait for one another at a commit.
+      timeout: seconds the processes wait for one another at a commit, and a save for the one before it.
+      waits: seconds between the tries of a save, or of a copy, that fails.
+      durable: folder or URL of a second tier for this run alone, which committed steps are copied to.
+      durable_every: steps between these copies; None: every committed step.
 
     Raises CheckpointError when another process writes there. What a crash left (temporaries, half-deleted steps, steps
     without marker) is deleted here.
@@ -160,11 +53,22 @@ class Checkpointer(Reader):
         keep_best: int = 0,
         best: str | None = None,
         timeout: float = 300.0,
+        waits: Sequence[float] = WAITS,
+        durable: str | None = None,
+        durable_every: int | None = None,
     ) -> None:
         super().__init__(directory)
-        self._keep, self._keep_best, self._best, self._timeout = keep, keep_best, best, timeout
-        self._first = jax.process_index() == 0
-        self._thread: threading.Thread | None = None
+        self._kept, self._timeout = (keep, keep_best, best), timeout
+        self._first, self._is_alone = jax.process_index() == 0, jax.process_count() == 1
+        self._has_tier, self._is_slow_told = durable is not None, False
+        self._copier: Copier | None = None
+        self._comeback: Comeback | None = None
+        if durable is not None and self._first:
+            tier, report = open_tier(durable), self._events.append
+            self._copier = Copier(self.store, tier, durable_every, self._kept, waits, report)
+            self._comeback = Comeback(self.store, tier, report)
+        offer = nothing if self._copier is None else self._copier.offer
+        self._saver = Saver(self.store, timeout, waits, self._events.append, self._collect, offer)
         self._lock: Lock | None = None
         refused = None
         if self._first:
@@ -188,8 +92,10 @@ class Checkpointer(Reader):
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in flight and frees the lock."""
+        """Waits for the save and the copy in flight and frees the lock."""
         self.wait()
+        if self._copier is not None:
+            self._copier.close()
         self._is_open = False
         if self._lock is not None:
             self._lock.release()
@@ -197,9 +103,36 @@ class Checkpointer(Reader):
 
     def wait(self) -> None:
         """Blocks until no save is in flight. How it went is in `poll`."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._saver.wait()
+
+    def finish(self) -> None:
+        """`wait`, and until the durable tier has the newest step, or has refused it often enough."""
+        self.wait()
+        if self._copier is not None and (newest := self.store.latest()) is not None:
+            self._copier.finish(newest)
+        if self._has_tier:
+            agreed(0)
+
+    def is_empty(self) -> bool:
+        """Whether neither tier holds a step, good or damaged. The same on every process.
+
+        Raises CheckpointError when the folder is empty and nobody can tell what the durable tier holds.
+        """
+        is_empty, unknown = True, None
+        if self._first:
+            is_empty = not self.store.marked()
+            try:
+                is_empty = is_empty and (self._comeback is None or self._comeback.is_empty())
+            except CheckpointError as error:
+                unknown = str(error)
+        if unknown := first_text(unknown):
+            raise CheckpointError(unknown)
+        return agreed(int(is_empty)) == 1
+
+    def origin(self, step: int) -> str:
+        """Where a restored step came from: the run's folder, or the durable tier."""
+        comeback = self._comeback
+        return comeback.place if comeback is not None and step in comeback.fetched else str(self.directory)
 
     def save(
         self,
@@ -213,8 +146,9 @@ class Checkpointer(Reader):
         """Starts saving; the state may be donated to the next step as soon as this returns.
 
         One process: the copy to the host is dispatched, not waited for. Several: orbax copies this process's shards
-        before it returns. Either way a save still in flight is waited for first. Disk errors come through `poll`, as
-        `Failed`, and never touch earlier steps.
+        before it returns. Either way a save still being written is waited for first; one that failed and waits to be
+        tried again gives way to this one. Disk errors come through `poll`, as `Retrying` and `Failed`, and never touch
+        earlier steps. With several processes nothing is tried again: the next save starts afresh.
 
         Args:
           step: optimizer step of the state.
@@ -223,7 +157,7 @@ class Checkpointer(Reader):
           copied: False: one process, whose state nobody donates before `wait` returns, is written as it lies.
           metrics: finite numbers that rank `keep_best`; JSON-able.
 
-        Returns: False when this step is already committed, True otherwise.
+        Returns: False when this step is already committed, or was left out because the save before it hangs.
 
         Raises:
           CheckpointError: closed, not JSON-able, not jax.Arrays, or behind the newest checkpoint (see `rewind`).
@@ -232,27 +166,31 @@ class Checkpointer(Reader):
         if not self._is_open:
             raise CheckpointError(f"checkpoint {step} cannot be saved: {self.directory} is closed")
         flat = named_arrays(state)
-        content = _content(step, tensors(state), manifest, metrics)
-        self.wait()
+        content = content_of(step, tensors(state), manifest, metrics)
+        if not self._is_free(step, begun):
+            return False
         waited = time.perf_counter() - begun
         if not self._admits(step):
             return False
-        path = self.store.path(step)
         try:
-            finish = self._start(path, flat, copied)
+            write = self._writer(step, flat, copied)
         except Exception as error:  # whatever orbax or the file system raises is reported, and training goes on
-            self._fail(step, error)
+            self._saver.fail(step, error, has_begun=True)
             return True
-        save = _Save(step, content, finish, begun, waited=waited)
-        self._thread = threading.Thread(target=self._run, args=(save,), name=f"checkpoint-{step}")
-        save.stall = time.perf_counter() - begun
-        self._thread.start()
+        prepare = partial(self._make_way, step) if self._is_alone else nothing
+        self._saver.start(Save(step, content, prepare, write, self._is_alone, begun, waited=waited))
         return True
 
     def rewind(self, step: int) -> list[int]:
-        """Renames the committed steps after `step` to `old-N`, so that training goes on from it. Returns them."""
+        """Renames the committed steps after `step` to `old-N`, so that training goes on from it. Returns them.
+
+        In the durable tier too, where an object store has no names to change and they are deleted.
+        """
         self.wait()
         newer = [known for known in self.store.marked() if known > step] if self._first else []
+        if self._copier is not None and self._comeback is not None:
+            self._copier.wait()
+            self._comeback.forget(step)
         for known in newer:
             path = self.store.set_aside(known, "old")
             self._events.append(SetAside(known, f"training goes on from step {step}", str(path)))
@@ -262,9 +200,19 @@ class Checkpointer(Reader):
     def restore(
         self, step: int | None, abstract_state: Any, *, partial: bool = False, verify: bool = True
     ) -> tuple[Any, dict[str, Any]]:
-        """As `Reader.restore`, after the save in flight; a damaged newest step is renamed `bad-N`."""
+        """As `Reader.restore`, after the save in flight, of either tier; a damaged newest step is renamed `bad-N`."""
         self.wait()
         return super().restore(step, abstract_state, partial=partial, verify=verify)
+
+    def fetch(self) -> None:
+        """Brings the newest step of the durable tier here, checked, where the folder has none as new."""
+        self._supply(None)
+
+    def _supply(self, step: int | None) -> None:
+        if self._comeback is not None and (fetched := self._comeback.supply(step)) is not None:
+            self._passed.discard(fetched)
+        if self._has_tier:
+            agreed(0)
 
     def _reject(self, step: int, problem: str) -> None:
         path = None
@@ -274,123 +222,75 @@ class Checkpointer(Reader):
         self._passed.add(step)
         self._events.append(SetAside(step, problem, path))
 
+    def _is_free(self, step: int, begun: float) -> bool:
+        """Waits for the save before; False, the same on every process, where it takes longer than the timeout."""
+        self._saver.hurry()
+        late = None if self._saver.wait(self._timeout) else "late"
+        waited = time.perf_counter() - begun
+        if first_text(late):
+            self._events.append(Slow(step, self._saver.step, waited, skipped=True))
+            return False
+        self._tell_of_others()
+        if waited >= SLOW and self._saver.is_saved and not self._is_slow_told:
+            self._is_slow_told = True
+            self._events.append(Slow(step, self._saver.step, waited))
+        return True
+
+    def _tell_of_others(self) -> None:
+        """Process 0, which alone is heard, says why another one could not write its part of the save before."""
+        if self._is_alone:
+            return
+        reason, is_known = self._saver.reason, self._saver.reason != LATE
+        text = first_text(f"process {jax.process_index()}: {reason}" if reason and is_known else None)
+        if text and not is_known:
+            self._events.append(Failed(self._saver.step, text, self._saver.newest))
+
     def _admits(self, step: int) -> bool:
         """Whether a save of this step is due; the same on every process."""
-        newest = -1
+        newest, broken = -1, None
         if self._first:
-            newest = self.store.latest()
-            newest = -1 if newest is None else newest
-            if newest < step:
-                self._clear(step)
+            try:
+                newest = self._newest()
+                if newest < step and not self._is_alone:
+                    self._make_way(step)
+            except OSError as error:
+                broken = error
         newest = agreed(newest)
+        if self._is_alone and broken:
+            return True  # the thread of the save meets it again, and tries again
+        if first_text(str(broken) if broken else None):
+            self._saver.fail(step, broken or OSError("process 0 cannot write there"), has_begun=False)
+            return False
         if newest > step:
-            raise CheckpointError(
-                f"checkpoint {step} is behind the newest one ({newest}): call rewind({step}) to go on from there"
-            )
+            raise _behind(step, newest)
         self._passed.discard(step)
         return newest != step
 
-    def _clear(self, step: int) -> None:
-        """Makes way for a save: leavings of a failed one are deleted, a step with a damaged marker is set aside."""
+    def _newest(self) -> int:
+        newest = self.store.latest()
+        return -1 if newest is None else newest
+
+    def _make_way(self, step: int) -> None:
+        """Leavings of a failed save are deleted, a step with a damaged marker is set aside."""
+        if (newest := self._newest()) >= step:
+            raise _behind(step, newest)
         self.store.clean(step)
         if self.store.path(step).exists():
             reason = self.store.problem(step) or "it is saved anew"
             self._events.append(SetAside(step, reason, str(self.store.set_aside(step, "bad"))))
 
-    def _start(self, path: Path, flat: dict[str, jax.Array], copied: bool) -> Callable[[], None]:
-        if jax.process_count() > 1:
+    def _writer(self, step: int, flat: dict[str, jax.Array], copied: bool) -> Callable[[], None]:
+        path = self.store.path(step)
+        if not self._is_alone:
             return orbax.start(path, nest(flat), self._timeout).result
         copies = nest(snapshot(flat) if copied else flat)
         return lambda: orbax.write(path, copies, self._timeout)
 
-    def _run(self, save: _Save) -> None:
-        """The background thread of one save: data, checksums, marker, then garbage collection."""
-        try:
-            save.finish()
-            save.finish = _nothing  # frees the host copy
-            self._seal(save)
-            size = self._commit(save) if self._first else self._await_commit(save.step)
-        except Exception as error:  # whatever fails in the background is reported by poll()
-            self._fail(save.step, error)
-            return
-        try:
-            deleted = self.store.prune(self._keep, self._keep_best, self._best) if self._first else []
-        except OSError as error:
-            self._events.append(Failed(save.step, f"saved, but older ones cannot be deleted: {error}", save.step))
-            deleted = []
-        seconds = time.perf_counter() - save.begun
-        self._events.append(Committed(save.step, size, seconds, save.stall, save.waited, tuple(deleted)))
-
-    def _seal(self, save: _Save) -> None:
-        """Checksums of the files this process wrote, for process 0."""
-        folder, index, count = self.store.path(save.step), jax.process_index(), jax.process_count()
-        names = [name for name in step_files(folder) if _writer(name, count) == index]
-        sealed = seal(folder, names)
-        if self._first:
-            save.content["files"].update(sealed)
-        else:
-            write_durably(folder / PART.format(index), json.dumps(sealed))
-
-    def _commit(self, save: _Save) -> int:
-        """Gathers the checksums, fsyncs the folders, writes the marker. Returns the bytes of the step."""
-        folder = self.store.path(save.step)
-        for index in range(1, jax.process_count()):
-            part = folder / PART.format(index)
-            _await(part.exists, self._timeout, f"process {index} sent no checksums within {self._timeout:.0f} s")
-            save.content["files"].update(json.loads(part.read_text()))
-        save.content["bytes"] = sum(size for size, _ in save.content["files"].values())
-        fsync_folders(folder)
-        write_marker(folder, save.content)
-        for index in range(1, jax.process_count()):
-            (folder / PART.format(index)).unlink()
-        return save.content["bytes"]
-
-    def _await_commit(self, step: int) -> int:
-        def settled() -> bool:  # committed, or deleted by process 0 because it failed there
-            return step in self.store.marked() or not self.store.path(step).exists()
-
-        _await(settled, self._timeout, f"process 0 did not commit it within {self._timeout:.0f} s")
-        return self.store.marker(step)["bytes"]
-
-    def _fail(self, step: int, error: Exception) -> None:
-        """Reports a failed save and deletes what it left, which also frees the space it took."""
-        reason = orbax.reason_of(error)
-        if self._first:
-            try:
-                self.store.clean(step)
-            except OSError as second:
-                reason += f" (and its leavings stay: {second})"
-        self._events.append(Failed(step, reason, self.store.latest()))
+    def _collect(self) -> list[int]:
+        """Garbage collection; returns the deleted steps."""
+        return self.store.prune(*self._kept, held=() if self._copier is None else self._copier.held())
 
 
-def _content(step: int, saved: Tensors, manifest: dict[str, Any], metrics: dict[str, float] | None) -> dict[str, Any]:
-    """The marker before its files are known. Raises CheckpointError when manifest or metrics are not JSON-able."""
-    content = {
-        "format": FORMAT, "step": step, "time": time.time(), "bytes": 0, "files": {},
-        "tensors": saved, "manifest": manifest, "metrics": metrics or {},
-    }  # fmt: skip
-    try:
-        return json.loads(json.dumps(content))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {step}: manifest and metrics must be JSON-able ({error})") from None
-
-
-def _writer(name: str, processes: int) -> int:
-    """The process that wrote a file: `.../ocdbt.process_3/...` is process 3's, what is common process 0's."""
-    for part in name.split("/"):
-        _, found, index = part.partition("process_")
-        if found and index.isdecimal() and int(index) < processes:
-            return int(index)
-    return 0
-
-
-def _await(ready: Callable[[], bool], timeout: float, message: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not ready():
-        if time.monotonic() > deadline:
-            raise CheckpointError(message)
-        time.sleep(_POLL)
-
-
-def _nothing() -> None:
-    """Nothing is left to finish."""
+def _behind(step: int, newest: int) -> CheckpointError:
+    message = f"checkpoint {step} is behind the newest one ({newest}): call rewind({step}) to go on from there"
+    return CheckpointError(message)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from orbax.checkpoint import v1 as ocp
-
-from jaxtrain.checkpoint.files import CheckpointError
 
 NAME = "state"  # folder of the state inside a step
 _CHUNK = 64 << 20  # bytes of a stored chunk: bounds what a restore onto another mesh reads in vain
@@ -24,7 +22,7 @@ def _context(timeout: float, read_bytes: int | None = None, partial: bool = Fals
     context.array.saving.use_compression = False
     context.array.saving.enable_write_sharding_file = False  # a restore always says its own shardings
     context.array.saving.storage_options.chunk_byte_size = _CHUNK
-    context.asynchronous.timeout_secs = int(timeout)
+    context.asynchronous.timeout_secs = ceil(timeout)
     context.memory.read_concurrent_bytes = read_bytes
     context.pytree.loading.partial_load = partial
     return context
@@ -53,24 +51,3 @@ def read(path: Path, abstract: dict[str, Any], sizes: dict[str, Any], partial: b
     largest = max((prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in sizes.values()), default=0)
     with _context(300, read_bytes=max(_READ, 2 * largest + 1), partial=partial):
         return ocp.load(str(path), abstract, checkpointable_name=NAME)
-
-
-def reason_of(error: BaseException) -> str:
-    """One line that says why orbax, or the file system under it, failed."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    whole = " ".join(str(link) for link in chain)
-    for sign in ("RESOURCE_EXHAUSTED", "No space left", "OUT_OF_RANGE", "File too large", "Disk quota"):
-        if sign in whole:
-            return f"the disk is full or a size limit is reached ({_line(chain[-1])})"
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return f"{type(chain[-1]).__name__}: {_line(chain[-1])}"
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:197] + "..."

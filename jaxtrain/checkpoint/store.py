@@ -13,11 +13,14 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.files import MARKER, CheckpointError, fsync, problem_of, read_marker
+from jaxtrain.checkpoint.files import MARKER, CheckpointError, fsync, problem_of, read_marker, size_problem
+
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what is being written
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Store:
         found = []
         for step in self.marked():
             try:
-                content = read_marker(self.path(step))
+                content = self.read(step)
             except (CheckpointError, OSError):
                 continue  # damaged or just deleted: not committed; restore names it and sets it aside
             found.append(StepInfo(step, self.path(step), content["metrics"] or {}, content["bytes"], content["time"]))
@@ -67,10 +70,17 @@ class Store:
         steps = self.steps()
         return steps[-1].step if steps else None
 
+    def read(self, step: int) -> dict[str, Any]:
+        """Content of a step's marker. Raises FileNotFoundError or CheckpointError, see `files.read_marker`."""
+        content = read_marker(self.path(step))
+        if content["step"] != step:
+            raise CheckpointError(f"{MARKER} is of step {content['step']}: the folder was renamed or copied")
+        return content
+
     def marker(self, step: int) -> dict[str, Any]:
         """Content of a step's marker. Raises CheckpointError naming the step when absent or damaged."""
         try:
-            return read_marker(self.path(step))
+            return self.read(step)
         except FileNotFoundError:
             have = ", ".join(str(info.step) for info in self.steps()) or "none"
             raise CheckpointError(f"no checkpoint {step} in {self.directory}: there is {have}") from None
@@ -78,20 +88,39 @@ class Store:
             raise CheckpointError(f"checkpoint {step} in {self.directory} is damaged: {error}") from None
 
     def problem(self, step: int, share: tuple[int, int] = (0, 1)) -> str | None:
-        """What is wrong with a step, in words, or None: its marker, and every `count`-th file from `index` on.
+        """The first thing that is wrong with a step, in words, or None: its marker and every byte of its files.
 
         Args:
           share: (index, count): this process reads the files at index, index + count, ... by descending size.
         """
+        return next(self.problems(step, share), None)
+
+    def problems(
+        self, step: int, share: tuple[int, int] = (0, 1), read: Callable[[int], object] = lambda size: None
+    ) -> Iterator[str]:
+        """All that is wrong with a step; `read` is told the bytes of each file after it was read."""
         try:
-            content = read_marker(self.path(step))
+            content = self.read(step)
+        except FileNotFoundError:
+            yield f"{MARKER} is missing"
+        except (CheckpointError, OSError) as error:
+            yield str(error)
+        else:
+            index, count = share
+            for name, expected in by_size(content["files"])[index::count]:
+                if problem := problem_of(self.path(step), name, expected):
+                    yield problem
+                read(expected[0])
+
+    def quick_problem(self, step: int) -> str | None:
+        """What is wrong with a step as far as its marker and the sizes of its files tell, or None."""
+        try:
+            files = self.read(step)["files"].items()
         except FileNotFoundError:
             return f"{MARKER} is missing"
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             return str(error)
-        files = sorted(content["files"].items(), key=lambda item: (-item[1][0], item[0]))
-        index, count = share
-        problems = (problem_of(self.path(step), name, expected) for name, expected in files[index::count])
+        problems = (size_problem(self.path(step), name, expected) for name, expected in files)
         return next((problem for problem in problems if problem), None)
 
     def set_aside(self, step: int, prefix: str) -> Path:
@@ -123,27 +152,37 @@ class Store:
         litter = [
             name
             for name in os.listdir(self.directory)
-            if (name.isdecimal() and not (self.directory / name / MARKER).exists()) or ".orbax-checkpoint-tmp" in name
+            if (name.isdecimal() and not (self.directory / name / MARKER).exists()) or TEMPORARY in name
         ]
         if step is not None:
             litter = [name for name in litter if name.split(".")[0] == str(step)]
         self.delete(*litter)
         return litter
 
-    def prune(self, keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:
-        """Deletes committed steps beyond the newest `keep` and the `keep_best` lowest in metric `best`.
-
-        Returns the deleted steps. The newest committed step always stays; a metric that is absent or not finite
-        never counts as best.
-        """
-        steps = self.steps()
-        kept = {info.step for info in steps[-max(keep, 1) :]}
-        ranked = [info for info in steps if best is not None and _finite(info.metrics.get(best))]
-        ranked.sort(key=lambda info: (info.metrics[best or ""], info.step))
-        kept |= {info.step for info in ranked[:keep_best]}
-        gone = [info.step for info in steps if info.step not in kept]
+    def prune(
+        self, keep: int, keep_best: int = 0, best: str | None = None, held: Collection[int] = frozenset()
+    ) -> list[int]:
+        """Deletes what `surplus` names, but for the steps `held`. Returns the deleted steps."""
+        gone = [step for step in surplus(self.steps(), keep, keep_best, best) if step not in held]
         self.delete(*map(str, gone))
         return gone
+
+
+def surplus(steps: Sequence[StepInfo], keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:
+    """The steps beyond the newest `keep` and the `keep_best` lowest in metric `best`.
+
+    The newest always stays; a metric that is absent or not finite never counts as best.
+    """
+    kept = {info.step for info in steps[-max(keep, 1) :]}
+    ranked = [info for info in steps if best is not None and _finite(info.metrics.get(best))]
+    ranked.sort(key=lambda info: (info.metrics[best or ""], info.step))
+    kept |= {info.step for info in ranked[:keep_best]}
+    return [info.step for info in steps if info.step not in kept]
+
+
+def by_size(files: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(name, [size, digest]) of a marker's files, largest first."""
+    return sorted(files.items(), key=lambda item: (-item[1][0], item[0]))
 
 
 def _finite(value: Any) -> bool:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jaxtrain.pipeline.table import Table
 
 __all__ = [
-    "UserError", "config", "data", "diff", "eval", "export", "generate", "import_", "launch", "plan", "resume",
+    "UserError", "checkpoint", "config", "data", "diff", "eval", "export", "generate", "import_", "launch", "plan",
+    "resume",
     "schedule", "schema", "train", "verify",
 ]  # fmt: skip
 
@@ -32,6 +33,13 @@ def config(args: argparse.Namespace) -> int:
     resolved, provenance = resolve(args.config, *args.overrides, paths=False, checks=[check_config, check_pipeline])
     print("\n".join(show(resolved, provenance)))
     return 0
+
+
+def checkpoint(args: argparse.Namespace) -> int:
+    """Lists, describes, verifies or deletes checkpoints; 1 where one is damaged."""
+    from jaxtrain.cli.checkpoints import run
+
+    return run(args)
 
 
 def schema(args: argparse.Namespace) -> int:

@@ -68,7 +68,7 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
         state = {"params": params, "step": jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)}
-        with Checkpointer(folder / "checkpoints") as checkpoints:
+        with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing goes on meanwhile
             checkpoints.save(0, state, manifest=manifest, copied=False)
             checkpoints.wait()
             failed = [event for event in checkpoints.poll() if isinstance(event, Failed)]

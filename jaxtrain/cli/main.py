@@ -43,6 +43,17 @@ def _checkpoint(parser: Parser) -> None:
     _simulate(parser)
 
 
+def _checkpoints(parser: Parser) -> None:
+    parser.add_argument("action", choices=("ls", "inspect", "verify", "prune"), help="list, describe, read, delete")
+    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("--step", type=int, action="append", default=[], metavar="N", help="this one; may be repeated")
+    parser.add_argument("--keep", type=int, metavar="N", help="prune: delete all but the newest N and the best")
+    parser.add_argument("--dry-run", action="store_true", help="prune: say what would go, delete nothing")
+    parser.add_argument("--set-aside", action="store_true", help="prune: delete bad-N and old-N too")
+    parser.add_argument("--durable", action="store_true", help="ls, verify: the copies in checkpoint.durable")
+    parser.add_argument("--json", action="store_true", help="ls, inspect: as JSON")
+
+
 def _eval(parser: Parser) -> None:
     _checkpoint(parser)
     parser.add_argument("--batches", type=int, metavar="N", help="validation batches; default: the config's")
@@ -162,6 +173,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "plan": ("memory, communication and speed of a config on hardware that need not be there", _plan),
     "verify": ("prove that no layout changes the losses and gradients of a config", _verify),
     "schedule": ("print, price and draw a pipeline schedule", _schedule),
+    "checkpoint": ("list, describe, verify or delete the checkpoints of a run", _checkpoints),
     "config": ("print the resolved config and where each value came from", _config),
     "schema": ("print the JSON Schema of the config", _schema),
     "diff": ("compare two configs or runs", _diff),

@@ -44,6 +44,7 @@ def cross_problems(config: Config) -> Iterator[Found]:
         yield from _sources(config.data)
     yield from _remat(config)
     yield from _watching(config)
+    yield from _durable(config)
 
 
 def path_problems(config: Config) -> Iterator[Found]:
@@ -79,8 +80,9 @@ def _documents(config: Config) -> Iterator[tuple[str, Documents]]:
 
 def _packages(config: Config) -> Iterator[Found]:
     """Packages of the extras that the config asks for."""
-    log = config.log
+    log, durable = config.log, config.checkpoint.durable or ""
     needed = [("log.wandb", "wandb", "wandb", bool(log.wandb)), ("log.mlflow", "mlflow", "mlflow", bool(log.mlflow))]
+    needed.append(("checkpoint.durable", "fsspec", "remote", "://" in durable and not durable.startswith("file://")))
     if config.data.type == "text":
         needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
         for path, source in _documents(config):
@@ -241,6 +243,20 @@ def _watching(config: Config) -> Iterator[Found]:
     if saves is not None and (every is None or saves % every):
         message = f"checkpoints are ranked by their validation: expected a multiple of eval.every; found {saves}"
         yield Found(("checkpoint.every", "checkpoint.keep_best"), f"{message} with eval.every {every or 'null'}")
+
+
+def _durable(config: Config) -> Iterator[Found]:
+    """Copies are made of checkpoints, somewhere."""
+    durable, every, often = config.checkpoint.durable, config.checkpoint.every, config.checkpoint.durable_every
+    if durable == "":
+        yield Found(("checkpoint.durable",), "is empty; expected a folder, a URL, or null")
+    if often is None:
+        return
+    if durable is None:
+        yield Found(("checkpoint.durable_every", "checkpoint.durable"), "copies where to? set checkpoint.durable too")
+    elif every is None or often % every:
+        message = f"expected a multiple of checkpoint.every ({every or 'null'}); found {often}"
+        yield Found(("checkpoint.durable_every", "checkpoint.every"), message)
 
 
 def _metrics(config: Config) -> list[str]:

@@ -38,12 +38,15 @@ def write_config(directory: Path, config: Config) -> None:
 
 
 def absolute(config: Config) -> Config:
-    """The config with the paths of its data and weights made absolute, so that a run can be resumed from anywhere."""
+    """The config with its paths made absolute, so that a run can be resumed from anywhere."""
 
     def whole(path: str, *words: str) -> str:
         return path if path in words or "://" in path else os.path.abspath(os.path.expanduser(path))
 
-    data, model = config.data, config.model
+    data, model, durable = config.data, config.model, config.checkpoint.durable
+    if durable is not None:
+        section = config.checkpoint.model_copy(update={"durable": whole(durable)})
+        config = config.model_copy(update={"checkpoint": section})
     if model.init_from is not None:
         config = config.model_copy(update={"model": model.model_copy(update={"init_from": whole(model.init_from)})})
     if data.type != "text":

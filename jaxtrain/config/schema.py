@@ -262,6 +262,8 @@ class Checkpoint(Section):
     keep: PositiveInt = key(3, "newest checkpoints kept")
     keep_best: Count = key(0, "best checkpoints kept besides")
     best: str = key("eval/loss", "metric that ranks `keep_best`, lower is better")
+    durable: str | None = key(None, "second tier: folder or URL (s3://...) whose NAME/STEP are checked copies")
+    durable_every: PositiveInt | None = key(None, "steps between these copies; default: every checkpoint, and the last")
 
 
 class Eval(Section):

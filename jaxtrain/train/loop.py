@@ -80,7 +80,7 @@ def train(
     try:
         with Signals() as signals:
             state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile))
-            run.checkpoints.wait()
+            run.checkpoints.finish()
             report_checkpoints(run)
         if run.checkpoints.latest() != done:
             raise NotSaved(f"the last checkpoint (step {done}) could not be written, see above")
@@ -174,12 +174,9 @@ def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
 def report_checkpoints(run: Run) -> None:
     """Passes on what became of the checkpoints."""
     for event in run.checkpoints.poll():
-        if isinstance(event, Committed):
-            run.observers.event("save", **event.shown())
-            if run.config.log.checkpoints:
-                run.observers.artifact(run.checkpoints.store.path(event.step))
-        else:
-            run.observers.event("warning", text=str(event))
+        run.observers.event(event.kind, **event.shown())
+        if isinstance(event, Committed) and run.config.log.checkpoints:
+            run.observers.artifact(run.checkpoints.store.path(event.step))
 
 
 def report_profile(run: Run, path: Path | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpointer, compare_configs, environment, promise, read_manifest
+from jaxtrain.checkpoint.durable import place_of
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.errors import Problem, UserError
 from jaxtrain.config.huggingface import opened
@@ -90,12 +91,13 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     options = config.checkpoint
-    checkpoints = Checkpointer(
-        directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best
-    )
+    kept = {"keep": options.keep, "keep_best": options.keep_best, "best": options.best}
+    tier = {"durable": place_of(options.durable, directory), "durable_every": options.durable_every}
+    checkpoints = Checkpointer(directory / "checkpoints", **kept, **tier)
     try:
-        if not resume and checkpoints.store.marked():
-            raise UserError(f"{directory} holds a run already; resume it, or give another name")
+        if not resume and not checkpoints.is_empty():
+            where = directory if checkpoints.store.marked() else tier["durable"]
+            raise UserError(f"{where} holds a run already; resume it, or give another name")
         run, info = _assemble(config, directory, program, data, sets, checkpoints, screen)
         state, done = _restore(run, info) if resume else (_initial(program), 0)
         if done > config.steps:
@@ -212,7 +214,9 @@ def resume_command(run: Run, done: int) -> str:
 def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
     """The newest good state, and what the resumed run may promise; afresh where nothing was saved yet."""
     checkpoints = run.checkpoints
-    if not checkpoints.store.marked():
+    checkpoints.fetch()
+    _report(run)
+    if checkpoints.is_empty():
         run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
         return _initial(run.program), 0
     # Compared before the state is read: a changed model is better told by its key than by its tensors.
@@ -223,15 +227,21 @@ def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
         raise UserError(f"{run.dir} {message}")
     _refuse(run, step, manifest)
     state, saved = checkpoints.restore(None, run.program.state)
-    for event in checkpoints.poll():
-        run.screen.print(f"warning  {event}")
+    _report(run)
     done = int(jax.device_get(state["step"]))
     for line in _refuse(run, done, saved):
         run.screen.print(f"changed  {line}")
     level, reasons = promise(saved, run.manifest)
-    info |= {"promise": level, "reasons": reasons}
+    info |= {"promise": level, "reasons": reasons, "restored": checkpoints.origin(done)}
+    run.screen.print(f"restored checkpoint {done} of {info['restored']}")
     run.screen.print(f"promise  {PROMISES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
     return state, done
+
+
+def _report(run: Run) -> None:
+    """Says what restoring came across."""
+    for event in run.checkpoints.poll():
+        run.screen.print(f"warning  {event}")
 
 
 def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:

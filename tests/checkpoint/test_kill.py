@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxtrain.checkpoint import Checkpointer, Reader, Store, files
 
 SAVER = """
 import sys
 import jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpointer
-with Checkpointer(sys.argv[1], keep=2) as checkpoints:
+from jaxtrain.checkpoint import Checkpointer, Committed, Copied
+with Checkpointer(sys.argv[1], keep=2, durable=sys.argv[1] + "-far", durable_every=2) as checkpoints:
     first = (checkpoints.latest() or 0) + 1
     state = {f"w{i}": jnp.full((256, 256), float(first)) for i in range(4)}
     add = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
@@ -27,6 +29,9 @@ with Checkpointer(sys.argv[1], keep=2) as checkpoints:
     for step in range(first, first + 10_000):
         checkpoints.save(step, state, manifest={"step": step})
         state = add(state)
+        for event in checkpoints.poll():
+            if isinstance(event, (Committed, Copied)):
+                print(type(event).__name__, event.step, flush=True)
 """
 
 
@@ -39,34 +44,65 @@ def start(code: str, *args: object, **options) -> subprocess.Popen:
     return process
 
 
-def kill_after(process: subprocess.Popen, seconds: float) -> None:
+def kill_after(process: subprocess.Popen, seconds: float) -> str:
+    """Returns what it had printed."""
     time.sleep(seconds)
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    return process.communicate()[0]
 
 
-def test_kill_during_save_leaves_the_newest_step_whole(tmp_path):
-    rng = random.Random(0)
+LIKE = {f"w{i}": (256, 256) for i in range(4)}
+
+
+def check_whole(folder: Path) -> list[int]:
+    """Steps of a folder, after a look at every value of each."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding) for i in range(4)}
-    newest = 0
-    for _ in range(3):
-        kill_after(start(SAVER, tmp_path), rng.uniform(0.6, 1.2))
-        reader = Reader(tmp_path)
-        latest = reader.latest()
-        assert latest is not None
-        assert latest > newest, "each round commits steps of its own"
-        for info in reader.steps():
-            state, manifest = reader.restore(info.step, like)
-            assert manifest == {"step": info.step}
-            for leaf in jax.tree.leaves(state):
-                np.testing.assert_array_equal(leaf, np.full((256, 256), info.step, np.float32))
-        newest = latest
-    with Checkpointer(tmp_path):
-        names = sorted(name for name in os.listdir(tmp_path) if not name.startswith("."))
-    assert all(name.isdecimal() for name in names), names
-    assert len(names) <= 3, "at most one step more than kept, when killed before the collection"
+    like = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for name, shape in LIKE.items()}
+    reader = Reader(folder)
+    steps = [info.step for info in reader.steps()]
+    for step in steps:
+        state, manifest = reader.restore(step, like)
+        assert manifest == {"step": step}
+        for leaf in jax.tree.leaves(state):
+            np.testing.assert_array_equal(leaf, np.full((256, 256), step, np.float32))
+    return steps
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=[pytest.mark.chaos, pytest.mark.timeout(3600)])])
+def test_kill_leaves_the_newest_step_whole_in_both_tiers(tmp_path, rounds):
+    """Killed while it saves, commits, collects garbage and copies, and `checkpoint prune` too: at seeded moments."""
+    rng = random.Random(rounds)
+    near, far, newest = tmp_path / "run", tmp_path / "run-far", {"Committed": 0, "Copied": 0}
+    for _ in range(rounds):
+        process = start(SAVER, near)
+        first = process.stdout.readline()
+        for line in (first + kill_after(process, rng.uniform(0, 0.6))).splitlines():
+            newest[line.split()[0]] = int(line.split()[1])
+        steps = check_whole(near)
+        assert steps[-1] >= newest["Committed"] > 0, "what was reported is there"
+        copies = check_whole(far) if far.is_dir() else []
+        assert not newest["Copied"] or copies[-1] >= newest["Copied"]
+        prune = subprocess.Popen([sys.executable, "-c", PRUNE, near, str(rng.uniform(0, 0.02))])
+        assert prune.wait(60) in (0, -signal.SIGKILL)
+        assert check_whole(near)[-1] == steps[-1]
+    with Checkpointer(near, durable=str(far)) as checkpoints:
+        checkpoints.finish()
+    for folder in (near, far):
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        assert all(name.isdecimal() for name in names), names
+        assert os.listdir(folder / ".trash") == []
+        assert len(names) <= 4, "at most one step more than kept, when killed before the collection, and the copy"
+
+
+PRUNE = """
+import os, signal, sys, threading
+from jaxtrain.cli import checkpoints
+from jaxtrain.cli.main import main
+threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+main(["checkpoint", "prune", sys.argv[1], "--keep", "1"])
+os._exit(0)
+"""
 
 
 class Killed(BaseException):
@@ -135,7 +171,7 @@ import jax, jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpointer, Committed, Failed
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 state = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
-with Checkpointer(sys.argv[1]) as checkpoints:
+with Checkpointer(sys.argv[1], waits=()) as checkpoints:
     print("ready", flush=True)
     checkpoints.save(1, state, manifest={})
     checkpoints.wait()

@@ -263,6 +263,10 @@ def test_config_does_not_import_jax() -> None:
         ("step.remat=[atention]", "did you mean `attention`"),
         ("checkpoint={keep_best: 1, every: 150}", "expected a multiple of eval.every"),
         ("checkpoint={keep_best: 1, best: eval/los}", "validation gives no"),
+        ("checkpoint={durable: far, every: 100, durable_every: 150}", "checkpoint.every (100); found 150"),
+        ("checkpoint={durable: far, durable_every: 100}", "a multiple of checkpoint.every (null); found 100"),
+        ("checkpoint={every: 100, durable_every: 100}", "copies where to? set checkpoint.durable too"),
+        ('checkpoint={durable: ""}', "is empty; expected a folder, a URL, or null"),
         ("log={prompt: ''}", "at least one character"),
     ],
 )

@@ -1,0 +1,228 @@
+"""`jaxtrain checkpoint ls|inspect|verify|prune RUN_DIR`. No JAX: it answers at once, beside a live run too."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.checkpoint.durable import Folder, Tier, content_at, open_tier, place_of, problem_at
+from jaxtrain.checkpoint.files import MARKER, CheckpointError, Lock
+from jaxtrain.checkpoint.store import Store, by_size
+from jaxtrain.checkpoint.survey import ASIDE, DAMAGED, GOOD, UNFINISHED, Row, chosen, last_good, survey, tensor_bytes
+from jaxtrain.cli.screen import ProgressBar
+from jaxtrain.config.errors import UserError, clean
+
+WIDE = 200  # columns where the output is no terminal
+
+
+def run(args: argparse.Namespace) -> int:
+    """One action on a folder of checkpoints; returns the exit code."""
+    _check(args)
+    return ACTIONS[args.action](_store(args.run), args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Options belong to actions."""
+    allowed = {
+        "ls": ("json", "durable"),
+        "inspect": ("step", "json"),
+        "verify": ("step", "durable"),
+        "prune": ("step", "keep", "dry_run", "set_aside"),
+    }
+    for name in sorted({name for names in allowed.values() for name in names} - {*allowed[args.action]}):
+        if getattr(args, name):
+            raise UserError(f"checkpoint {args.action}: --{name.replace('_', '-')} is not for it; see --help")
+    if args.action == "inspect" and len(args.step) > 1:
+        raise UserError("checkpoint inspect: expected one --step")
+    if args.action == "prune" and not args.step and args.keep is None and not args.set_aside:
+        raise UserError("checkpoint prune: expected --keep N, --step N or --set-aside")
+
+
+def _store(directory: str) -> Store:
+    """The checkpoints of a run's folder; a folder of steps itself will do, such as a durable copy."""
+    folder = Path(directory).expanduser()
+    inner = folder / "checkpoints"
+    store = Store(inner if inner.is_dir() else folder)
+    if not store.directory.is_dir() or not survey(store):
+        raise UserError(f"{directory}: no checkpoints there; expected the folder of a run")
+    return store
+
+
+def ls(store: Store, args: argparse.Namespace) -> int:
+    """A line per step."""
+    rows = _copies(_durable(store, args)) if args.durable else survey(store)
+    if args.json:
+        print(json.dumps([row.as_json() for row in rows], indent=1))
+        return 0
+    table = Table("step", "time", "size", "state", "metrics", "written by", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = Console(highlight=False, markup=False)
+    console.width = console.width if console.is_terminal else WIDE
+    console.print(table)
+    return 0
+
+
+def _copies(tier: Tier) -> list[Row]:
+    """The steps of the durable tier, as far as their markers tell."""
+    rows = []
+    for step in tier.steps():
+        try:
+            rows.append(Row(str(step), step, GOOD, content=content_at(tier, step)))
+        except CheckpointError as error:
+            rows.append(Row(str(step), step, DAMAGED, str(error)))
+    return rows
+
+
+def _cells(row: Row) -> list[str]:
+    found = row.content
+    when = f"{datetime.fromtimestamp(found['time']):%Y-%m-%d %H:%M:%S}" if found else ""
+    metrics = " ".join(f"{name} {value:.5g}" for name, value in (found.get("metrics") or {}).items())
+    state = f"{row.state}: {row.reason}" if row.reason else row.state
+    writers = _writers(found.get("manifest", {}))
+    return [clean(cell) for cell in (row.name, when, size(found["bytes"]) if found else "", state, metrics, writers)]
+
+
+def _writers(manifest: dict[str, Any]) -> str:
+    """`2 processes, data 2 x fsdp 4`."""
+    processes = manifest.get("processes")
+    if processes is None:
+        return ""
+    sizes = manifest.get("mesh")
+    mesh = " x ".join(f"{axis} {count}" for axis, count in sizes.items()) if isinstance(sizes, dict) else ""
+    return f"{processes} process{'es' if processes != 1 else ''}, {mesh or '1 device'}"
+
+
+def inspect(store: Store, args: argparse.Namespace) -> int:
+    """One step: what its marker says, and its tensors."""
+    step = args.step[0] if args.step else store.latest()
+    if step is None:
+        raise CheckpointError(f"no good checkpoint in {store.directory}; `checkpoint ls` tells more")
+    content = store.marker(step)
+    if args.json:
+        print(json.dumps(content, indent=1))
+        return 0
+    print("\n".join(map(clean, _lines(content))))
+    return 0
+
+
+def _lines(content: dict[str, Any]) -> Iterator[str]:
+    """A step in words."""
+    manifest, tensors = content["manifest"], content["tensors"]
+    yield f"step      {content['step']}"
+    yield f"time      {datetime.fromtimestamp(content['time']):%Y-%m-%d %H:%M:%S}"
+    yield f"size      {size(content['bytes'])} in {len(content['files'])} files"
+    for name, value in (content["metrics"] or {}).items():
+        yield f"metric    {name} {value:.6g}"
+    yield f"written   by {_writers(manifest) or 'an unknown run'}"
+    for name, value in manifest.items():
+        if name not in ("config", "processes", "mesh"):
+            yield f"{name:<9} {_plain(value)}"
+    config = manifest.get("config")
+    if isinstance(config, dict):
+        yield f"config    {config.get('name')}; --json prints it, `jaxtrain config RUN_DIR/config.yaml` the run's own"
+    yield ""
+    sizes = {name: tensor_bytes(*spec) for name, spec in tensors.items()}
+    width = max((len(name) for name in tensors), default=0)
+    for name, (shape, dtype) in tensors.items():
+        yield f"{name:<{width}}  {dtype:<9} {'x'.join(map(str, shape)) or 'scalar':<16} {size(sizes[name]):>10}"
+    count = sum(math.prod(shape) for shape, _ in tensors.values())
+    yield f"{len(tensors)} tensors, {count:,} numbers, {size(sum(sizes.values()))}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items() if item not in ("", None)) or "none"
+    return str(value)
+
+
+def verify(store: Store, args: argparse.Namespace) -> int:
+    """Reads every byte; 1 where one is not what was written."""
+    tier = _durable(store, args) if args.durable else Folder(store.directory)
+    steps = tier.steps()
+    for step in args.step:
+        if step not in steps:
+            raise CheckpointError(f"no checkpoint {step} in {tier.place}: there is {steps or 'none'}")
+    is_good = True
+    for step in args.step or steps:
+        found = _problems(tier, step)
+        if found and step not in tier.steps():  # by the run, which may be going on
+            print(f"{step}: deleted meanwhile")
+            continue
+        is_good &= not found
+        print("\n".join(clean(f"{step}: damaged: {problem}") for problem in found) or f"{step}: good, every byte read")
+    for row in survey(store) if not args.durable and not args.step else ():
+        if row.state in (ASIDE, UNFINISHED):
+            print(f"{row.name}: {row.state}, not read")
+    return 0 if is_good else 1
+
+
+def _problems(tier: Tier, step: int) -> list[str]:
+    """All that is wrong with a step, with a progress bar while it is read."""
+    try:
+        content, found, done = content_at(tier, step), [], 0
+    except FileNotFoundError:
+        return [f"{MARKER} is missing"]
+    except CheckpointError as error:
+        return [str(error)]
+    with ProgressBar(f"checkpoint {step}") as progress:
+        for name, expected in by_size(content["files"]):
+            found.append(problem_at(tier, step, name, expected))
+            done += expected[0]
+            progress(done, content["bytes"])
+    return [problem for problem in found if problem]
+
+
+def _durable(store: Store, args: argparse.Namespace) -> Tier:
+    """The durable tier that the run's config names. Raises UserError where it names none."""
+    from jaxtrain.config import resolve
+
+    directory = Path(args.run)
+    config, _ = resolve(str(directory / "config.yaml"), paths=False)
+    place = place_of(config.checkpoint.durable, directory)
+    if place is None:
+        raise UserError(f"{directory}: its config has no checkpoint.durable; leave out --durable")
+    return open_tier(place)
+
+
+def prune(store: Store, args: argparse.Namespace) -> int:
+    """Deletes steps, whole or not at all, and never the last good one."""
+    lock = None if args.dry_run else Lock(store.directory / ".lock", "its own checkpoint.keep prunes; stop it first")
+    try:
+        gone = chosen(store, args.keep, args.step)
+        kept = last_good(store, gone)
+        if gone and kept is None:
+            last = last_good(store, ())
+            what = "none of them is good" if last is None else f"{last} is the last good one"
+            raise CheckpointError(f"{store.directory}: not deleted, {what}; expected a good checkpoint to stay")
+        names = [str(step) for step in gone]
+        names += [row.name for row in survey(store) if args.set_aside and row.state == ASIDE]
+        files = (path for name in names for path in (store.directory / name).rglob("*") if path.is_file())
+        freed = sum(path.stat().st_size for path in files)
+        if not args.dry_run:
+            store.delete(*names)
+    finally:
+        if lock is not None:
+            lock.release()
+    verb = "would delete" if args.dry_run else "deleted"
+    print(f"{verb} {', '.join(names)} ({size(freed)})" if names else "nothing to delete")
+    return 0
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+ACTIONS = {"ls": ls, "inspect": inspect, "verify": verify, "prune": prune}
