@@ -179,10 +179,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         screen.bare = Bare(config, run.program, state["params"], run.data)
         screen.begin()
         with Signals() as signals:
-            loop.fit(run, state, 0, signals, Profile(folder, None))
-        run.checkpoints.wait()
-        run.observers.close()
-        run.checkpoints.close()
+            loop.fit(run, state, 0, signals, Profile(folder, None, run.ledger))
+        run.close()
         count = run.program.definition.params
     return summary(spec, screen, count)
 

@@ -25,7 +25,7 @@ WITHOUT_JAX = (
     "jaxtrain.plan.targets", "jaxtrain.plan.compile", "jaxtrain.plan.chips", "jaxtrain.plan.predict",
     "jaxtrain.plan.result", "jaxtrain.plan.search", "jaxtrain.plan.screen", "jaxtrain.plan.page",
     "jaxtrain.plan.diff", "jaxtrain.cli.plans", "jaxtrain.cli.checkpoints", "jaxtrain.checkpoint.copier",
-    "jaxtrain.checkpoint.comeback",
+    "jaxtrain.checkpoint.comeback", "jaxtrain.cli.report", "jaxtrain.resilience.watchdog",
     "jaxtrain.verify.shrink", "jaxtrain.verify.candidates",
     "jaxtrain.verify.compare", "jaxtrain.pipeline.schedule", "jaxtrain.pipeline.custom", "jaxtrain.pipeline.buffers",
     "jaxtrain.pipeline.draw", "jaxtrain.pipeline.fit", "jaxtrain.interop.files", "jaxtrain.interop.tensors",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UserError", "checkpoint", "config", "data", "diff", "eval", "export", "generate", "import_", "launch", "plan",
-    "resume",
+    "report", "resume",
     "schedule", "schema", "train", "verify",
 ]  # fmt: skip
 
@@ -226,6 +226,13 @@ def plan(args: argparse.Namespace) -> int:
     return plans.show(args.config, overrides, args)
 
 
+def report(args: argparse.Namespace) -> int:
+    """Prints where the time of a run went, its curves and its restarts."""
+    from jaxtrain.cli.report import show
+
+    return show(args)
+
+
 def schedule(args: argparse.Namespace) -> int:
     """Prints a pipeline schedule and its figures, and draws it; or sets all schedules side by side."""
     from rich.console import Console
@@ -279,16 +286,20 @@ def _costs(text: str) -> Costs:
 
 
 def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *, resume: bool) -> int:
+    if args.deadline is not None and not 0 <= args.deadline < float("inf"):
+        raise UserError(f"--deadline: expected seconds, or 0 for none; found {args.deadline:g}")
     _before_jax(args, resolved.simulate)
     from jaxtrain.checkpoint import EXIT_SAVED
     from jaxtrain.cli.runs import finish
+    from jaxtrain.observe.ledger import Ledger, process_age
     from jaxtrain.observe.progress import Screen
     from jaxtrain.train.loop import Failed
     from jaxtrain.train.loop import train as run
 
-    screen = Screen(resolved.steps)
+    screen, ledger = Screen(resolved.steps), Ledger(age=process_age() if args.is_all else 0.0)
+    options = {"profile": _span(args.profile), "screen": screen, "ledger": ledger, "deadline": args.deadline}
     try:
-        result = run(resolved, directory, resume=resume, profile=_span(args.profile), screen=screen)
+        result = run(resolved, directory, resume=resume, **options)
     except Failed as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return 1

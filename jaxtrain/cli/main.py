@@ -22,18 +22,24 @@ def _simulate(parser: Parser) -> None:
     parser.add_argument("--simulate", type=int, metavar="N", help="run on N simulated CPU devices")
 
 
+def _looking_on(parser: Parser) -> None:
+    parser.add_argument("--profile", metavar="START:STOP", help="write an XProf trace of these steps")
+    hang = "end the process (exit code 70) when a step or its data hang so long; default: as measured; 0: never"
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help=hang)
+
+
 def _train(parser: Parser) -> None:
     parser.add_argument("config", help="YAML file")
     _overrides(parser)
     _simulate(parser)
-    parser.add_argument("--profile", metavar="START:STOP", help="write an XProf trace of these steps")
+    _looking_on(parser)
 
 
 def _resume(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
     _overrides(parser)
     _simulate(parser)
-    parser.add_argument("--profile", metavar="START:STOP", help="write an XProf trace of these steps")
+    _looking_on(parser)
 
 
 def _checkpoint(parser: Parser) -> None:
@@ -144,6 +150,12 @@ def _plan(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", help="of --search: the layout file (TARGET.yaml)")
 
 
+def _report(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run, which may go on meanwhile")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one page")
+    parser.add_argument("--json", metavar="FILE", help="write its figures as JSON")
+
+
 def _schedule(parser: Parser) -> None:
     parser.add_argument("schedule", metavar="NAME", nargs="?", help="schedule, or a .csv or .yaml table of one's own")
     parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (4)")
@@ -170,6 +182,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "generate": ("text from a checkpoint", _generate),
     "import": ("make a run's folder of a Hugging Face model", _import),
     "export": ("make a Hugging Face model of a checkpoint", _export),
+    "report": ("where the time of a run went, its curves, its restarts and their causes", _report),
     "plan": ("memory, communication and speed of a config on hardware that need not be there", _plan),
     "verify": ("prove that no layout changes the losses and gradients of a config", _verify),
     "schedule": ("print, price and draw a pipeline schedule", _schedule),
@@ -182,7 +195,10 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code (0 done, 1 failed, 2 bad input, 75 stopped by a signal, saved)."""
+    """Runs one command; returns its exit code.
+
+    0 done, 1 failed, 2 bad input, 70 hung, 75 stopped by a signal and saved.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
@@ -202,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_intermixed_args(arguments[1:])
     except SystemExit as stop:
         return int(stop.code or 0)
+    args.is_all = argv is None  # the process is this command's alone
     return _run(name, args)
 
 

@@ -1,78 +1,57 @@
-"""Times the loop and makes the record of a logged step. No JAX."""
+"""Makes the record of a logged step. No JAX."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.observe.flops import Flops, utilisation
+from jaxtrain.observe.ledger import STEPS, Ledger
 from jaxtrain.observe.peak import Peak
 
 
 class Meter:
-    """Step time, throughput, data wait, utilisation and memory between two records.
+    """Step time, throughput, data wait, utilisation and memory between two records, by the seconds of a ledger.
 
-        meter = Meter(tokens=global_batch * sequence, devices=8, flops=flops, peak=peak)
-        with meter.data(): batch = next(batches)
+        meter = Meter(ledger, tokens=global_batch * sequence, devices=8, flops=flops, peak=peak)
+        meter.compiled(1)
         record = meter.record(step, {"loss": 2.3, ...})
-        with meter.pause(): evaluate()
 
-    The first interval holds compilation: it ends with `compiled` once the first step is done, else with the first
-    record, which then has no rates. Time inside `pause` (validation, a blocking save) counts for nothing.
+    Only what a step is made of counts: no validation, no save, no compiling. A record that is made before `compiled`
+    has no rates.
     """
 
     def __init__(
         self,
+        ledger: Ledger,
         tokens: int,
         devices: int,
         *,
-        step: int = 0,
         flops: Flops | None = None,
         peak: Peak | None = None,
         memory: Callable[[], int | None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ):
         """
         Args:
+            ledger: of this process.
             tokens: positions (items) of a global batch, padding included.
             devices: devices of all processes.
-            step: steps finished before, on resume.
             flops, peak: for MFU and HFU, left out of the record without them.
             memory: bytes in use, see `device_memory`.
-            clock: seconds.
         """
         self.tokens, self.devices, self.flops, self.peak = tokens, devices, flops, peak
         self.constants: dict[str, float] = {}  # in every record
-        self._memory, self._clock = memory or process_memory, clock
-        self._since, self._step, self._waited, self._first = clock(), step, 0.0, True
-
-    @contextmanager
-    def data(self) -> Iterator[None]:
-        """Time in here is waiting for data."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._waited += self._clock() - began
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time in here is not training."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._since += self._clock() - began
+        self._ledger, self._memory = ledger, memory or process_memory
+        self._before: dict[str, float] | None = None  # the ledger's seconds at the last record
+        self._step = 0
 
     def compiled(self, step: int) -> float:
-        """Ends the interval that holds compilation, at `step` finished steps; returns its seconds."""
-        now, since = self._clock(), self._since
-        self._since, self._step, self._waited, self._first = now, step, 0.0, False
-        return now - since
+        """Ends compiling, at `step` finished steps; returns the seconds it took."""
+        self._ledger.begin("compute")
+        self._before, self._step = self._ledger.seconds(), step
+        return self._before["compile"]
 
     def record(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """The record of `step` (steps finished), over the steps since the last one.
@@ -82,16 +61,16 @@ class Meter:
         `hfu`, 0 to 1; `memory`, bytes: the peak of the fullest local device, or this process's where devices do not
         tell.
         """
-        now, steps = self._clock(), step - self._step
-        elapsed, waited = now - self._since, self._waited
+        now, before, steps = self._ledger.seconds(), self._before, step - self._step
         record: dict[str, Any] = {"step": step, **metrics, **self.constants, "tokens": step * self.tokens}
-        if not self._first and steps > 0 and elapsed > 0:
+        elapsed = 0.0 if before is None else sum(now[bucket] - before[bucket] for bucket in STEPS)
+        if before is not None and steps > 0 and elapsed > 0:
             rate = steps * self.tokens / elapsed
             record |= {"tokens_per_sec": rate, "tokens_per_sec_per_device": rate / self.devices}
-            record |= {"step_time": elapsed / steps, "data_wait": waited / steps}
+            record |= {"step_time": elapsed / steps, "data_wait": (now["data"] - before["data"]) / steps}
             record |= self._utilisation(rate / self.devices)
         used = self._memory()
-        self._since, self._step, self._waited, self._first = now, step, 0.0, False
+        self._before, self._step = now, step
         return record if used is None else record | {"memory": used}
 
     def _utilisation(self, rate: float) -> dict[str, float]:

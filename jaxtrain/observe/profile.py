@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxtrain.observe.ledger import Ledger
+
 
 class Profile:
-    """Traces the steps [start, stop) into RUN_DIR/profile; without a span it does nothing."""
+    """Traces the steps [start, stop) into RUN_DIR/profile; without a span it does nothing.
 
-    def __init__(self, run_dir: Path, span: tuple[int, int] | None):
-        self.path, self._span, self._is_on = run_dir / "profile", span, False
+    Time spent on starting and writing is no step's.
+    """
+
+    def __init__(self, run_dir: Path, span: tuple[int, int] | None, ledger: Ledger):
+        self.path, self._span, self._is_on, self._ledger = run_dir / "profile", span, False, ledger
 
     def at(self, step: int) -> Path | None:
         """Called before each step. Returns the folder of the trace when it has just been written."""
@@ -20,7 +25,8 @@ class Profile:
         if not self._is_on and self._span[0] <= step < self._span[1]:
             import jax
 
-            jax.profiler.start_trace(str(self.path))
+            with self._ledger.phase("eval"):
+                jax.profiler.start_trace(str(self.path))
             self._is_on = True
         return None
 
@@ -30,6 +36,7 @@ class Profile:
             return None
         import jax
 
-        jax.profiler.stop_trace()
+        with self._ledger.phase("eval"):
+            jax.profiler.stop_trace()
         self._is_on, self._span = False, None
         return self.path

@@ -57,17 +57,23 @@ class Observers:
     def event(self, kind: str, **fields: Any) -> None:
         self._each("event", kind, **fields)
 
+    def record(self, kind: str, **fields: Any) -> None:
+        """An event for `jaxtrain report` that is no news: only files keep it. Any thread may call this."""
+        self._each("event", kind, among=Files, **fields)
+
     def artifact(self, path: Path) -> None:
         self._each("artifact", path)
 
     def close(self) -> None:
         self._each("close")
 
-    def _each(self, method: str, *args: Any, **kwargs: Any) -> None:
-        for member in list(self.members):
+    def _each(self, method: str, *args: Any, among: type = object, **kwargs: Any) -> None:
+        for member in [member for member in self.members if isinstance(member, among)]:
             try:
                 getattr(member, method)(*args, **kwargs)
             except Exception as error:  # whatever a disk, a network or a library raises: training goes on
+                if member not in self.members:
+                    return  # another thread was first
                 self.members.remove(member)
                 said = " ".join(str(error).split()) or type(error).__name__
                 self._report(f"{type(member).__name__} tracker dropped, training goes on: {method}: {said[:200]}")
@@ -99,8 +105,7 @@ class Files:
         self._write(METRICS, {"step": step, **values})
 
     def event(self, kind: str, **fields: Any) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._write(EVENTS, {"time": now, "kind": kind, **fields})
+        self._write(EVENTS, stamped(kind, fields))
 
     def artifact(self, path: Path) -> None:
         """Artifacts are in the run's folder already."""
@@ -110,7 +115,26 @@ class Files:
             os.close(self._files.popitem()[1])
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
-        append(self._files[name], (json.dumps(valid(record), allow_nan=False, default=str) + "\n").encode())
+        append(self._files[name], line_of(record))
+
+
+def stamped(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An event with its time, UTC."""
+    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
+
+
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of JSON."""
+    return (json.dumps(valid(record), allow_nan=False, default=str) + "\n").encode()
+
+
+def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
+    """Appends to events.jsonl by itself, for whoever is not sure that the trackers still work."""
+    file = os.open(run_dir / EVENTS, APPEND, 0o644)
+    try:
+        append(file, line_of(stamped(kind, fields)))
+    finally:
+        os.close(file)
 
 
 def append(file: int, data: bytes) -> None:
@@ -142,6 +166,14 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             except ValueError:
                 record = None
             yield line, record if isinstance(record, dict) else None
+
+
+def furthest(run_dir: Path) -> int:
+    """The largest step that a run in this folder ever began, as far as its files tell."""
+    steps = [record.get("step", 0) for _, record in read_lines(run_dir / METRICS) if record]
+    events = [event for _, event in read_lines(run_dir / EVENTS) if event]
+    steps += [event.get(name, 0) for event in events for name in ("step", "reached")]
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def cut_after(path: Path, step: int | None) -> int:

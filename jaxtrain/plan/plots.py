@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from collections.abc import Callable, Iterator
 from math import log10
 
+from jaxtrain.observe import svg
+from jaxtrain.observe.svg import LETTER, WIDTH
 from jaxtrain.plan import calibration, chips, view
 from jaxtrain.plan.result import Plan
 
-WIDTH = 860
 LABEL = 200  # of the names on the left of bars
 AFTER = 150  # of the figures on the right of them
-LETTER = 7.4  # widths of a letter at the size of labels, about
 
 
 def memory(plan: Plan) -> str:
@@ -28,19 +27,19 @@ def memory(plan: Plan) -> str:
     def at(size: float) -> float:
         return left + size / end * (right - left)
 
-    out, start = [_rect(at(0), top, at(end) - at(0), high, "track")], 0.0
+    out, start = [svg.rect(at(0), top, at(end) - at(0), high, "track")], 0.0
     for kind, name, size in rows:
-        out.append(_rect(at(start), top, at(start + size) - at(start), high, kind, f"{name}: {unit(size)}"))
+        out.append(svg.rect(at(start), top, at(start + size) - at(start), high, kind, f"{name}: {unit(size)}"))
         start += size
     out += _ticks(at, end, unit, top + high)
     for limit, name in ((plan.usable, "usable"), (total, "of the chip")):
         if limit:
             anchor = "end" if at(limit) > 0.5 * WIDTH else "start"
             height = 18 if name == "usable" else 34  # the upper label is that of the line on the right
-            out.append(_line(at(limit), top - height, at(limit), top + high, "limit"))
+            out.append(svg.line(at(limit), top - height, at(limit), top + high, "limit"))
             shift = -5 if anchor == "end" else 5
-            out.append(_text(at(limit) + shift, top - height + 10, f"{name}: {unit(limit)}", anchor))
-    return _svg(top + high + 30, out, "memory of a device by kind")
+            out.append(svg.text(at(limit) + shift, top - height + 10, f"{name}: {unit(limit)}", anchor))
+    return svg.picture(top + high + 30, out, "memory of a device by kind")
 
 
 def times(plan: Plan) -> str:
@@ -61,11 +60,13 @@ def times(plan: Plan) -> str:
         y = top + row * index
         stop = start + part.seconds
         said = f"{unit(part.seconds)}, {part.seconds / end:.1%}"
-        out.append(_text(LABEL - 10, y + 17, _cut(part.name, LABEL - 10), "end"))
-        out.append(_rect(at(start), y + 3, max(1.0, at(stop) - at(start)), row - 6, part.group, f"{part.name}: {said}"))
-        out.append(_text(at(stop) + 8, y + 17, said, "start"))
+        out.append(svg.text(LABEL - 10, y + 17, svg.cut(part.name, LABEL - 10), "end"))
+        out.append(
+            svg.rect(at(start), y + 3, max(1.0, at(stop) - at(start)), row - 6, part.group, f"{part.name}: {said}")
+        )
+        out.append(svg.text(at(stop) + 8, y + 17, said, "start"))
         start = stop
-    return _svg(bottom + 30, out, "time of a step by what it goes into")
+    return svg.picture(bottom + 30, out, "time of a step by what it goes into")
 
 
 def roofline(plan: Plan) -> str:
@@ -83,18 +84,18 @@ def roofline(plan: Plan) -> str:
     out += _roof(field, peak * shares.matmul, bandwidth * shares.memory, "roof dashed")
     ridge = peak / bandwidth
     names = [f"peak {view.prefixed(peak, 'FLOP/s')} (bf16)", f"memory {view.prefixed(bandwidth, 'B/s')}"]
-    out.append(_text(field.right - 6, field.y(peak) - 7, names[0], "end"))
-    out.append(_text(field.x(ridge / 12) + 8, field.y(peak / 12) - 16, names[1], "end"))
+    out.append(svg.text(field.right - 6, field.y(peak) - 7, names[0], "end"))
+    out.append(svg.text(field.x(ridge / 12) + 8, field.y(peak / 12) - 16, names[1], "end"))
     levels = {"computing": plan.compute_seconds, "the whole step": plan.step_seconds}
     for (name, seconds), above in zip(levels.items(), (-6, 15)):  # the step's is the lower line, and its label below
         if plan.flops_compiled and seconds:
             rate = plan.flops_compiled / seconds
-            out.append(_line(field.left, field.y(rate), field.right, field.y(rate), "level"))
+            out.append(svg.line(field.left, field.y(rate), field.right, field.y(rate), "level"))
             out.append(
-                _text(field.left + 8, field.y(rate) + above, f"{name}: {view.prefixed(rate, 'FLOP/s')}", "start")
+                svg.text(field.left + 8, field.y(rate) + above, f"{name}: {view.prefixed(rate, 'FLOP/s')}", "start")
             )
     out += _points(plan, field)
-    return _svg(field.bottom + 44, out, "roofline")
+    return svg.picture(field.bottom + 44, out, "roofline")
 
 
 def _points(plan: Plan, field: Field) -> Iterator[str]:
@@ -111,7 +112,7 @@ def _points(plan: Plan, field: Field) -> Iterator[str]:
         x, y, below = field.x(intensity), field.y(rate), lowest + 60 + 22 * row
         yield f'<polyline class="leader" points="{x:.1f},{y:.1f} {end - 6:.1f},{below - 4:.1f}"/>'
         yield f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-        yield _text(end, below, said[row], "start")
+        yield svg.text(end, below, said[row], "start")
 
 
 class Field:
@@ -142,14 +143,14 @@ class Field:
         x0, x1, y0, y1 = self.span
         for power in _powers(x0, x1):
             x = self.x(10.0**power)
-            yield _line(x, self.top, x, self.bottom, "grid")
-            yield _text(x, self.bottom + 17, f"{10.0**power:,.0f}", "middle")
+            yield svg.line(x, self.top, x, self.bottom, "grid")
+            yield svg.text(x, self.bottom + 17, f"{10.0**power:,.0f}", "middle")
         for power in _powers(y0, y1):
             y = self.y(10.0**power)
-            yield _line(self.left, y, self.right, y, "grid")
-            yield _text(self.left - 8, y + 4, view.prefixed(10.0**power, "FLOP/s"), "end")
+            yield svg.line(self.left, y, self.right, y, "grid")
+            yield svg.text(self.left - 8, y + 4, view.prefixed(10.0**power, "FLOP/s"), "end")
         middle = (self.left + self.right) / 2
-        yield _text(middle, self.bottom + 38, "FLOPs for each byte read or written in memory", "middle")
+        yield svg.text(middle, self.bottom + 38, "FLOPs for each byte read or written in memory", "middle")
 
 
 def _powers(low: float, high: float) -> range:
@@ -167,43 +168,12 @@ def _roof(field: Field, peak: float, bandwidth: float, style: str) -> list[str]:
 
 def _ticks(at: Callable[[float], float], end: float, unit: view.Scale, y: float) -> Iterator[str]:
     """Round figures of an axis below `y`."""
-    step = _round_step(end / unit.factor / 6)
+    step = svg.round_step(end / unit.factor / 6)
     value = 0.0
     while value * unit.factor <= end:
         x = at(value * unit.factor)
-        yield _line(x, y, x, y + 5, "axis")
-        yield _text(
+        yield svg.line(x, y, x, y + 5, "axis")
+        yield svg.text(
             x, y + 19, f"{value:,.6g}" + (f" {unit.name}" if value == 0 else ""), "middle" if value else "start"
         )
         value += step
-
-
-def _round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least `rough`."""
-    power = 10.0 ** int(log10(rough) // 1)
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-
-
-def _cut(text: str, width: float) -> str:
-    fits = int(width / LETTER)
-    return text if len(text) <= fits else f"{text[: fits - 1]}…"
-
-
-def _svg(height: float, parts: Sequence[str], what: str) -> str:
-    body = "\n".join(parts)
-    size = f'viewBox="0 0 {WIDTH} {height:.0f}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(what)}">\n{body}\n</svg>'
-
-
-def _rect(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
-    inside = f"<title>{escape(title)}</title>" if title else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{height:.1f}"'
-    return f'<rect class="{escape(style)}" {place}>{inside}</rect>'
-
-
-def _line(x0: float, y0: float, x1: float, y1: float, style: str) -> str:
-    return f'<line class="{style}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -12,6 +12,7 @@ import jax
 from jaxtrain.checkpoint import Committed, Signals
 from jaxtrain.config import Config
 from jaxtrain.data.loader import Prefetcher
+from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.profile import Profile
 from jaxtrain.observe.progress import Screen
 from jaxtrain.precision.scaling import SMALLEST
@@ -59,6 +60,8 @@ def train(
     resume: bool = False,
     profile: tuple[int, int] | None = None,
     screen: Screen | None = None,
+    ledger: Ledger | None = None,
+    deadline: float | None = None,
 ) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
 
@@ -68,6 +71,8 @@ def train(
         resume: go on from the newest good checkpoint in `run_dir`.
         profile: (first, last) steps to trace for XProf into RUN_DIR/profile.
         screen: where progress is shown; default: the terminal.
+        ledger: of this process's time; default: one that begins now.
+        deadline: seconds a step or its data may hang before the process is ended; default: as measured; 0: never.
 
     Raises:
         ValueError: bad input, in one line for each problem.
@@ -76,45 +81,45 @@ def train(
     """
     directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
     screen = screen or Screen(config.steps)
-    run, state, done = open_run(config, directory, screen=screen, resume=resume)
+    run, state, done = open_run(config, directory, screen=screen, resume=resume, ledger=ledger, deadline=deadline)
     try:
         with Signals() as signals:
-            state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile))
-            run.checkpoints.finish()
+            state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile, run.ledger))
+            run.finish()
             report_checkpoints(run)
         if run.checkpoints.latest() != done:
             raise NotSaved(f"the last checkpoint (step {done}) could not be written, see above")
-        run.observers.event("stop", step=done, reason=stopped_by or "finished")
+        run.stop(done, stopped_by or "finished")
         return Result(
             directory, done, dict(run.latest), stopped_by, resume_command(run, done), state, run.program, run.data
         )
     except BaseException as error:
-        run.observers.event("stop", step=run.step, reason=f"{type(error).__name__}: {error}".strip())
+        run.stop(run.ledger.step, f"{type(error).__name__}: {error}".strip())
         if "RESOURCE_EXHAUSTED" in str(error):
             raise Failed(OUT_OF_MEMORY) from error
         raise
     finally:
-        run.observers.close()
-        run.checkpoints.close()
+        run.close()
 
 
 def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -> tuple[State, int, str | None]:
     """Steps until the config's last one or a signal: (state, steps done, signal or None)."""
-    config, meter, first = run.config, run.meter, done
+    config, ledger, first = run.config, run.ledger, done
     before: Reading | None = None
     stopped_by = None
     with Prefetcher(run.place(run.data), done, config.steps, config.data.prefetch) as batches:
         while done < config.steps and stopped_by is None:
             report_profile(run, profile.at(done))
-            with meter.data():
+            with ledger.phase("data"):
                 _, batch = next(batches)
             state, metrics = run.program.step(state, batch)
             log(run, before)  # the step before, while this one runs
             done += 1
-            run.step, before = done, (done, metrics)
+            before = done, metrics
+            ledger.at(done)
             if done == first + 1:
                 jax.block_until_ready(metrics)
-                run.observers.event("compiled", step=done, seconds=round(meter.compiled(done), 2))
+                run.observers.event("compiled", step=done, seconds=round(run.meter.compiled(done), 2))
                 time_stages(run, state, batch)
             stopped_by = signals.stop_at(done)
             is_end, scores = done == config.steps, {}
@@ -126,7 +131,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             if validates or saves:  # nothing is saved after a loss that is not finite
                 before = log(run, before, scores, now=True)
             if saves:
-                run.checkpoints.save(done, state, manifest=run.manifest, metrics=scores)
+                run.save(done, state, scores)
             report_checkpoints(run)
     log(run, before, now=True)
     report_profile(run, profile.close())
@@ -153,11 +158,10 @@ def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = Non
         jax.block_until_ready(metrics)  # bounds the steps in flight
         return
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    run.latest |= values | (scores or {})
-    run.observers.log(done, run.meter.record(done, values) | (scores or {}))
+    run.log(done, values, scores or {})
     is_skipped = values.get("skipped", 0.0) > 0 and values["loss_scale"] > SMALLEST  # fp16: overflown, not lost
     if not is_skipped and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        run.checkpoints.wait()
+        run.finish()
         kept = run.checkpoints.latest()
         where = "no checkpoint was written" if kept is None else f"checkpoint {kept} is the last good one"
         raise Diverged(f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {done}; {where}")
@@ -165,7 +169,7 @@ def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = Non
 
 def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
     """Metrics of all validation sets, of the averaged weights where there are such."""
-    with run.meter.pause():
+    with run.ledger.phase("eval"):
         means = validate(run.program, run.sets, state.get("ema", state["params"]), run.config.eval.batches)
     run.observers.event("eval", step=done, **means)
     return means

@@ -27,11 +27,14 @@ from jaxtrain.mesh import layout as layouts
 from jaxtrain.mesh.context import has_tokens
 from jaxtrain.models.tensors import vocabulary
 from jaxtrain.observe.flops import Flops, decoder_flops, user_flops
+from jaxtrain.observe.ledger import Ledger, Records
 from jaxtrain.observe.meter import Meter, device_memory
+from jaxtrain.observe.pace import Pace
 from jaxtrain.observe.peak import Peak, device_peak
 from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import logical_names, mesh_line, parameter_table, tensors, whole_dims
-from jaxtrain.observe.tracker import Observers, trackers
+from jaxtrain.observe.ticker import Ticker
+from jaxtrain.observe.tracker import Observers, furthest, trackers
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.pipeline.cost import price, summary
 from jaxtrain.plan.step import without_divergent_permutes
@@ -40,6 +43,7 @@ from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
 from jaxtrain.train.program import Program, State, build
 from jaxtrain.train.timing import stage_costs
+from jaxtrain.train.watch import pace, watchdog
 
 PROMISES = {
     "bitwise": "losses bitwise those of an uninterrupted run",
@@ -50,7 +54,7 @@ PROMISES = {
 
 @dataclass(eq=False)
 class Run:
-    """All that the loop works with. `manifest` goes into every checkpoint; `step` counts the steps begun.
+    """All that the loop works with. `manifest` goes into every checkpoint, `watch` calls what looks on every second.
 
     `sets`: prefix of the metrics, `eval/` or `eval/NAME/` -> what is validated on.
     """
@@ -63,23 +67,62 @@ class Run:
     checkpoints: Checkpointer
     observers: Observers
     screen: Screen
+    ledger: Ledger
     meter: Meter
+    watch: Ticker
     manifest: dict[str, Any]
+    pace: Pace | None = None
     latest: dict[str, float] = field(default_factory=dict)
-    step: int = 0
 
     def place(self, split: Any) -> Placer:
         """Device batches of a split."""
         return placer(split, self.program)
 
+    def log(self, step: int, values: dict[str, float], scores: dict[str, float]) -> None:
+        """Hands on the record of a step, and what was found beside training."""
+        self.latest |= values | scores
+        self.observers.log(step, self.meter.record(step, values) | scores)
+        for text in self.pace.poll() if self.pace else ():
+            self.observers.event("warning", text=text)
 
-def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -> tuple[Run, State, int]:
+    def save(self, step: int, state: State, scores: dict[str, float]) -> None:
+        """Starts a checkpoint."""
+        with self.ledger.phase("checkpoint"):
+            self.checkpoints.save(step, state, manifest=self.manifest, metrics=scores)
+
+    def finish(self) -> None:
+        """Blocks until the last checkpoint is where it belongs, in both tiers."""
+        with self.ledger.phase("checkpoint"):
+            self.checkpoints.finish()
+
+    def stop(self, step: int, reason: str) -> None:
+        """Says that the run ends, and for the last time where its time went. Nothing looks on from here."""
+        self.watch.close()
+        Records(self.ledger, self.observers.record).write()
+        self.observers.event("stop", step=step, reason=reason)
+
+    def close(self) -> None:
+        """Waits for what is still being written."""
+        self.watch.close()
+        self.observers.close()
+        self.checkpoints.close()
+
+
+def open_run(
+    config: Config, directory: Path, *, screen: Screen, resume: bool, ledger: Ledger | None = None,
+    deadline: float | None = None,
+) -> tuple[Run, State, int]:  # fmt: skip
     """A run ready for its next step: (run, state, steps done).
+
+    Args:
+        ledger: of this process; default: it begins now.
+        deadline: of a hang, see `loop.train`.
 
     Raises:
         UserError: bad input, a folder that holds another run, or a config that the checkpoint of a resumed run cannot
             go on with.
     """
+    ledger = ledger or Ledger()
     devices = platform.start(config)
     layouts.resolve(config, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
@@ -94,23 +137,36 @@ def open_run(config: Config, directory: Path, *, screen: Screen, resume: bool) -
     kept = {"keep": options.keep, "keep_best": options.keep_best, "best": options.best}
     tier = {"durable": place_of(options.durable, directory), "durable_every": options.durable_every}
     checkpoints = Checkpointer(directory / "checkpoints", **kept, **tier)
+    watch = Ticker(watchdog(program, directory, ledger, deadline))
     try:
         if not resume and not checkpoints.is_empty():
             where = directory if checkpoints.store.marked() else tier["durable"]
             raise UserError(f"{where} holds a run already; resume it, or give another name")
-        run, info = _assemble(config, directory, program, data, sets, checkpoints, screen)
+        run, info = _assemble(config, directory, program, data, sets, checkpoints, screen, ledger, watch)
         state, done = _restore(run, info) if resume else (_initial(program), 0)
         if done > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
-        run.meter.compiled(done)
         if is_main:
             write_config(run.dir, run.config)
             describe(run, info)
-        run.observers.start(info | {"step": done})
+        _look_on(run, info | {"step": done})
     except BaseException:
+        watch.close()
         checkpoints.close()
         raise
     return run, state, done
+
+
+def _look_on(run: Run, info: dict[str, Any]) -> None:
+    """Begins the first step: whoever watches is told, and what looks on every second is called from now on."""
+    run.ledger.reached = max(furthest(run.dir), info["step"])
+    run.ledger.at(info["step"])
+    run.observers.start(info)
+    run.watch.add(Records(run.ledger, run.observers.record))
+    run.pace = pace(run.ledger)
+    if run.pace is not None:
+        run.watch.add(run.pace)
+    run.ledger.begin("compile")
 
 
 def open_data(config: Config, screen: Screen) -> tuple[Any, dict[str, Any]]:
@@ -138,8 +194,9 @@ def _initial(program: Program) -> State:
 
 
 def _assemble(
-    config: Config, directory: Path, program: Program, data: Any, sets: Any, checkpoints: Any, screen: Screen
-) -> tuple[Run, dict[str, Any]]:
+    config: Config, directory: Path, program: Program, data: Any, sets: Any, checkpoints: Any, screen: Screen,
+    ledger: Ledger, watch: Ticker,
+) -> tuple[Run, dict[str, Any]]:  # fmt: skip
     """The run, and what its start event says."""
     is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
@@ -148,8 +205,8 @@ def _assemble(
     items = config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
-    meter = Meter(items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
-    run = Run(config, directory, program, data, sets, checkpoints, observers, screen, meter, manifest)
+    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
+    run = Run(config, directory, program, data, sets, checkpoints, observers, screen, ledger, meter, watch, manifest)
     return run, _info(run, flops, peak)
 
 
@@ -185,7 +242,7 @@ def time_stages(run: Run, state: State, batch: Any) -> None:
     if run.program.gradients.pipeline is None or not run.config.pipeline.timing:
         return
     try:
-        with run.meter.pause():
+        with run.ledger.phase("compile"):
             costs = stage_costs(run.program, state["params"], batch)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -214,7 +271,8 @@ def resume_command(run: Run, done: int) -> str:
 def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
     """The newest good state, and what the resumed run may promise; afresh where nothing was saved yet."""
     checkpoints = run.checkpoints
-    checkpoints.fetch()
+    with run.ledger.phase("restore"):
+        checkpoints.fetch()
     _report(run)
     if checkpoints.is_empty():
         run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
@@ -226,7 +284,8 @@ def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
         message = f"holds imported weights and no state of training; train from them with model.init_from={source}"
         raise UserError(f"{run.dir} {message}")
     _refuse(run, step, manifest)
-    state, saved = checkpoints.restore(None, run.program.state)
+    with run.ledger.phase("restore"):
+        state, saved = checkpoints.restore(None, run.program.state)
     _report(run)
     done = int(jax.device_get(state["step"]))
     for line in _refuse(run, done, saved):

@@ -59,6 +59,7 @@ def test_help_answers_at_once():
         (["train", "configs/quickstart.yaml", "layout=fdsp"], "fsdp"),
         (["train", "configs/quickstart.yaml", "mesh.model=3"], "mesh"),
         (["train", "configs/quickstart.yaml", "--profile", "3"], "START:STOP"),
+        (["train", "configs/quickstart.yaml", "--deadline", "-1"], "--deadline: expected seconds"),
         (["resume", "nowhere"], "not a run"),
         (["eval", "nowhere"], "not a run"),
         (["launch", "local", "configs/quickstart.yaml"], "--processes"),

@@ -107,3 +107,18 @@ def test_best_fit_takes_the_tightest_hole() -> None:
     row, free = best_fit(np.array([7, 7, 7]), 2, 10)
     assert sorted(row.tolist()) == [-1, 0, 1]
     assert free.tolist() == [3, 3]
+
+
+def test_load_is_balanced_by_tokens_not_by_documents() -> None:
+    """Processes get rows, whatever the documents in them: the tokens are even where the documents are not."""
+    packer, processes = Packer(lognormal(20_000), 4096, 0), 8
+    rows = packer.rows // processes * processes
+    pieces = packer.pieces(np.arange(rows) + packer.rows)
+    tokens = np.bincount(pieces.row, pieces.length, minlength=rows)
+    documents = np.bincount(pieces.row, minlength=rows)
+    assert documents.max() > 20 * documents.min()
+    by_process = tokens.reshape(-1, processes)
+    total = by_process.sum(0)
+    assert total.max() / total.min() < 1.001  # over an epoch
+    assert np.mean(by_process.min(1) / by_process.max(1)) > 0.995  # in a step
+    assert np.sort(tokens)[1] > 0.8 * 4096  # but for the last row of an epoch

@@ -1,0 +1,140 @@
+"""`jaxtrain report RUN_DIR`: where a run's time went, its curves and its restarts, on the terminal. No JAX."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from jaxtrain.cli.plans import check_folders, write
+from jaxtrain.cli.report_page import page
+from jaxtrain.observe import account
+from jaxtrain.observe.history import History, as_dict, read, said
+from jaxtrain.observe.progress import count, number, percent
+from jaxtrain.observe.tracker import valid
+from jaxtrain.plan.screen import bar, plain, section
+
+STYLES = {"compute": "green", "replay": "magenta", "down": "red", "data": "yellow"}
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter, by row and column
+
+
+def show(args: argparse.Namespace) -> int:
+    """Prints the report, and writes the files asked for.
+
+    Raises:
+        UserError: the folder holds no run, or a file cannot be written.
+    """
+    check_folders(args.json, args.html)
+    run = read(Path(args.run))
+    console = Console(highlight=False)
+    console.print(report(run, console.width))
+    if args.json:
+        write(args.json, json.dumps(valid(as_dict(run)), indent=1, default=str))
+    if args.html:
+        write(args.html, page(run))
+    return 0
+
+
+def report(run: History, width: int) -> RenderableType:
+    """All of it, for a terminal of `width` columns."""
+    parts = [
+        _headline(run), _goodput(run, width), _curve(run, "loss", "loss", width, 8, number),
+        _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _lives(run), _scores(run), _checkpoints(run),
+        _notices(run),
+    ]  # fmt: skip
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts if part))
+
+
+def _headline(run: History) -> RenderableType:
+    facts = plain("", "", "", right=())
+    for fact in account.facts(run):
+        facts.add_row(Text(fact.name, style="dim"), Text(fact.value, style="bold", no_wrap=True), Text(fact.note))
+    return Group(Text.assemble((run.name, "bold"), f"  {run.directory}"), Text(run.state), facts)
+
+
+def _goodput(run: History, width: int) -> RenderableType | None:
+    if run.goodput is None:
+        return Text("goodput unknown: the run wrote no ledger")
+    table = plain("", "time", "share", "", right=("time", "share"))
+    for name, what, seconds, share in account.buckets(run):
+        drawn = bar(share, STYLES.get(name, "blue"), max(8, min(24, width - 64)))
+        table.add_row(Text(what, overflow="ellipsis", no_wrap=True), said(seconds), percent(share), drawn)
+    several = len(run.lives) > 1 or (run.info.get("processes") or 1) > 1
+    note = "of process 0, over all restarts" if several else ""
+    return section("where the time went", note, table)
+
+
+def _curve(
+    run: History, key: str, title: str, width: int, rows: int, figure: Callable[[float], str]
+) -> RenderableType | None:
+    points = [(step, value) for step, value in run.series(key) if math.isfinite(value)]
+    if len(points) < 2:
+        return None
+    means = columns(points, 2 * max(10, min(64, width - 14)))
+    labels = [figure(max(means)), *[""] * (rows - 2), figure(min(means))]
+    lines = braille(means, rows)
+    drawn = [Text.assemble((f"{label:>10} ", "dim"), (line, "blue")) for label, line in zip(labels, lines)]
+    ends = f"steps {points[0][0]:,} to {points[-1][0]:,}"
+    return section(title, ends, *drawn)
+
+
+def columns(points: Sequence[tuple[int, float]], many: int) -> list[float]:
+    """The values at so many places from the first step to the last: means of (step, value), or between neighbours."""
+    first, span = points[0][0], max(1, points[-1][0] - points[0][0])
+    groups: dict[int, list[float]] = {}
+    for step, value in points:
+        groups.setdefault((step - first) * (many - 1) // span, []).append(value)
+    known = {place: sum(values) / len(values) for place, values in groups.items()}
+    found, places = [], sorted(known)
+    for left, right in pairwise(places):
+        slope = (known[right] - known[left]) / (right - left)
+        found += [known[left] + slope * (place - left) for place in range(left, right)]
+    return [*found, known[places[-1]]]
+
+
+def braille(values: Sequence[float], height: int) -> list[str]:
+    """A curve in `height` lines, of letters of 2 x 4 dots: a column of dots for each value."""
+    low, high = min(values), max(values)
+    cells = [[0] * math.ceil(len(values) / 2) for _ in range(height)]
+    for column, value in enumerate(values):
+        row = round((high - value) / ((high - low) or 1.0) * (4 * height - 1))
+        cells[row // 4][column // 2] |= DOTS[row % 4][column % 2]
+    return ["".join(chr(0x2800 + dots) for dots in line).rstrip("\u2800") for line in cells]
+
+
+def _lives(run: History) -> RenderableType | None:
+    table = plain("began", "steps", "lived", "training", "down", "how it ended", right=("lived", "training", "down"))
+    for row in account.lives(run):
+        table.add_row(*map(Text, row))
+    lines = [Text(line) for line in account.failed(run)]
+    more = len(run.lives) - account.MOST
+    return section("starts and ends", f"the newest; {more:,} more before" if more > 0 else "", table, *lines)
+
+
+def _scores(run: History) -> RenderableType | None:
+    table = plain("metric", "first", "last", "lowest", right=("first", "last", "lowest"))
+    rows = account.scores(run)
+    for row in rows:
+        table.add_row(*row)
+    return section("validation", "", table) if rows else None
+
+
+def _checkpoints(run: History) -> RenderableType | None:
+    if not run.saves:
+        return None
+    table = plain("step", "size", "on disk after s", "training waited s", right=("step", "size"))
+    for row in account.checkpoints(run)[-5:]:
+        table.add_row(*row)
+    return section("checkpoints", f"{len(run.saves):,} saved; the newest:", table)
+
+
+def _notices(run: History) -> RenderableType | None:
+    lines = [Text(line) for line in account.notices(run)]
+    return section("warnings and other events", "", *lines) if lines else None

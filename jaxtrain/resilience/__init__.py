@@ -1,0 +1,1 @@
+"""What keeps a run going: hangs are ended. No JAX."""
