@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxt
 # Config keys that do not reach the numbers of a step. The mesh is compared as it is, not as it is written.
 _SILENT = (
     "name", "dir", "simulate", "compile_cache", "layout", "mesh", "checkpoint", "eval", "log",
-    "data.cache", "data.workers", "data.prefetch",
+    "data.cache", "data.workers", "data.prefetch", "faults",
 )  # fmt: skip
 
 # Keys that a run cannot change and go on, with the reason.
@@ -36,7 +36,7 @@ _FIXED = {
     "optimizer.name": "the saved optimizer state belongs to it",
 }
 # Keys that change the mathematics of the steps to come: then no promise holds, and the run says so.
-_MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "seed")
+_MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "seed", "guard")
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
 _FREE = ("model.init_std", "model.init_from")  # inside a fixed section, but without effect once training has begun

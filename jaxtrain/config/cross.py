@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxtrain.config import guards
 from jaxtrain.config.errors import did_you_mean, join, shown
 from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Documents, Model, Moe
 
@@ -45,6 +46,7 @@ def cross_problems(config: Config) -> Iterator[Found]:
     yield from _remat(config)
     yield from _watching(config)
     yield from _durable(config)
+    yield from _guards(config)
 
 
 def path_problems(config: Config) -> Iterator[Found]:
@@ -257,6 +259,23 @@ def _durable(config: Config) -> Iterator[Found]:
     elif every is None or often % every:
         message = f"expected a multiple of checkpoint.every ({every or 'null'}); found {often}"
         yield Found(("checkpoint.durable_every", "checkpoint.every"), message)
+
+
+def _guards(config: Config) -> Iterator[Found]:
+    """The short strings of `guard` and `faults`."""
+    try:
+        spikes = guards.guard(config.guard).spikes
+    except ValueError as error:
+        yield Found(("guard",), str(error))
+        spikes = None
+    if spikes and not spikes.skips and config.checkpoint.every is None:
+        message = f"{spikes.action} goes back to a checkpoint; expected checkpoint.every to be set, or skip@Z"
+        yield Found(("guard", "checkpoint.every"), message)
+    for text in config.faults:
+        try:
+            guards.fault(text)
+        except ValueError as error:
+            yield Found(("faults",), str(error))
 
 
 def _metrics(config: Config) -> list[str]:

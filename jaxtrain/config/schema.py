@@ -320,6 +320,12 @@ class Config(Section):
     checkpoint: Checkpoint = section(Checkpoint, "checkpoints")
     eval: Eval = section(Eval, "validation")
     log: Log = section(Log, "logging")
+    guard: tuple[str, ...] = key(
+        (), "skip@Z or rollback@Z[:BACK:BATCHES]: on spikes above a z-score; check@STEPS: compute a step twice"
+    )
+    faults: tuple[str, ...] = key(
+        (), "failures to test recovery with: KIND@[PLACE:]STEP[/PROCESS], e.g. kill@12, kill@save:8, nan@5, flip@7"
+    )
 
     @property
     def run_dir(self) -> Path:

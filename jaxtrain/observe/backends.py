@@ -38,9 +38,12 @@ class TensorBoard:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = os.open(self._folder / name, APPEND, 0o644)
         self._write(file_version="brain.Event:2")
-        # Tells TensorBoard to forget what a dead run wrote for later steps.
+        self.rewind(int(info.get("step", 0)))
+
+    def rewind(self, step: int) -> None:
+        # Tells TensorBoard to forget what was written for later steps, by a dead run too.
         session = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._write(step=int(info.get("step", 0)) + 1, session_log=session)
+        self._write(step=step + 1, session_log=session)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
@@ -127,6 +130,9 @@ class WandB:
         else:
             self._started().save(str(path), base_path=str(Path(path).parent), policy="now")
 
+    def rewind(self, step: int) -> None:
+        """W&B takes no step twice: the first record of each stays."""
+
     def _folder(self, folder: Path) -> None:
         """Checkpoints are versions of one artifact, `checkpoints-ID`."""
         kind = folder.parent.name
@@ -195,6 +201,9 @@ class MLflow:
             self._uploads.add(partial(self._folder, self._run), Path(path))
         else:
             self._client.log_artifact(self._run, str(path))
+
+    def rewind(self, step: int) -> None:
+        """MLflow keeps both records of a step, by their time."""
 
     def _folder(self, run: str | None, folder: Path) -> None:
         self._client.log_artifacts(run, str(folder), f"{folder.parent.name}/{folder.name}")

@@ -91,6 +91,9 @@ class Screen:
     def artifact(self, path: Path) -> None:
         self.print(f"wrote {path}")
 
+    def rewind(self, step: int) -> None:
+        self.status.step = step
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()

@@ -38,6 +38,9 @@ class Tracker(Protocol):
     def artifact(self, path: Path) -> None:
         """A file or folder worth keeping with the run, such as the loss plot or a checkpoint."""
 
+    def rewind(self, step: int) -> None:
+        """Training goes on from `step` again: what was logged of later steps counts no more."""
+
     def close(self) -> None:
         """The run ends, for whatever reason."""
 
@@ -63,6 +66,9 @@ class Observers:
 
     def artifact(self, path: Path) -> None:
         self._each("artifact", path)
+
+    def rewind(self, step: int) -> None:
+        self._each("rewind", step)
 
     def close(self) -> None:
         self._each("close")
@@ -109,6 +115,11 @@ class Files:
 
     def artifact(self, path: Path) -> None:
         """Artifacts are in the run's folder already."""
+
+    def rewind(self, step: int) -> None:
+        os.close(self._files.pop(METRICS))
+        cut_after(self._dir / METRICS, step)
+        self._files[METRICS] = os.open(self._dir / METRICS, APPEND, 0o644)
 
     def close(self) -> None:
         while self._files:

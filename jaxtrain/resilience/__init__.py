@@ -1,1 +1,1 @@
-"""What keeps a run going: hangs are ended. No JAX."""
+"""What keeps a run going, or ends it in one clear line, when something goes wrong."""

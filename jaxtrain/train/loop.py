@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import jax
 
 from jaxtrain.checkpoint import Committed, Signals
 from jaxtrain.config import Config
-from jaxtrain.data.loader import Prefetcher
 from jaxtrain.observe.ledger import Ledger
 from jaxtrain.observe.profile import Profile
 from jaxtrain.observe.progress import Screen
-from jaxtrain.precision.scaling import SMALLEST
+from jaxtrain.resilience.errors import Failed, NotSaved
 from jaxtrain.train.program import Program, State
 from jaxtrain.train.run import Run, fresh_directory, open_run, resume_command, time_stages
 from jaxtrain.train.validation import validate
@@ -25,18 +23,6 @@ OUT_OF_MEMORY = (
     "data.global_batch or data.sequence, or a layout that shards more (fsdp, tp_sp)"
 )
 Reading = tuple[int, dict[str, jax.Array]]  # steps done, and the metrics of the last one, still on the device
-
-
-class Failed(RuntimeError):
-    """Training could not go on, or could not be saved; the message is one line."""
-
-
-class NotSaved(Failed):
-    """Training ended, and its last checkpoint is not on disk."""
-
-
-class Diverged(Failed):
-    """The loss or the gradient is not finite: no later state is worth keeping."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +63,14 @@ def train(
     Raises:
         ValueError: bad input, in one line for each problem.
         NotSaved: the last checkpoint could not be written.
-        Diverged: the loss or the gradient is not finite.
+        Diverged: steps stay without an update, because loss or gradients are bad.
+        Corrupted: a device computes wrongly (`guard: [check@STEPS]`).
     """
     directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
     screen = screen or Screen(config.steps)
     run, state, done = open_run(config, directory, screen=screen, resume=resume, ledger=ledger, deadline=deadline)
     try:
-        with Signals() as signals:
+        with Signals() as signals, run.faults:
             state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile, run.ledger))
             run.finish()
             report_checkpoints(run)
@@ -107,16 +94,17 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
     config, ledger, first = run.config, run.ledger, done
     before: Reading | None = None
     stopped_by = None
-    with Prefetcher(run.place(run.data), done, config.steps, config.data.prefetch) as batches:
+    with run.feed() as batches:
         while done < config.steps and stopped_by is None:
             report_profile(run, profile.at(done))
             with ledger.phase("data"):
-                _, batch = next(batches)
-            state, metrics = run.program.step(state, batch)
+                batch = batches.at(done)
+            state, metrics = run.advance(state, batch, done)
             log(run, before)  # the step before, while this one runs
             done += 1
             before = done, metrics
             ledger.at(done)
+            state = run.faults.after(state, done)
             if done == first + 1:
                 jax.block_until_ready(metrics)
                 run.observers.event("compiled", step=done, seconds=round(run.meter.compiled(done), 2))
@@ -128,11 +116,13 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             if validates:
                 jax.block_until_ready(metrics)  # the step's time is its own
                 scores = evaluate(run, state, done)
-            if validates or saves:  # nothing is saved after a loss that is not finite
+            if validates or saves:  # nothing is saved while steps are bad
                 before = log(run, before, scores, now=True)
-            if saves:
+            if saves and run.admits(state, done, must=is_end or stopped_by is not None):
                 run.save(done, state, scores)
             report_checkpoints(run)
+            if run.guard.spike is not None:
+                (state, done), before = run.go_back(state, done), None
     log(run, before, now=True)
     report_profile(run, profile.close())
     return state, done, stopped_by
@@ -146,29 +136,22 @@ def due(every: int | None, done: int) -> bool:
 def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = None, now: bool = False) -> None:
     """Reads a finished step's metrics and hands them on with its validation's: every `log.every` steps, and `now`.
 
-    Waits for that step, never for a later one.
-
-    Raises:
-        Diverged: the loss or the gradient is not finite.
+    Waits for that step, never for a later one. Raises Diverged where too many steps are bad.
     """
     if reading is None:
         return
     done, metrics = reading
     if not now and not due(run.config.log.every, done):
-        jax.block_until_ready(metrics)  # bounds the steps in flight
+        run.guard.see(done, run.guard.read(metrics))  # waits too, which bounds the steps in flight
         return
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     run.log(done, values, scores or {})
-    is_skipped = values.get("skipped", 0.0) > 0 and values["loss_scale"] > SMALLEST  # fp16: overflown, not lost
-    if not is_skipped and not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        run.finish()
-        kept = run.checkpoints.latest()
-        where = "no checkpoint was written" if kept is None else f"checkpoint {kept} is the last good one"
-        raise Diverged(f"loss {values['loss']}, gradient norm {values['grad_norm']} at step {done}; {where}")
+    run.guard.see(done, values)
 
 
 def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
     """Metrics of all validation sets, of the averaged weights where there are such."""
+    run.faults.at("eval", done)
     with run.ledger.phase("eval"):
         means = validate(run.program, run.sets, state.get("ema", state["params"]), run.config.eval.batches)
     run.observers.event("eval", step=done, **means)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config import guards
 from jaxtrain.config.errors import ConfigError, UserError
 from jaxtrain.config.schema import Config, Loss
 from jaxtrain.mesh.devices import make_mesh
@@ -70,7 +71,9 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
         executor(config, sharder, definition, vocab), local and executor(config, own, local, vocab),
     )  # fmt: skip
     rate, options = schedule(config.optimizer, config.steps), config.optimizer
-    whole_step = precise(train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema), config)
+    poisoned = tuple(sorted(fault.step for fault in map(guards.fault, config.faults) if fault.kind == "nan"))
+    guarded = {"spikes": guards.guard(config.guard).spikes, "poisoned": poisoned}
+    whole_step = precise(train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema, **guarded), config)
     # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
     plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
     measured = define(plain, env, vocab)

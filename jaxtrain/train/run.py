@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.checkpoint import Checkpointer, compare_configs, environment, promise, read_manifest
 from jaxtrain.checkpoint.durable import place_of
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, ConfigError, guards
 from jaxtrain.config.errors import Problem, UserError
 from jaxtrain.config.huggingface import opened
 from jaxtrain.config.output import as_dict
@@ -39,8 +39,12 @@ from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.pipeline.cost import price, summary
 from jaxtrain.plan.step import without_divergent_permutes
 from jaxtrain.precision.policy import POLICIES
+from jaxtrain.resilience.check import Check
+from jaxtrain.resilience.faults import Hooks, remaining
+from jaxtrain.resilience.guard import Guard, restored
 from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
+from jaxtrain.train.feed import Feed
 from jaxtrain.train.program import Program, State, build
 from jaxtrain.train.timing import stage_costs
 from jaxtrain.train.watch import pace, watchdog
@@ -71,6 +75,9 @@ class Run:
     meter: Meter
     watch: Ticker
     manifest: dict[str, Any]
+    guard: Guard
+    check: Check | None
+    faults: Hooks
     pace: Pace | None = None
     latest: dict[str, float] = field(default_factory=dict)
 
@@ -84,6 +91,32 @@ class Run:
         self.observers.log(step, self.meter.record(step, values) | scores)
         for text in self.pace.poll() if self.pace else ():
             self.observers.event("warning", text=text)
+
+    def feed(self) -> Feed:
+        """Device batches of training, by step."""
+        fetch = self.faults.fetch(self.place(self.data))
+        return Feed(fetch, lambda: self.guard.skips, self.config.steps, self.config.data.prefetch)
+
+    def advance(self, state: State, batch: Any, done: int) -> tuple[State, dict[str, jax.Array]]:
+        """The step after `done` steps: (state, metrics); checked for silent corruption where its turn is."""
+        if self.check is not None and self.check.due(done):
+            return self.check.step(self.program.step, state, batch, done)
+        return self.program.step(state, batch)
+
+    def admits(self, state: State, done: int, must: bool) -> bool:
+        """Whether a state is good enough to be saved; `must`: it is the run's last."""
+        self.faults.at("logged", done)
+        is_good = self.guard.admits(must)
+        if is_good and self.check is not None:
+            self.check.replicas(state, done)
+        return is_good
+
+    def go_back(self, state: State, done: int) -> tuple[State, int]:
+        """(state, steps done) from before a spike."""
+        with self.ledger.phase("restore"):
+            state, done = self.guard.go_back(state, done, self.program.state)
+        self.meter.compiled(done)
+        return state, done
 
     def save(self, step: int, state: State, scores: dict[str, float]) -> None:
         """Starts a checkpoint."""
@@ -128,7 +161,8 @@ def open_run(
     is_main = jax.process_index() == 0
     screen.console.quiet = not is_main
     data, sets = open_data(config, screen)
-    program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
+    left = config.model_copy(update={"faults": remaining(config, directory)})
+    program = build(left, vocabulary(config, getattr(data, "vocab", None)), devices)
     if program.gradients.pipeline:
         program = replace(program, step=without_divergent_permutes(program.step))
     if is_main:
@@ -146,6 +180,7 @@ def open_run(
         state, done = _restore(run, info) if resume else (_initial(program), 0)
         if done > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
+        run.guard.start(config.steps - done)
         if is_main:
             write_config(run.dir, run.config)
             describe(run, info)
@@ -206,7 +241,16 @@ def _assemble(
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
     meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
-    run = Run(config, directory, program, data, sets, checkpoints, observers, screen, ledger, meter, watch, manifest)
+    spec = guards.guard(config.guard)
+    guard = Guard(spec, checkpoints, observers, manifest)
+    check, mesh = None, program.sharder.mesh
+    if spec.check is not None and mesh is not None:
+        check = Check(spec.check, program.state, mesh, observers.event, guard.last_good)
+    faults = Hooks(program.config.faults, directory)
+    run = Run(
+        config, directory, program, data, sets, checkpoints, observers, screen, ledger, meter, watch, manifest,
+        guard, check, faults,
+    )  # fmt: skip
     return run, _info(run, flops, peak)
 
 
@@ -285,7 +329,8 @@ def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
         raise UserError(f"{run.dir} {message}")
     _refuse(run, step, manifest)
     with run.ledger.phase("restore"):
-        state, saved = checkpoints.restore(None, run.program.state)
+        state, saved = restored(checkpoints, run.program.state, manifest)
+    run.manifest["skips"] = saved.get("skips", [])
     _report(run)
     done = int(jax.device_get(state["step"]))
     for line in _refuse(run, done, saved):

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.config import guards
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition
+from jaxtrain.optim import spikes
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.partition import state_names
 from jaxtrain.precision.policy import POLICIES
@@ -21,8 +23,8 @@ State = dict[str, Any]
 
 
 def abstract(definition: Definition, optimizer: optax.GradientTransformation, config: Config) -> State:
-    """Shapes and dtypes of {step, params, opt_state, rng, ema, scaling}: ShapeDtypeStructs without shardings."""
-    return jax.eval_shape(lambda: _make(definition, optimizer, *_extras(config), 0))
+    """Shapes and dtypes of {step, params, opt_state, rng, ema, scaling, spikes}: without shardings."""
+    return jax.eval_shape(lambda: _make(definition, optimizer, _extras(config), 0))
 
 
 def shardings(state: State, definition: Definition, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
@@ -33,8 +35,9 @@ def shardings(state: State, definition: Definition, optimizer: optax.GradientTra
     placed["opt_state"] = _by_names(
         state["opt_state"], state_names(optimizer, definition.params, definition.names), sharder
     )
-    if "scaling" in state:
-        placed["scaling"] = dict.fromkeys(state["scaling"], everywhere)
+    for name in ("scaling", "spikes"):
+        if name in state:
+            placed[name] = dict.fromkeys(state[name], everywhere)
     return placed | ({"ema": named} if "ema" in state else {})
 
 
@@ -48,24 +51,28 @@ def init(definition: Definition, optimizer: optax.GradientTransformation, config
     on_cpu = jax.tree.leaves(placed)[0].mesh.devices.flat[0].platform == "cpu"
     make = jax.jit(
         _make,
-        static_argnums=(0, 1, 2, 3),
+        static_argnums=(0, 1, 2),
         out_shardings=placed,
         # Runs once: optimised code for the random bits would take 5 times as long to compile.
         compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
     )
-    return make(definition, optimizer, *_extras(config), np.uint32(config.seed))
+    return make(definition, optimizer, _extras(config), np.uint32(config.seed))
 
 
-def _extras(config: Config) -> tuple[bool, bool]:
-    """Whether the state holds an average of the weights, and a loss scale."""
-    return config.optimizer.ema is not None, POLICIES[config.precision].scales
+def _extras(config: Config) -> frozenset[str]:
+    """What the state holds besides: an average of the weights, a loss scale, a window of the last steps."""
+    wanted = {
+        "ema": config.optimizer.ema is not None,
+        "scaling": POLICIES[config.precision].scales,
+        "spikes": guards.guard(config.guard).spikes is not None,
+    }
+    return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 def _make(
     definition: Definition,
     optimizer: optax.GradientTransformation,
-    ema: bool,
-    scaling: bool,
+    extras: frozenset[str],
     seed: int | np.uint32 | jax.Array,
 ) -> State:
     key = jax.random.key(seed)
@@ -76,9 +83,11 @@ def _make(
         "opt_state": optimizer.init(params),
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
-    if scaling:
+    if "scaling" in extras:
         state["scaling"] = initial()
-    return state | ({"ema": ema_init(params)} if ema else {})
+    if "spikes" in extras:
+        state["spikes"] = spikes.initial()
+    return state | ({"ema": ema_init(params)} if "ema" in extras else {})
 
 
 def _by_names(tree: Any, names: Any, sharder: Sharder) -> Any:

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.guards import Spikes
 from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.models.define import Definition, Tree
+from jaxtrain.optim import spikes as windows
 from jaxtrain.optim.optimizers import clip, ema_update
 from jaxtrain.pipeline.executor import Executor, Run
 from jaxtrain.pipeline.stage import Shared
@@ -30,13 +32,19 @@ def train_step(
     *,
     max_norm: float | None = None,
     ema: float | None = None,
+    spikes: Spikes | None = None,
+    poisoned: tuple[int, ...] = (),
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
     """One optimizer update on one global batch: (state, batch) -> (state, metrics, gradients before clipping).
 
     Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
     term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping), `lr`, and those that the model
-    makes of its counts (see `loss.parted`). A state that holds `scaling` has its loss scaled: a step whose gradients
-    are not finite is skipped (`skipped` 1, `grad_norm` 0) and the scale lowered; only `step` moves on.
+    makes of its counts (see `loss.parted`). A step whose loss or gradient norm is not finite is skipped: `skipped` is
+    1, and only `step` moves on, in one branch on every device, because both numbers are of the whole batch.
+
+    A state that holds `scaling` has its loss scaled; of a skipped step `grad_norm` is 0 and the scale is lowered. One
+    that holds `spikes` gives `spike`, the robust z-score of loss and norm; where `spikes` says so it skips, too. The
+    gradients of the `poisoned` steps (from 1) are NaN, for tests.
     """
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
@@ -46,12 +54,12 @@ def train_step(
         grads, definition = found.grads, gradients.definition
         if "scaling" in state:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        if poisoned:
+            is_bad = jnp.isin(state["step"] + 1, jnp.array(poisoned, jnp.int32))
+            grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g).astype(g.dtype), grads)
         clipped, norm = clip(grads, max_norm, definition.names)
         updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        new = {**state, "step": state["step"] + 1, "params": params, "opt_state": opt_state}
-        if ema is not None:
-            new["ema"] = ema_update(state["ema"], params, ema)
         means = {name: found.sums[name] * factor for name, factor in scales(found.weights).items()}
         own = {} if found.counts is None else _of_counts(definition.bind(state["params"]), found.counts)
         metrics = {
@@ -62,9 +70,11 @@ def train_step(
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
         }
-        if "scaling" in state:
-            new, metrics = _unless_overflown(state, new, metrics)
-        return new, metrics, grads
+        is_good, apart, said = _judged(state, metrics, spikes)
+        new = _where(is_good, {"params": params, "opt_state": opt_state}, state)
+        if ema is not None:  # of the parameters that are kept
+            new |= _where(is_good, {"ema": ema_update(state["ema"], new["params"], ema)}, state)
+        return {**state, **new, **apart, "step": state["step"] + 1}, {**metrics, **said}, grads
 
     return step
 
@@ -85,14 +95,24 @@ def _of_counts(model: Any, counts: Any) -> Metrics:
     return {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(counts).items()}
 
 
-def _unless_overflown(old: State, new: State, metrics: Metrics) -> tuple[State, Metrics]:
-    """The new state, or the old one with only `step` moved on and the loss scale lowered."""
-    is_finite = jnp.isfinite(metrics["grad_norm"])
-    kept = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, old)
-    scaling = updated(old["scaling"], is_finite)
-    said = {"loss_scale": scaling["scale"], "skipped": 1.0 - is_finite.astype(jnp.float32)}
-    norm = jnp.where(is_finite, metrics["grad_norm"], 0.0)
-    return {**kept, "step": new["step"], "scaling": scaling}, {**metrics, "grad_norm": norm, **said}
+def _judged(old: State, metrics: Metrics, spikes: Spikes | None) -> tuple[jax.Array, State, Metrics]:
+    """Whether a step is to be kept, what of the state changes anyhow, and what there is to say."""
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    is_good, apart, said = is_finite, {}, {}
+    if spikes is not None:
+        said["spike"] = windows.score(old["spikes"], loss, norm)
+        apart["spikes"] = windows.pushed(old["spikes"], loss, norm)
+        is_good = is_finite & (said["spike"] <= spikes.threshold) if spikes.skips else is_finite
+    if "scaling" in old:
+        apart["scaling"] = scaling = updated(old["scaling"], is_finite)
+        said |= {"grad_norm": jnp.where(is_finite, norm, 0.0), "loss_scale": scaling["scale"]}
+    return is_good, apart, said | {"skipped": 1.0 - is_good.astype(jnp.float32)}
+
+
+def _where(is_good: jax.Array, new: State, old: State) -> State:
+    """`new`, or what `old` has in its place."""
+    return jax.tree.map(lambda a, b: jnp.where(is_good, a, b), new, {name: old[name] for name in new})
 
 
 def eval_step(

@@ -26,7 +26,7 @@ def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
         values["data"]["sequence"] = min(config.data.sequence, SEQUENCE)
     values["data"]["global_batch"] = 2 * devices
     values["step"] |= {"accumulate": 1, "attention": "auto"}  # the fast kernels need their chips
-    values |= {"precision": "fp32", "steps": 1000, "simulate": devices}
+    values |= {"precision": "fp32", "steps": 1000, "simulate": devices, "faults": []}
     values["optimizer"] |= {"schedule": "constant", "warmup": 0, "epsilon": max(EPSILON, config.optimizer.epsilon)}
     values["eval"]["every"] = values["checkpoint"]["every"] = None
     values["checkpoint"]["keep_best"] = 0

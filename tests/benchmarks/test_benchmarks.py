@@ -162,6 +162,13 @@ def test_plan_accuracy_measures_what_it_predicts(tmp_path):
     assert "skipped" in results["gpu"] or results["gpu"]["rows"]
 
 
+def test_chaos_ends_as_if_nothing_had_happened(tmp_path):
+    results = quick(tmp_path, "chaos")["results"]
+    assert results["deaths"] >= 3
+    assert results["wrong"] == 0
+    assert results["recovery"]["median"] > 0
+
+
 def test_rank_agreement(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     accuracy = module("plan_accuracy")

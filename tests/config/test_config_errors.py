@@ -73,7 +73,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
             "learnrate_lr: 1",
             "learnrate_lr: unknown key; the config has name, dir, seed, steps, simulate, precision,"
             " compile_cache, layout, mesh, rules, context, zero, pipeline, model, data, loss, optimizer, step,"
-            " checkpoint, eval, log, extends and"
+            " checkpoint, eval, log, guard, faults, extends and"
             " resolved",
         ),
         ("optimizer.lr: 1", "optimizer.lr: unknown key; write it nested, as optimizer: {lr: ...}"),

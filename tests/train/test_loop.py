@@ -19,6 +19,7 @@ from jaxtrain.observe.flops import decoder_flops
 from jaxtrain.observe.progress import Screen
 from jaxtrain.pipeline.cost import Costs, price
 from jaxtrain.pipeline.schedule import make
+from jaxtrain.resilience.errors import Diverged, Failed
 from jaxtrain.train import loop, run
 from jaxtrain.train.run import open_run
 
@@ -252,7 +253,7 @@ def test_every_step_is_known_at_the_end_whatever_the_log_interval(tmp_path, corp
     assert losses(result.run_dir).keys() == {4, 5, 8}  # 4 and 8 because they were saved
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tmp_path, corpus, monkeypatch):
+def test_losses_that_stay_bad_stop_the_run_and_are_never_saved(tmp_path, corpus, monkeypatch):
     real = loop.open_run
 
     def poisoned(config, directory, **kwargs):
@@ -261,7 +262,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tmp_path, co
 
         def poison(state, batch):
             batch = dict(batch)
-            if int(jax.device_get(state["step"])) == 5:
+            if int(jax.device_get(state["step"])) >= 5:
                 batch["weights"] = batch["weights"] * jax.numpy.nan
             return step(state, batch)
 
@@ -269,8 +270,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tmp_path, co
         return run, state, done
 
     monkeypatch.setattr(loop, "open_run", poisoned)
-    cfg = config(tmp_path, corpus)
-    with pytest.raises(loop.Diverged, match="at step 6; checkpoint 4 is the last good one"):
+    cfg = config(tmp_path, corpus, "steps=40", "eval.every=null", "log.every=3")
+    with pytest.raises(Diverged, match=r"20 steps in a row .* at step 25; checkpoint 4 is the last good one"):
         jaxtrain.train(cfg, screen=quiet())
     saved = [path.name for path in (cfg.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
     assert saved == ["4"]
@@ -295,7 +296,7 @@ def test_a_full_device_is_told_in_one_line(tmp_path, corpus, monkeypatch):
 
     monkeypatch.setattr("jaxtrain.train.batches.Placer.__call__", full)
     cfg = config(tmp_path, corpus)
-    with pytest.raises(loop.Failed, match="ran out of memory"):
+    with pytest.raises(Failed, match="ran out of memory"):
         jaxtrain.train(cfg, tmp_path / "full", screen=quiet())
     stop = json.loads((tmp_path / "full" / "events.jsonl").read_text().splitlines()[-1])
     assert (stop["kind"], stop["step"]) == ("stop", 0)

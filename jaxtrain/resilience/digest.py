@@ -1,0 +1,77 @@
+"""Sums of the bits of a sharded tree, device by device, to find bits that differ where they should not.
+
+Every element counts as uint32, times an odd hash of its place in the shard, modulo 2^32: a flipped bit changes the sum
+of its tensor for sure, because an odd number times a power of two below 2^32 is never 0; so do swapped elements.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+
+def digests(abstract: Any, mesh: Mesh) -> Callable[[Any], jax.Array]:
+    """A jitted function: tree -> uint32 [devices, leaves], on every device; devices in the order of the mesh.
+
+    Args:
+        abstract: tree of ShapeDtypeStructs with NamedShardings of that mesh.
+    """
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
+    axes = tuple(mesh.axis_names)
+
+    def local(tree: Any) -> jax.Array:
+        return jnp.stack([bit_sum(leaf) for leaf in jax.tree.leaves(tree)])[None, :]
+
+    sums = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(axes, None), check_vma=False)
+    return jax.jit(sums, out_shardings=jax.sharding.NamedSharding(mesh, PartitionSpec()))
+
+
+def bit_sum(x: jax.Array) -> jax.Array:
+    """uint32 scalar of an array of any shape and dtype."""
+    bits = _bits(x).reshape(-1)
+    index = jax.lax.iota(jnp.uint32, bits.size)
+    mixed = (index ^ (index >> 15)) * jnp.uint32(0x2C1B3C6D)
+    return jnp.sum(bits * ((mixed ^ (mixed >> 12)) | jnp.uint32(1)), dtype=jnp.uint32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    size = x.dtype.itemsize
+    if size == 8:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)  # a dim of two more
+    return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]).astype(jnp.uint32)
+
+
+def odd_ones(sums: np.ndarray, abstract: Any, mesh: Mesh) -> list[tuple[str, list[int]]]:
+    """Tensors whose replicas differ: (name, places in the mesh of the devices that differ from most of them).
+
+    Where there is no majority all holders of that shard are named.
+
+    Args:
+        sums: of `digests`.
+    """
+    place = {device: index for index, device in enumerate(mesh.devices.flat)}
+    found = []
+    for column, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(abstract)):
+        holders: dict[Any, list[int]] = {}
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            holders.setdefault(str(index), []).append(place[device])
+        odd = [device for group in holders.values() for device in _minority(group, sums[:, column])]
+        if odd:
+            found.append((jax.tree_util.keystr(path, simple=True, separator="/"), sorted(odd)))
+    return found
+
+
+def _minority(group: list[int], sums: np.ndarray) -> list[int]:
+    counts = Counter(int(sums[device]) for device in group)
+    if len(counts) == 1:
+        return []
+    (common, most), *_ = counts.most_common()
+    return [device for device in group if 2 * most <= len(group) or int(sums[device]) != common]
