@@ -1,0 +1,47 @@
+"""What writing a checkpoint holds besides the state: a shard at a time, not a share of all of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.checkpoint import orbax
+from jaxtrain.checkpoint.snapshot import _trim
+
+STATUS, MB = Path("/proc/self/status"), 1 << 20
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no file's pages."""
+    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.skipif(not STATUS.is_file(), reason="needs Linux's /proc")
+def test_writing_holds_little_besides_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(orbax, "_WRITE", 1)  # the largest array is the bound
+    monkeypatch.setattr(orbax, "_CHUNK", 4 * MB)  # smaller than an array, so that chunks are copies
+    tree = {str(i): jax.block_until_ready(jnp.full((4, 1024, 1024), i, jnp.float32)) for i in range(10)}
+    _trim()
+    begun = highest = anonymous()
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal highest
+        while not done.wait(0.002):
+            highest = max(highest, anonymous())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    orbax.write(tmp_path / "one", tree, 60)
+    done.set()
+    thread.join()
+    assert highest - begun < 64 * MB, f"{(highest - begun) / MB:.0f} MB besides 160 MB"
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tree.items()}
+    back = orbax.read(tmp_path / "one", shapes, shapes, False)
+    assert all(np.array_equal(back[name], tree[name]) for name in tree)
