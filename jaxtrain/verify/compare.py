@@ -12,7 +12,8 @@ import numpy as np
 Flat = Mapping[str, np.ndarray]
 
 LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative; an update divides by small numbers
-FLOOR = 1e-4  # of the median tensor's norm: a tensor with less is compared with this
+# Of the median tensor's norm: a tensor with less is compared with this. A bias of keys has no gradient but roundings.
+FLOOR = 1e-3
 MATCH = 1e-3  # a broken gradient is explained by a cause to this, relative
 
 
