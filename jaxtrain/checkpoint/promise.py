@@ -41,7 +41,7 @@ _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|incl
 
 _FREE = ("model.init_std", "model.init_from")  # inside a fixed section, but without effect once training has begun
 
-_WEIGHT = re.compile(r"data\.sources\.\d+\.weights\.(\d+)")
+_WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
 
 _XLA_NOISE = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_timeout")
 
@@ -84,7 +84,7 @@ def promise(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Level, list[str
     reasons, changed = [], []
     for part in ("mesh", "devices", "device_kind", "processes", "flags", "jax", "versions"):
         reasons += _differences(part, saved.get(part), now.get(part))
-    before, after = _flat(saved.get("config") or {}), _flat(now.get("config") or {})
+    before, after = _keys(saved.get("config") or {}), _keys(now.get("config") or {})
     same_data = saved.get("data") == now.get("data")
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) == after.get(key) or _under(key, _SILENT) or (same_data and _SAME_DATA.fullmatch(key)):
@@ -117,7 +117,7 @@ def compare_configs(
       (these say why) cannot go on and needs a new name. Layout, mesh, rules, precision between fp32 and bf16,
       accumulation, kernels, learning rate, steps, logging and checkpoints may change.
     """
-    before, after = _flat(saved), _flat(new)
+    before, after = _keys(saved), _keys(new)
     changes, refused = [], []
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) == after.get(key):
@@ -134,7 +134,7 @@ def compare_configs(
 def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
     """Why this change stops a resume, or None."""
     weight = _WEIGHT.fullmatch(key)  # a share of the mixture from a step on: free until the run has come there
-    if _under(key, _FREE) or (weight and int(weight[1]) >= step):
+    if _under(key, _FREE) or (weight and int(weight[2]) >= step):
         return None
     for fixed, reason in _FIXED.items():
         if _under(key, (fixed,)):
@@ -146,6 +146,17 @@ def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
     if key == "precision" and "fp16" in (before, after):
         return "the checkpoint holds " + ("a" if before == "fp16" else "no") + " loss scale"
     return None
+
+
+def _keys(config: dict[str, Any]) -> dict[str, Any]:
+    """`_flat`, with every share of a source under the step from which on it holds."""
+    flat: dict[str, Any] = {}
+    for key, value in _flat(config).items():
+        weight = _WEIGHT.fullmatch(key)
+        if weight:
+            flat.setdefault(f"{weight[1]}.0", 1.0)
+        flat[key if weight is None else f"{weight[1]}.{weight[2] or 0}"] = value
+    return flat
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

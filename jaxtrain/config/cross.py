@@ -329,17 +329,16 @@ def _sources(data: Data) -> Iterator[Found]:
         yield Found(("data.sources",), "is empty; expected at least one source, e.g. [{path: stdlib}]")
         return
     for index, source in enumerate(data.sources):
-        for step in source.weights:
+        for step in source.shares:
             if not 0 <= step <= LARGEST:
-                yield Found((f"data.sources.{index}.weights",), f"{shown(step)} is no step; expected 0 or more")
-    changes = sorted({step for source in data.sources for step in source.weights})[:200]
-    for step in changes:
-        if not any(_weight(source.weight, source.weights, step) for source in data.sources):
+                yield Found((f"data.sources.{index}.weight",), f"{shown(step)} is no step; expected 0 or more")
+    shares = [source.shares for source in data.sources]
+    for step in sorted({step for one in shares for step in one if step >= 0})[:200]:
+        if not any(_share(one, step) for one in shares):
             yield Found(("data.sources",), f"from step {step} on every source has weight 0; one must be above 0")
             return
 
 
-def _weight(first: float, weights: dict[int, float], step: int) -> float:
-    """Weight of a source at a step."""
-    past = [s for s in weights if s <= step]
-    return weights[max(past)] if past else first
+def _share(shares: dict[int, float], step: int) -> float:
+    """That of a source at a step."""
+    return shares[max(start for start in shares if 0 <= start <= step)]

@@ -199,8 +199,14 @@ class Documents(Section):
 class Source(Documents):
     """One source of documents in a mixture."""
 
-    weight: PositiveFloat = key(1.0, "share in the mixture")
-    weights: dict[int, NonNegative] = key({}, "share from a given step on, e.g. {1000: 0.5}")
+    weight: PositiveFloat | dict[int, NonNegative] = key(
+        1.0, "share in the mixture; or from which step on it is what, e.g. {0: 1.0, 1000: 0.5}"
+    )
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Step -> share from it on; that of step 0 is always there, 1 where it is not given."""
+        return {0: 1.0, **self.weight} if isinstance(self.weight, dict) else {0: self.weight}
 
 
 class Data(Section):

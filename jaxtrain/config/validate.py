@@ -58,8 +58,7 @@ def _note(
             continue
         seen.add(path)
         if (node.where, dotted(path)) not in read:  # else the reader has said what is wrong
-            is_key = location[-1] == "[key]"
-            problems.append(Problem(node.where, _key(path), _message(detail, path, plain(node), is_key)))
+            problems.append(Problem(node.where, _key(path), _message(detail, path, plain(node))))
         dropped.add(_drop(values, path))
 
 
@@ -84,12 +83,10 @@ def _key(path: Path) -> str:
     return ".".join(part if len(part) <= SHOWN else part[:SHOWN] + "..." for part in map(str, path))
 
 
-def _message(detail: Mapping[str, Any], path: Path, value: Any, is_key: bool) -> str:
+def _message(detail: Mapping[str, Any], path: Path, value: Any) -> str:
     """One plain sentence for one pydantic error."""
     if detail["type"] == "extra_forbidden":
         return unknown_key(path)
-    if is_key:
-        return f"the keys of `{_key(path[:-1])}` are whole numbers (steps), not {shown(str(path[-1]))}"
     if detail["type"] == "value_error":
         return detail["msg"].removeprefix("Value error, ")
     schema = schema_at(path)
@@ -218,7 +215,9 @@ def _describe(schema: Mapping[str, Any]) -> str:
     if "properties" in schema:
         return f"a section with keys such as {join(list(schema['properties'])[:3], 'and')}"
     if kind == "object":
-        return "a section of `name: value` pairs"
+        inside = schema.get("additionalProperties")
+        by_step = isinstance(inside, Mapping) and inside.get("type") == "number"
+        return "numbers by whole steps, as in {0: 1.0, 1000: 0.5}" if by_step else "a section of `name: value` pairs"
     if schema.get("minLength"):
         return "text of at least one character (in quotes if it looks like a number)"
     words = {"string": "text (in quotes if it looks like a number)", "boolean": "true or false"}

@@ -80,7 +80,6 @@ class TextDataset:
             Packer(part.lengths, data.sequence, seed if train else VALIDATION_SEED) if part.documents else None
             for part in self.splits
         ]
-        weights = [s.weight for s in data.sources]
         self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
         sizes = [s.text_bytes for s in self.splits]
         known = [size for size in sizes if size is not None]
@@ -92,7 +91,7 @@ class TextDataset:
         self.batches: int | None = None
         self._mixture: Mixture | None = None
         if train:
-            segments = weight_segments(weights, [s.weights for s in data.sources], data.global_batch)
+            segments = weight_segments([s.shares for s in data.sources], data.global_batch)
             self._mixture = Mixture(segments)
             shares = np.array(segments[0][1])
         else:

@@ -126,13 +126,10 @@ class Mixture:
         return source, local
 
 
-def weight_segments(
-    initial: Sequence[float], changes: Sequence[Mapping[int, float]], global_batch: int
-) -> list[tuple[int, list[float]]]:
-    """Segments in rows from weights that change at given steps; `changes[k]` maps a step to source k's new weight."""
-    starts = sorted({0}.union(*changes))
-    current, out = list(initial), []
-    for step in starts:
-        current = [change.get(step, weight) for change, weight in zip(changes, current)]
+def weight_segments(shares: Sequence[Mapping[int, float]], global_batch: int) -> list[tuple[int, list[float]]]:
+    """Segments in rows from weights that change at given steps; `shares[k]` maps steps, 0 among them, to source k's."""
+    current, out = [one[0] for one in shares], []
+    for step in sorted(set().union(*shares)):
+        current = [one.get(step, weight) for one, weight in zip(shares, current)]
         out.append((step * global_batch, list(current)))
     return out

@@ -131,13 +131,16 @@ def test_no_change():
 
 def test_mixture_weights_may_change_from_the_step_on():
     def mixture(**weights):
-        return config(data={"sources": [{"path": "a", "weights": {int(k[1:]): v for k, v in weights.items()}}]})
+        shares = {int(k[1:]): v for k, v in weights.items()}
+        return config(data={"sources": [{"path": "a", "weight": shares or 1.0}]})
 
-    key = "data.sources.0.weights"
+    key = "data.sources.0.weight"
     assert compare_configs(mixture(), mixture(s500=0.5), step=500) == ([f"{key}.500: none -> 0.5"], [])
     assert compare_configs(mixture(s700=0.5), mixture(s700=0.25), step=500)[1] == []
     assert len(compare_configs(mixture(), mixture(s500=0.5), step=501)[1]) == 1
     assert len(compare_configs(mixture(s10=0.5), mixture(), step=500)[1]) == 1
+    assert compare_configs(mixture(), mixture(s0=1.0), step=500) == ([], [])
+    assert len(compare_configs(mixture(), mixture(s0=2.0), step=500)[1]) == 1
 
 
 def test_reading_a_checkpoint_needs_no_jax():

@@ -45,8 +45,9 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("eval:", "eval: expected a section with keys such as every, batches and sets; found nothing (null)"),
         ("data: {sources: stdlib}", 'data.sources: expected a list of sections; found "stdlib"'),
         (
-            "data: {sources: [{weights: {x: 1}}]}",
-            'data.sources.0.weights.x: the keys of `data.sources.0.weights` are whole numbers (steps), not "x"',
+            "data: {sources: [{weight: {x: 1}}]}",
+            "data.sources.0.weight: expected a number above 0 or numbers by whole steps, as in {0: 1.0, 1000: 0.5}; "
+            "found a section of keys",
         ),
         (
             "optimizer: {name: adam}",
@@ -186,7 +187,7 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ("data: {sources: [{path: /nope/*.py}]}", 'data.sources.0.path: no such file or folder: "/nope"'),
         ("data: {sources: []}", "data.sources: is empty; expected at least one source, e.g. [{path: stdlib}]"),
         (
-            "data: {sources: [{weights: {5: 0}}]}",
+            "data: {sources: [{weight: {5: 0}}]}",
             "data.sources: from step 5 on every source has weight 0; one must be above 0",
         ),
         (

@@ -35,7 +35,7 @@ model:
   rope_scaling: {type: llama3, factor: 8.0}
 data:
   sources:
-    - {path: stdlib, weight: 0.5, weights: {10: 0.25}}
+    - {path: stdlib, weight: {0: 0.5, 10: 0.25}}
     - path: stdlib
       include: ["*.py", '*.md']
   sequence: 256
@@ -266,7 +266,7 @@ GOOD = {
     ),
     "mesh": st.dictionaries(st.sampled_from(["data", "model"]), st.sampled_from([-1, 1, 2, 1024])),
     "data.sources": st.lists(
-        st.fixed_dictionaries({"weights": st.dictionaries(st.integers(0, 9), st.floats(0.5, 2))}),
+        st.fixed_dictionaries({"weight": st.dictionaries(st.integers(0, 9), st.floats(0.5, 2))}),
         min_size=1,
         max_size=3,
     ),

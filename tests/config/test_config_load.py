@@ -121,10 +121,9 @@ def test_overrides_are_yaml_and_reach_into_lists(write) -> None:
         "eval.every=",
         "log.prompt='a=b'",
         "steps=1e4",
-        "data.sources.0.weights.10=0.5",
+        "data.sources.0.weight.10=0.5",
     )
-    assert [source.weight for source in config.data.sources] == [1, 3]
-    assert config.data.sources[0].weights == {10: 0.5}
+    assert [source.shares for source in config.data.sources] == [{0: 1.0, 10: 0.5}, {0: 3.0}]
     assert config.rules["batch"] == ("data", "fsdp")
     assert config.model.rope_scaling is not None
     assert config.model.rope_scaling.factor == 2

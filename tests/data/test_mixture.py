@@ -76,7 +76,7 @@ def test_exact_ratios_are_kept() -> None:
 
 
 def test_segments_from_steps() -> None:
-    segments = weight_segments([1.0, 1.0], [{10: 0.5}, {10: 0.0, 20: 2.0}], 8)
+    segments = weight_segments([{0: 1.0, 10: 0.5}, {0: 1.0, 10: 0.0, 20: 2.0}], 8)
     assert segments == [(0, [1.0, 1.0]), (80, [0.5, 0.0]), (160, [0.5, 2.0])]
 
 

@@ -113,7 +113,7 @@ def test_a_flipped_token_would_be_noticed(tmp_path: Path) -> None:
 def test_pure_in_seed_and_step_and_rows(tmp_path: Path) -> None:
     write_texts(tmp_path / "a", 60, 0)
     write_texts(tmp_path / "b", 40, 1)
-    sources = (Source(path=str(tmp_path / "a"), weight=2.0), Source(path=str(tmp_path / "b"), weights={5: 3.0, 9: 0.0}))
+    sources = (Source(path=str(tmp_path / "a"), weight=2.0), Source(path=str(tmp_path / "b"), weight={5: 3.0, 9: 0.0}))
     data = config(tmp_path, sources=sources, global_batch=6)
     dataset, fresh = open_dataset(data, 1), open_dataset(data, 1)
     other = open_dataset(data, 2)
@@ -137,7 +137,7 @@ def test_mixture_weights_decide_the_source_of_rows(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for i in range(40):
             (tmp_path / name / f"{i}.txt").write_text(letter * 50)
-    sources = (Source(path=str(tmp_path / "a"), weight=3.0), Source(path=str(tmp_path / "b"), weights={10: 0.0}))
+    sources = (Source(path=str(tmp_path / "a"), weight=3.0), Source(path=str(tmp_path / "b"), weight={10: 0.0}))
     dataset = open_dataset(config(tmp_path, sources=sources), 0)
 
     def share(steps: range) -> float:
@@ -228,9 +228,9 @@ def test_entropy_of_a_mixture_is_that_of_the_mixed_tokens(tmp_path: Path) -> Non
     dataset = open_dataset(config(tmp_path, sources=tuple(two)), 0)
     assert dataset.unigram_entropy == pytest.approx(entropy([0.495, 0.495, 0.01]), rel=1e-12)
     weighted = [
-        Source(path=str(tmp_path / "a"), weight=3.0, weights={7: 9.0}),
-        Source(path=str(tmp_path / "b"), weight=5.0, weights={0: 1.0}),
-        Source(path=str(tmp_path / "c"), weights={0: 0.0, 7: 1.0}),
+        Source(path=str(tmp_path / "a"), weight={0: 3.0, 7: 9.0}),
+        Source(path=str(tmp_path / "b"), weight={0: 1.0}),
+        Source(path=str(tmp_path / "c"), weight={0: 0.0, 7: 1.0}),
     ]
     dataset = open_dataset(config(tmp_path, sources=tuple(weighted)), 0)
     assert dataset.unigram_entropy == pytest.approx(entropy([0.99 * 0.75, 0.99 * 0.25, 0.01]), rel=1e-12)
