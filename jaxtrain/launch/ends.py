@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 from jaxtrain.checkpoint import EXIT_SAVED
+from jaxtrain.resilience.watchdog import EXIT_HUNG
 
 EXIT_USAGE = 2  # bad input: another try would end the same
-EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h: a watchdog ended a worker that did not get on
 
 # What JAX does to the others when one is lost comes after what was done to that one.
 _SECONDARY = (-signal.SIGABRT, 1)

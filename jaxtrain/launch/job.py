@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.checkpoint import Store
@@ -12,30 +11,12 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.output import as_dict
 from jaxtrain.config.run_dir import absolute, free_directory, saved_config, write_config
 from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.launch.policy import Placement
 from jaxtrain.mesh import layout
 from jaxtrain.mesh.axes import shape_text
 from jaxtrain.models.check import check_config
 from jaxtrain.models.tensors import vocabulary
 from jaxtrain.pipeline.fit import check_pipeline
-
-
-@dataclass(frozen=True)
-class Placement:
-    """What a generation runs on.
-
-    Attributes:
-        processes: of all nodes.
-        devices: of all processes.
-        changes: `key=value` over the run's own config.
-        mesh: e.g. `data 2 x fsdp 4`.
-        config: with these changes.
-    """
-
-    processes: int
-    devices: int
-    changes: tuple[str, ...]
-    mesh: str
-    config: Config
 
 
 class Job:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.launch.ends import EXIT_SAVED, EXIT_USAGE, exit_code, is_clean, rank_of_cause, words
-from jaxtrain.launch.policy import Cause, News, Phase, Placed, Policy, Run
+from jaxtrain.launch.policy import Cause, News, Phase, Placement, Policy, Run
 from jaxtrain.launch.slots import Failures, Node, Roster, Slot
 
 SETTLE = 0.5  # seconds that a victim's end waits for that of the worker it was a victim of
@@ -202,7 +202,7 @@ class Leader:
         else:
             self._over(exit_code(self._cause.code) if self._cause else 1, text if slots else "no slot is left")
 
-    def _announce(self, placement: Placed, idle: int) -> None:
+    def _announce(self, placement: Placement, idle: int) -> None:
         nodes = len({slot.node for slot in self._members})
         where = f" on {nodes} nodes" if nodes > 1 else ""
         left = f"; {_processes(idle)} idle, because the mesh fits no more" if idle else ""

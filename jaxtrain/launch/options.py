@@ -44,7 +44,8 @@ def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     is_local = args.where == "local"
     at = {"nodes": 1, "node": 0} if is_local else {name: _number(args, name, environ) for name in ("nodes", "node")}
     slots = _number(args, "processes", environ)
-    devices = _number(args, "devices_per_process", environ, required=False)
+    each = _text(args, "devices_per_process", environ, required=False)
+    devices = _whole("devices_per_process", each) if each else None
     for name, least in (("spares", 0), ("max_restarts", 0), ("max_failures", 1), ("collective_timeout", 1)):
         if getattr(args, name) < least:
             raise UserError(f"launch: {_flag(name)} {getattr(args, name)}: expected at least {least}")
@@ -90,10 +91,11 @@ def _text(args: argparse.Namespace, name: str, environ: Mapping[str, str], requi
     return found[0] if found else ""
 
 
-def _number(args: argparse.Namespace, name: str, environ: Mapping[str, str], required: bool = True) -> int:
-    text = _text(args, name, environ, required)
-    if not text and not required:
-        return None  # type: ignore[return-value]
+def _number(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> int:
+    return _whole(name, _text(args, name, environ))
+
+
+def _whole(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

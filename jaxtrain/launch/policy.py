@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from jaxtrain.config import Config
 from jaxtrain.launch.slots import Slot
 
 
@@ -20,17 +21,23 @@ class Phase(Enum):
     OVER = "the job has ended"
 
 
-class Placed(Protocol):
-    """See `job.Placement`."""
+@dataclass(frozen=True)
+class Placement:
+    """What a generation runs on.
 
-    @property
-    def processes(self) -> int: ...
-    @property
-    def devices(self) -> int: ...
-    @property
-    def changes(self) -> tuple[str, ...]: ...
-    @property
-    def mesh(self) -> str: ...
+    Attributes:
+        processes: of all nodes.
+        devices: of all processes.
+        changes: `key=value` over the run's own config.
+        mesh: e.g. `data 2 x fsdp 4`.
+        config: with these changes.
+    """
+
+    processes: int
+    devices: int
+    changes: tuple[str, ...]
+    mesh: str
+    config: Config
 
 
 class Run(Protocol):
@@ -39,8 +46,8 @@ class Run(Protocol):
     directory: Any
     is_simulated: bool
 
-    def place(self, available: int) -> Placed | None: ...
-    def begin(self, placement: Any) -> None: ...
+    def place(self, available: int) -> Placement | None: ...
+    def begin(self, placement: Placement) -> None: ...
     def newest(self) -> int | None: ...
 
 

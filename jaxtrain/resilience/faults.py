@@ -28,8 +28,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from jaxtrain.checkpoint.files import MARKER
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.guards import COMMIT, COMMITTED, DATA, SAVE, STEP, Fault, fault
 from jaxtrain.config.schema import Config
+from jaxtrain.resilience.patch import patched
 
 FILE = "faults.jsonl"
 SLOW = 2.0
@@ -87,9 +88,9 @@ class Hooks:
 
     def __enter__(self) -> Hooks:
         if any(one.place in (SAVE, COMMIT, COMMITTED) for one in self._left):
-            self._stack.enter_context(_patched(orbax, "write", self._writes))
-            self._stack.enter_context(_patched(orbax, "start", self._writes))
-            self._stack.enter_context(_patched(os, "replace", self._renames))
+            self._stack.enter_context(patched(orbax, "write", self._writes))
+            self._stack.enter_context(patched(orbax, "start", self._writes))
+            self._stack.enter_context(patched(os, "replace", self._renames))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -246,13 +247,3 @@ def _step_of(folder: Path) -> int:
     """The step of a checkpoint's folder, `.../8` or `.../8.orbax...`; -1 of any other."""
     name = Path(folder).name.partition(".")[0]
     return int(name) if name.isdecimal() else -1
-
-
-@contextmanager
-def _patched(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    real = getattr(owner, name)
-    setattr(owner, name, change(real))
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)

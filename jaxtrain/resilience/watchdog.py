@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h: did not get on
 
 # Seconds without a change of phase. Those of a step depend on what steps were measured to take, see `deadline`.
 DEADLINES = {"init": 3600.0, "compile": 7200.0, "restore": 7200.0, "checkpoint": 3600.0, "eval": 7200.0, "data": 300.0}

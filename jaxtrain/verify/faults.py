@@ -6,8 +6,8 @@ program that runs on a layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtrain.mesh.rules import BATCH
 from jaxtrain.nn import attention
+from jaxtrain.resilience.patch import patched
 from jaxtrain.train.batches import Placer
 from jaxtrain.train.gradients import Gradients, microbatches
 from jaxtrain.verify.batch import Batch, kept_rows, merged_documents
@@ -62,16 +63,6 @@ def broken(name: str | None) -> Any:
     return nullcontext() if name is None else INJECTIONS[name]()
 
 
-@contextmanager
-def _patched(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    real = getattr(owner, name)
-    setattr(owner, name, change(real))
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)
-
-
 def _missing_reduction() -> Any:
     """The first shard of rows sees only its own gradients."""
 
@@ -87,7 +78,7 @@ def _missing_reduction() -> Any:
 
         return call
 
-    return _patched(Gradients, "__call__", change)
+    return patched(Gradients, "__call__", change)
 
 
 def _doubled_reduction() -> Any:
@@ -106,7 +97,7 @@ def _doubled_reduction() -> Any:
 
         return call
 
-    return _patched(Gradients, "__call__", change)
+    return patched(Gradients, "__call__", change)
 
 
 def _microbatch_scaling() -> Any:
@@ -127,7 +118,7 @@ def _microbatch_scaling() -> Any:
 
         return call
 
-    return _patched(Gradients, "_over_microbatches", change)
+    return patched(Gradients, "_over_microbatches", change)
 
 
 def _segment_mask() -> Any:
@@ -140,7 +131,7 @@ def _segment_mask() -> Any:
 
         return call
 
-    return _patched(attention, "attention", change)
+    return patched(attention, "attention", change)
 
 
 def _dropped_tail() -> Any:
@@ -153,7 +144,7 @@ def _dropped_tail() -> Any:
 
         return call
 
-    return _patched(Placer, "__call__", change)
+    return patched(Placer, "__call__", change)
 
 
 INJECTIONS: dict[str, Callable[[], Any]] = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.cli.launching import arrange
+from jaxtrain.config import Config
 from jaxtrain.launch.agent import Agent
 from jaxtrain.launch.options import options
 from jaxtrain.launch.output import Terminal
+from jaxtrain.launch.policy import Placement
 from jaxtrain.launch.supervise import lead
 
 # A plan has, for GENERATION.RANK or GENERATION, what a worker does; otherwise it runs until SIGTERM.
@@ -41,14 +42,6 @@ time.sleep(60)
 """
 
 
-@dataclass(frozen=True)
-class Placed:
-    processes: int
-    devices: int
-    changes: tuple[str, ...] = ()
-    mesh: str = "data"
-
-
 class Run:
     """Fits everything; nothing is ever saved."""
 
@@ -57,10 +50,10 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def place(self, available: int) -> Placed | None:
-        return Placed(available, available) if available else None
+    def place(self, available: int) -> Placement | None:
+        return Placement(available, available, (), "data", Config()) if available else None
 
-    def begin(self, placement: Placed) -> None:
+    def begin(self, placement: Placement) -> None:
         del placement
 
     def newest(self) -> int | None:

@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxtrain.config import Config
 from jaxtrain.launch.leader import KILL, SETTLE, Leader
-from jaxtrain.launch.policy import Phase, Policy
-
-
-@dataclass(frozen=True)
-class Placed:
-    processes: int
-    devices: int
-    changes: tuple[str, ...] = ()
-    mesh: str = "data"
+from jaxtrain.launch.policy import Phase, Placement, Policy
 
 
 @dataclass
@@ -29,11 +22,11 @@ class FakeRun:
     directory: Path = Path("/run")
     is_simulated: bool = True
 
-    def place(self, available: int) -> Placed | None:
+    def place(self, available: int) -> Placement | None:
         count = max((n for n in self.fits if n <= available), default=0)
-        return Placed(count, 2 * count) if count else None
+        return Placement(count, 2 * count, (), "data", Config()) if count else None
 
-    def begin(self, placement: Placed) -> None:
+    def begin(self, placement: Placement) -> None:
         self.begun.append(placement.processes)
 
     def newest(self) -> int | None:
