@@ -25,7 +25,7 @@ LAUNCH = "launch.jsonl"
 DOWN = "down"
 ALL = {**BUCKETS, DOWN: "down: between processes, or not written before a kill"}
 SILENT = 3 * Records.MOST  # seconds after which a run that says nothing is taken for dead
-OWN = ("start", "resume", "compiled", "eval", "save", "stop", "ledger", "warning", "hang", "pipeline")
+OWN = ("start", "resume", "compiled", "eval", "save", "copy", "stop", "ledger", "warning", "hang", "pipeline")
 Event = Mapping[str, Any]
 
 

@@ -8,6 +8,8 @@ import math
 import pytest
 from run_examples import BEGAN, Folder, three_lives
 
+from jaxtrain.checkpoint import Committed
+from jaxtrain.checkpoint.events import Copied
 from jaxtrain.config.errors import UserError
 from jaxtrain.observe.history import ALL, as_dict, read, said
 
@@ -84,6 +86,18 @@ def test_a_run_without_a_ledger_has_no_goodput(tmp_path):
     run = read(tmp_path)
     assert run.goodput is None
     assert (run.seconds["down"], run.state) == (50, "stopped: Diverged: loss nan")
+
+
+def test_what_happens_as_it_should_is_no_news(tmp_path):
+    """Of what checkpoints report: copies to the durable tier come as often as saves; a rollback is news."""
+    folder = Folder(tmp_path)
+    folder.event(0, "start", step=0, name="run")
+    for event in (Committed(4, 10, 0.1, 0.0), Copied(4, "s3://b/run", 10, 0.1)):
+        folder.event(1, event.kind, **event.shown())
+    folder.event(2, "rollback", step=4, spike=6)
+    run = read(tmp_path)
+    assert [event["kind"] for event in run.others] == ["rollback"]
+    assert len(run.saves) == 1
 
 
 def test_lives_that_overlap_by_a_clock_set_back_are_never_negative(tmp_path):
