@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.config.output import as_dict, flatten
 from jaxtrain.config.schema import Config, Model, Moe
 
-HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 64
+HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 32
 LAYERS = 4  # two for each of two pipeline stages
 EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
 

@@ -43,8 +43,8 @@ MODELS = {
     "gpt2": {
         "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "attention_bias": True,
                   "output_bias": True, "mlp_bias": True, "norm_offset": "layer", "tie_embeddings": True,
-                  "rope_scaling": {"type": "learned", "original_length": 64}},
-        "data": {"sequence": 64},
+                  "rope_scaling": {"type": "learned", "original_length": 32}},
+        "data": {"sequence": 32},
     },
 }  # fmt: skip
 # With experts only what is another program than for a dense model, or meets them in another way.
@@ -58,7 +58,7 @@ MICROBATCHES = ("zero1", "zero2", "zero3", "tp_sp", "cp_ring", "ep")  # with sev
 
 
 def small(name: str) -> Config:
-    base = {"compile_cache": None, "layout": "3d", "optimizer": {"lr": 3e-3}, **MODELS[name]}
+    base = {"compile_cache": None, "layout": "3d", "optimizer": {"lr": 1e-3}, **MODELS[name]}
     return shrunk(load(None, base=base), DEVICES)[0]
 
 
