@@ -39,7 +39,7 @@ _FIXED = {
 _MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "seed", "guard")
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
-_FREE = ("model.init_std", "model.init_from")  # inside a fixed section, but without effect once training has begun
+_FREE = ("model.init_std", "model.from")  # inside a fixed section, but without effect once training has begun
 
 _WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
 

@@ -31,7 +31,7 @@ def snapshot(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
             shards = [array.addressable_data(index) for index in order]
             array = jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
         views.append(array)
-        targets.append(_on_host(sharding))
+        targets.append(on_host(sharding))
     copies = jax.device_put(views, targets, may_alias=False)
     return dict(zip(arrays, copies))
 
@@ -62,7 +62,7 @@ def _first_replica(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Sharding
 
 
 @lru_cache(maxsize=4096)
-def _on_host(sharding: Any) -> Sharding:
+def on_host(sharding: Any) -> Sharding:
     """The same sharding in pinned host memory; unchanged where device memory is host memory or there is no such kind
     (then the copy stays on the device until it is written)."""
     device = next(iter(sharding.device_set))

@@ -15,6 +15,7 @@ def arrange(parser: argparse.ArgumentParser) -> None:
     add("--devices-per-process", type=int, metavar="D", help="default: a share of `simulate`, or 1 GPU")
     add("--fallback", action="append", default=[], metavar="'K=V ...'", help="tried in order where the mesh misfits")
     add("--spares", type=int, default=0, metavar="N", help="processes held back until another is lost (0)")
+    add("--memory", type=int, default=0, metavar="K", help="copy states to the memory of 2 nodes every K steps (0: no)")
     add("--max-restarts", type=int, default=5, metavar="N", help="in a row without a newer checkpoint (5)")
     add("--max-failures", type=int, default=3, metavar="N", help="in a row until a slot or node is black-listed (3)")
     add("--backoff", type=float, default=1.0, metavar="S", help="seconds before a second restart, then doubled (1)")

@@ -14,7 +14,9 @@ from jaxtrain.config.errors import did_you_mean, join, shown
 from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, Data, Documents, Model, Moe
 
 # Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
-DECODER_KEYS = tuple(name for name in Model.model_fields if name not in ("type", "options"))
+DECODER_KEYS = tuple(
+    field.alias or name for name, field in Model.model_fields.items() if name not in ("type", "options")
+)
 SET_NAME = r"[A-Za-z][\w\-]*"
 SAVED_NAMES = ("q", "k", "v", "attention", "up", "gate", "residual")  # what the decoder marks for `step.remat`
 TEXT_KEYS = ("sources", "tokenizer", "validation", "cache", "workers")
@@ -119,7 +121,7 @@ def _kinds(config: Config) -> Iterator[Found]:
             message = f"expected `{builtin}` or a class as `package.module:Class`; found {shown(part.type)}{hint}"
             yield Found((f"{name}.type",), message)
         else:
-            given = [key for key in keys if key in part.model_fields_set]
+            given = [key for key in keys if key in part.model_dump(exclude_unset=True)]
             if given:
                 full = tuple(f"{name}.{key}" for key in given)
                 message = f"only the built-in `{builtin}` reads {join(full, 'and')}; give {part.type} `{name}.options`"

@@ -162,9 +162,7 @@ def _encoded(model: Model, vocab: int, family: Family, before: Json | None) -> t
 def canonical(model: Model, vocab: int) -> Json:
     """Dotted key -> value of all options, defaults that depend on others filled in."""
     head_dim = model.head_dim or model.embed // model.heads
-    values: Json = {
-        key: value for key, value in model.model_dump().items() if key not in ("type", "options", "init_from")
-    }
+    values: Json = {key: value for key, value in model.model_dump().items() if key not in ("type", "options", "from")}
     moe, scaling = values.pop("moe"), values.pop("rope_scaling")
     values |= {
         "vocab": vocab, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim,

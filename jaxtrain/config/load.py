@@ -1,9 +1,9 @@
 """YAML files, a layout and `key=value` overrides to one frozen `Config`. No JAX.
 
-Levels, later ones win: defaults < the Hugging Face model of `model.init_from` < files along `extends:` < the file <
+Levels, later ones win: defaults < the Hugging Face model of `model.from` < files along `extends:` < the file <
 `key=value`. Naming a layout at a level replaces what layouts hold (`LAYOUT_KEYS`: mesh, rules ...) of all earlier
 levels by the layout's own; the same keys at that level or later refine them. A file that says `resolved: true` is
-complete by itself: its layout and its `init_from` are only names.
+complete by itself: its layout and its `from` are only names.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
 
 
 def _with_imported(tree: Node, problems: list[Problem]) -> Node:
-    """The tree on what the Hugging Face model of `model.init_from` says: the model, and its tokenizer."""
-    source, kind, data = (find(tree, at) for at in (["model", "init_from"], ["model", "type"], ["data", "type"]))
+    """The tree on what the Hugging Face model of `model.from` says: the model, and its tokenizer."""
+    source, kind, data = (find(tree, at) for at in (["model", "from"], ["model", "type"], ["data", "type"]))
     if source is None or not isinstance(source.value, str) or (kind and kind.value != "decoder"):
         return tree
     folder = Path(os.path.expanduser(source.value))
@@ -220,7 +220,7 @@ def _with_imported(tree: Node, problems: list[Problem]) -> Node:
             raise UserError("a file name cannot hold a NUL character")
         model = opened(folder)[1]
     except UserError as error:
-        problems.append(Problem(source.where, "model.init_from", str(error)))
+        problems.append(Problem(source.where, "model.from", str(error)))
         return tree
     under: dict[str, Any] = {"model": model}
     if (folder / "tokenizer.json").is_file() and (data is None or data.value == "text"):

@@ -47,8 +47,8 @@ def absolute(config: Config) -> Config:
     if durable is not None:
         section = config.checkpoint.model_copy(update={"durable": whole(durable)})
         config = config.model_copy(update={"checkpoint": section})
-    if model.init_from is not None:
-        config = config.model_copy(update={"model": model.model_copy(update={"init_from": whole(model.init_from)})})
+    if model.from_ is not None:
+        config = config.model_copy(update={"model": model.model_copy(update={"from_": whole(model.from_)})})
     if data.type != "text":
         return config
     sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)

@@ -83,9 +83,11 @@ def section(cls: type[BaseModel], description: str) -> Any:
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
+    """Base of all sections: frozen, unknown keys refused. `from_` is Python's way to say `from`; files say `from`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), serialize_by_alias=True
+    )
 
 
 class Mesh(Section):
@@ -141,7 +143,9 @@ class Model(Section):
 
     type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
-    init_from: str | None = key(None, "Hugging Face folder: training starts from its weights; gives the keys below too")
+    from_: str | None = key(
+        None, "Hugging Face folder: training starts from its weights; gives the keys below too", alias="from"
+    )
     vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
     embed: PositiveInt = key(256, "width of the residual stream")
     layers: PositiveInt = key(4, "number of blocks")

@@ -20,6 +20,7 @@ from jaxtrain.launch.ends import EXIT_SAVED, EXIT_USAGE
 from jaxtrain.launch.output import Terminal
 from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message, ProtocolError
 from jaxtrain.launch.workers import Crew, Worker, environment
+from jaxtrain.peers.stock import StockServer
 
 RETRY = 0.5  # seconds between tries to reach the leader
 FENCE = 0.75  # of the heartbeat: without a word for so long, an agent's workers end before the leader goes on
@@ -41,6 +42,7 @@ class Place:
         heartbeat: seconds without a word after which the leader is lost.
         join_timeout: seconds to look for it.
         collective_timeout: seconds that a collective of CPU devices may wait.
+        memory: whether it keeps states between checkpoints.
     """
 
     node: int
@@ -50,6 +52,7 @@ class Place:
     heartbeat: float = 20.0
     join_timeout: float = 120.0
     collective_timeout: int = 300
+    memory: bool = False
 
 
 class Agent:
@@ -59,6 +62,7 @@ class Agent:
         self._place, self._command, self._terminal = place, command, terminal
         self._selector = selectors.DefaultSelector()
         self._crew: Crew | None = None
+        self._stock: StockServer | None = None
         self._signals: list[int] = []
         self._told = 0  # signals that the leader knows of
         self._code: int | None = None
@@ -77,6 +81,8 @@ class Agent:
             finally:
                 self._clear()
                 self._selector.close()
+                if self._stock is not None:
+                    self._stock.close()
         return self._code
 
     def _connect(self) -> Channel | None:
@@ -109,8 +115,11 @@ class Agent:
         self._selector.register(channel, selectors.EVENT_READ)
         self._told = 0
         try:
-            host, port = self._place.host, free_port()
-            channel.send("join", version=VERSION, node=self._place.node, slots=self._place.slots, host=host, port=port)
+            if self._place.memory and self._stock is None:
+                self._stock = StockServer(channel.socket.getsockname()[0])
+            memory = self._stock.port if self._stock is not None else 0
+            place, mine = self._place, {"host": self._place.host, "port": free_port(), "memory": memory}
+            channel.send("join", version=VERSION, node=place.node, slots=place.slots, **mine)
             self._loop(channel, wake)
         except (Closed, ProtocolError) as error:
             if self._crew is not None and self._code is None:
@@ -159,6 +168,8 @@ class Agent:
     def _start(self, channel: Channel, start: Message) -> None:
         """Starts the workers of a generation; one that cannot be is reported as ended."""
         self._clear()
+        if self._stock is not None:
+            self._stock.token = start["token"]
         self._crew = Crew(start, self._selector, self._terminal)
         command = self._command(start["run"])
         for slot, rank in zip(start["slots"], start["ranks"]):
@@ -185,7 +196,8 @@ class Agent:
         for worker, code in self._crew.reap():
             channel.send("exit", generation=self._crew.generation, rank=worker.rank, pid=worker.pid, code=code)
         if not self._crew.workers:
-            channel.send("idle", generation=self._crew.generation, port=free_port())
+            kept = self._stock.stock.progress() if self._stock is not None else -1
+            channel.send("idle", generation=self._crew.generation, port=free_port(), kept=kept)
             self._crew = None
 
     def _end_at_once(self, channel: Channel, number: int) -> None:

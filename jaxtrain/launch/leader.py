@@ -5,6 +5,7 @@ Nothing is done here: what the agents are to be told lies in `outbox`, what is t
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections import deque
@@ -47,12 +48,14 @@ class Leader:
         self._reason: str | None = None  # why a clean stop was asked for
         self._signal: int | None = None  # of whoever wants the whole job to stop
         self._restarts, self._begun, self._newest = 0, 0.0, None
+        self._kept, self._reached = -1, -1  # newest step in memory; newest of all when the generation began
+        self._token = secrets.token_hex(16)  # of this job: what the nodes' stocks of states want to hear
 
     # What happens
 
-    def joined(self, number: int, slots: int, host: str, port: int) -> None:
+    def joined(self, number: int, slots: int, host: str, port: int, memory: int = 0) -> None:
         """A node has come, or come back; a generation that it would enlarge is asked to stop."""
-        node = Node(number, host, slots, port, self._clock())
+        node = Node(number, host, slots, port, memory, self._clock())
         self.roster.add(node)
         if self.phase is Phase.RUNNING and not self._exits and self._cause is None:
             placement = self.run.place(len(self.roster.usable()))
@@ -95,10 +98,10 @@ class Leader:
         elif self._cause is None:
             self._cause, self._deadline = cause, self._clock() + SETTLE
 
-    def idle(self, number: int, generation: int, port: int) -> None:
-        """A node has no workers left."""
+    def idle(self, number: int, generation: int, port: int, kept: int = -1) -> None:
+        """A node has no workers left; `kept` is the newest step in its memory."""
         node = self.roster.nodes[number]
-        node.port = port
+        node.port, self._kept = port, max(self._kept, kept)
         if generation == self.generation:
             node.is_idle = True
             self._ended()
@@ -179,6 +182,7 @@ class Leader:
         self._members, idle = slots[: placement.processes], len(slots) - placement.processes
         self._exits, self._cause, self._reason = {}, None, None
         self._begun, self._newest = self._clock(), self.run.newest()
+        self._reached = self._progress()
         self.phase, self._deadline = Phase.RUNNING, float("inf")
         first = self.roster.nodes[self._members[0].node]
         address = f"[{first.host}]:{first.port}" if ":" in first.host else f"{first.host}:{first.port}"
@@ -190,9 +194,21 @@ class Leader:
                 self._tell(
                     node.number, "start", generation=self.generation, run=str(self.run.directory), address=address,
                     count=placement.processes, devices=placement.devices // placement.processes,
-                    simulated=self.run.is_simulated, **mine,
+                    simulated=self.run.is_simulated, memory=self.policy.memory, token=self._token,
+                    stocks=self._stocks(node), **mine,
                 )  # fmt: skip
         self._announce(placement, idle)
+
+    def _progress(self) -> int:
+        """The newest step that would survive a failure now; -1 for none."""
+        newest = self.run.newest()
+        return max(-1 if newest is None else newest, self._kept)
+
+    def _stocks(self, node: Node) -> list[str]:
+        """HOST:PORT of the nodes' memories: in a ring that begins with its own, so that each keeps another's copies."""
+        ring = sorted((known for known in self.roster.nodes.values() if known.memory), key=lambda known: known.number)
+        at = next((index for index, known in enumerate(ring) if known.number >= node.number), 0)
+        return [f"{known.host}:{known.memory}" for known in ring[at:] + ring[:at]]
 
     def _too_few(self, slots: int, waits: bool) -> None:
         text = f"the mesh fits no number of processes up to {slots}; expected an axis of -1, or --fallback"
@@ -235,8 +251,7 @@ class Leader:
         is_on = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDING)
         if not is_on or not all(node.is_idle for node in self.roster.nodes.values()):
             return
-        newest = self.run.newest()
-        if newest is not None and (self._newest is None or newest > self._newest):
+        if self._progress() > self._reached:
             self._restarts = 0
             self.roster.failures.progressed()
         if self._cause is None:

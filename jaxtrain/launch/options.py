@@ -26,6 +26,9 @@ NAMES = {
 }
 
 
+LEAST = {"spares": 0, "max_restarts": 0, "memory": 0, "max_failures": 1, "collective_timeout": 1}
+
+
 @dataclass(frozen=True)
 class Options:
     """One agent and, on node 0, the leader and its job."""
@@ -46,7 +49,7 @@ def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     slots = _number(args, "processes", environ)
     each = _text(args, "devices_per_process", environ, required=False)
     devices = _whole("devices_per_process", each) if each else None
-    for name, least in (("spares", 0), ("max_restarts", 0), ("max_failures", 1), ("collective_timeout", 1)):
+    for name, least in LEAST.items():
         if getattr(args, name) < least:
             raise UserError(f"launch: {_flag(name)} {getattr(args, name)}: expected at least {least}")
     for name in ("backoff", "heartbeat", "join_timeout", "stop_timeout"):
@@ -61,10 +64,13 @@ def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     host, port = (LOOPBACK, 0) if is_local else _address(_text(args, "coordinator", environ))
     reached = LOOPBACK if is_local else _text(args, "host", environ, required=False) or (host if not at["node"] else "")
     patience = {"heartbeat": args.heartbeat, "join_timeout": args.join_timeout}
-    place = Place(at["node"], slots, (host, port), reached, **patience, collective_timeout=args.collective_timeout)
+    place = Place(
+        at["node"], slots, (host, port), reached, **patience, collective_timeout=args.collective_timeout,
+        memory=args.memory > 0,
+    )  # fmt: skip
     policy = Policy(
         at["nodes"], args.spares, args.max_restarts, args.max_failures, args.backoff, **patience,
-        stop_timeout=args.stop_timeout,
+        stop_timeout=args.stop_timeout, memory=args.memory,
     )  # fmt: skip
     fallbacks = tuple(tuple(group.split()) for group in args.fallback)
     return Options(args.where, args.config, tuple(args.overrides), devices, fallbacks, place, policy)
@@ -74,6 +80,7 @@ def again(chosen: Options, directory: str) -> str:
     """The command line that goes on with the run."""
     given = [f"--processes={chosen.place.slots}"]
     given += [f"--devices-per-process={chosen.devices}"] if chosen.devices is not None else []
+    given += [f"--memory={chosen.policy.memory}"] if chosen.policy.memory else []
     given += [f"--fallback={' '.join(group)}" for group in chosen.fallbacks]
     return shlex.join(["jaxtrain", "launch", chosen.where, *given, directory])
 

@@ -64,6 +64,7 @@ class Policy:
         heartbeat: seconds without a word after which a node is lost.
         join_timeout: seconds to wait for nodes.
         stop_timeout: seconds between the first worker that ends well and the last.
+        memory: steps between copies of the state to the memory of the nodes; 0: none.
     """
 
     nodes: int = 1
@@ -74,6 +75,7 @@ class Policy:
     heartbeat: float = 20.0
     join_timeout: float = 120.0
     stop_timeout: float = 300.0
+    memory: int = 0
 
 
 @dataclass(frozen=True)

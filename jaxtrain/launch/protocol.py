@@ -10,16 +10,18 @@ from jaxtrain.config.errors import clean
 
 LIMIT = 1 << 16  # bytes of a message
 PATIENCE = 5.0  # seconds that a peer may take to read what is sent to it
-VERSION = 1
+VERSION = 2
 
 Message = dict[str, Any]
 
 # kind -> fields and their types; `[int]` is a list of them.
 KINDS: dict[str, dict[str, Any]] = {
     # from an agent
-    "join": {"version": int, "node": int, "slots": int, "host": str, "port": int},
+    # memory: port of its stock of states, 0 for none
+    "join": {"version": int, "node": int, "slots": int, "host": str, "port": int, "memory": int},
     "exit": {"generation": int, "rank": int, "pid": int, "code": int},  # code: negative for a signal
-    "idle": {"generation": int, "port": int},  # no worker is left; the port is free for the next coordinator
+    # no worker is left; the port is free for the next coordinator; kept: newest step in its stock, -1 for none
+    "idle": {"generation": int, "port": int, "kept": int},
     "signal": {"number": int, "again": bool},  # again: the second one, which ends everything
     # from either
     "beat": {},
@@ -27,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "start": {
         "generation": int, "run": str, "address": str, "count": int, "devices": int, "simulated": bool,
         "slots": [int], "ranks": [int],
+        "memory": int, "token": str, "stocks": [str],  # steps between copies; where to: the node's own comes first
     },
     "stop": {"generation": int},  # SIGTERM: save and exit
     "kill": {"generation": int},  # SIGKILL

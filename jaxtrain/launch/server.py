@@ -151,7 +151,7 @@ class Server:
         del self._strangers[channel]
         self._nodes[number] = channel
         peer = channel.socket.getpeername()[0]
-        self._leader.joined(number, message["slots"], clean(host) or peer, message["port"])
+        self._leader.joined(number, message["slots"], clean(host) or peer, message["port"], message["memory"])
 
     def _drop(self, channel: Channel) -> None:
         if self._strangers.pop(channel, None) is None:

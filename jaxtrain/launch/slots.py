@@ -25,6 +25,7 @@ class Node:
         host: where the other nodes reach it.
         slots: places for workers.
         port: free there, for the coordinator of the next generation.
+        memory: port of its stock of states; 0: it has none.
         seen: when it was last heard of, in seconds of the leader's clock.
         is_idle: it has no workers left.
     """
@@ -33,6 +34,7 @@ class Node:
     host: str
     slots: int
     port: int
+    memory: int
     seen: float
     is_idle: bool = True
 

@@ -15,6 +15,7 @@ from typing import IO
 from jaxtrain.launch.ends import rank_of_cause
 from jaxtrain.launch.output import Log, Terminal
 from jaxtrain.launch.protocol import Message
+from jaxtrain.peers.client import VARIABLE, Nodes
 
 PIPE = 1 << 16  # bytes read at a time
 DRAIN = 1.0  # seconds of reading what an ended worker has left in its pipes
@@ -40,6 +41,10 @@ def environment(start: Message, rank: int, slot: int, base: Mapping[str, str], t
         "JAXTRAIN_GENERATION": str(start["generation"]),
         "PYTHONUNBUFFERED": "1",
     }
+    if start["memory"] and start["stocks"]:
+        places = (stock.rpartition(":") for stock in start["stocks"])
+        stocks = tuple((host, int(port)) for host, _, port in places)
+        found[VARIABLE] = Nodes(start["memory"], start["generation"], start["token"], stocks).as_text()
     if start["simulated"]:
         flags = base.get("XLA_FLAGS", "")
         if "--xla_cpu_collective_timeout_seconds" not in flags:

@@ -105,6 +105,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             before = done, metrics
             ledger.at(done)
             state = run.faults.after(state, done)
+            run.keep(done, state)
             if done == first + 1:
                 jax.block_until_ready(metrics)
                 run.observers.event("compiled", step=done, seconds=round(run.meter.compiled(done), 2))

@@ -12,16 +12,13 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpointer, compare_configs, environment, promise, read_manifest
+from jaxtrain.checkpoint import Checkpointer, environment
 from jaxtrain.checkpoint.durable import place_of
-from jaxtrain.config import Config, ConfigError, guards
-from jaxtrain.config.errors import Problem, UserError
-from jaxtrain.config.huggingface import opened
+from jaxtrain.config import Config, guards
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.output import as_dict
 from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.data.dataset import TextDataset, open_datasets, open_sets
-from jaxtrain.interop.load import load as load_weights
-from jaxtrain.interop.tensors import PLACES
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.mesh import layout as layouts
 from jaxtrain.mesh.context import has_tokens
@@ -35,25 +32,21 @@ from jaxtrain.observe.progress import Screen
 from jaxtrain.observe.summary import logical_names, mesh_line, parameter_table, tensors, whole_dims
 from jaxtrain.observe.ticker import Ticker
 from jaxtrain.observe.tracker import Observers, furthest, trackers
-from jaxtrain.optim.optimizers import ema_init
+from jaxtrain.peers.client import nodes
+from jaxtrain.peers.keeper import Keeper
 from jaxtrain.pipeline.cost import price, summary
 from jaxtrain.plan.step import without_divergent_permutes
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.resilience.check import Check
 from jaxtrain.resilience.faults import Hooks, remaining
-from jaxtrain.resilience.guard import Guard, restored
+from jaxtrain.resilience.guard import Guard
 from jaxtrain.train import platform
 from jaxtrain.train.batches import Placer, placer
+from jaxtrain.train.begin import initial, restore
 from jaxtrain.train.feed import Feed
 from jaxtrain.train.program import Program, State, build
 from jaxtrain.train.timing import stage_costs
 from jaxtrain.train.watch import pace, watchdog
-
-PROMISES = {
-    "bitwise": "losses bitwise those of an uninterrupted run",
-    "fp32-tight": "losses those of an uninterrupted run, to float32 rounding",
-    "changed": "none: the config asks for other steps from here on",
-}
 
 
 @dataclass(eq=False)
@@ -78,6 +71,7 @@ class Run:
     guard: Guard
     check: Check | None
     faults: Hooks
+    peers: Keeper | None = None
     pace: Pace | None = None
     latest: dict[str, float] = field(default_factory=dict)
 
@@ -116,7 +110,15 @@ class Run:
         with self.ledger.phase("restore"):
             state, done = self.guard.go_back(state, done, self.program.state)
         self.meter.compiled(done)
+        if self.peers is not None:
+            self.peers.forget(done)
         return state, done
+
+    def keep(self, step: int, state: State) -> None:
+        """Starts a copy to the memory of the nodes, where its turn is; none while steps go wrong."""
+        if self.peers is not None and step % self.peers.every == 0 and self.guard.admits(must=False):
+            with self.ledger.phase("checkpoint"):
+                self.peers.keep(step, state, self.manifest)
 
     def save(self, step: int, state: State, scores: dict[str, float]) -> None:
         """Starts a checkpoint."""
@@ -177,7 +179,7 @@ def open_run(
             where = directory if checkpoints.store.marked() else tier["durable"]
             raise UserError(f"{where} holds a run already; resume it, or give another name")
         run, info = _assemble(config, directory, program, data, sets, checkpoints, screen, ledger, watch)
-        state, done = _restore(run, info) if resume else (_initial(program), 0)
+        state, done = restore(run, info) if resume else (initial(program), 0)
         if done > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {done} already done in {directory}")
         run.guard.start(config.steps - done)
@@ -213,21 +215,6 @@ def open_data(config: Config, screen: Screen) -> tuple[Any, dict[str, Any]]:
     return data, sets | {f"eval/{name}/": split for name, split in named.items()}
 
 
-def _initial(program: Program) -> State:
-    """The state of step 0: fresh, or with the weights of `model.init_from`."""
-    state, source = program.init(), program.config.model.init_from
-    if source is None:
-        return state
-    for leaf in jax.tree.leaves(state["params"]):
-        leaf.delete()  # room for what takes its place
-    folder = Path(os.path.expanduser(source))
-    state["params"] = load_weights(folder, PLACES[opened(folder)[0].name], program.state["params"])
-    if "ema" in state:
-        placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
-        state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])
-    return state
-
-
 def _assemble(
     config: Config, directory: Path, program: Program, data: Any, sets: Any, checkpoints: Any, screen: Screen,
     ledger: Ledger, watch: Ticker,
@@ -243,15 +230,28 @@ def _assemble(
     meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
     spec = guards.guard(config.guard)
     guard = Guard(spec, checkpoints, observers, manifest)
-    check, mesh = None, program.sharder.mesh
+    check, mesh, peers = None, program.sharder.mesh, _keeper(observers)
     if spec.check is not None and mesh is not None:
-        check = Check(spec.check, program.state, mesh, observers.event, guard.last_good)
+        check = Check(spec.check, program.state, mesh, observers.event, lambda: _last_good(guard, peers))
     faults = Hooks(program.config.faults, directory)
     run = Run(
         config, directory, program, data, sets, checkpoints, observers, screen, ledger, meter, watch, manifest,
-        guard, check, faults,
+        guard, check, faults, peers,
     )  # fmt: skip
     return run, _info(run, flops, peak)
+
+
+def _keeper(observers: Observers) -> Keeper | None:
+    """Of the nodes' memory, where the launcher says that they give some."""
+    where = nodes()
+    return where and Keeper(where, lambda text: observers.event("warning", text=text))
+
+
+def _last_good(guard: Guard, peers: Keeper | None) -> str:
+    """What there is to go on from after silent corruption: copies in memory were not checked, and go."""
+    if peers is not None:
+        peers.forget(-1)
+    return guard.last_good()
 
 
 def fresh_directory(config: Config) -> Path:
@@ -310,53 +310,6 @@ def resume_command(run: Run, done: int) -> str:
     program = "jaxtrain" if is_found else min(os.path.relpath(called), os.path.abspath(called), key=len)
     more = f" steps={done + run.config.steps}" if done >= run.config.steps else ""
     return f"{shlex.quote(program)} resume {shlex.quote(str(run.dir))}{more}"
-
-
-def _restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
-    """The newest good state, and what the resumed run may promise; afresh where nothing was saved yet."""
-    checkpoints = run.checkpoints
-    with run.ledger.phase("restore"):
-        checkpoints.fetch()
-    _report(run)
-    if checkpoints.is_empty():
-        run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
-        return _initial(run.program), 0
-    # Compared before the state is read: a changed model is better told by its key than by its tensors.
-    step, manifest = read_manifest(checkpoints.directory)
-    if "imported" in manifest and step == 0:
-        source = shlex.quote(manifest["imported"])
-        message = f"holds imported weights and no state of training; train from them with model.init_from={source}"
-        raise UserError(f"{run.dir} {message}")
-    _refuse(run, step, manifest)
-    with run.ledger.phase("restore"):
-        state, saved = restored(checkpoints, run.program.state, manifest)
-    run.manifest["skips"] = saved.get("skips", [])
-    _report(run)
-    done = int(jax.device_get(state["step"]))
-    for line in _refuse(run, done, saved):
-        run.screen.print(f"changed  {line}")
-    level, reasons = promise(saved, run.manifest)
-    info |= {"promise": level, "reasons": reasons, "restored": checkpoints.origin(done)}
-    run.screen.print(f"restored checkpoint {done} of {info['restored']}")
-    run.screen.print(f"promise  {PROMISES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
-    return state, done
-
-
-def _report(run: Run) -> None:
-    """Says what restoring came across."""
-    for event in run.checkpoints.poll():
-        run.screen.print(f"warning  {event}")
-
-
-def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:
-    """What the config changed since a checkpoint. Raises ConfigError where the run cannot go on with it."""
-    same_data = saved.get("data") == run.manifest.get("data")
-    changes, refused = compare_configs(saved["config"], run.manifest["config"], step, same_data)
-    if not same_data and not refused:
-        refused = ["data: the documents or the tokenizer are not those the run began with; give them back"]
-    if refused:
-        raise ConfigError([Problem(str(run.dir), "", f"{line}; or train under a new name") for line in refused])
-    return changes
 
 
 def _cache_progress(screen: Screen) -> Any:

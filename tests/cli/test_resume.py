@@ -32,7 +32,7 @@ data:
 optimizer: {{lr: 1.0e-3, warmup: 2}}
 checkpoint: {{every: 3}}
 eval: {{every: 8, batches: 1}}
-compile_cache: null
+compile_cache: {dir}/xla
 """
 
 
@@ -49,7 +49,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def start(place: Path, *arguments: str) -> subprocess.Popen:
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     command = [sys.executable, "-m", "jaxtrain.cli.main", *arguments]
     return subprocess.Popen(
         command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -15,7 +15,7 @@ from jaxtrain.mesh.axes import AXES
 from jaxtrain.models.check import check_config
 
 SHIPPED = sorted(path for path in configs_dir().rglob("*.yaml"))
-NEEDED = {"continue": ["model.init_from=null"]}  # what a file asks for that is not shipped
+NEEDED = {"continue": ["model.from=null"]}  # what a file asks for that is not shipped
 LAYOUTS = [path.stem for path in SHIPPED if path.parent.name == "layouts"]
 
 

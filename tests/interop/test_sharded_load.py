@@ -199,4 +199,4 @@ def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
     assert (said.out, len(said.err.splitlines())) == ("", 1)
     assert "5 tokens and 60 new ones are more than the model's 64 learned positions" in said.err
     with pytest.raises(ConfigError, match=r"data.sequence: 1024 tokens, and .* expected at most 64$"):
-        load_config(None, f"model.init_from={folder}")
+        load_config(None, f"model.from={folder}")

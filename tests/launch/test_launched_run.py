@@ -81,6 +81,13 @@ def is_loopback(address: str) -> bool:
     return address in ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
 
+def free_address() -> str:
+    """Of this machine, where nobody listens just now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
 class Launched:
     """Supervisors of one run, started here, and what it has written."""
 
@@ -182,15 +189,39 @@ def test_a_killed_process_costs_nothing_but_time(tmp_path: Path, launched):
     assert resumed["kind"] == "stop"
 
 
+def test_a_lost_node_costs_a_step_and_no_disk(tmp_path: Path, launched):
+    steps = 14
+    expected = undisturbed(tmp_path, steps)
+    job = launched(steps, delay=0.1)
+    common = ("node", "--nodes=2", "--processes=1", "--devices-per-process=2", "--memory=1")
+    common = (*common, f"--coordinator={free_address()}", job.config, "checkpoint.every=null")
+    nodes = [job.start(*common, f"--node={i}") for i in range(2)]
+    job.reaches(6)
+    nodes[1].kill()
+    assert nodes[0].wait(240) == 0, job.terminal()
+    job.as_expected(expected)
+    assert [(start["processes"], start["mesh"]) for start in job.events("start")] == [(2, "fsdp 4"), (1, "fsdp 2")]
+    assert job.events("end")[0]["step"] is None  # no checkpoint was there
+    events = [json.loads(line) for line in (job.run / "events.jsonl").read_text().splitlines()]
+    (resumed,) = [event for event in events if event["kind"] == "resume"]
+    assert resumed["restored"] == "the memory of the nodes"
+    assert resumed["step"] >= 6 - 1
+    assert resumed.get("cut", 0) <= 1  # logged steps that are made again
+
+
 @pytest.mark.chaos
 def test_nodes_are_lost_and_join_8_4_6_8_devices(tmp_path: Path, launched):
     steps = 60
     expected = undisturbed(tmp_path, steps)
     job = launched(steps, delay=0.25)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    common = ("node", "--nodes=4", f"--coordinator={address}", "--processes=1", "--devices-per-process=2", job.config)
+    common = (
+        "node",
+        "--nodes=4",
+        f"--coordinator={free_address()}",
+        "--processes=1",
+        "--devices-per-process=2",
+        job.config,
+    )
     nodes = [job.start(*common, f"--node={i}") for i in range(4)]
     job.reaches(5)
     nodes[3].kill()

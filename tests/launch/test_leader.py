@@ -441,3 +441,34 @@ def test_generations_go_on_counting_where_an_earlier_launch_ended():
     leader.joined(0, 1, "h", 1)
     assert leader.generation == 8
     assert leader.phase is Phase.RUNNING
+
+
+def test_each_node_copies_to_its_own_memory_and_then_to_the_next_ones():
+    leader, told = Leader(FakeRun(), Policy(nodes=4, memory=2), clock=lambda: 0.0), {}
+    for node, port in ((2, 22), (0, 20), (3, 0), (1, 21)):  # node 3 has none
+        leader.joined(node, 1, f"h{node}", 1000, port)
+    while leader.outbox:
+        node, kind, fields = leader.outbox.popleft()
+        told[node] = fields
+        assert (kind, fields["memory"]) == ("start", 2)
+    assert [told[node]["stocks"] for node in range(4)] == [
+        ["h0:20", "h1:21", "h2:22"], ["h1:21", "h2:22", "h0:20"], ["h2:22", "h0:20", "h1:21"],
+        ["h0:20", "h1:21", "h2:22"],
+    ]  # fmt: skip
+    assert len({fields["token"] for fields in told.values()}) == 1
+    assert len(told[0]["token"]) == 32
+
+
+def test_a_newer_step_in_memory_is_progress_like_a_checkpoint():
+    for kept, generations in ((lambda n: n, 12), (lambda n: -1, 3), (lambda n: 5, 3)):
+        world = World(max_restarts=2, failures=100, backoff=1.0)
+        world.join(0)
+        for number in range(11):
+            if world.leader.phase is Phase.OVER:
+                break
+            world.ranks[0] = []
+            world.leader.exited(0, world.leader.generation, 0, 1, -9)
+            world.leader.idle(0, world.leader.generation, 1, kept(number))
+            world.settle()
+            world.wait(100)
+        assert world.leader.generation == generations

@@ -11,6 +11,7 @@ import pytest
 from jaxtrain.launch.protocol import LIMIT, Channel, Closed, ProtocolError, decode, encode
 
 EXIT = {"generation": 3, "rank": 1, "pid": 77, "code": -9}
+IDLE = {"generation": 3, "port": 5, "kept": -1}
 
 
 @pytest.fixture
@@ -32,11 +33,11 @@ class Unix(Channel):
 def test_what_is_sent_arrives_in_whatever_pieces(pair):
     a, b = pair
     channel, got = Unix(b), []
-    data = encode("exit", **EXIT) + encode("beat") + encode("idle", generation=3, port=5)
+    data = encode("exit", **EXIT) + encode("beat") + encode("idle", **IDLE)
     for i in range(0, len(data), 7):
         a.sendall(data[i : i + 7])
         got += channel.receive()
-    assert got == [{"kind": "exit", **EXIT}, {"kind": "beat"}, {"kind": "idle", "generation": 3, "port": 5}]
+    assert got == [{"kind": "exit", **EXIT}, {"kind": "beat"}, {"kind": "idle", **IDLE}]
     a.close()
     with pytest.raises(Closed):
         channel.receive()

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from jaxtrain.launch.workers import environment
+from jaxtrain.peers.client import Nodes, nodes
 
 START = {
     "kind": "start", "generation": 3, "run": "/run", "address": "10.0.0.1:77", "count": 6, "devices": 2,
-    "simulated": False, "slots": [1], "ranks": [4],
+    "simulated": False, "slots": [1], "ranks": [4], "memory": 0, "token": "t", "stocks": [],
 }  # fmt: skip
 
 
@@ -24,6 +25,13 @@ def test_a_worker_knows_the_others_and_sees_its_own_gpus():
     assert "XLA_FLAGS" not in env
     assert env["HOME"] == "/h"
     assert environment(START, 4, 1, {"CUDA_VISIBLE_DEVICES": "7,5,3,1"}, 30)["CUDA_VISIBLE_DEVICES"] == "3,1"
+
+
+def test_a_worker_knows_where_to_copy_its_state_if_it_is_to():
+    assert nodes(environment(START | {"stocks": ["10.0.0.2:5"]}, 4, 1, {}, 30)) is None
+    assert nodes(environment(START | {"memory": 2}, 4, 1, {}, 30)) is None  # no node has room for it
+    env = environment(START | {"memory": 2, "stocks": ["10.0.0.2:5", "::1:6"]}, 4, 1, {}, 30)
+    assert nodes(env) == Nodes(2, 3, "t", (("10.0.0.2", 5), ("::1", 6)))
 
 
 def test_simulated_devices_wait_for_others_only_so_long():

@@ -56,7 +56,7 @@ def test_a_large_config_shrinks_and_says_how(path):
     assert (small.model.heads, small.model.kv_heads, small.model.layers) == (8, 2, 4)
     assert small.model.tie_embeddings
     assert "model.embed: 4096 -> 64" in changes
-    assert "data.sequence: 8192 -> 64" in changes
+    assert "data.sequence: 8192 -> 32" in changes
 
 
 def test_experts_shrink_too():

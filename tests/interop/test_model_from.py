@@ -1,4 +1,4 @@
-"""`model.init_from`: training from the weights of a Hugging Face folder, under any layout. No torch."""
+"""`model.from`: training from the weights of a Hugging Face folder, under any layout. No torch."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ def options(folder: Path, tmp_path: Path, *more: str) -> list[str]:
     for name in range(12):
         (tmp_path / f"text/{name}.txt").write_text(f"{name} " * 200)
     return [
-        f"model.init_from={folder}", f"dir={tmp_path}/runs", f"data.sources=[{{path: {tmp_path}/text}}]",
+        f"model.from={folder}", f"dir={tmp_path}/runs", f"data.sources=[{{path: {tmp_path}/text}}]",
         "precision=fp32", f"data.cache={tmp_path}/cache", "data.workers=1", "data.sequence=32", "data.validation=0",
         "steps=2", "compile_cache=null", "log.tensorboard=false", "optimizer.ema=0.5", *more,
     ]  # fmt: skip
 
 
 def test_the_model_is_that_of_its_config_and_the_user_has_the_last_word(folder: Path):
-    config, origin = resolve(None, f"model.init_from={folder}", "model.window=8", paths=False)
+    config, origin = resolve(None, f"model.from={folder}", "model.window=8", paths=False)
     assert (config.model.vocab, config.model.heads, config.model.qk_norm) == (260, 4, True)
     assert origin["model.heads"].endswith("hf/config.json")
     assert (config.model.window, origin["model.window"]) == (8, "command line")
     assert config.data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
-    config, _ = resolve(None, f"model.init_from={folder}", paths=False)
+    config, _ = resolve(None, f"model.from={folder}", paths=False)
     assert config.data.tokenizer == f"{folder}/tokenizer.json"
 
 
 def test_the_shipped_recipe_takes_any_model(folder: Path):
     config = load(
-        "configs/recipes/continue.yaml", f"model.init_from={folder}", "layout=tp_sp", "mesh.model=2", "mesh.data=4"
+        "configs/recipes/continue.yaml", f"model.from={folder}", "layout=tp_sp", "mesh.model=2", "mesh.data=4"
     )
-    assert (config.model.qk_norm, config.model.init_from, config.steps) == (True, str(folder), 100)
+    assert (config.model.qk_norm, config.model.from_, config.steps) == (True, str(folder), 100)
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.init_from=nowhere"], ["model.init_from", "nowhere: not a Hugging Face model"]),
-        (["model.init_from={hf}", "model.heads=3"], ["model.kv_heads", "3 query heads"]),
-        (["model.init_from={hf}", "model.type=a.b:C"], ["init_from"]),
+        (["model.from=nowhere"], ["model.from", "nowhere: not a Hugging Face model"]),
+        (["model.from={hf}", "model.heads=3"], ["model.kv_heads", "3 query heads"]),
+        (["model.from={hf}", "model.type=a.b:C"], ["model.from"]),
     ],
 )
 def test_what_cannot_be_is_said_before_jax_starts(folder, overrides, words):
@@ -109,4 +109,4 @@ def test_a_run_that_holds_imported_weights_alone_cannot_be_resumed(folder: Path,
     assert main(["import", str(folder), "--to", str(run), *options(folder, tmp_path)[1:]]) == 0
     capfd.readouterr()
     assert main(["resume", str(run)]) == 2
-    assert f"train from them with model.init_from={folder}" in capfd.readouterr().err
+    assert f"train from them with model.from={folder}" in capfd.readouterr().err

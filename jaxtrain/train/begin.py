@@ -1,0 +1,115 @@
+"""The state that a run begins with: fresh, of imported weights, of a checkpoint, or of the nodes' memory."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxtrain.checkpoint import compare_configs, promise, read_manifest
+from jaxtrain.config import ConfigError
+from jaxtrain.config.errors import Problem, UserError
+from jaxtrain.config.huggingface import opened
+from jaxtrain.interop.load import load as load_weights
+from jaxtrain.interop.tensors import PLACES
+from jaxtrain.optim.optimizers import ema_init
+from jaxtrain.resilience.guard import restored
+from jaxtrain.train.program import Program, State
+
+if TYPE_CHECKING:
+    from jaxtrain.train.run import Run
+
+PROMISES = {
+    "bitwise": "losses bitwise those of an uninterrupted run",
+    "fp32-tight": "losses those of an uninterrupted run, to float32 rounding",
+    "changed": "none: the config asks for other steps from here on",
+}
+
+
+def initial(program: Program) -> State:
+    """The state of step 0: fresh, or with the weights of `model.from`."""
+    state, source = program.init(), program.config.model.from_
+    if source is None:
+        return state
+    for leaf in jax.tree.leaves(state["params"]):
+        leaf.delete()  # room for what takes its place
+    folder = Path(os.path.expanduser(source))
+    state["params"] = load_weights(folder, PLACES[opened(folder)[0].name], program.state["params"])
+    if "ema" in state:
+        placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
+        state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])
+    return state
+
+
+def restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
+    """The newest good state, and what the resumed run may promise; afresh where nothing was saved yet."""
+    checkpoints = run.checkpoints
+    with run.ledger.phase("restore"):
+        checkpoints.fetch()
+    _report(run)
+    if (found := _from_peers(run, info)) is not None:
+        return found
+    if checkpoints.is_empty():
+        run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
+        return initial(run.program), 0
+    # Compared before the state is read: a changed model is better told by its key than by its tensors.
+    step, manifest = read_manifest(checkpoints.directory)
+    if "imported" in manifest and step == 0:
+        source = shlex.quote(manifest["imported"])
+        message = f"holds imported weights and no state of training; train from them with model.from={source}"
+        raise UserError(f"{run.dir} {message}")
+    _refuse(run, step, manifest)
+    with run.ledger.phase("restore"):
+        state, saved = restored(checkpoints, run.program.state, manifest)
+    _report(run)
+    done = int(jax.device_get(state["step"]))
+    _go_on(run, info, done, saved, ("checkpoint", checkpoints.origin(done)))
+    return state, done
+
+
+def _from_peers(run: Run, info: dict[str, Any]) -> tuple[State, int] | None:
+    """What the nodes' memory has of a later step than the newest checkpoint."""
+    if run.peers is None:
+        return None
+    kept = run.checkpoints.latest()
+    with run.ledger.phase("restore"):
+        found = run.peers.newest(after=-1 if kept is None else kept)
+        if found is None:
+            return None
+        _refuse(run, found.step, found.manifest)
+        state = run.peers.restore(found, run.program.state)
+    if state is None:
+        return None
+    _go_on(run, info, found.step, found.manifest, ("step", "the memory of the nodes"))
+    return state, found.step
+
+
+def _go_on(run: Run, info: dict[str, Any], done: int, saved: dict[str, Any], source: tuple[str, str]) -> None:
+    """Says where a state came from, what the config changed since, and what the resumed run may promise."""
+    run.manifest["skips"] = saved.get("skips", [])
+    for line in _refuse(run, done, saved):
+        run.screen.print(f"changed  {line}")
+    level, reasons = promise(saved, run.manifest)
+    info |= {"promise": level, "reasons": reasons, "restored": source[1]}
+    run.screen.print(f"restored {source[0]} {done} of {source[1]}")
+    run.screen.print(f"promise  {PROMISES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+
+
+def _report(run: Run) -> None:
+    """Says what restoring came across."""
+    for event in run.checkpoints.poll():
+        run.screen.print(f"warning  {event}")
+
+
+def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:
+    """What the config changed since a checkpoint. Raises ConfigError where the run cannot go on with it."""
+    same_data = saved.get("data") == run.manifest.get("data")
+    changes, refused = compare_configs(saved["config"], run.manifest["config"], step, same_data)
+    if not same_data and not refused:
+        refused = ["data: the documents or the tokenizer are not those the run began with; give them back"]
+    if refused:
+        raise ConfigError([Problem(str(run.dir), "", f"{line}; or train under a new name") for line in refused])
+    return changes
