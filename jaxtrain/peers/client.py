@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from jaxtrain.peers.part import Header, Key, PeerError, read_header
-from jaxtrain.peers.wire import PATIENCE, receive, receive_bytes, send
+from jaxtrain.peers.wire import PATIENCE, receive, receive_bytes, send, send_bytes
 
 VARIABLE = "JAXTRAIN_PEERS"
 
@@ -71,8 +71,7 @@ class Client:
         """Gives a part away."""
         self._ask({"do": "put", "key": key, "header": header.as_json()})
         try:
-            for piece in data:
-                self._socket.sendall(piece)
+            send_bytes(self._socket, data)
         except OSError as error:
             raise self._lost(error) from None
         self._reply()
@@ -88,7 +87,7 @@ class Client:
         """Of a part."""
         return read_header(self._ask({"do": "header", "key": key}).get("header"))
 
-    def read(self, key: Key, offset: int, size: int) -> bytearray:
+    def read(self, key: Key, offset: int, size: int) -> memoryview:
         """Bytes of a part."""
         self._ask({"do": "read", "key": key, "offset": offset, "size": size})
         try:

@@ -13,7 +13,7 @@ import threading
 from typing import Any, cast
 
 from jaxtrain.peers.part import Key, PeerError, read_header
-from jaxtrain.peers.wire import PATIENCE, receive, receive_bytes, send
+from jaxtrain.peers.wire import PATIENCE, receive, receive_bytes, send, send_bytes
 
 KEPT = 3  # steps of a process
 MOST = 1024  # connections at a time
@@ -24,10 +24,10 @@ class Stock:
     """Parts by their keys: (header as JSON, bytes). Any thread."""
 
     def __init__(self) -> None:
-        self._parts: dict[Key, tuple[dict[str, Any], bytearray]] = {}
+        self._parts: dict[Key, tuple[dict[str, Any], memoryview]] = {}
         self._lock = threading.Lock()
 
-    def put(self, key: Key, header: dict[str, Any], data: bytearray) -> None:
+    def put(self, key: Key, header: dict[str, Any], data: memoryview) -> None:
         """Takes a part; older ones that nobody can need any more go."""
         with self._lock:
             self._parts[key] = header, data
@@ -44,7 +44,7 @@ class Stock:
         with self._lock:
             return [(key, header["processes"]) for key, (header, _) in self._parts.items()]
 
-    def part(self, key: Key) -> tuple[dict[str, Any], bytearray]:
+    def part(self, key: Key) -> tuple[dict[str, Any], memoryview]:
         """Header and bytes. Raises PeerError where there is no such part."""
         with self._lock:
             if key not in self._parts:
@@ -148,7 +148,8 @@ class _Handler(socketserver.StreamRequestHandler):
             offset, size = int(request["offset"]), int(request["size"])
             if not 0 <= offset <= offset + size <= len(data):
                 raise PeerError(f"a part of {len(data)} bytes has none from {offset} to {offset + size}")
-            send(self.request, {"size": size}, [memoryview(data)[offset : offset + size]])
+            send(self.request, {"size": size})
+            send_bytes(self.request, [data[offset : offset + size]])
         else:
             raise PeerError("what came is no request")
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import mmap
 import socket
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 from jaxtrain.peers.part import PeerError
 
+CHUNK = 4 << 20  # bytes sent at a time
 LINE = 16 << 20  # bytes of a line: a header names every piece of a state
-PATIENCE = 5.0  # seconds without a byte until the other side is lost
+PATIENCE = 20.0  # seconds without a byte until the other side is lost
 
 
-def send(connection: socket.socket, message: dict[str, Any], data: Iterable[memoryview] = ()) -> None:
-    """A line and bytes. Raises OSError."""
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """A line. Raises OSError."""
     connection.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def send_bytes(connection: socket.socket, data: Iterable[memoryview]) -> None:
+    """Bytes. Raises OSError."""
     for piece in data:
-        connection.sendall(piece)
+        for at in range(0, len(piece), CHUNK):  # a socket's timeout is of the whole `sendall`
+            connection.sendall(piece[at : at + CHUNK])
 
 
 def receive(stream: BinaryIO) -> dict[str, Any] | None:
@@ -34,13 +41,13 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
     return message
 
 
-def receive_bytes(stream: BinaryIO, size: int) -> bytearray:
+def receive_bytes(stream: BinaryIO, size: int) -> memoryview:
     """So many bytes. Raises OSError, and PeerError where the stream ends before."""
-    data, at = bytearray(size), 0
-    view = memoryview(data)
+    # Pages come as they are filled: a bytearray would be zeroed first, while the sender waits.
+    view, at = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
     while at < size:
         count = stream.readinto(view[at:])  # type: ignore[attr-defined]
         if not count:
             raise PeerError(f"the connection ended after {at} of {size} bytes")
         at += count
-    return data
+    return view

@@ -24,7 +24,8 @@ State = dict[str, Any]
 
 def abstract(definition: Definition, optimizer: optax.GradientTransformation, config: Config) -> State:
     """Shapes and dtypes of {step, params, opt_state, rng, ema, scaling, spikes}: without shardings."""
-    return jax.eval_shape(lambda: _make(definition, optimizer, _extras(config), 0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(lambda params, key: _around(params, key, optimizer, _extras(config)), definition.params, key)
 
 
 def shardings(state: State, definition: Definition, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
@@ -76,7 +77,11 @@ def _make(
     seed: int | np.uint32 | jax.Array,
 ) -> State:
     key = jax.random.key(seed)
-    params = definition.init(jax.random.fold_in(key, 0))
+    return _around(definition.init(jax.random.fold_in(key, 0)), key, optimizer, extras)
+
+
+def _around(params: Any, key: jax.Array, optimizer: optax.GradientTransformation, extras: frozenset[str]) -> State:
+    """The state of step 0 with these parameters."""
     state: State = {
         "step": jnp.zeros((), jnp.int32),
         "params": params,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("resume")  # one undisturbed run for all
 CONFIG = """
 name: run
 dir: {dir}/runs

@@ -44,8 +44,7 @@ TOGETHER = {
     "dense": {
         "fsdp_tp": ("layout=fsdp_tp", "mesh.model=2"),
         "cp_ring": ("layout=cp_ring",),
-        "cp_ulysses": ("layout=cp_ulysses",),
-        "pp": ("layout=pp", "mesh.pipeline=2", "mesh.data=2", "step.accumulate=2"),
+        "pp": ("layout=pp", "mesh.pipeline=2", "mesh.data=2", "step.accumulate=2", "pipeline.timing=false"),
     },
     "experts": {"ep_tp": ("layout=ep_tp", "mesh.expert=2", *EXPERTS)},
 }

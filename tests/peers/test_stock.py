@@ -70,7 +70,8 @@ def test_what_is_no_request_is_answered_and_harms_nobody(server, line):
 def test_a_part_that_breaks_off_is_not_kept(server):
     request = {"token": TOKEN, "do": "put", "key": Key(1, 3, 0), "header": header().as_json()}
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as dying:
-        send(dying, request, [memoryview(DATA)[:100]])
+        send(dying, request)
+        dying.sendall(DATA[:100])
         dying.shutdown(socket.SHUT_WR)
         assert dying.makefile().read() == '{}\n{"error":"the connection ended after 100 of 1280 bytes"}\n'
     with client(server) as one:
@@ -95,7 +96,7 @@ def test_what_nobody_can_need_any_more_goes():
     stock = Stock()
 
     def put(generation: int, step: int, process: int) -> None:
-        stock.put(Key(generation, step, process), header().as_json(), bytearray(DATA))
+        stock.put(Key(generation, step, process), header().as_json(), memoryview(DATA))
 
     def left() -> set[tuple[int, ...]]:
         return {tuple(key) for key, _ in stock.listed()}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from wire_theory import EXPECTED, LLAMA, communication, part, theory, totals
+from wire_theory import EXPECTED, LLAMA, communication, part, theory, together, totals
 
 from jaxtrain.plan import communication as wire
 from jaxtrain.plan import targets
@@ -30,7 +30,7 @@ def differences(measured: dict, expected: dict) -> list[str]:
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.parametrize("layout", EXPECTED)
+@pytest.mark.parametrize("layout", together(EXPECTED))
 def test_every_collective_on_16_absent_h100(layout: str):
     rows = communication(layout, H100)
     assert differences(totals(rows), theory(layout, H100)) == []

@@ -6,7 +6,7 @@ from math import prod
 
 import jax
 import pytest
-from wire_theory import configured, measured
+from wire_theory import configured, measured, together
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
@@ -71,7 +71,7 @@ def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes
 
 
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp_sp", "cp_ulysses"])
+@pytest.mark.parametrize("layout", together(["ddp", "fsdp", "tp_sp", "cp_ulysses"]))
 def test_bytes_on_the_wire_are_the_compiled_step_s(layout: str):
     config, sizes, rows = measured(layout, H100)
     found = formula(config, H100).exact(Choice.of(config, sizes))

@@ -31,6 +31,9 @@ STAGES = configured("pp_fsdp", {"pipeline": 2, "fsdp": 2}, {
 })  # fmt: skip
 
 
+pytestmark = pytest.mark.xdist_group("predict")  # one compiled step for all
+
+
 @pytest.fixture(scope="module")
 def report() -> compile.Report:
     with pytest.MonkeyPatch.context() as patch:

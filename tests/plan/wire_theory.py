@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -52,6 +52,11 @@ ROWS = 2  # sequences per device and microbatch
 # XLA weighs every tiling of this attention's softmax, which is six sevenths of compiling and changes no collective.
 QUICK = "--xla_disable_hlo_passes=triton-softmax-rewriter"
 SCALAR = 256  # bytes: an all-reduce of so little carries loss sums and gradient norms
+
+
+def together(layouts: Iterable[str]) -> list:
+    """Layouts as parameters: tests of the same one run in the same process, where it is compiled once."""
+    return [pytest.param(layout, marks=pytest.mark.xdist_group(f"wire {layout}")) for layout in layouts]
 
 
 def configured(layout: str, mesh: dict[str, int], changes: dict[str, Any]) -> Config:

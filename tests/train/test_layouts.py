@@ -75,12 +75,14 @@ def wanted() -> list:
                 most = 0
             where = f"{candidate.layout}-{candidate.mesh}-{candidate.config.step.accumulate}".replace(" ", "")
             marks = [pytest.mark.matrix] if seen[key] > most else []
+            if name != "dense":  # one reference on one device for all
+                marks.append(pytest.mark.xdist_group(f"layouts {name}"))
             found.append(pytest.param(name, candidate, id=f"{name}-{where}", marks=marks))
     return found
 
 
 ALL = wanted()
-WANTED = [parameters for parameters in ALL if not parameters.marks]  # by `make test`
+WANTED = [parameters for parameters in ALL if pytest.mark.matrix not in parameters.marks]  # by `make test`
 
 
 def observed(config: Config, devices: int) -> Seen:
