@@ -116,7 +116,7 @@ class Agent:
         self._told = 0
         try:
             if self._place.memory and self._stock is None:
-                self._stock = StockServer(channel.socket.getsockname()[0])
+                self._stock = self._opened(channel.socket.getsockname()[0])
             memory = self._stock.port if self._stock is not None else 0
             place, mine = self._place, {"host": self._place.host, "port": free_port(), "memory": memory}
             channel.send("join", version=VERSION, node=place.node, slots=place.slots, **mine)
@@ -128,6 +128,14 @@ class Agent:
             self._selector.unregister(channel)
             channel.close()
             self._clear()
+
+    def _opened(self, host: str) -> StockServer | None:
+        try:
+            return StockServer(host)
+        except OSError as error:
+            why = f"nothing can be listened on at {host} ({error.strerror or error})"
+            self._terminal.say(f"launch  no state is kept in this node's memory: {why}", error=True)
+            return None
 
     def _loop(self, channel: Channel, wake: socket.socket) -> None:
         every, heard, beaten = self._place.heartbeat / 4, time.monotonic(), 0.0

@@ -8,6 +8,7 @@ each part, and what is older than that is not needed any more.
 from __future__ import annotations
 
 import hmac
+import socket
 import socketserver
 import threading
 from typing import Any, cast
@@ -80,6 +81,7 @@ class StockServer(socketserver.ThreadingTCPServer):
         """Raises OSError where nothing can be listened on there."""
         self.stock, self.token = Stock(), ""
         self._room = threading.Semaphore(MOST)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Handler)
         self.port: int = self.server_address[1]
         threading.Thread(target=self.serve_forever, name="stock", daemon=True).start()
