@@ -206,7 +206,8 @@ def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(sc
         connection, _ = silent.accept()
         with connection:
             start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "count": 1, "devices": 1}
-            connection.sendall(encode("start", **start, simulated=True, slots=[0], ranks=[0]))
+            start |= {"simulated": True, "slots": [0], "ranks": [0], "memory": 0, "token": "", "stocks": []}
+            connection.sendall(encode("start", **start))
             begun = time.monotonic()
             worker = scene.pid(1, 0)
             until(lambda: not alive(worker), "its workers live on")
