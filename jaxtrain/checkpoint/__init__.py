@@ -5,7 +5,7 @@
         checkpoints.save(step, state, manifest=manifest)    # returns after the device-to-host copy is dispatched
         for event in checkpoints.poll(): ...                # Committed, Retrying, Failed, SetAside, Copied, ...
 
-Only `checkpointer`, `reader`, `saving`, `orbax`, `processes`, `snapshot` and `tree` import JAX.
+Only `checkpointer`, `reader`, `saving`, `together`, `notes`, `orbax`, `processes`, `snapshot` and `tree` import JAX.
 """
 
 from __future__ import annotations

@@ -15,14 +15,16 @@ from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.comeback import Comeback
 from jaxtrain.checkpoint.copier import Copier
 from jaxtrain.checkpoint.durable import open_tier
-from jaxtrain.checkpoint.events import SLOW, Failed, SetAside, Slow
+from jaxtrain.checkpoint.events import SLOW, SetAside, Slow
 from jaxtrain.checkpoint.files import CheckpointError, Lock
+from jaxtrain.checkpoint.notes import Notes
 from jaxtrain.checkpoint.processes import agreed, first_text
 from jaxtrain.checkpoint.reader import Reader
-from jaxtrain.checkpoint.reasons import LATE
+from jaxtrain.checkpoint.reasons import reason_of
 from jaxtrain.checkpoint.retry import WAITS
 from jaxtrain.checkpoint.saving import Save, Saver, content_of, nothing
 from jaxtrain.checkpoint.snapshot import snapshot
+from jaxtrain.checkpoint.together import JointSaver
 from jaxtrain.checkpoint.tree import named_arrays, nest, tensors
 
 __all__ = ["Checkpointer", "Reader"]
@@ -68,7 +70,8 @@ class Checkpointer(Reader):
             self._copier = Copier(self.store, tier, durable_every, self._kept, waits, report)
             self._comeback = Comeback(self.store, tier, report)
         offer = nothing if self._copier is None else self._copier.offer
-        self._saver = Saver(self.store, timeout, waits, self._events.append, self._collect, offer)
+        hooks = (waits, self._events.append, self._collect, offer)
+        self._saver = Saver(self.store, *hooks) if self._is_alone else self._joint_saver(*hooks)
         self._lock: Lock | None = None
         refused = None
         if self._first:
@@ -79,6 +82,10 @@ class Checkpointer(Reader):
         if refused := first_text(refused):
             raise CheckpointError(refused)
         self._is_open = True
+
+    def _joint_saver(self, *hooks: Any) -> Saver:
+        name = agreed(time.time_ns() % 2**31)  # of this one, whatever others these processes have had
+        return JointSaver(self.store, self._timeout, Notes(f"jaxtrain/save/{name}"), *hooks)
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -94,6 +101,7 @@ class Checkpointer(Reader):
     def close(self) -> None:
         """Waits for the save and the copy in flight and frees the lock."""
         self.wait()
+        self._saver.drop()
         if self._copier is not None:
             self._copier.close()
         self._is_open = False
@@ -106,8 +114,10 @@ class Checkpointer(Reader):
         self._saver.wait()
 
     def finish(self) -> None:
-        """`wait`, and until the durable tier has the newest step, or has refused it often enough."""
+        """`wait`, further tries included, and until the durable tier has the newest step, or refused it."""
         self.wait()
+        while self._saver.repeats():
+            self.wait()
         if self._copier is not None and (newest := self.store.latest()) is not None:
             self._copier.finish(newest)
         if self._has_tier:
@@ -148,7 +158,8 @@ class Checkpointer(Reader):
         One process: the copy to the host is dispatched, not waited for. Several: orbax copies this process's shards
         before it returns. Either way a save still being written is waited for first; one that failed and waits to be
         tried again gives way to this one. Disk errors come through `poll`, as `Retrying` and `Failed`, and never touch
-        earlier steps. With several processes nothing is tried again: the next save starts afresh.
+        earlier steps. One process tries again by itself, with the same values. Several processes begin together, on
+        their main threads: when `saves_again` says so, with the state as it is then.
 
         Args:
           step: optimizer step of the state.
@@ -170,16 +181,29 @@ class Checkpointer(Reader):
         if not self._is_free(step, begun):
             return False
         waited = time.perf_counter() - begun
-        if not self._admits(step):
+        tries, turn = self._saver.take_over(step)
+        prepare = partial(self._make_way, step) if self._is_alone else nothing
+        save = Save(step, content, prepare, nothing, begun, waited=waited, tries=tries, turn=turn)
+        self._saver.keep(list(flat.values()), partial(self.save, step, state, manifest=manifest, metrics=metrics))
+        if not self._admits(save):
             return False
         try:
-            write = self._writer(step, flat, copied)
+            save.write = self._writer(step, flat, copied)
         except Exception as error:  # whatever orbax or the file system raises is reported, and training goes on
-            self._saver.fail(step, error, has_begun=True)
-            return True
-        prepare = partial(self._make_way, step) if self._is_alone else nothing
-        self._saver.start(Save(step, content, prepare, write, self._is_alone, begun, waited=waited))
+            if self._is_alone:
+                self._saver.fail(save, reason_of(error))
+                return True
+            save.write = partial(_raise, error)  # of several processes, where it may be the only one
+        self._saver.start(save)
         return True
+
+    def saves_again(self, done: int) -> bool:
+        """Whether the state after `done` steps is to be saved because a save failed; the same on every process.
+
+        Every process asks after every step at which it would not save anyway. Costs nothing until a save has failed.
+        Always False with one process.
+        """
+        return self._saver.is_due(done)
 
     def rewind(self, step: int) -> list[int]:
         """Renames the committed steps after `step` to `old-N`, so that training goes on from it. Returns them.
@@ -187,6 +211,7 @@ class Checkpointer(Reader):
         In the durable tier too, where an object store has no names to change and they are deleted.
         """
         self.wait()
+        self._saver.drop()
         newer = [known for known in self.store.marked() if known > step] if self._first else []
         if self._copier is not None and self._comeback is not None:
             self._copier.wait()
@@ -230,24 +255,14 @@ class Checkpointer(Reader):
         if first_text(late):
             self._events.append(Slow(step, self._saver.step, waited, skipped=True))
             return False
-        self._tell_of_others()
         if waited >= SLOW and self._saver.is_saved and not self._is_slow_told:
             self._is_slow_told = True
             self._events.append(Slow(step, self._saver.step, waited))
         return True
 
-    def _tell_of_others(self) -> None:
-        """Process 0, which alone is heard, says why another one could not write its part of the save before."""
-        if self._is_alone:
-            return
-        reason, is_known = self._saver.reason, self._saver.reason != LATE
-        text = first_text(f"process {jax.process_index()}: {reason}" if reason and is_known else None)
-        if text and not is_known:
-            self._events.append(Failed(self._saver.step, text, self._saver.newest))
-
-    def _admits(self, step: int) -> bool:
+    def _admits(self, save: Save) -> bool:
         """Whether a save of this step is due; the same on every process."""
-        newest, broken = -1, None
+        step, newest, broken = save.step, -1, None
         if self._first:
             try:
                 newest = self._newest()
@@ -258,8 +273,9 @@ class Checkpointer(Reader):
         newest = agreed(newest)
         if self._is_alone and broken:
             return True  # the thread of the save meets it again, and tries again
-        if first_text(str(broken) if broken else None):
-            self._saver.fail(step, broken or OSError("process 0 cannot write there"), has_begun=False)
+        if reason := first_text(reason_of(broken) if broken else None):
+            save.tries = agreed(save.tries)
+            self._saver.fail(save, reason)
             return False
         if newest > step:
             raise _behind(step, newest)
@@ -289,6 +305,10 @@ class Checkpointer(Reader):
     def _collect(self) -> list[int]:
         """Garbage collection; returns the deleted steps."""
         return self.store.prune(*self._kept, held=() if self._copier is None else self._copier.held())
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _behind(step: int, newest: int) -> CheckpointError:

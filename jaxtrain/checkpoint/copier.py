@@ -45,9 +45,10 @@ class Copier:
         self._done = -1  # the newest step that was tried
         self._is_closing = False
 
-    def offer(self, step: int) -> None:
-        """A step is committed: it is copied if its turn has come, in place of one that waits still."""
-        if self._every is None or step % self._every == 0:
+    def offer(self, step: int, turn: int) -> None:
+        """A step is committed, in place of step `turn` where that could not be: it is copied if that one's turn has
+        come, in place of one that waits still."""
+        if self._every is None or turn % self._every == 0:
             self._push(step)
 
     def held(self) -> set[int]:

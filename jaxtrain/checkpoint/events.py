@@ -56,7 +56,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Failed(_Warning):
-    """A checkpoint was not written. The ones before it are untouched and the next save starts afresh."""
+    """A checkpoint was given up. The ones before it are untouched and the next save starts afresh."""
 
     step: int
     reason: str
@@ -71,7 +71,9 @@ class Failed(_Warning):
 
 @dataclass(frozen=True)
 class Retrying(_Warning):
-    """A checkpoint, or its copy, could not be written and will be tried again after `wait` seconds."""
+    """A checkpoint, or its copy, could not be written and will be tried again after `wait` seconds.
+
+    By several processes with the state of the step that they have come to then."""
 
     step: int
     reason: str

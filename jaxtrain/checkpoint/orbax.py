@@ -41,8 +41,13 @@ def write(path: Path, tree: dict[str, Any], timeout: float) -> None:
 
 def start(path: Path, tree: dict[str, Any], timeout: float) -> Any:
     """Copies to the host, then writes in the background; `.result()` of what it returns waits. Every process calls it
-    from its main thread, and writes the shards it holds."""
-    with _context(timeout, write_bytes=_in_flight(tree)):
+    from its main thread, and writes the shards it holds. Nothing may be at `path`.
+
+    Orbax would look whether there is, between two barriers on the main thread: where one process's look fails, the
+    others would wait there until they time out."""
+    context = _context(timeout, write_bytes=_in_flight(tree))
+    context.file.skip_sync_file_validations = True
+    with context:
         return ocp.save_async(str(path), tree, checkpointable_name=NAME)
 
 

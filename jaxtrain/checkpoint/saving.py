@@ -12,23 +12,11 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.events import Committed, Event, Failed, Retrying
-from jaxtrain.checkpoint.files import (
-    FORMAT,
-    PART,
-    CheckpointError,
-    fsync_folders,
-    is_inside,
-    seal,
-    step_files,
-    write_durably,
-    write_marker,
-)
+from jaxtrain.checkpoint.files import FORMAT, CheckpointError, fsync_folders, seal, step_files, write_marker
 from jaxtrain.checkpoint.reasons import reason_of
 from jaxtrain.checkpoint.retry import GivenUp, persist
 from jaxtrain.checkpoint.store import Store
 from jaxtrain.checkpoint.tree import Tensors
-
-_POLL = 0.02  # seconds between looks for another process's file
 
 
 @dataclass
@@ -39,18 +27,20 @@ class Save:
       content: the marker, so far.
       prepare: makes way for the step, before each try; raises what stands in it.
       write: returns when this process's part is on disk under its final name.
-      repeats: whether these can be called again after they failed.
       begun: `time.perf_counter()` when it was asked for.
+      tries: which try this is.
+      turn: step that the first try was of; later than that only with several processes.
     """
 
     step: int
     content: dict[str, Any]
     prepare: Callable[[], None]
     write: Callable[[], None]
-    repeats: bool
     begun: float
     stall: float = 0.0
     waited: float = 0.0
+    tries: int = 1
+    turn: int = -1
     files: dict[str, Any] = field(default_factory=dict)
     is_writing: bool = False
 
@@ -59,35 +49,31 @@ class Saver:
     """Runs one save at a time in a thread of its own. Whatever fails there is an event, never an exception.
 
     Args:
-      timeout: seconds the processes wait for one another at a commit.
       waits: seconds between tries.
       report: takes events, from the thread.
       collect: called on process 0 after a commit; returns the older steps it has deleted.
-      offer: called on process 0 with a committed step, after its event.
+      offer: called on process 0 with a committed step and the step whose turn it was, after its event.
     """
 
     def __init__(
         self,
         store: Store,
-        timeout: float,
         waits: Sequence[float],
         report: Callable[[Event], None],
         collect: Callable[[], list[int]],
-        offer: Callable[[int], None],
+        offer: Callable[[int, int], object],
     ) -> None:
-        self._store, self._timeout, self._waits = store, timeout, tuple(waits)
+        self._store, self._waits = store, tuple(waits)
         self._report, self._collect, self._offer = report, collect, offer
         self._first = jax.process_index() == 0
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
         self.step = -1  # of the save in flight, or of the last one
         self.is_saved = False  # whether the last one was committed
-        self.reason: str | None = None  # why it was not
-        self.newest: int | None = None  # step that stayed the newest then
 
     def start(self, save: Save) -> None:
         """Begins a save; there must be none in flight."""
-        self.step, self.is_saved, self.reason = save.step, False, None
+        self.step, self.is_saved = save.step, False
         self._hurry.clear()
         # A daemon, because one that hangs in a dead file system must not keep a finished program from its end.
         self._thread = threading.Thread(target=self._run, args=(save,), name=f"checkpoint-{save.step}", daemon=True)
@@ -108,25 +94,41 @@ class Saver:
         """Something newer waits: the save in flight may finish its try, but begins no other."""
         self._hurry.set()
 
-    def fail(self, step: int, error: Exception, has_begun: bool) -> None:
-        """Reports a save that came to nothing; what it wrote, if it had begun to, is deleted."""
-        self._give_up(step, self._tidied(step, error) if has_begun else reason_of(error), 1)
+    def take_over(self, step: int) -> tuple[int, int]:
+        """(which try it is, step that the first one was of) of a save that begins now. No other is tried again."""
+        return 1, step
+
+    def keep(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
+        """Takes what `repeats` needs of a save that begins now."""
+
+    def is_due(self, done: int) -> bool:
+        """Whether the caller has to save after `done` steps because a save failed: never, a thread tries again."""
+        return False
+
+    def repeats(self) -> bool:
+        """Whether the save that was kept begins again, because it failed: never, a thread has done so."""
+        return False
+
+    def drop(self) -> None:
+        """What was to be tried again by the caller is given up."""
+
+    def fail(self, save: Save, reason: str) -> None:
+        """Reports a save that could not begin; what it left is deleted."""
+        self._give_up(save.step, self._tidied(save.step, reason), 1)
 
     def _run(self, save: Save) -> None:
         """The thread of one save."""
-        tries = 1
 
         def again(reason: str, wait: float, number: str) -> None:
-            nonlocal tries
-            tries += 1
+            save.tries += 1
             self._report(Retrying(save.step, reason, wait, number))
 
         try:
             size = persist(
                 lambda: self._attempt(save),
-                self._waits if save.repeats else (),
+                self._waits,
                 self._hurry,
-                lambda error: self._tidied(save.step, error) if save.is_writing else reason_of(error),
+                lambda error: self._tidied(save.step, reason_of(error)) if save.is_writing else reason_of(error),
                 again,
             )
         except GivenUp as error:
@@ -134,6 +136,32 @@ class Saver:
             return
         finally:
             save.write = nothing  # frees the host copy
+        self._committed(save, size)
+
+    def _attempt(self, save: Save) -> int:
+        """Writes, seals and commits. Returns the bytes of the step."""
+        save.is_writing = False
+        save.prepare()
+        save.is_writing = True
+        save.write()
+        self._seal(save)
+        return self._commit(save)
+
+    def _seal(self, save: Save) -> None:
+        """Checksums of the files this process wrote."""
+        folder, index, count = self._store.path(save.step), jax.process_index(), jax.process_count()
+        save.files = seal(folder, [name for name in step_files(folder) if _writer(name, count) == index])
+
+    def _commit(self, save: Save) -> int:
+        """Fsyncs the folders and writes the marker. Returns the bytes of the step, of all processes."""
+        folder = self._store.path(save.step)
+        size = sum(size for size, _ in save.files.values())
+        fsync_folders(folder)
+        write_marker(folder, save.content | {"files": save.files, "bytes": size})
+        return size
+
+    def _committed(self, save: Save, size: int) -> None:
+        """Collects garbage and reports."""
         try:
             deleted = self._collect() if self._first else []
         except OSError as error:
@@ -141,70 +169,28 @@ class Saver:
             deleted = []
         self.is_saved = True
         seconds = time.perf_counter() - save.begun
-        self._report(Committed(save.step, size, seconds, save.stall, save.waited, tuple(deleted), tries))
+        self._report(Committed(save.step, size, seconds, save.stall, save.waited, tuple(deleted), save.tries))
         if self._first:
-            self._offer(save.step)
+            self._offer(save.step, save.turn)
 
-    def _attempt(self, save: Save) -> int:
-        """Writes, seals and commits. Returns the bytes of the step, of all processes."""
-        save.is_writing = False
-        save.prepare()
-        save.is_writing = True
-        save.write()
-        self._seal(save)
-        return self._commit(save) if self._first else self._await_commit(save.step)
-
-    def _seal(self, save: Save) -> None:
-        """Checksums of the files this process wrote, for process 0."""
-        folder, index, count = self._store.path(save.step), jax.process_index(), jax.process_count()
-        names = [name for name in step_files(folder) if _writer(name, count) == index]
-        sealed = seal(folder, names)
-        if self._first:
-            save.files = dict(sealed)
-        else:
-            write_durably(folder / PART.format(index), json.dumps(sealed))
-
-    def _commit(self, save: Save) -> int:
-        """Gathers the checksums, fsyncs the folders, writes the marker. Returns the bytes of the step."""
-        folder = self._store.path(save.step)
-        for index in range(1, jax.process_count()):
-            part = folder / PART.format(index)
-            _await(part.exists, self._timeout, f"process {index} sent no checksums within {self._timeout:.0f} s")
-            save.files |= {name: found for name, found in json.loads(part.read_text()).items() if is_inside(name)}
-        size = sum(size for size, _ in save.files.values())
-        fsync_folders(folder)
-        write_marker(folder, save.content | {"files": save.files, "bytes": size})
-        for index in range(1, jax.process_count()):
-            (folder / PART.format(index)).unlink()
-        return size
-
-    def _await_commit(self, step: int) -> int:
-        def settled() -> bool:  # committed, or deleted by process 0 because it failed there
-            return step in self._store.marked() or not self._store.path(step).exists()
-
-        _await(settled, self._timeout, f"process 0 did not commit it within {self._timeout:.0f} s")
-        return self._store.marker(step)["bytes"]
-
-    def _tidied(self, step: int, error: Exception) -> str:
-        """Deletes what a try left, which also frees its space, and says in one line why it failed."""
-        reason = reason_of(error)
+    def _tidied(self, step: int, reason: str) -> str:
+        """Deletes what a try left, which also frees its space. Returns why it failed, in one line."""
         if not self._first:
             return reason
         try:
             self._store.clean(step)
-            if jax.process_count() == 1 and self._store.path(step).exists():
+            if self._store.path(step).exists():
                 self._store.delete(str(step))  # its marker is there, but may not be on the disk
         except OSError as second:
             reason += f" (and its leavings stay: {second.strerror or second})"
         return reason
 
     def _give_up(self, step: int, reason: str, tries: int) -> None:
-        self.reason = reason
         try:
-            self.newest = self._store.latest()
+            newest = self._store.latest()
         except OSError:  # the folder itself cannot be read: the reason says so
-            self.newest = None
-        self._report(Failed(step, reason, self.newest, tries))
+            newest = None
+        self._report(Failed(step, reason, newest, tries))
 
 
 def content_of(step: int, saved: Tensors, manifest: dict[str, Any], metrics: dict[str, float] | None) -> dict[str, Any]:
@@ -226,14 +212,6 @@ def _writer(name: str, processes: int) -> int:
         if found and index.isdecimal() and int(index) < processes:
             return int(index)
     return 0
-
-
-def _await(ready: Callable[[], bool], timeout: float, message: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not ready():
-        if time.monotonic() > deadline:
-            raise CheckpointError(message)
-        time.sleep(_POLL)
 
 
 def nothing(*_: object) -> None:

@@ -12,7 +12,7 @@ that is given twice happens twice. Without faults nothing here is ever called: `
                          commit      all is written but the rename of its marker
                          committed   the marker is there, nobody has been told
     slow_disk          writing that checkpoint takes SLOW seconds more
-    full_disk          writing it raises ENOSPC
+    full_disk          writing it raises ENOSPC (one of several processes: after its part is written)
     corrupt            bytes of a file are flipped after its commit
     nan                all gradients of that step are NaN, in the graph (`train.step`)
     flip               one bit of one replica of a replicated parameter, after that step
@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,7 +90,7 @@ class Hooks:
     def __enter__(self) -> Hooks:
         if any(one.place in (SAVE, COMMIT, COMMITTED) for one in self._left):
             self._stack.enter_context(patched(orbax, "write", self._writes))
-            self._stack.enter_context(patched(orbax, "start", self._writes))
+            self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
             self._stack.enter_context(patched(os, "replace", self._renames))
         return self
 
@@ -132,20 +133,24 @@ class Hooks:
                 remember(self._dir, one.text)
         return due
 
-    def _writes(self, real: Callable) -> Callable:
+    def _writes(self, real: Callable, together: bool = False) -> Callable:
+        """`together`: all processes begin, and only who waits for the end learns that a disk is full."""
+
         def write(path: Path, *args: Any) -> Any:
-            due = self._take(SAVE, _step_of(path))
+            due, is_full = self._take(SAVE, _step_of(path)), False
             for one in due:
                 if one.kind == "slow_disk":
                     time.sleep(SLOW)
+                elif one.kind == "full_disk" and together:
+                    is_full = True
                 elif one.kind == "full_disk":
-                    raise OSError(errno.ENOSPC, "No space left on device (a fault)")
+                    raise _full_disk()
                 else:
                     threading.Thread(target=_when_begun, args=(path, ENDS[one.kind]), daemon=True).start()
             out = real(path, *args)
             if any(one.kind in ENDS for one in due):
                 time.sleep(SLOW)  # if the disk was faster than the thread that looks on
-            return out
+            return _Full(out) if is_full else out
 
         return write
 
@@ -162,6 +167,21 @@ class Hooks:
                     ENDS[one.kind]()
 
         return replace
+
+
+class _Full:
+    """What waits for a save that found the disk full."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def result(self) -> None:
+        self._real.result()
+        raise _full_disk()
+
+
+def _full_disk() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device (a fault)")
 
 
 def remember(run_dir: Path, text: str) -> None:

@@ -114,6 +114,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
             is_end, scores = done == config.steps, {}
             validates = bool(run.sets) and (is_end or due(config.eval.every, done))
             saves = is_end or stopped_by is not None or due(config.checkpoint.every, done)
+            saves = saves or run.checkpoints.saves_again(done)
             if validates:
                 jax.block_until_ready(metrics)  # the step's time is its own
                 scores = evaluate(run, state, done)

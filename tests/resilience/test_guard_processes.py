@@ -1,4 +1,4 @@
-"""Two real processes decide alike: they skip, go back, and stop together; a fault is that of one of them."""
+"""Two real processes decide alike: they skip, go back, save again and stop together; a fault is one's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from jaxtrain.config import dump_yaml
 # Several runs, one after the other: starting Python and JAX takes longer than any of them.
 SCRIPT = """
 import sys
+from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.cli.main import main
+Checkpointer.__init__.__kwdefaults__["waits"] = (0.05,)
 codes = [main(["train", f"{name}.yaml"]) for name in sys.argv[1:]]
 print("codes", *codes, flush=True)
 """
@@ -43,7 +45,10 @@ def test_two_processes_decide_alike(tmp_path):
     bad = {"spikes": [25], "broken": [30]}
     back = {"steps": 40, "guard": ["rollback@20:4:4", "check@8"], "data": {"options": bad}, "simulate": 4}
     small = {"mesh": {"data": 4}}
+    until = {"options": {"until": [31, str(tmp_path / "full/checkpoints")]}}
+    full = {"steps": 50, "checkpoint": {"every": 30}, "data": until, "simulate": 4}
     configs = {
+        "full": tiny.config(tmp_path, **full, **small, name="full", faults=["full_disk@30/1"]),
         "back": tiny.config(tmp_path, **back, **small, name="back"),
         "flip": tiny.config(tmp_path, **small, simulate=4, name="flip", guard=["check@4"], faults=["flip@7/1"]),
     }
@@ -51,11 +56,18 @@ def test_two_processes_decide_alike(tmp_path):
         (tmp_path / f"{name}.yaml").write_text(dump_yaml(config))
     outputs = launch(tmp_path, *configs)
     for out, err in outputs:
-        assert "codes 0 1" in out, out + err
+        assert "codes 0 0 1" in out, out + err
         (said,) = [line for line in err.splitlines() if line.startswith("jaxtrain: ")]
         assert "silent corruption at step 7: params/" in said
         assert ", process 1" in said
         assert said.endswith("checkpoint 4 is the last good one")
+    first, last = tiny.events(tmp_path / "full", "save")
+    assert 34 <= first["step"] < 50
+    assert (first["tries"], last["step"], last.get("tries")) == (2, 50, None)
+    assert tiny.saved(tmp_path / "full") == [first["step"], 50]
+    (warning,) = tiny.events(tmp_path / "full", "warning")
+    assert warning["text"].startswith("checkpoint 30 could not be written: process 1: the disk is full")
+    assert warning["text"].endswith("trying again in 0.05 s (2 of 2)")
     assert [event["step"] for event in tiny.events(tmp_path / "back", "rollback")] == [20]
     assert [event["step"] for event in tiny.events(tmp_path / "back", "skipped")] == [27]
     assert [json.loads(line)["fault"] for line in (tmp_path / "flip/faults.jsonl").read_text().splitlines()] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from rich.console import Console
 
 import jaxtrain
+from jaxtrain.checkpoint import Store
 from jaxtrain.config.schema import Config
 from jaxtrain.nn.env import constant
 from jaxtrain.observe.progress import Screen
@@ -35,10 +37,14 @@ class Linear(nnx.Module):
 class Rows:
     """Random rows by batch; the targets of some batches are far off, and of some not finite."""
 
-    def __init__(self, split, seed, global_batch, spikes=(), broken=()):
+    def __init__(self, split, seed, global_batch, spikes=(), broken=(), until=None):
+        """`until`: [step, folder]: batches from there on wait half a second each until a later checkpoint is there."""
         self.split, self.rows, self.spikes, self.broken = split, global_batch, spikes, broken
+        self.until = until
 
     def batch(self, step, rows=None):
+        if self.until and step >= self.until[0]:
+            self._wait()
         rng = np.random.default_rng(step)
         x = rng.normal(size=(self.rows, SIZE)).astype(np.float32)
         y = (x.sum(1) + rng.normal(size=self.rows)).astype(np.float32)
@@ -46,6 +52,11 @@ class Rows:
         if self.split == "train":
             SEEN.append(step)
         return {"x": x[rows], "y": y[rows].astype(np.float32)}
+
+    def _wait(self):
+        first, deadline = self.until[0], time.monotonic() + 0.5
+        while (Store(self.until[1]).latest() or 0) < first and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 SEEN: list[int] = []  # batches that were read, in order
