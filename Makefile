@@ -1,7 +1,7 @@
 # `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
 # have a selection of, `make extras` what needs other people's packages (torch, transformers, lm-eval, datasets, W&B...),
-# `make chaos` runs long sequences of failures, and kills runs at a hundred places and compares them with one that nobody
-# disturbed.
+# `make chaos` runs long sequences of failures, and kills runs of one process at a hundred places and of several at two
+# dozen, and compares them with ones that nobody disturbed.
 # All make .venv and install into it.
 PYTHON ?= python3.11
 VENV := .venv
@@ -26,6 +26,7 @@ extras: $(VENV)/.installed-extras
 chaos: $(VENV)/.installed-test
 	$(BIN)/pytest -m chaos tests
 	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/chaos_processes.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -29,10 +29,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import common
 
@@ -238,16 +239,21 @@ def compare(whole: Path, run_dir: Path, outcome: Outcome) -> None:
         text for text in outcome.plan if text != "any"
     ):
         outcome.wrong.append("not all faults came")
+    outcome.wrong += litter(run_dir)
+
+
+def litter(run_dir: Path) -> list[str]:
+    """What a run has left behind: temporary files, what it was about to delete, a lock."""
     signs = (".tmp", ".new", ".orbax-checkpoint-tmp")
-    litter = [path.name for path in run_dir.rglob("*") if any(sign in path.name for sign in signs)]
-    litter += [str(path) for path in (run_dir / "checkpoints" / ".trash").glob("*")]
-    if litter:
-        outcome.wrong.append(f"left behind: {', '.join(litter[:3])}")
+    left = [path.name for path in run_dir.rglob("*") if any(sign in path.name for sign in signs)]
+    left += [str(path) for path in (run_dir / "checkpoints" / ".trash").glob("*")]
+    found = [f"left behind: {', '.join(left[:3])}"] if left else []
     with open(run_dir / "checkpoints" / ".lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            outcome.wrong.append("a lock is held")
+            found.append("a lock is held")
+    return found
 
 
 def drawn(kills: int, steps: int, rng: random.Random) -> list[list[str]]:
@@ -294,10 +300,10 @@ def goodput(folder: Path, every: int, steps: int, whole: Path, typical: float) -
     return row, outcome
 
 
-def by_place(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+def by_place(outcomes: Sequence[Outcome], places: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each place: how many kills there, and the runs that had them."""
     rows = []
-    for place in (*PLACES, "full_disk", "corrupt"):
+    for place in places:
 
         def is_here(text: str, place: str = place) -> bool:
             kind, _, rest = text.partition("@")
@@ -310,6 +316,28 @@ def by_place(outcomes: list[Outcome]) -> list[dict[str, Any]]:
             "runs": len(had), "equal": sum(not outcome.wrong for outcome in had),
         })  # fmt: skip
     return rows
+
+
+def conclude(
+    name: str, args: argparse.Namespace, outcomes: Sequence[Outcome], places: Sequence[str], typical: float,
+    tables: dict[str, list[dict[str, Any]]],
+) -> NoReturn:  # fmt: skip
+    """Prints what came of all runs and writes it to `--out`; the exit code is 1 where one of them is wrong."""
+    machine = common.machine("jaxlib", "orbax-checkpoint")
+    rows = by_place(outcomes, places)
+    print(common.title(machine), "", common.table(rows), "", sep="\n")
+    recoveries = [second for outcome in outcomes for second in outcome.recoveries]
+    found = common.spread(recoveries) | {"most": max(recoveries)} if recoveries else {}
+    deaths, wrong = sum(outcome.deaths for outcome in outcomes), [o for o in outcomes if o.wrong]
+    print(f"{deaths} deaths in {len(outcomes)} runs, {len(wrong)} of them wrong; undisturbed run {typical:.1f} s")
+    print("recovery, s: " + ", ".join(f"{key} {value:.2f}" for key, value in found.items()))
+    for table in tables.values():
+        print("", common.table(table), sep="\n") if table else None
+    for outcome in wrong:
+        print(f"WRONG {outcome.name} {' '.join(outcome.plan)}: {'; '.join(outcome.wrong)}")
+    results = {"places": rows, "deaths": deaths, "wrong": len(wrong), "recovery": found, **tables}
+    common.report(name, args, results | {"runs": [vars(outcome) for outcome in outcomes]}, machine)
+    sys.exit(1 if wrong else 0)
 
 
 def main() -> None:
@@ -327,21 +355,7 @@ def main() -> None:
     import_all()
     with tempfile.TemporaryDirectory() as name:
         outcomes, rows, typical = campaign(Path(name), args)
-    machine = common.machine("jaxlib", "orbax-checkpoint")
-    print(common.title(machine), "")
-    print(common.table(by_place(outcomes)), "")
-    recoveries = [second for outcome in outcomes for second in outcome.recoveries]
-    found = common.spread(recoveries) | {"most": max(recoveries)} if recoveries else {}
-    deaths, wrong = sum(outcome.deaths for outcome in outcomes), [o for o in outcomes if o.wrong]
-    print(f"{deaths} deaths in {len(outcomes)} runs, {len(wrong)} of them wrong; undisturbed run {typical:.1f} s")
-    print("recovery, s: " + ", ".join(f"{key} {value:.2f}" for key, value in found.items()))
-    for row in (common.table(rows),) if rows else ():
-        print("", row, sep="\n")
-    for outcome in wrong:
-        print(f"WRONG {outcome.name} {' '.join(outcome.plan)}: {'; '.join(outcome.wrong)}")
-    results = {"places": by_place(outcomes), "deaths": deaths, "wrong": len(wrong), "recovery": found, "goodput": rows}
-    common.report("chaos", args, results | {"runs": [vars(o) for o in outcomes]}, machine)
-    sys.exit(1 if wrong else 0)
+    conclude("chaos", args, outcomes, (*PLACES, "full_disk", "corrupt"), typical, {"goodput": rows})
 
 
 def campaign(folder: Path, args: argparse.Namespace) -> tuple[list[Outcome], list[dict[str, Any]], float]:

@@ -2,11 +2,11 @@
 
     python benchmarks/peers.py [--sizes 16 64 256 1024] [--leaves 32] [--repeats 5] [--out peers.json]
 
-Two nodes are two processes of this machine, so that the network is loopback. `stall` is how long `Keeper.keep` keeps
-its caller where no copy is in flight, on a state that a training step then donates; `step` that step without a copy,
-`next step` the one right after it; `copy` is from `keep` until both nodes have all (two copies, checksums);
-`restore` from a warm program to a state whose arrays are ready, checked, `disk` the same of a checkpoint in the page
-cache, for comparison. Medians; milliseconds.
+Two nodes are two processes of this machine, so that the network is loopback. `stall` is how long `Keeper.keep` and
+`share` hold up their caller where no copy is in flight, on a state that a training step then donates; `step` that step
+without a copy, `next step` the one right after it; `copy` is from `keep` until both nodes have all (two copies,
+checksums); `restore` from a warm program to a state whose arrays are ready, checked, `disk` the same of a checkpoint in
+the page cache, for comparison. Medians; milliseconds.
 """
 
 from __future__ import annotations
@@ -63,11 +63,15 @@ def measure(size: int, leaves: int, repeats: int, ports: list[int]) -> dict[str,
         found = keeper.newest(after=-1)
         jax.block_until_ready(keeper.restore(found, like) if found else None)
 
+    def give(number: int) -> None:
+        keeper.keep(number, state, {})
+        keeper.share()
+
     train()
     for number in range(repeats + 1):
         plain.append(timed(train))
         begun = time.perf_counter()
-        stall.append(timed(lambda number=number: keeper.keep(number, state, {})))
+        stall.append(timed(lambda number=number: give(number)))
         after.append(timed(train))
         keeper.wait()
         copy.append(1e3 * (time.perf_counter() - begun))

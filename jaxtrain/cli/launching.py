@@ -23,6 +23,7 @@ def arrange(parser: argparse.ArgumentParser) -> None:
     add("--collective-timeout", type=int, default=300, metavar="S", help="of CPU devices that wait for others (300)")
     add("--join-timeout", type=float, default=120.0, metavar="S", help="seconds to wait for nodes (120)")
     add("--stop-timeout", type=float, default=300.0, metavar="S", help="seconds to save and stop (300)")
+    add("--deadline", type=float, metavar="S", help="of a step or its data that hang, as of `train`; 0: never")
     add("--nodes", type=int, metavar="N", help="node: how many there are (JAXTRAIN_NODES, SLURM_NNODES)")
     add("--node", type=int, metavar="I", help="node: which this is, from 0 (JAXTRAIN_NODE, SLURM_NODEID)")
     add("--coordinator", metavar="HOST:PORT", help="node: where node 0 listens (JAXTRAIN_COORDINATOR)")

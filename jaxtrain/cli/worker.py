@@ -1,4 +1,4 @@
-"""One process of a launched run, started by an agent: `python -m jaxtrain.cli.worker AGENT_PID RUN_DIR`."""
+"""One process of a launched run, started by an agent: `python -m jaxtrain.cli.worker AGENT_PID RUN_DIR [OPTIONS]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtrain.launch.ends import is_clean
 from jaxtrain.launch.lifeline import die_with
 
 
-def main(agent: int, directory: str) -> NoReturn:
+def main(agent: int, directory: str, *options: str) -> NoReturn:
     """Goes on with a run, from step 0 where nothing is saved yet, and leaves with the command's exit code.
 
     A process that failed leaves at once: at a usual exit JAX waits for the others, who wait for it.
@@ -20,7 +20,7 @@ def main(agent: int, directory: str) -> NoReturn:
     from jaxtrain.cli.main import main as command
 
     try:
-        code = command(["resume", directory])
+        code = command(["resume", directory, *options])
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -33,4 +33,4 @@ def main(agent: int, directory: str) -> NoReturn:
 
 if __name__ == "__main__":
     sys.argv[0] = "jaxtrain"  # what the run says to go on with
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

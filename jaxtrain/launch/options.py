@@ -31,7 +31,7 @@ LEAST = {"spares": 0, "max_restarts": 0, "memory": 0, "max_failures": 1, "collec
 
 @dataclass(frozen=True)
 class Options:
-    """One agent and, on node 0, the leader and its job."""
+    """One agent and, on node 0, the leader and its job. `deadline` is the workers' own, see `jaxtrain train`."""
 
     where: str
     source: str
@@ -40,6 +40,7 @@ class Options:
     fallbacks: tuple[tuple[str, ...], ...]
     place: Place
     policy: Policy
+    deadline: float | None = None
 
 
 def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Options:
@@ -55,6 +56,8 @@ def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     for name in ("backoff", "heartbeat", "join_timeout", "stop_timeout"):
         if not 0 < getattr(args, name) < math.inf:
             raise UserError(f"launch: {_flag(name)} {getattr(args, name):g}: expected seconds above 0")
+    if args.deadline is not None and not 0 <= args.deadline < math.inf:
+        raise UserError(f"launch: --deadline {args.deadline:g}: expected seconds, or 0 for none")
     if at["nodes"] < 1 or slots < 1 or (devices is not None and devices < 1):
         raise UserError("launch: expected at least 1 node, 1 process and 1 device of each")
     if at["node"] < 0:
@@ -73,7 +76,7 @@ def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
         stop_timeout=args.stop_timeout, memory=args.memory,
     )  # fmt: skip
     fallbacks = tuple(tuple(group.split()) for group in args.fallback)
-    return Options(args.where, args.config, tuple(args.overrides), devices, fallbacks, place, policy)
+    return Options(args.where, args.config, tuple(args.overrides), devices, fallbacks, place, policy, args.deadline)
 
 
 def again(chosen: Options, directory: str) -> str:
@@ -81,6 +84,7 @@ def again(chosen: Options, directory: str) -> str:
     given = [f"--processes={chosen.place.slots}"]
     given += [f"--devices-per-process={chosen.devices}"] if chosen.devices is not None else []
     given += [f"--memory={chosen.policy.memory}"] if chosen.policy.memory else []
+    given += [f"--deadline={chosen.deadline:g}"] if chosen.deadline is not None else []
     given += [f"--fallback={' '.join(group)}" for group in chosen.fallbacks]
     return shlex.join(["jaxtrain", "launch", chosen.where, *given, directory])
 

@@ -18,9 +18,14 @@ from jaxtrain.launch.server import Server, last_generation
 NEAR = 5.0  # seconds to look for a leader in this very process
 
 
-def command(directory: str) -> Sequence[str]:
-    """A worker of a run."""
-    return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), directory]
+def command(deadline: float | None) -> Command:
+    """The command of a worker. `deadline`: seconds a step or its data may hang; None: as measured."""
+    more = [] if deadline is None else [f"--deadline={deadline!r}"]
+
+    def of(directory: str) -> Sequence[str]:
+        return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), directory, *more]
+
+    return of
 
 
 def supervise(chosen: Options, terminal: Terminal) -> tuple[int, str | None]:
@@ -29,13 +34,14 @@ def supervise(chosen: Options, terminal: Terminal) -> tuple[int, str | None]:
     Raises:
         UserError: bad input; no process was started.
     """
+    worker = command(chosen.deadline)
     if chosen.place.node != 0:
-        return Agent(chosen.place, command, terminal).run(), None
+        return Agent(chosen.place, worker, terminal).run(), None
     policy = chosen.policy
     total = policy.nodes * chosen.place.slots
     job = open_job(chosen.source, chosen.overrides, total - policy.spares, chosen.devices, chosen.fallbacks)
     terminal.say(f"launch  {job.directory}")
-    return lead(job, policy, chosen, command, terminal), str(job.directory)
+    return lead(job, policy, chosen, worker, terminal), str(job.directory)
 
 
 def lead(job: Run, policy: Policy, chosen: Options, worker: Command, terminal: Terminal) -> int:

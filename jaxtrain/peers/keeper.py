@@ -54,12 +54,13 @@ class Keeper:
 
     def __init__(self, nodes: Nodes, report: Callable[[str], None]) -> None:
         self.every, self._nodes, self._report = nodes.every, nodes, report
+        self._taken: threading.Thread | None = None  # has a copy that is not to be found yet
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
         self._is_told = False
 
     def keep(self, step: int, state: Any, manifest: Mapping[str, Any]) -> None:
-        """Begins to copy; the state may be donated to the next step as soon as this returns.
+        """Takes a copy, which `share` gives away; the state may be donated to the next step as soon as this returns.
 
         Waits for the copy before, so that a process that fails has lost one copied step at most. What goes wrong is
         reported once, and again after a copy that went well.
@@ -74,8 +75,16 @@ class Keeper:
         boxes = [(name, shard.index, copy) for (name, shard), copy in zip(shards, copies)]
         key = Key(self._nodes.generation, step, jax.process_index())
         arguments = (key, boxes, tensors(state), dict(manifest))
-        self._thread = threading.Thread(target=self._copy, args=arguments, name=f"peers-{step}", daemon=True)
-        self._thread.start()
+        self._taken = threading.Thread(target=self._copy, args=arguments, name=f"peers-{step}", daemon=True)
+
+    def share(self) -> None:
+        """Begins to give away the copy that was taken last, if that has not begun.
+
+        To be called when nothing of its step is left to do: whoever goes on from it begins the next one.
+        """
+        if self._taken is not None:
+            self._thread, self._taken = self._taken, None
+            self._thread.start()
 
     def wait(self) -> None:
         """Blocks until no copy is in flight."""
@@ -89,6 +98,7 @@ class Keeper:
 
     def forget(self, after: int) -> None:
         """Training goes on from step `after`: what was kept of later ones is not to be used."""
+        self._taken = None
         self.wait()
         for address in self._nodes.stocks:
             try:

@@ -101,11 +101,11 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
                 batch = batches.at(done)
             state, metrics = run.advance(state, batch, done)
             log(run, before)  # the step before, while this one runs
+            run.share()
             done += 1
             before = done, metrics
             ledger.at(done)
             state = run.faults.after(state, done)
-            run.keep(done, state)
             if done == first + 1:
                 jax.block_until_ready(metrics)
                 run.observers.event("compiled", step=done, seconds=round(run.meter.compiled(done), 2))
@@ -122,6 +122,7 @@ def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -
                 before = log(run, before, scores, now=True)
             if saves and run.admits(state, done, must=is_end or stopped_by is not None):
                 run.save(done, state, scores)
+            run.keep(done, state)
             report_checkpoints(run)
             if run.guard.spike is not None:
                 (state, done), before = run.go_back(state, done), None

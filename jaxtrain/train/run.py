@@ -115,10 +115,20 @@ class Run:
         return state, done
 
     def keep(self, step: int, state: State) -> None:
-        """Starts a copy to the memory of the nodes, where its turn is; none while steps go wrong."""
-        if self.peers is not None and step % self.peers.every == 0 and self.guard.admits(must=False):
+        """Takes a copy for the memory of the nodes, where its turn is; none of the last step, nor while steps go wrong.
+
+        A run that went on from the last step would never save it.
+        """
+        if self.peers is None or step >= self.config.steps:
+            return
+        if step % self.peers.every == 0 and self.guard.admits(must=False):
             with self.ledger.phase("checkpoint"):
                 self.peers.keep(step, state, self.manifest)
+
+    def share(self) -> None:
+        """Starts to send that copy, when its step is validated and logged and its save begun: all that is done once."""
+        if self.peers is not None:
+            self.peers.share()
 
     def save(self, step: int, state: State, scores: dict[str, float]) -> None:
         """Starts a checkpoint."""

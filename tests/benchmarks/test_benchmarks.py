@@ -169,6 +169,14 @@ def test_chaos_ends_as_if_nothing_had_happened(tmp_path):
     assert results["recovery"]["median"] > 0
 
 
+@pytest.mark.chaos
+def test_chaos_of_several_processes_ends_as_if_nothing_had_happened(tmp_path):
+    results = quick(tmp_path, "chaos_processes")["results"]
+    assert results["deaths"] >= 2
+    assert results["wrong"] == 0
+    assert results["recovery"]["median"] > 0
+
+
 def test_rank_agreement(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     accuracy = module("plan_accuracy")

@@ -9,6 +9,7 @@ import pytest
 from jaxtrain.cli.launching import arrange
 from jaxtrain.config.errors import UserError
 from jaxtrain.launch.options import again, options
+from jaxtrain.launch.supervise import command
 
 
 def parsed(*arguments: str, **environ: str):
@@ -49,6 +50,7 @@ def test_a_node_takes_arguments_then_its_own_names_then_slurms():
         (("local", "--processes=2", "--spares=2"), "fewer than the 2"),
         (("local", "--processes=2", "--heartbeat=0"), "seconds above 0"),
         (("local", "--processes=2", "--max-restarts=-1"), "at least 0"),
+        (("local", "--processes=2", "--deadline=-1"), "--deadline -1: expected seconds, or 0 for none"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_line(arguments, said):
@@ -57,8 +59,16 @@ def test_what_is_missing_or_wrong_is_one_line(arguments, said):
     assert "\n" not in str(caught.value)
 
 
+def test_workers_hear_of_a_deadline_only_where_one_is_given():
+    for given, expected in (((), []), (("--deadline=2.5",), ["--deadline=2.5"])):
+        chosen = parsed("local", "c.yaml", "--processes=2", *given)
+        assert list(command(chosen.deadline)("/runs/a"))[4:] == ["/runs/a", *expected]
+
+
 def test_the_command_that_goes_on():
-    found = parsed("local", "c.yaml", "--processes=2", "--devices-per-process=3", "--fallback", "mesh.model=1 zero=1")
+    more = ("--fallback", "mesh.model=1 zero=1", "--deadline=60")
+    found = parsed("local", "c.yaml", "--processes=2", "--devices-per-process=3", *more)
     assert again(found, "/runs/a b") == (
-        "jaxtrain launch local --processes=2 --devices-per-process=3 '--fallback=mesh.model=1 zero=1' '/runs/a b'"
+        "jaxtrain launch local --processes=2 --devices-per-process=3 --deadline=60 '--fallback=mesh.model=1 zero=1' "
+        "'/runs/a b'"
     )

@@ -60,6 +60,7 @@ class Pair:
         for step in steps:
             state = jax.device_put(values(), placed(on or mesh(4, 2)))
             self.keeper.keep(step, state, {"seen": step})
+            self.keeper.share()
         self.keeper.wait()
 
     def spoil(self, node: int, step: int, offset: int) -> None:
@@ -98,8 +99,19 @@ def test_the_state_may_be_donated_at_once(pair):
     for _ in range(20):
         state = grow(state)
     keeper = pair.again()
+    assert keeper.newest(after=-1) is None  # until it is shared
+    pair.keeper.share()
     pair.keeper.wait()
     assert equal(keeper.restore(keeper.newest(after=-1), abstract(on)), on)
+
+
+def test_what_was_forgotten_before_it_was_shared_is_never_found(pair):
+    pair.keep(5)
+    pair.keeper.keep(6, jax.device_put(values(), placed(mesh(4, 2))), {})
+    pair.keeper.forget(5)
+    pair.keeper.share()
+    pair.keeper.wait()
+    assert pair.keeper.newest(after=-1).step == 5
 
 
 def test_one_node_is_enough_and_one_that_is_gone_is_said(pair):

@@ -1,0 +1,21 @@
+"""Supervisors that a test started do not outlive it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launched import Launched
+
+
+@pytest.fixture
+def launched(tmp_path: Path):
+    made: list[Launched] = []
+
+    def make(steps: int, delay: float = 0.0) -> Launched:
+        made.append(Launched(tmp_path, steps, delay))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.close()
