@@ -177,6 +177,12 @@ def test_chaos_of_several_processes_ends_as_if_nothing_had_happened(tmp_path):
     assert results["recovery"]["median"] > 0
 
 
+def test_peers_come_back(tmp_path):
+    (row,) = quick(tmp_path, "peers")["results"]
+    assert row["MiB"] == 4
+    assert min(row[name] for name in ("stall", "copy", "restore", "disk")) > 0
+
+
 def test_rank_agreement(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     accuracy = module("plan_accuracy")
