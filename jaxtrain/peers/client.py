@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from jaxtrain.peers.part import Header, Key, PeerError, read_header
 from jaxtrain.peers.wire import PATIENCE, receive, receive_bytes, send, send_bytes
@@ -58,7 +58,7 @@ class Client:
         except OSError as error:
             raise self._lost(error) from None
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._stream = cast(BinaryIO, self._socket.makefile("rb"))
+        self._stream = self._socket.makefile("rb")
 
     def __enter__(self) -> Client:
         return self

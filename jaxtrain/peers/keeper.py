@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxtrain.peers.part import Header, Key, PeerError, Piece, Tensors, covered
 COPIES = 2  # of each part, on as many nodes where there are so many
 
 Box = tuple[slice, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,7 @@ class Keeper:
         step, generation = agreed(step), agreed(generation)
         if step < 0:
             return None
-        found, problem = None, None
-        try:
-            found = self._find(step, generation)
-        except PeerError as error:
-            problem = str(error)
-        if problem := first_text(problem):
-            self._report(f"step {step} in the memory of the nodes cannot be used: {problem}")
-            return None
-        return found
+        return self._on_all(step, lambda: self._find(step, generation))
 
     def restore(self, found: Found, abstract: Any) -> Any | None:
         """A state straight into the target shardings, on any mesh; None where it cannot be had or does not fit.
@@ -130,15 +123,19 @@ class Keeper:
             found: by `newest`.
             abstract: pytree of jax.ShapeDtypeStruct with shardings.
         """
-        state, problem = None, None
+        return self._on_all(found.step, lambda: self._restored(found, abstract))
+
+    def _on_all(self, step: int, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None, and a line, on every process where it fails on any."""
+        result, problem = None, None
         try:
-            state = self._restored(found, abstract)
+            result = work()
         except PeerError as error:
             problem = str(error)
         if problem := first_text(problem):
-            self._report(f"step {found.step} in the memory of the nodes cannot be used: {problem}")
+            self._report(f"step {step} in the memory of the nodes cannot be used: {problem}")
             return None
-        return state
+        return result
 
     def _copy(self, key: Key, boxes: list[tuple[str, Box, jax.Array]], shapes: Tensors, manifest: dict) -> None:
         """The thread of one step's copy."""
@@ -196,6 +193,8 @@ class Keeper:
                 headers[process] = client.header(Key(generation, step, process))
         if 0 not in headers or len(headers) != headers[0].processes:
             raise PeerError("it is not whole any more")
+        if any(header.tensors != headers[0].tensors for header in headers.values()):
+            raise PeerError("its parts are of different models")
         return Found(step, generation, headers[0].manifest, where, headers)
 
     def _restored(self, found: Found, abstract: Any) -> Any:

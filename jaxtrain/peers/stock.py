@@ -11,7 +11,8 @@ import hmac
 import socket
 import socketserver
 import threading
-from typing import Any, cast
+from io import BufferedIOBase
+from typing import Any
 
 from jaxtrain.peers.part import Key, PeerError, read_header
 from jaxtrain.peers.wire import PATIENCE, receive, receive_bytes, send, send_bytes
@@ -114,11 +115,13 @@ class _Handler(socketserver.StreamRequestHandler):
 
     timeout = PATIENCE
     disable_nagle_algorithm = True
+    server: StockServer
+    rfile: BufferedIOBase
 
     def handle(self) -> None:
         while True:
             try:
-                request = receive(cast(Any, self.rfile))
+                request = receive(self.rfile)
                 if request is None or not self._is_known(request):
                     return
                 self._answer(request)
@@ -130,12 +133,11 @@ class _Handler(socketserver.StreamRequestHandler):
                 return
 
     def _is_known(self, request: dict[str, Any]) -> bool:
-        token = self.server.token  # type: ignore[attr-defined]
+        token = self.server.token
         return bool(token) and hmac.compare_digest(str(request.get("token", "")).encode(), token.encode())
 
     def _answer(self, request: dict[str, Any]) -> None:
-        stock: Stock = self.server.stock  # type: ignore[attr-defined]
-        kind = request["do"]
+        stock, kind = self.server.stock, request["do"]
         if kind == "list":
             send(self.request, {"parts": stock.listed()})
         elif kind == "forget":
@@ -161,7 +163,7 @@ class _Handler(socketserver.StreamRequestHandler):
         if left is not None and header.size > (1 - SPARE) * left:
             raise PeerError(f"{header.size / 1e9:.2f} GB do not fit the {left / 1e9:.2f} GB of memory that are left")
         send(self.request, {})
-        stock.put(key, header.as_json(), receive_bytes(cast(Any, self.rfile), header.size))
+        stock.put(key, header.as_json(), receive_bytes(self.rfile, header.size))
         send(self.request, {})
 
 

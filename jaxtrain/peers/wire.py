@@ -6,7 +6,8 @@ import json
 import mmap
 import socket
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 from jaxtrain.peers.part import PeerError
 
@@ -27,7 +28,7 @@ def send_bytes(connection: socket.socket, data: Iterable[memoryview]) -> None:
             connection.sendall(piece[at : at + CHUNK])
 
 
-def receive(stream: BinaryIO) -> dict[str, Any] | None:
+def receive(stream: BufferedIOBase) -> dict[str, Any] | None:
     """The next line; None at the end. Raises OSError, and PeerError where it is no message."""
     line = stream.readline(LINE)
     if not line:
@@ -41,12 +42,12 @@ def receive(stream: BinaryIO) -> dict[str, Any] | None:
     return message
 
 
-def receive_bytes(stream: BinaryIO, size: int) -> memoryview:
+def receive_bytes(stream: BufferedIOBase, size: int) -> memoryview:
     """So many bytes. Raises OSError, and PeerError where the stream ends before."""
     # Pages come as they are filled: a bytearray would be zeroed first, while the sender waits.
     view, at = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
     while at < size:
-        count = stream.readinto(view[at:])  # type: ignore[attr-defined]
+        count = stream.readinto(view[at:])
         if not count:
             raise PeerError(f"the connection ended after {at} of {size} bytes")
         at += count
