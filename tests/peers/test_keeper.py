@@ -150,6 +150,18 @@ def test_a_step_that_is_not_whole_is_passed_over(pair):
     assert pair.keeper.newest(after=-1) is None
 
 
+def test_parts_of_different_models_are_not_put_together(pair):
+    pair.keep(5)
+    head, data = pair.servers[0].stock.part(Key(4, 5, 0))
+    for server in pair.servers:
+        server.stock.put(Key(4, 5, 0), head | {"processes": 2}, data)
+        server.stock.put(
+            Key(4, 5, 1), head | {"processes": 2, "tensors": head["tensors"] | {"more": [[], "int8"]}}, data
+        )
+    assert pair.keeper.newest(after=-1) is None
+    assert "its parts are of different models" in pair.said[-1]
+
+
 def test_a_state_of_another_model_does_not_fit(pair):
     pair.keep(5)
     other = abstract(mesh(1, 1))
