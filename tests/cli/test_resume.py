@@ -33,7 +33,7 @@ data:
 optimizer: {{lr: 1.0e-3, warmup: 2}}
 checkpoint: {{every: 3}}
 eval: {{every: 8, batches: 1}}
-compile_cache: {dir}/xla
+compile_cache: null
 """
 
 
