@@ -187,10 +187,11 @@ def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
 @pytest.mark.matrix
 def test_resume_under_stages_of_two_chunks_and_without_any(tmp_path, corpus):
     """Wherever a schedule has its layers, a checkpoint holds them in their order."""
-    stages = ("layout=pp", "mesh={pipeline: 2, data: 2, fsdp: 1, model: 2}", "pipeline.schedule=zb_v")
+    stages = ("layout=pp", "mesh={pipeline: 2, data: -1, fsdp: 1, model: 2}", "pipeline.schedule=zb_v")
+    devices = (f"simulate={jax.device_count()}", "data.global_batch=16")  # `make matrix` has 16
 
     def trained(folder, *changes):
-        same = ("optimizer.schedule=constant", "model.layers=4", "step.accumulate=2")
+        same = ("optimizer.schedule=constant", "model.layers=4", "step.accumulate=2", *devices)
         cfg = config(tmp_path, corpus, *same, *changes)
         return jaxtrain.train(cfg, folder, resume=folder is not None, screen=quiet()).run_dir
 
