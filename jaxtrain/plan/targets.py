@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.errors import UserError, did_you_mean, join
+from jaxtrain.mesh import xla
 from jaxtrain.plan.chips import CHIPS, GPUS, TPUS, Chip, Switch, Torus
 
 # A GPU in XLA's GpuTargetConfig text form, with NVIDIA's public device properties.
@@ -183,6 +184,7 @@ def devices(kind: str, *shape: int, attention: str = "auto") -> list[Any]:
     target = parse(f"{kind}:{'x'.join(map(str, shape))}" if shape else kind)
     if problem := missing(target, attention):
         raise UserError(problem)
+    xla.prepare()
     import jax
 
     if target.platform == "local":

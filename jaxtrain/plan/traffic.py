@@ -29,7 +29,9 @@ def moved(module: Module, instruction: Instruction, computation: Computation) ->
     if op == "custom-call" and not instruction.operands:  # a buffer that another one fills
         return 0
     if op == "fusion":
-        return _fusion(module, instruction, computation)
+        return _fusion(module, instruction, instruction.shape, computation)
+    if op == "fusion-start":  # ((operands), results, context)
+        return _fusion(module, instruction, _sides(instruction.shape)[1], computation)
     operands = [computation[name].shape for name in instruction.operands if name in computation]
     if op in ("copy-start", "slice-start", "dynamic-slice-start"):
         return _copied(instruction.shape)
@@ -53,7 +55,7 @@ def _copied(shape: Shape) -> int:
 
 
 def _sides(shape: Shape) -> list[Shape]:
-    """(to, from) of an asynchronous copy."""
+    """(to, from) of an asynchronous copy; of another start (operands, results)."""
     return list(shape.parts or [])[:2]
 
 
@@ -63,7 +65,7 @@ def to_host(instruction: Instruction) -> int:
     return sides[0].bytes if HOST in {leaf.space for side in sides for leaf in side.leaves} else 0
 
 
-def _fusion(module: Module, instruction: Instruction, computation: Computation) -> int:
+def _fusion(module: Module, instruction: Instruction, result: Shape, computation: Computation) -> int:
     inner = module.computations.get(next(iter(instruction.called), ""), {})
     by_number = {one.number: one for one in inner.values() if one.op == "parameter"}
     read = 0
@@ -73,7 +75,7 @@ def _fusion(module: Module, instruction: Instruction, computation: Computation) 
             continue
         part = _read(module, inner, by_number[number]) if number in by_number else None
         read += shape.bytes if part is None else min(part, shape.bytes)
-    return read + _written(module, inner, instruction.shape)
+    return read + _written(module, inner, result)
 
 
 def _read(module: Module, inner: Computation, parameter: Instruction) -> int | None:

@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
+from jaxtrain.mesh import xla
 
 # Names that JAX itself and cluster launchers use.
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -29,6 +30,7 @@ def start(config: Config) -> list[Any]:
     Raises:
         ValueError: JAX runs already, with other devices than `simulate` asks for, or the environment is incomplete.
     """
+    xla.prepare()
     count = processes()
     if config.simulate is not None:
         if config.simulate % count:

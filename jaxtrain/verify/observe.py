@@ -15,8 +15,10 @@ Flat = dict[str, np.ndarray]
 Place = Callable[[Mapping[str, np.ndarray]], Any]
 
 # Compiled once and run a few times: optimised code would take several times as long to compile, and XLA's newer
-# emitters of fusions twice as long as its older ones.
-FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+# emitters of fusions twice as long as its older ones, which JAX 0.11 no longer has (nor the option).
+FAST = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    FAST["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)

@@ -119,12 +119,20 @@ FUSION = """
 """
 
 
-def test_a_fusion_reads_the_slice_and_writes_the_update():
+@pytest.mark.parametrize(
+    "line",
+    [
+        "f32[64,128]{1,0} fusion(%a, %b, %i)",
+        "((f32[64,128]{1,0}, f32[16,128]{1,0}, s32[]), f32[64,128]{1,0}, u32[]) fusion-start(%a, %b, %i)",
+    ],
+    ids=["fusion", "asynchronous"],
+)
+def test_a_fusion_reads_the_slice_and_writes_the_update(line):
     fused = module(
         "%a = f32[64,128]{1,0} parameter(0)",
         "%b = f32[16,128]{1,0} parameter(1)",
         "%i = s32[] parameter(2)",
-        "ROOT %f = f32[64,128]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused",
+        f"ROOT %f = {line}, kind=kLoop, calls=%fused",
         more=FUSION,
     )
     computation = fused.computations["main"]
