@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxt
 # Config keys that do not reach the numbers of a step. The mesh is compared as it is, not as it is written.
 _SILENT = (
     "name", "dir", "simulate", "compile_cache", "layout", "mesh", "checkpoint", "eval", "log",
-    "data.cache", "data.workers", "data.prefetch", "faults",
+    "data.cache", "data.workers", "faults",
 )  # fmt: skip
 
 # Keys that a run cannot change and go on, with the reason.

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxtrain.config.errors import ConfigError, Problem, UserError, did_you_mean, join, locate, shown
 from jaxtrain.config.huggingface import opened
+from jaxtrain.config.older import renewed
 from jaxtrain.config.output import flatten
 from jaxtrain.config.reader import read_file, read_text
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
@@ -116,8 +117,9 @@ def _level(tree: Node, folder: Path | None, problems: list[Problem]) -> Level:
     if resolved is not None and not isinstance(resolved.value, bool):
         message = f"expected true or false; found {shown(plain(resolved))}"
         problems.append(Problem(resolved.where, "resolved", message))
-    rest = {key: node for key, node in tree.value.items() if key not in FILE_KEYS}
-    return Level(Node(rest, tree.where, tree.origin), folder, resolved is not None and resolved.value is True)
+    complete = resolved is not None and resolved.value is True
+    rest = Node({key: node for key, node in tree.value.items() if key not in FILE_KEYS}, tree.where, tree.origin)
+    return Level(renewed(rest) if complete else rest, folder, complete)
 
 
 def _collect(path: Path, stack: list[Path], levels: list[Level], problems: list[Problem], named: str = "") -> None:

@@ -225,7 +225,6 @@ class Data(Section):
     validation: Share = key(0.01, "share of documents kept for validation, by hash of the name")
     cache: str = key("~/.cache/jaxtrain", "folder of token caches")
     workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
-    prefetch: PositiveInt = key(2, "batches kept ready")
 
 
 class Optimizer(Section):
@@ -262,6 +261,7 @@ class Step(Section):
     accumulate: PositiveInt = key(1, "microbatches per step")
     remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is saved")
     offload: tuple[str, ...] = key((), "values that wait for the backward pass in host memory")
+    unroll: PositiveInt | Literal["all"] = key(1, "layers compiled as one turn of the loop; all: no loop")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
 

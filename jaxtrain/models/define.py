@@ -91,6 +91,7 @@ def make_env(config: Config, sharder: Any) -> Env:
         config.context,
         config.step.remat,
         config.step.offload,
+        config.step.unroll,
     )
 
 

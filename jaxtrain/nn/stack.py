@@ -47,7 +47,10 @@ def stacked(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any
 def scan(
     stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period: int = 1, layers: Layers | None = None
 ) -> tuple[Any, Any]:
-    """Runs `step` over the layers of a stack; compile time does not grow with their number.
+    """Runs `step` over the layers of a stack, in a loop: compile time does not grow with their number.
+
+    The loop copies what backward needs of a layer into a buffer of all layers, which it clears first, and the layer's
+    gradient likewise. `env.unroll="all"` does without loop and copies, and compiles every layer.
 
     Args:
         stack: a module made by `stacked`.
@@ -71,23 +74,26 @@ def scan(
             return new, y
         return jax.tree.map(partial(jnp.where, is_present), (new, y), (carry, jax.tree.map(jnp.zeros_like, y)))
 
+    groups = count // period
+    turn: int | bool = True if env.unroll == "all" else max(1, env.unroll // period)
+    in_loop = turn is not True and turn < groups
+
     def bodies(in_scan: bool) -> list[Callable]:
         remat = _rematerialised(env.remat, env.offload, in_scan)
         return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
 
-    groups = count // period
     if period == 1:
-        return jax.lax.scan(bodies(True)[0], carry, inputs)
+        return jax.lax.scan(bodies(in_loop)[0], carry, inputs, unroll=turn)
 
     def group(carry: Any, inputs: Any) -> tuple[Any, Any]:
         ys = []
-        for index, body in enumerate(bodies(True)):
+        for index, body in enumerate(bodies(in_loop)):
             carry, y = body(carry, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
             ys.append(y)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
     head = jax.tree.map(lambda leaf: leaf[: groups * period].reshape(groups, period, *leaf.shape[1:]), inputs)
-    carry, ys = jax.lax.scan(group, carry, head)
+    carry, ys = jax.lax.scan(group, carry, head, unroll=turn)
     ys = jax.tree.map(lambda leaf: leaf.reshape(groups * period, *leaf.shape[2:]), ys)
     for layer in range(groups * period, count):
         carry, y = bodies(False)[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], inputs))

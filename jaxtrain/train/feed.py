@@ -9,6 +9,8 @@ from typing import Any
 from jaxtrain.data.loader import Prefetcher
 from jaxtrain.data.skips import Skips, batch_of
 
+DEPTH = 2  # batches made ahead
+
 
 class Feed:
     """The batch of any step; those of the steps after it are fetched meanwhile. Use as a context manager.
@@ -17,11 +19,10 @@ class Feed:
       fetch: batch index -> device batch; runs in one thread.
       skips: the ranges of batches that are passed over, as they are when a step is asked for out of turn.
       stop: steps of the run.
-      depth: batches made ahead.
     """
 
-    def __init__(self, fetch: Callable[[int], Any], skips: Callable[[], Skips], stop: int, depth: int) -> None:
-        self._fetch, self._skips, self._stop, self._depth = fetch, skips, stop, depth
+    def __init__(self, fetch: Callable[[int], Any], skips: Callable[[], Skips], stop: int) -> None:
+        self._fetch, self._skips, self._stop = fetch, skips, stop
         self._next, self._ahead = -1, None
 
     def at(self, step: int) -> Any:
@@ -29,7 +30,7 @@ class Feed:
         if self._ahead is None or step != self._next:
             self.close()
             skips = self._skips()
-            self._ahead = Prefetcher(lambda step: self._fetch(batch_of(step, skips)), step, self._stop, self._depth)
+            self._ahead = Prefetcher(lambda step: self._fetch(batch_of(step, skips)), step, self._stop, DEPTH)
         self._next = step + 1
         return next(self._ahead)[1]
 

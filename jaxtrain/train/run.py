@@ -89,7 +89,7 @@ class Run:
     def feed(self) -> Feed:
         """Device batches of training, by step."""
         fetch = self.faults.fetch(self.place(self.data))
-        return Feed(fetch, lambda: self.guard.skips, self.config.steps, self.config.data.prefetch)
+        return Feed(fetch, lambda: self.guard.skips, self.config.steps)
 
     def advance(self, state: State, batch: Any, done: int) -> tuple[State, dict[str, jax.Array]]:
         """The step after `done` steps: (state, metrics); checked for silent corruption where its turn is."""

@@ -145,6 +145,10 @@ def test_shards_of_a_sequence(context: str):
     equal("window", {"pipeline": 2, "context": 2, "model": 2}, rules, context=context)
 
 
+def test_unrolled_layers():
+    equal("dense", {"pipeline": 2, "data": 2}, RULES, step={"accumulate": MICROBATCHES, "unroll": "all"})
+
+
 def test_remat():
     equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": "full"})
 
