@@ -109,13 +109,11 @@ def make_step(shape: Shape, tx: optax.GradientTransformation, sharder: Sharder, 
             hidden = jax.nn.silu(h @ use(w["gate"])) * (h @ use(w["up"]))
             return by_rows(x + hidden @ use(w["down"]).T), None
 
-        x = by_rows(jnp.take(params["embed"].astype(shape.dtype), batch["tokens"], axis=0, mode="clip"))
+        x = by_rows(jnp.take(params["embed"], batch["tokens"], axis=0, mode="clip").astype(shape.dtype))
         body = jax.checkpoint(layer, prevent_cse=False) if shape.remat else layer
         x, _ = jax.lax.scan(body, x, params["layers"])
-        x = norm(x, params["final_norm"])
-        terms = cross_entropy(
-            x, params["head"], batch["targets"], batch["weights"], chunks=shape.chunks, sharder=sharder
-        )
+        x, head = norm(x, params["final_norm"]), params["head"].astype(shape.dtype)
+        terms = cross_entropy(x, head, batch["targets"], batch["weights"], chunks=shape.chunks, sharder=sharder)
         total, weight = terms["cross_entropy"]
         return total / weight
 

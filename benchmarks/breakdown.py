@@ -86,6 +86,8 @@ def of_steps(compiled: Callable, state: Any, batch: Any, folder: Path, steps: in
     import jax
 
     known = scopes(compiled.as_text())
+    # In a CUDA graph a kernel does not say which operation it is, but fusions lend it their name.
+    by_kernel = {op.replace(".", "_").replace("-", "_"): op for op in known}
     with jax.profiler.trace(str(folder)):
         begin = time.perf_counter()
         for _ in range(steps):
@@ -95,6 +97,7 @@ def of_steps(compiled: Callable, state: Any, batch: Any, folder: Path, steps: in
     seconds, unknown = dict.fromkeys(KINDS, 0.0), 0.0
     names: Counter = Counter()
     for kernel, op, took in kernels(folder):
+        op = op if op in known else by_kernel.get(kernel, "")
         scope, is_matmul = known.get(op, ("", False))
         seconds[kind(kernel, scope, is_matmul)] += took / steps
         names[kernel] += took / steps

@@ -208,7 +208,8 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int,
     outcome.deaths, outcome.processes = len(deaths), len(records(launch.run_dir, "start"))
     outcome.noticed, outcome.recoveries = after(deaths, ends), after(deaths, firsts)
     resumes = records(launch.run_dir, "resume", "events.jsonl")
-    outcome.restored = dict(Counter(event.get("restored", "nothing") for event in resumes))
+    sources = (str(event.get("restored", "nothing")).removeprefix(f"{folder}/") for event in resumes)
+    outcome.restored = dict(Counter(sources))
     passed = Counter(faults) - Counter(record["fault"] for record in came)
     outcome.passed_over = [*passed.elements(), *launch.outside]
     outcome.plan = list((Counter(plan) - Counter(outcome.passed_over)).elements())

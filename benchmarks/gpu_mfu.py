@@ -49,11 +49,11 @@ DEFAULTS: dict[str, list[tuple[int, list[tuple[int, int, Any, str]]]]] = {
         (0, [(8, 1, SELECTIVE, "bf16"), (6, 1, "none", "bf16")]),
     ],
     "1.3b": [
-        (120, [(12, 1, SELECTIVE, "bf16"), (6, 1, "none", "bf16")]),
+        (120, [(16, 1, SELECTIVE, "bf16"), (6, 1, "none", "bf16")]),
         (0, [(6, 1, SELECTIVE, "bf16"), (2, 1, "none", "bf16")]),
     ],
     "7b": [
-        (120, [(2, 1, SELECTIVE, "bf16"), (4, 1, "full", "bf16")]),
+        (120, [(6, 1, SELECTIVE, "bf16_pure"), (2, 1, SELECTIVE, "bf16")]),
         (0, [(4, 1, "full", "bf16_pure")]),
     ],
 }
@@ -63,6 +63,7 @@ FLAGS = {
     "no-graphs": "--xla_gpu_enable_command_buffer=",
     "cudnn-fusion": "--xla_gpu_cudnn_gemm_fusion_level=1",
 }
+MOST = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}  # of the GPU's memory; JAX itself takes 0.75
 SWEEP = {"rows": [2, 4, 8, 12], "remat": ["none", SELECTIVE, ["attention", "q", "k", "v"], "dots", "full"],
          "attention": ["cudnn", "xla"]}  # fmt: skip
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "models"
@@ -76,7 +77,8 @@ def make_config(spec: dict[str, Any]) -> Any:
         "precision": spec["precision"], "steps": 1000,
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
         "optimizer": {"lr": 1e-4, "schedule": "constant"},
-        "step": {"remat": spec["remat"], "accumulate": spec["accumulate"], "attention": spec["attention"]},
+        "step": {"remat": spec["remat"], "accumulate": spec["accumulate"], "attention": spec["attention"],
+                 "unroll": spec["unroll"]},
         "model": {"vocab": VOCAB},
     }  # fmt: skip
     return jaxtrain.load(CONFIGS / f"{MODELS[spec['shape']]}.yaml", base=base)
@@ -206,7 +208,7 @@ def probe() -> dict[str, Any]:
 
 def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str, Any]]:
     """The default of every shape, or the grid of what was given."""
-    names = ("rows", "accumulate", "remat", "attention", "flags", "precision")
+    names = ("rows", "accumulate", "remat", "attention", "flags", "precision", "unroll")
     fixed = {
         "length": args.length, "documents": args.documents, "seconds": args.seconds, "platform": platform,
         "target": args.target, "breakdown": args.breakdown,
@@ -223,6 +225,7 @@ def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str
                 args.attention or (SWEEP["attention"] if args.sweep else ["auto"]),
                 args.flags,
                 args.precision or [precision],
+                args.unroll,
             )
             out += [{"shape": shape, **fixed, **dict(zip(names, values))} for values in itertools.product(*grid)]
     return out
@@ -233,7 +236,8 @@ def shown(result: dict[str, Any]) -> dict[str, Any]:
     spec = result["point"]
     remat = spec["remat"] if isinstance(spec["remat"], str) else "+".join(spec["remat"])
     row: dict[str, Any] = {"shape": spec["shape"], "rows": spec["rows"], "micro": spec["accumulate"], "remat": remat,
-           "attention": spec["attention"], "flags": spec["flags"], "precision": spec["precision"]}  # fmt: skip
+           "attention": spec["attention"], "flags": spec["flags"], "precision": spec["precision"],
+           "unroll": spec["unroll"]}  # fmt: skip
     if "error" in result:
         return row | {"error": result["error"][:120]}
     gib = {name: value / 2**30 for name, value in result["memory"].items() if value}
@@ -258,7 +262,7 @@ def environment(spec: dict[str, Any]) -> dict[str, str]:
     """Flags must be set before JAX starts: each point is a process."""
     if spec["target"]:
         return targets.environment(targets.parse(spec["target"]))
-    return {"XLA_FLAGS": FLAGS[spec["flags"]], "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
+    return {"XLA_FLAGS": FLAGS[spec["flags"]]} | MOST
 
 
 def arguments() -> argparse.Namespace:
@@ -271,6 +275,8 @@ def arguments() -> argparse.Namespace:
                         help="none, full, dots, or saved names joined by +")  # fmt: skip
     parser.add_argument("--attention", nargs="+", choices=("auto", "cudnn", "xla", "reference"))
     parser.add_argument("--precision", nargs="+", choices=("bf16", "bf16_pure", "fp32"))
+    parser.add_argument("--unroll", nargs="+", default=["all"], type=lambda text: text if text == "all" else int(text),
+                        help="layers in a turn of the loop over them, or all: no loop")  # fmt: skip
     parser.add_argument("--flags", nargs="+", choices=FLAGS, default=["default"], help="sets of XLA flags")
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--documents", type=int, default=4, help="a row")
@@ -297,7 +303,7 @@ def main() -> None:
         here: dict[str, Any] = {"platform": "gpu", "gib": {"h100": 79.0, "h200": 139.0}[args.target]}
         reason = targets.missing(targets.parse(args.target))
     else:
-        here = common.in_child(__file__, {"what": "probe"})
+        here = common.in_child(__file__, {"what": "probe"}, MOST)
         no_gpu = f"gpu_mfu needs a GPU: JAX has {here.get('kind', here.get('error'))} here"
         reason = None if here.get("platform") == "gpu" or (args.quick and "error" not in here) else no_gpu
     if reason:

@@ -47,6 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "length": 4096,
     },
 }  # fmt: skip
+LR = {"fp32": 1e-3, "bf16": 1e-5}  # so low that roundings of bf16 do not part the two
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative; rounding grows over the steps
 
 
@@ -71,7 +72,7 @@ def make_config(spec: dict[str, Any], folder: Path, steps: int) -> Any:
         "layout": spec["layout"], "compile_cache": None, "model": size,
         "data": {"sources": [{"path": str(corpus(folder))}], "sequence": length, "global_batch": rows,
                  "validation": 0.0, "cache": str(folder / "cache"), "workers": 1},
-        "optimizer": {"lr": 1e-3, "schedule": "constant"}, "step": {"remat": spec["remat"]},
+        "optimizer": {"lr": LR[spec["precision"]], "schedule": "constant"}, "step": {"remat": spec["remat"]},
     }  # fmt: skip
     return jaxtrain.load(None, base=base)
 

@@ -1,6 +1,7 @@
 """What `jaxtrain plan` predicts against what is measured: step time, memory, the order of layouts, and public runs.
 
-    python benchmarks/plan_accuracy.py [--parts simulated gpu published] [--rounds 7] [--only h100] [--out FILE]
+    python benchmarks/plan_accuracy.py [--parts simulated gpu published] [--rounds 7] [--only h100]
+                                       [--measured FILE] [--out FILE]
 
 simulated: one small decoder in 26 layouts on 8 simulated CPU devices of this host. The very program that is predicted
 is run, all of them in turns, one step each, in one process. `wall` and `processor` are medians of these rounds,
@@ -10,7 +11,9 @@ against measured seconds; regret is by how much the layout predicted to be the f
 Memory: bytes of the live train state per device, exact, and the growth of a fresh process during its first step against
 the temporaries of all devices. That cannot show what one device needs, nor holes that were never touched.
 
-gpu: the same for one GPU, every point in a process of its own so that `memory_stats()` has a peak of its own.
+gpu: the same for one GPU, every point in a process of its own so that `memory_stats()` has a peak of its own. What is
+predicted there is of the program that was compiled there, for that GPU. `--measured FILE`, the record of such a run,
+predicts the same cases on a machine without a GPU: the plan for hardware that one does not have.
 
 published: public runs on their own hardware (published.py), compiled for it; needs `plan-gpu` and `plan-tpu`. `known`
 says whether constants of its chip were fitted to a run (`fitted`) or not (`test`); those of H100 were all in view.
@@ -19,12 +22,15 @@ says whether constants of its chip were fitted to a run (`fitted`) or not (`test
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +39,7 @@ import common
 import published
 
 from jaxtrain.config import resolve
-from jaxtrain.plan import compile, predict, targets
+from jaxtrain.plan import chips, compile, predict, targets
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = {"simulated": 2048, "gpu": 32000}
@@ -57,9 +63,13 @@ RESIDENT = (0, 1, 2, 3, 10, 18)  # of these, whose memory is measured in a proce
 LARGER = ("data.sequence=256", "data.global_batch=64")
 AXES = ("data", "fsdp", "model", "context", "pipeline")
 REMAT = ("none", "full", "dots", "[attention,q,k,v,gate,up,residual]")
+GPU_MODELS = {"0.4b": "llama_400m.yaml", "1.3b": "llama_1b.yaml"}
 GPU_CASES = tuple(
-    f"ddp data=1 data.global_batch={rows} step.remat={remat} step.accumulate={accumulate}"
-    for rows in (2, 4, 8) for remat in REMAT for accumulate in (1, 2)
+    f"{model} ddp data=1 data.global_batch={rows} step.remat={remat} step.accumulate={accumulate} {more}".strip()
+    for model, rows, accumulate, more in (
+        ("0.4b", 2, 1, ""), ("0.4b", 8, 1, ""), ("0.4b", 8, 2, ""),
+        ("1.3b", 4, 1, ""), ("1.3b", 4, 1, "step.unroll=all"),
+    ) for remat in REMAT
 )  # fmt: skip
 
 
@@ -161,6 +171,12 @@ def resident(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"case": spec["case"], "planned MB": more * jax.device_count() / 1e6, "grown MB": grown}
 
 
+def gpu_config(case: str) -> Any:
+    """The config of `MODEL LAYOUT axis=size ... key=value ...`."""
+    model, rest = case.split(" ", 1)
+    return configured(rest, GPU_MODELS[model], ("data.sequence=2048", "data.validation=0", "precision=bf16"))
+
+
 def on_gpu(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A point on the GPUs that JAX finds."""
     import jax
@@ -168,10 +184,12 @@ def on_gpu(spec: Mapping[str, Any]) -> dict[str, Any]:
     device = jax.devices()[0]
     if device.platform != "gpu":
         return {"skipped": f"plan_accuracy: the part gpu needs a GPU, and JAX has {device.device_kind} here"}
-    config = configured(spec["case"], "llama_400m.yaml", ("data.sequence=2048", "data.validation=0", "precision=bf16"))
-    run = Running(spec["case"], config, VOCAB["gpu"], "local")
-    for _ in range(spec["rounds"] + 2):
-        run.once()
+    config = gpu_config(spec["case"])
+    with open(spec["lock"], "w") as lock:  # others get ready meanwhile, but nothing else runs on the GPU
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = Running(spec["case"], config, VOCAB["gpu"], "local")
+        for _ in range(spec["rounds"] + 2):
+            run.once()
     plan, measured = predict.assess(config, run.report), statistics.median(run.wall[2:])
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
@@ -247,13 +265,28 @@ def part_simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 def part_gpu(args: argparse.Namespace) -> dict[str, Any]:
     """Prints the table of a GPU, or the line that there is none."""
+    if args.measured:
+        return absent_gpu(json.loads(args.measured.read_text())["results"]["gpu"])
     rows = []
-    for case in GPU_CASES[:2] if args.quick else GPU_CASES:
-        spec = {"what": "gpu", "case": case, "rounds": args.rounds}
-        rows.append(common.in_child(__file__, spec, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}))
-        if "skipped" in rows[-1]:
-            print(rows[-1]["skipped"])
-            return rows[-1]
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(3) as pool:
+
+        def one(case: str) -> dict[str, Any]:
+            spec = {"what": "gpu", "case": case, "rounds": args.rounds, "lock": lock.name}
+            return common.in_child(__file__, spec, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+
+        first, *others = GPU_CASES[:2] if args.quick else GPU_CASES
+        rows.append(one(first))
+        if "skipped" in rows[0]:
+            print(rows[0]["skipped"])
+            return rows[0]
+        for row in pool.map(one, others):
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    return gpu_result(rows)
+
+
+def gpu_result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints the table of a GPU."""
     done = [row for row in rows if "error" not in row]
     if not done:
         return {"error": rows[0]["error"]}
@@ -261,6 +294,20 @@ def part_gpu(args: argparse.Namespace) -> dict[str, Any]:
     result = {"machine": done[0]["machine"], "rows": rows, "agreement": {"wall s": agreement(done, "wall s")}}
     print(common.table([result["agreement"]["wall s"]]))
     return result
+
+
+def absent_gpu(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Predictions of the cases that were measured on a GPU, made without it, beside what was measured."""
+    kind = measured["machine"]["devices"].split(" x ", 1)[1]
+    target = next(name for name, chip in chips.CHIPS.items() if chip is chips.of_device(kind))
+    rows = []
+    for row in measured["rows"]:
+        if "error" not in row:
+            plan = predict.predict(gpu_config(row["case"]), VOCAB["gpu"], f"{target}:1x1")
+            told = {"predicted s": plan.step_seconds, "predicted GB": (plan.needs or 0) / 1e9}
+            rows.append(row | told | {"memory ratio": told["predicted GB"] / row["peak GB"]})
+            print(rows[-1], file=sys.stderr, flush=True)
+    return gpu_result(rows)
 
 
 def part_published(args: argparse.Namespace) -> dict[str, Any]:
@@ -287,6 +334,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7, help="measured steps of each case")
     parser.add_argument("--only", default="", help="public runs on targets whose name begins so")
+    parser.add_argument("--measured", type=Path, help="record of the part gpu, from a machine that has one")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
+
+from jaxtrain.plan.hlo import Instruction, Module
+from jaxtrain.plan.matmuls import target
 
 
 def state_bytes(state: Mapping[str, Any]) -> dict[str, int]:
@@ -100,3 +104,20 @@ def compiled_memory(compiled: Any) -> Memory:
     arguments, outputs, aliased, temporaries = (int(getattr(stats, f"{name}_size_in_bytes")) for name in fields)
     total = arguments + outputs - aliased + temporaries
     return Memory(arguments, outputs, aliased, temporaries, int(getattr(stats, "peak_memory_in_bytes", 0)) or total)
+
+
+def workspace(module: Module) -> int:
+    """Bytes that attention kernels use besides, where the compiler leaves it to the GPU to say: an absent one's.
+
+    cuDNN's backward kernel (9.19, Hopper) adds up the gradient of the queries in float32, and a packed row has a place
+    of full length for every document that it may hold. Kernels take turns, so that the largest counts.
+    """
+    return max((_workspace(one) for part in module.computations.values() for one in part.values()), default=0)
+
+
+def _workspace(instruction: Instruction) -> int:
+    is_backward = instruction.op == "custom-call" and re.fullmatch(r"__cudnn\$fmha\w+Backward", target(instruction))
+    if not is_backward or instruction.shape.leaves[-1].bytes:  # of a GPU that is here it is the last result
+        return 0
+    slots = re.search(r'"max_seg_per_batch":\s*"?(\d+)', instruction.attributes)
+    return 4 * instruction.shape.leaves[0].elements * (int(slots[1]) if slots else 1)

@@ -13,7 +13,19 @@ from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.layout import resolve
 from jaxtrain.observe.flops import decoder_flops, mean_attended
 from jaxtrain.pipeline.table import Table
-from jaxtrain.plan import advice, bubble, calibration, chips, communication, compile, hlo, network, targets, timeline
+from jaxtrain.plan import (
+    advice,
+    bubble,
+    calibration,
+    chips,
+    communication,
+    compile,
+    hlo,
+    memory,
+    network,
+    targets,
+    timeline,
+)
 from jaxtrain.plan.calibration import Achieved, Calibration
 from jaxtrain.plan.chips import Chip, Figure
 from jaxtrain.plan.compile import Report
@@ -117,7 +129,7 @@ def assess(config: Config, report: Report) -> Plan:
     flops = _flops(config, report)
     plan = Plan(
         report.target, report.device_kind, len(report.places), report.layout, report.sizes,
-        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, cost),
+        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, cost, memory.workspace(module)),
         buffers=tuple(buffers(module)), tensors=tuple(report.tensors[:LARGEST]), traffic=tuple(rows),
         flops_model=flops[0], flops_hardware=flops[1], flops_compiled=cost.flops(),
         compute_seconds=computing, exposed_seconds=exposed, bubble_seconds=waiting if chip else 0.0,
@@ -199,16 +211,16 @@ def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
     return found.model * tokens, None if found.hardware is None else found.hardware * tokens
 
 
-def _memory(report: Report, chip: Chip | None, cost: Cost) -> dict[str, Any]:
-    """`fits`, `reason`, `needs`, `usable` and `memory` of a plan."""
+def _memory(report: Report, chip: Chip | None, cost: Cost, workspace: int) -> dict[str, Any]:
+    """`fits`, `reason`, `needs`, `usable` and `memory` of a plan. `workspace` comes to what the compiler says."""
     planned, held, state = report.memory, report.held, report.state
     # libtpu's temporaries count holes between buffers that its peak does not; where it compiles, it fits.
     is_tpu = targets.parse(report.target).platform == "tpu"
-    needs = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total
+    needs = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total + workspace
     temporaries = max(0, needs - planned.arguments - max(0, planned.outputs - planned.aliased))
     gradients = min(temporaries, held.get("gradients", 0))
     gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
-    memory = {
+    kinds = {
         "params": state.get("params", 0),
         "optimizer": sum(size for part, size in state.items() if part != "params"),
         "batch": max(0, planned.arguments - sum(state.values())),
@@ -220,7 +232,7 @@ def _memory(report: Report, chip: Chip | None, cost: Cost) -> dict[str, Any]:
     usable = int(chip.usable.value) if chip and chip.usable.value else None
     fits = None if usable is None else is_tpu or needs <= usable
     reason = f"needs {needs / 1e9:.1f} GB of {usable / 1e9:.1f} GB" if usable and not fits else ""
-    return {"fits": fits, "reason": reason, "needs": needs, "usable": usable, "memory": memory}
+    return {"fits": fits, "reason": reason, "needs": needs, "usable": usable, "memory": kinds}
 
 
 def buffers(module: Module, count: int = LARGEST) -> list[tuple[str, str, int]]:

@@ -8,7 +8,7 @@ from wire_theory import LLAMA, configured
 
 from jaxtrain.config.schema import Config
 from jaxtrain.observe.flops import layer_matmuls, recomputed
-from jaxtrain.plan import compile, cost, hlo, matmuls, step, targets, traffic
+from jaxtrain.plan import compile, cost, hlo, matmuls, memory, step, targets, traffic
 from jaxtrain.train.program import build
 
 H100 = "h100:1x4"
@@ -86,6 +86,25 @@ def test_flops_of_cudnn_attention():
     assert (backward.flops, backward.inside) == (2 * causal.flops, causal.flops / 2)
     near = fmha("__cudnn$fmhaSoftmax", "CAUSAL", window=256)
     assert near.flops == 2 * scores * (256 * 257 / 2 + 768 * 256) / 1024
+
+
+@pytest.mark.parametrize(
+    ("target", "scratch", "slots", "bytes_"),
+    [
+        ("__cudnn$fmhaSoftmaxBackward", 0, 16, 4 * 2 * 8 * 1024 * 128 * 16),
+        ("__cudnn$fmhaScaleBiasSoftmaxBackward", 0, 1, 4 * 2 * 8 * 1024 * 128),
+        ("__cudnn$fmhaSoftmaxBackward", 4096, 16, 0),  # compiled by the GPU: it is a temporary like others
+        ("__cudnn$fmhaSoftmax", 0, 16, 0),
+    ],
+)
+def test_workspace_of_cudnn_attention(target, scratch, slots, bytes_):
+    found = module(
+        "%q = bf16[2,1024,8,128]{3,2,1,0} parameter(0)",
+        f"ROOT %f = (bf16[2,8,1024,128]{{3,1,2,0}}, u8[{scratch}]{{0}}) custom-call(%q, %q, %q), "
+        f'custom_call_target="{target}", '
+        f'backend_config={{"cudnn_fmha_backend_config": {{"max_seg_per_batch": {slots}}}}}',
+    )
+    assert memory.workspace(found) == bytes_
 
 
 def test_flops_of_splash_and_of_cublas():
