@@ -6,11 +6,13 @@ versions; another mesh or process count moves float32 losses by 1e-7 or so.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any, Literal
 
 from jaxtrain.config.packages import version
+from jaxtrain.config.schema import Config
 
 Level = Literal["bitwise", "fp32-tight", "changed"]
 
@@ -40,6 +42,8 @@ _MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "see
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
 _FREE = ("model.init_std", "model.from")  # inside a fixed section, but without effect once training has begun
+
+_GONE = ("data.prefetch",)  # how many batches waited
 
 _WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
 
@@ -149,14 +153,22 @@ def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
-    """`_flat`, with every share of a source under the step from which on it holds."""
-    flat: dict[str, Any] = {}
+    """`_flat`, with every share of a source under the step from which on it holds; what an older version did not know
+    is what it is by default, and what only that one knew is left out."""
+    flat = dict(_defaults())
     for key, value in _flat(config).items():
+        if key in _GONE:
+            continue
         weight = _WEIGHT.fullmatch(key)
         if weight:
             flat.setdefault(f"{weight[1]}.0", 1.0)
         flat[key if weight is None else f"{weight[1]}.{weight[2] or 0}"] = value
     return flat
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return {key: value for key, value in _flat(Config().model_dump(mode="json")).items() if value is not None}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -44,8 +44,18 @@ def test_the_environment_names_all_that_decides_the_bits(monkeypatch):
 
 def test_the_same_environment_promises_bits():
     saved = environment(config(log={"every": 5}, checkpoint={"keep": 2}, dir="a"), mesh_of(4, 2), position=3)
-    now = environment(config(log={"every": 1}, dir="b", data={"prefetch": 9}), mesh_of(4, 2), position=4)
+    now = environment(config(log={"every": 1}, dir="b", data={"workers": 9}), mesh_of(4, 2), position=4)
     assert promise(saved, now) == ("bitwise", [])
+
+
+def test_keys_that_came_or_went_since_break_no_promise():
+    older = config()
+    older["data"]["prefetch"] = 3
+    del older["step"]["unroll"]
+    assert promise(environment(older, mesh_of(4, 2)), environment(config(), mesh_of(4, 2))) == ("bitwise", [])
+    assert compare_configs(older, config()) == ([], [])
+    changed = environment(config(step={"unroll": 2}), mesh_of(4, 2))
+    assert promise(environment(older, mesh_of(4, 2)), changed) == ("fp32-tight", ["config step.unroll: 1 -> 2"])
 
 
 def test_each_difference_is_named(monkeypatch):

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 KEYS = (
-    "steps=30", "optimizer.warmup=5", "checkpoint.every=10", "checkpoint.keep_best=0", "eval.every=null", "simulate=null",
-    "log.sample=0", "layout=ddp", "precision=bf16", "data.global_batch=16", "data.sequence=256",
+    "steps=30", "optimizer.warmup=5", "checkpoint.every=10", "checkpoint.keep_best=0", "eval.every=null",
+    "simulate=null", "log.sample=0", "layout=ddp", "precision=bf16", "data.global_batch=16", "data.sequence=256",
     "data.cache=cache", "compile_cache=xla", "model.embed=256", "model.heads=4", "model.kv_heads=4", "model.mlp=704",
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ def train(tmp_path, **options):
         "dir": str(tmp_path), "steps": 8, "precision": "fp32", "simulate": 8, "compile_cache": None,
         "mesh": {"data": 8}, "rules": {"batch": "data"}, "log": {"tensorboard": False}, "checkpoint": {"every": 3},
         "model": {"type": "linear_model:Linear", "options": {"size": 4}},
-        "data": {"type": "test_goodput:Rows", "global_batch": 8, "prefetch": 1},
+        "data": {"type": "test_goodput:Rows", "global_batch": 8},
     }  # fmt: skip
     screen = Screen(8, console=Console(file=io.StringIO(), width=100), live=False)
     return jaxtrain.train(jaxtrain.load(None, base=base), tmp_path / "run", screen=screen, **options)
