@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in about eighteen minutes: kernel tests, MFU, the loop against bare JAX, kernels, torch,
+# Everything that needs a GPU, in about fourteen minutes: kernel tests, MFU, the loop against bare JAX, kernels, torch,
 # and what `jaxtrain plan` predicts against what is measured.
 #
 #   [OUT=benchmarks/results] [PYTHON=python3] [PYTHONPATH=...] benchmarks/run_gpu.sh [part ...]

@@ -76,7 +76,7 @@ def scan(
 
     groups = count // period
     turn: int | bool = True if env.unroll == "all" else max(1, env.unroll // period)
-    in_loop = turn is not True and turn < groups
+    in_loop = env.unroll == 1 or (turn is not True and turn < groups)
 
     def bodies(in_scan: bool) -> list[Callable]:
         remat = _rematerialised(env.remat, env.offload, in_scan)
