@@ -33,12 +33,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import chaos
 import common
+
+from jaxtrain.mesh import xla
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "launch"  # has the data class that writes down which rows it gave
@@ -51,9 +52,7 @@ SOON = 0.7  # of a generation
 GONE = 20.0  # seconds in which workers follow their supervisor
 MARK = "CHAOS_RUN"  # in the environment of all that a run starts
 # As tests/conftest.py: compiling is most of a generation's time.
-CHEAP = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if metadata.version("jaxlib").startswith("0.10."):
-    CHEAP += " --xla_cpu_use_fusion_emitters=false"
+CHEAP = xla.as_flags(xla.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
 
 
 @dataclass

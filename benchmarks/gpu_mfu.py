@@ -1,7 +1,8 @@
 """Speed of dense decoders on one GPU: tokens/s, TFLOP/s, MFU, peak memory, and where the time of a step goes.
 
     python benchmarks/gpu_mfu.py [--shapes 0.4b 1.3b 7b] [--rows N] [--accumulate N] [--remat none full dots ...]
-                                 [--attention auto xla] [--flags default no-triton] [--sweep] [--out gpu_mfu.json]
+                                 [--attention auto xla] [--flags default no-triton] [--unroll all 1] [--sweep]
+                                 [--out gpu_mfu.json]
     python benchmarks/gpu_mfu.py --target h200      # no GPU: compiles the same steps for one, and reads their memory
 
 It times `program.step`, the step that `jaxtrain train` runs, on packed batches of `--documents` random documents a

@@ -5,18 +5,14 @@ On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs o
 """
 
 import os
-from importlib import metadata
 
 from jaxtrain.mesh import xla
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAXTRAIN_TEST_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("JAXTRAIN_TEST_DEVICES", "8")
 # Compiling is most of a test's time: the cheapest code generation takes a quarter of it. Collectives are the same;
-# only elementwise operations are fused otherwise. XLA ends the process at an option it does not know: JAX 0.11 has no
-# older emitters of fusions to choose.
-CHEAP = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if metadata.version("jaxlib").startswith("0.10."):
-    CHEAP += " --xla_cpu_use_fusion_emitters=false"
+# only elementwise operations are fused otherwise.
+CHEAP = xla.as_flags(xla.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
 if CHEAP not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}".strip()
 

@@ -11,6 +11,7 @@ import os
 import re
 from typing import Any, Literal
 
+from jaxtrain.config.older import today
 from jaxtrain.config.packages import version
 from jaxtrain.config.schema import Config
 
@@ -42,8 +43,6 @@ _MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "see
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
 _FREE = ("model.init_std", "model.from")  # inside a fixed section, but without effect once training has begun
-
-_GONE = ("data.prefetch",)  # how many batches waited
 
 _WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
 
@@ -153,11 +152,12 @@ def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
-    """`_flat`, with every share of a source under the step from which on it holds; what an older version did not know
-    is what it is by default, and what only that one knew is left out."""
+    """`_flat` in today's keys, with every share of a source under the step from which on it holds; what an older
+    version did not know is what it is by default."""
     flat = dict(_defaults())
-    for key, value in _flat(config).items():
-        if key in _GONE:
+    for older, value in _flat(config).items():
+        key = today(older)
+        if key is None:
             continue
         weight = _WEIGHT.fullmatch(key)
         if weight:

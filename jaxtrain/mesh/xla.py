@@ -1,9 +1,10 @@
-"""What XLA has to be told before it starts."""
+"""What XLA has to be told, by the version that JAX brings."""
 
 from __future__ import annotations
 
 import os
 from importlib import metadata
+from typing import Any
 
 UNNAMED = "--xla_enable_hlo_sharding_v3=false"
 
@@ -17,5 +18,24 @@ def prepare() -> None:
     a single program chooses them.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if metadata.version("jaxlib").startswith("0.11.") and UNNAMED.partition("=")[0] not in flags:
+    if _jaxlib("0.11") and UNNAMED.partition("=")[0] not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {UNNAMED}".strip()
+
+
+def quickly() -> dict[str, Any]:
+    """Options for a program of CPU devices that is compiled once and run a few times.
+
+    Optimised code would take several times as long to compile, and XLA's newer emitters of fusions twice as long as its
+    older ones. JAX 0.11 has no older ones, and ends the process at an option that it does not know.
+    """
+    older = {"xla_cpu_use_fusion_emitters": False} if _jaxlib("0.10") else {}
+    return {"xla_backend_optimization_level": 0, **older}
+
+
+def as_flags(options: dict[str, Any]) -> str:
+    """As they stand in XLA_FLAGS."""
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+
+
+def _jaxlib(version: str) -> bool:
+    return metadata.version("jaxlib").startswith(f"{version}.")

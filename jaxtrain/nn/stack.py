@@ -76,6 +76,7 @@ def scan(
 
     groups = count // period
     turn: int | bool = True if env.unroll == "all" else max(1, env.unroll // period)
+    # JAX makes no loop of a single turn; unless it was asked for, that is compiled as if it were one.
     in_loop = env.unroll == 1 or (turn is not True and turn < groups)
 
     def bodies(in_scan: bool) -> list[Callable]:

@@ -9,16 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.mesh import xla
 from jaxtrain.train.program import Program
 
 Flat = dict[str, np.ndarray]
 Place = Callable[[Mapping[str, np.ndarray]], Any]
-
-# Compiled once and run a few times: optimised code would take several times as long to compile, and XLA's newer
-# emitters of fusions twice as long as its older ones, which JAX 0.11 no longer has (nor the option).
-FAST = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    FAST["xla_cpu_use_fusion_emitters"] = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Runner:
     def __init__(self, program: Program, example: Any):
         self.program = program
 
-        fast = FAST if jax.default_backend() == "cpu" else None
+        fast = xla.quickly() if jax.default_backend() == "cpu" else None
         placed = jax.tree.map(lambda leaf: leaf.sharding, program.state)
         jitted = jax.jit(program.whole_step, out_shardings=(placed, None, None), compiler_options=fast)
         self.compiled = jitted.lower(program.state, example).compile()
