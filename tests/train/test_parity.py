@@ -106,11 +106,11 @@ def test_unrolled_layers_do_not_change_the_result(unroll, remat):
         program = harness.program(model=model, step=step)
         inputs = program.state["params"], harness.batch(0), jax.random.key(0)
         text = jax.jit(program.gradients).lower(*inputs).as_text()
-        return [text.count(word) for word in ("stablehlo.while", " call @")]
+        return text.count("stablehlo.while"), len(text)
 
-    (loops, calls), (loops_left, more) = count(remat=remat), count(**step)
+    (loops, length), (loops_left, longer) = count(remat=remat), count(**step)
     assert loops - loops_left == (2 if unroll == "all" else 0)
-    assert more > calls  # JAX writes a body once, and calls it for every turn
+    assert longer > 1.2 * length
 
 
 @pytest.mark.parametrize("mesh", [None, EVERYTHING], ids=["one", "3d"])
