@@ -16,6 +16,7 @@ from jaxtrain.mesh.devices import make_mesh
 from jaxtrain.mesh.layout import Layout, resolve
 from jaxtrain.mesh.rules import BATCH, REPLICAS, STAGES
 from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.mesh.xla import in_place
 from jaxtrain.models.check import check_placed
 from jaxtrain.models.define import Definition, define, make_env
 from jaxtrain.optim.optimizers import optimizer
@@ -81,7 +82,8 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     return Program(
         config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
         whole_step,
-        step=jax.jit(without_gradients(whole_step), donate_argnums=0, out_shardings=(placed, everywhere)),
+        step=jax.jit(without_gradients(whole_step), donate_argnums=0, out_shardings=(placed, everywhere),
+                     compiler_options=in_place(devices[0].platform)),
         evaluate=jax.jit(precise(evaluate, config), out_shardings=everywhere),
         init=lambda: states.init(definition, tx, config, placed),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import harness
 import jax
 import jax.numpy as jnp
@@ -90,6 +92,16 @@ def test_state_is_donated():
     new, _ = program.step(state, harness.batch(0))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert int(new["step"]) == 1
+
+
+def test_the_state_is_changed_where_it_lies():
+    program = harness.program({"data": 2})
+    text = program.step.lower(program.state, harness.batch(0)).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    given = dict(re.findall(r"%(\S+) = f32\[([\d,]+)\]\S* parameter\(", entry))
+    copied = [name for name in re.findall(r" copy\(%([\w.\-]+)\)", entry) if name in given]
+    assert len(given) > 50
+    assert copied == []
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
