@@ -1,8 +1,8 @@
 """Speed of dense decoders on one GPU: tokens/s, TFLOP/s, MFU, peak memory, and where the time of a step goes.
 
     python benchmarks/gpu_mfu.py [--shapes 0.4b 1.3b 7b] [--rows N] [--accumulate N] [--remat none full dots ...]
-                                 [--attention auto xla] [--flags default no-triton] [--unroll all 1] [--sweep]
-                                 [--out gpu_mfu.json]
+                                 [--attention auto xla] [--chunks 8 1] [--flags default no-triton] [--unroll all 1]
+                                 [--sweep] [--out gpu_mfu.json]
     python benchmarks/gpu_mfu.py --target h200      # no GPU: compiles the same steps for one, and reads their memory
 
 It times `program.step`, the step that `jaxtrain train` runs, on packed batches of `--documents` random documents a
@@ -62,6 +62,7 @@ FLAGS = {
     "default": "",
     "no-triton": "--xla_gpu_enable_triton_gemm=false",
     "no-graphs": "--xla_gpu_enable_command_buffer=",
+    "graphs-of-branches": "--xla_gpu_enable_command_buffer=+CONDITIONAL",
     "cudnn-fusion": "--xla_gpu_cudnn_gemm_fusion_level=1",
 }
 MOST = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}  # of the GPU's memory; JAX itself takes 0.75
@@ -77,7 +78,7 @@ def make_config(spec: dict[str, Any]) -> Any:
     base = {
         "precision": spec["precision"], "steps": 1000,
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
-        "optimizer": {"lr": 1e-4, "schedule": "constant"},
+        "optimizer": {"lr": 1e-4, "schedule": "constant"}, "loss": {"chunks": spec["chunks"]},
         "step": {"remat": spec["remat"], "accumulate": spec["accumulate"], "attention": spec["attention"],
                  "unroll": spec["unroll"]},
         "model": {"vocab": VOCAB},
@@ -209,7 +210,7 @@ def probe() -> dict[str, Any]:
 
 def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str, Any]]:
     """The default of every shape, or the grid of what was given."""
-    names = ("rows", "accumulate", "remat", "attention", "flags", "precision", "unroll")
+    names = ("rows", "accumulate", "remat", "attention", "chunks", "flags", "precision", "unroll")
     fixed = {
         "length": args.length, "documents": args.documents, "seconds": args.seconds, "platform": platform,
         "target": args.target, "breakdown": args.breakdown,
@@ -224,6 +225,7 @@ def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str
                 args.accumulate or [accumulate],
                 args.remat or (SWEEP["remat"] if args.sweep else [remat]),
                 args.attention or (SWEEP["attention"] if args.sweep else ["auto"]),
+                args.chunks,
                 args.flags,
                 args.precision or [precision],
                 args.unroll,
@@ -237,8 +239,8 @@ def shown(result: dict[str, Any]) -> dict[str, Any]:
     spec = result["point"]
     remat = spec["remat"] if isinstance(spec["remat"], str) else "+".join(spec["remat"])
     row: dict[str, Any] = {"shape": spec["shape"], "rows": spec["rows"], "micro": spec["accumulate"], "remat": remat,
-           "attention": spec["attention"], "flags": spec["flags"], "precision": spec["precision"],
-           "unroll": spec["unroll"]}  # fmt: skip
+           "attention": spec["attention"], "chunks": spec["chunks"], "flags": spec["flags"],
+           "precision": spec["precision"], "unroll": spec["unroll"]}  # fmt: skip
     if "error" in result:
         return row | {"error": result["error"][:120]}
     gib = {name: value / 2**30 for name, value in result["memory"].items() if value}
@@ -275,6 +277,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--remat", nargs="+", type=lambda text: text.split("+") if "+" in text else text,
                         help="none, full, dots, or saved names joined by +")  # fmt: skip
     parser.add_argument("--attention", nargs="+", choices=("auto", "cudnn", "xla", "reference"))
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8], help="of the vocabulary; 1 keeps the logits")
     parser.add_argument("--precision", nargs="+", choices=("bf16", "bf16_pure", "fp32"))
     parser.add_argument("--unroll", nargs="+", default=["all"], type=lambda text: text if text == "all" else int(text),
                         help="layers in a turn of the loop over them, or all: no loop")  # fmt: skip

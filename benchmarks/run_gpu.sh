@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in about fourteen minutes: kernel tests, MFU, the loop against bare JAX, kernels, torch,
+# Everything that needs a GPU, in about twenty minutes: kernel tests, MFU, the loop against bare JAX, kernels, torch,
 # and what `jaxtrain plan` predicts against what is measured.
 #
 #   [OUT=benchmarks/results] [PYTHON=python3] [PYTHONPATH=...] benchmarks/run_gpu.sh [part ...]
@@ -46,11 +46,15 @@ tests() {
 
 mfu() {
     part mfu-7b 240 "$PYTHON" benchmarks/gpu_mfu.py --shapes 7b --seconds 10 --out "$OUT/$GPU-mfu-7b.json"
-    part mfu-1b 120 "$PYTHON" benchmarks/gpu_mfu.py --shapes 1.3b --seconds 8 --out "$OUT/$GPU-mfu-1b.json"
-    part mfu-400m 100 "$PYTHON" benchmarks/gpu_mfu.py --shapes 0.4b --seconds 6 --out "$OUT/$GPU-mfu-400m.json"
+    part mfu-1b 240 "$PYTHON" benchmarks/gpu_mfu.py --shapes 1.3b --chunks 8 1 --seconds 8 \
+        --out "$OUT/$GPU-mfu-1b.json"
+    part mfu-400m 200 "$PYTHON" benchmarks/gpu_mfu.py --shapes 0.4b --chunks 8 1 --seconds 6 \
+        --out "$OUT/$GPU-mfu-400m.json"
 }
 
 overhead() {
+    part overhead-full 160 "$PYTHON" benchmarks/overhead.py --platform gpu --remat full --block 6 --blocks 7 \
+        --out "$OUT/$GPU-overhead-full.json"
     part overhead 200 "$PYTHON" benchmarks/overhead.py --platform gpu --block 10 --blocks 10 \
         --out "$OUT/$GPU-overhead.json"
 }

@@ -56,7 +56,8 @@ def segments_of(kind, batch, time):
     ids[0, : time // 3] = 1
     ids[0, time // 3 : time - 4] = 2
     ids[1, :1] = 1  # a document of one token
-    ids[1, 1:] = 2
+    ids[1, 1:-3] = 2
+    ids[1, -3:] = 3
     if kind == "masked":
         ids[1] = 0
     return ids
@@ -151,8 +152,10 @@ def gpu():
 
 
 @pytest.mark.skipif(gpu() is None, reason="no GPU for cuDNN attention")
+@pytest.mark.parametrize("few", [2, 3], ids=["many_places", "few_places"])
 @pytest.mark.parametrize("want", [w for w in EVERY if w.softcap is None and (w.causal or not w.window)], ids=str)
-def test_cudnn_matches_reference(want):
+def test_cudnn_matches_reference(want, few, monkeypatch):
+    monkeypatch.setattr(cudnn, "FEW", few)
     with jax.default_device(gpu()):
         segments = segments_of(want.segments, 2, 256)
         arrays = [jax.device_put(np.asarray(x), gpu()) for x in inputs(256, want.heads, "bfloat16")]
@@ -328,9 +331,11 @@ PACKED = [
 ]
 
 
+@pytest.mark.parametrize("few", [2, 3], ids=["many_places", "few_places"])
 @pytest.mark.parametrize("want", PACKED, ids=str)
-def test_cudnn_packing(want, monkeypatch):
+def test_cudnn_packing(want, few, monkeypatch):
     """The sequences handed to cuDNN, with cuDNN replaced by what its interface says it does."""
+    monkeypatch.setattr(cudnn, "FEW", few)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
     def stand_in(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import Partial
 
 from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens, visible
 
 HOPPER = (9, 0)
-RUNS = 16  # at least so many documents a row; longer rows hold more, see `_most_runs`
+FEW = 4  # documents a row; its backward kernel clears and adds up a float32 gradient for every place, taken or not
+RUNS = 16  # at least so many documents a row; longer rows hold more, see `_places`
 TOKENS_PER_RUN = 512  # cuDNN keeps a float32 statistic per run, head and token
 MASK = 2**27  # elements of a mask that is made at a time
 
@@ -42,8 +44,8 @@ def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segments_BT: Array | 
     """Self-attention [batch, time, heads, head_dim]; causal order is the index. All mesh axes must be manual.
 
     Packed documents go to cuDNN as sequences of their own (Hopper and later). How many a row may hold is fixed
-    when compiling; a batch with more of them takes cuDNN with a mask instead, chosen on the device, and so do
-    earlier GPUs always.
+    when compiling, few or many, and chosen on the device; a batch with more of them takes cuDNN with a mask instead,
+    and so do earlier GPUs always.
     """
     if segments_BT is None:
         return _whole(case, q_BTHD, k_BSKD, v_BSKD)
@@ -89,42 +91,61 @@ _whole.defvjp(_whole_fwd, lambda case, pull, g: pull(g))
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _documents(case: Case, q: Array, k: Array, v: Array, segments_BT: Array) -> Array:
-    """Attention within segments: packed if the runs are few enough, masked if not.
+    """Attention within segments: packed in as few places a row as hold the runs, masked if there are too many.
 
-    A derivative of its own, because `lax.cond` would keep what the backward passes of *both* branches need; the
-    masked one keeps nothing and runs again.
+    A derivative of its own, because `lax.switch` would keep what the backward passes of *all* branches need. The
+    packed ones keep the same arrays, filled up to the shapes of the one with most places; the masked one keeps nothing
+    and runs again.
     """
     return _documents_fwd(case, q, k, v, segments_BT)[0]
 
 
 def _documents_fwd(case, q, k, v, segments_BT):
-    most = _most_runs(segments_BT.shape[1])
     runs_BT = _runs(segments_BT)
-    few = runs_BT.max() < most
-    rebuilds = []  # not an array, so it leaves the branch by the side; the last trace is the one that counts
+    places = _places(segments_BT.shape[1])
+    which = sum((runs_BT.max() >= most).astype(jnp.int32) for most in places)
+    rebuilds = {}  # not arrays, so they leave the branches by the side; the last trace is the one that counts
 
-    def packed(q, k, v):
-        out, others, rebuild = _differentiate(partial(_packed, runs_BT=runs_BT, most=most, case=case), (q, k, v))
-        rebuilds.append(rebuild)
+    def packed(most, q, k, v):
+        run = partial(_packed, runs_BT=runs_BT, most=most, case=case)
+        out, others, rebuilds[most] = _differentiate(run, (q, k, v))
         return out, others
 
-    nothing = jax.eval_shape(packed, q, k, v)[1]
+    kept = {most: jax.eval_shape(partial(packed, most), q, k, v)[1] for most in places}
+    widest = kept[places[-1]]
+
+    def filled(most, q, k, v):
+        out, others = packed(most, q, k, v)
+        return out, [_filled(x, like.shape) for x, like in zip(others, widest)]
 
     def masked(q, k, v):
-        return _masked(q, k, v, segments_BT, case), [jnp.zeros(x.shape, x.dtype) for x in nothing]
+        return _masked(q, k, v, segments_BT, case), [jnp.zeros(x.shape, x.dtype) for x in widest]
 
-    out, others = lax.cond(few, packed, masked, q, k, v)
+    out, others = lax.switch(which, [*(partial(filled, most) for most in places), masked], q, k, v)
     out, *others = (checkpoint_name(x, RESIDUALS) for x in (out, *others))
-    return out, (few, q, k, v, segments_BT, rebuilds[-1](others, q, k, v, out))
+
+    def pull(most, others, q, k, v, out, g):
+        own = [lax.slice(x, (0,) * x.ndim, like.shape) for x, like in zip(others, kept[most])]
+        return rebuilds[most](own, q, k, v, out)(g)
+
+    pulls = tuple(Partial(partial(pull, most)) for most in places)
+    return out, (which, q, k, v, segments_BT, out, others, pulls)
 
 
 def _documents_bwd(case, saved, g):
-    few, q, k, v, segments_BT, pull = saved
-    masked = partial(_masked, segments_BT=segments_BT, case=case)
-    return *lax.cond(few, pull, lambda g: jax.vjp(masked, q, k, v)[1](g), g), None
+    which, q, k, v, segments_BT, out, others, pulls = saved
+
+    def masked(others, q, k, v, out, g):
+        return jax.vjp(partial(_masked, segments_BT=segments_BT, case=case), q, k, v)[1](g)
+
+    return *lax.switch(which, [*pulls, masked], others, q, k, v, out, g), None
 
 
 _documents.defvjp(_documents_fwd, _documents_bwd)
+
+
+def _filled(x: Array, shape: tuple[int, ...]) -> Array:
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, more - size, 0) for size, more in zip(x.shape, shape)])
 
 
 def _plain(q: Array, k: Array, v: Array, case: Case, mask: Array | None = None) -> Array:
@@ -160,8 +181,9 @@ def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Arr
     return jnp.moveaxis(out, 0, 1).reshape(q.shape)
 
 
-def _most_runs(time: int) -> int:
-    return max(RUNS, time // TOKENS_PER_RUN)
+def _places(time: int) -> tuple[int, ...]:
+    """How many runs a row may hold, by branch."""
+    return FEW, max(RUNS, time // TOKENS_PER_RUN)
 
 
 def _runs(segments_BT: Array) -> Array:
