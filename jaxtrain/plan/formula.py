@@ -34,6 +34,9 @@ USED, CAST, COPIED = 10, 27, 15  # bytes for a weight in use, one to be cast, on
 LOGIT, UPDATE = 17, 12  # bytes for a logit; for a parameter and each of its gradient, itself and its moments
 ADDED, SUMMED = 4, 3  # passes over float32 gradients: for each of several microbatches, and once
 SCORE = 80  # bytes for a score of attention in plain XLA
+# Of cuDNN's backward kernel (`plan.memory.workspace`): bytes for an element of the queries and each document that a
+# packed row has a place for, on Hopper and later (`kernels.attention.cudnn`).
+PLACE, PLACES, TOKENS_PER_PLACE, HOPPER = 4, 16, 512, 9
 # Of a pipeline, fitted to steps of all schedules on h100:1x4 and 1x8: of a chunk, what F and the backward hold beside
 # the slots; in widths of the residual stream, what a slot holds besides (what arrived, and its gradient); what lies
 # between B and W, kept slots included, of all that a microbatch's layers can keep; bytes of a gradient before it is
@@ -292,11 +295,20 @@ class Formula:
             one += 7 * shape.tokens * embed * self.width
         loss = 6 * shape.tokens * self._chunks(choice)[0] + 2 * shape.tokens * embed * self.width
         table = 4 * weights.table if choice.zero in (1, 2) else 0
+        working = max(one, loss) + table + self.workspace(choice, shape)
         return {
             "params": weights.params, "optimizer": weights.optimizer, "gradients": weights.gradients,
-            "gathered": weights.gathered + weights.copies, "activations": kept + max(one, loss) + table,
+            "gathered": weights.gathered + weights.copies, "activations": kept + working,
             "batch": 20 * shape.tokens * choice.accumulate,
         }  # fmt: skip
+
+    def workspace(self, choice: Choice, shape: Shape) -> float:
+        """Bytes that cuDNN's attention wants besides; 0 where another kernel runs."""
+        if self.target.platform != "cuda" or self._scores(choice, shape):
+            return 0.0
+        is_packed = self.chip.compiler["major"] >= HOPPER
+        places = max(PLACES, self.config.data.sequence // TOKENS_PER_PLACE) if is_packed else 1
+        return PLACE * places * shape.tokens * shape.queries / choice.size("model")
 
     def _compute(
         self, choice: Choice, weights: Weights, shape: Shape, order: Order, memory: Mapping[str, float]

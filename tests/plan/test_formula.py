@@ -12,10 +12,11 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import AXES
 from jaxtrain.mesh.layout import resolve
-from jaxtrain.plan import compile, memory, step, targets
+from jaxtrain.plan import compile, hlo, memory, step, targets
 from jaxtrain.plan.formula import Formula, Order
 from jaxtrain.plan.space import Choice, Space
 from jaxtrain.plan.weights import weigh
+from jaxtrain.plan.wires import Shape
 from jaxtrain.train.program import build
 
 H100 = "h100:2x8"
@@ -124,9 +125,11 @@ def test_what_stages_keep_is_about_what_is_compiled_for_gpus(schedule: str, rema
     own = {"step.accumulate": 8, "data.global_batch": 16, "step.remat": remat, "pipeline.schedule": schedule}
     config = configured("pp_fsdp", {"pipeline": 4, "fsdp": 1}, {**SMALL, **sizes, **own, "step.attention": "auto"})
     report = compile.measure(config, None, "h100:1x4")
-    found = formula(config, "h100:1x4").exact(Choice.of(config, report.sizes))
+    known, choice = formula(config, "h100:1x4"), Choice.of(config, report.sizes)
+    found, wanted = known.exact(choice), memory.workspace(hlo.parse(report.text))
     assert found is not None
-    made = report.memory.temporaries
+    assert known.workspace(choice, Shape.of(config, choice)) == wanted > 0
+    made = report.memory.temporaries + wanted
     assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.1)
 
 
@@ -145,8 +148,10 @@ def sized(**sizes: int) -> tuple[int, ...]:
 
 
 def test_figures_of_llama_3_8b_on_64_gpus():
-    found = llama().exact(Choice(sized(fsdp=64), remat="full"))
+    known, choice = llama(), Choice(sized(fsdp=64), remat="full")
+    found = known.exact(choice)
     assert found is not None
+    assert known.workspace(choice, Shape.of(known.config, choice)) == 4 * 16 * 2 * 4096 * 4096  # 16 documents a row
     assert found.memory["params"] + found.memory["optimizer"] == pytest.approx(1.509e9, rel=0.001)
     assert found.wire_bytes == pytest.approx(44.6e9, rel=0.01)  # as pinned of the compiled step
     assert 0.4 < 8.03e9 * 6 * 128 * 4096 / 64 / 989.4e12 / found.step_seconds < 0.6
