@@ -142,7 +142,7 @@ def _more_rows(config: Config, plan: Plan) -> Iterator[Advice]:
     ops, over = ("all-gather", "reduce-scatter", "all-reduce"), {"data", "fsdp", "expert"}
     rows = (row for row in plan.traffic if row.op in ops and set(row.axes.split("+")) <= over)
     weights = sum(row.exposed for row in rows)
-    if plan.memory.get("activations", 0) < 0.95 * _left(plan):
+    if plan.memory.get("activations", 0) + plan.memory.get("workspace", 0) < 0.95 * _left(plan):
         change = f"data.global_batch={2 * config.data.global_batch}" if parts == 1 else f"step.accumulate={parts // 2}"
         why = f"weights and gradients are sent for more tokens at a time: {weights:.3g} s of them are exposed"
         yield Advice(change, _gain(plan, weights / 2), why)

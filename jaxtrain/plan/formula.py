@@ -295,11 +295,10 @@ class Formula:
             one += 7 * shape.tokens * embed * self.width
         loss = 6 * shape.tokens * self._chunks(choice)[0] + 2 * shape.tokens * embed * self.width
         table = 4 * weights.table if choice.zero in (1, 2) else 0
-        working = max(one, loss) + table + self.workspace(choice, shape)
         return {
             "params": weights.params, "optimizer": weights.optimizer, "gradients": weights.gradients,
-            "gathered": weights.gathered + weights.copies, "activations": kept + working,
-            "batch": 20 * shape.tokens * choice.accumulate,
+            "gathered": weights.gathered + weights.copies, "activations": kept + max(one, loss) + table,
+            "workspace": self.workspace(choice, shape), "batch": 20 * shape.tokens * choice.accumulate,
         }  # fmt: skip
 
     def workspace(self, choice: Choice, shape: Shape) -> float:

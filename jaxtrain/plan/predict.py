@@ -216,8 +216,8 @@ def _memory(report: Report, chip: Chip | None, cost: Cost, workspace: int) -> di
     planned, held, state = report.memory, report.held, report.state
     # libtpu's temporaries count holes between buffers that its peak does not; where it compiles, it fits.
     is_tpu = targets.parse(report.target).platform == "tpu"
-    needs = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total + workspace
-    temporaries = max(0, needs - planned.arguments - max(0, planned.outputs - planned.aliased))
+    compiled = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total
+    temporaries = max(0, compiled - planned.arguments - max(0, planned.outputs - planned.aliased))
     gradients = min(temporaries, held.get("gradients", 0))
     gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
     kinds = {
@@ -227,8 +227,10 @@ def _memory(report: Report, chip: Chip | None, cost: Cost, workspace: int) -> di
         "gradients": gradients,
         "gathered": gathered,
         "activations": temporaries - gradients - gathered,
+        "workspace": workspace,
         "host": round(cost.host_bytes / 2),  # there and back
     }
+    needs = compiled + workspace
     usable = int(chip.usable.value) if chip and chip.usable.value else None
     fits = None if usable is None else is_tpu or needs <= usable
     reason = f"needs {needs / 1e9:.1f} GB of {usable / 1e9:.1f} GB" if usable and not fits else ""

@@ -65,7 +65,8 @@ class Plan:
         needs: bytes; 0 where the compiler does not say.
         usable: bytes that a program may take.
         memory: bytes by kind: `params`, `gradients`, `optimizer`, `gathered` (weights), `activations` (and other
-            temporaries), `batch`; and `host`, which is not the device's.
+            temporaries), `workspace` (of kernels, where the compiler leaves it to the GPU), `batch`; and `host`, which
+            is not the device's.
         tensors: the largest of the train state, (path, bytes).
         buffers: the largest that the step makes, (shape, scope, bytes).
         traffic: by axes and operation, longest first.

@@ -17,7 +17,7 @@ BAR = 24  # columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉"
 STYLES = {
     "params": "blue", "gradients": "magenta", "optimizer": "cyan", "gathered": "yellow", "activations": "green",
-    "batch": "white", "compute": "green", "communication": "yellow", "bubble": "red",
+    "workspace": "bright_black", "batch": "white", "compute": "green", "communication": "yellow", "bubble": "red",
 }  # fmt: skip
 VERDICTS = {
     "fits": "bold green", "does not fit": "bold red", "not compiled": "bold red", "fit unknown": "bold yellow",

@@ -16,7 +16,7 @@ GIB = 2**30
 # Kinds of `Plan.memory` on the device, in the order in which they are stacked; `host` is not the device's.
 MEMORY = {
     "params": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "gathered": "gathered weights",
-    "activations": "activations, temporaries", "batch": "batch",
+    "activations": "activations, temporaries", "workspace": "workspace of cuDNN", "batch": "batch",
 }  # fmt: skip
 KINDS = {
     "matmul": "matrix multiplications", "attention": "attention kernels", "elementwise": "elementwise",
