@@ -98,7 +98,9 @@ def _of_counts(model: Any, counts: Any) -> Metrics:
 def _judged(old: State, metrics: Metrics, spikes: Spikes | None) -> tuple[jax.Array, State, Metrics]:
     """Whether a step is to be kept, what of the state changes anyhow, and what there is to say."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
-    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    # The loss first: XLA then adds it up over devices with the gradients, not with the weights amid the step, where all
+    # devices would wait for one another.
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     is_good, apart, said = is_finite, {}, {}
     if spikes is not None:
         said["spike"] = windows.score(old["spikes"], loss, norm)

@@ -104,6 +104,15 @@ def test_the_state_is_changed_where_it_lies():
     assert copied == []
 
 
+def test_devices_do_not_wait_for_the_loss_amid_the_step():
+    program = harness.program({"data": 2}, loss={"z_loss": 0.0})
+    text = program.step.lower(program.state, harness.batch(0)).compile().as_text()
+    reduced = re.findall(r" = (\(?f32.*?) all-reduce\(", text)
+    alone = [shapes for shapes in reduced if not re.search(r"\[\d", shapes)]
+    assert len(alone) < len(reduced)
+    assert [shapes.count("f32[]") for shapes in alone] == [1]  # the weight, which is known before
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_half_precision_stays_near_float32(precision: str):
     """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8, and the stored dtypes are the policy's."""
