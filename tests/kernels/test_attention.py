@@ -151,9 +151,15 @@ def gpu():
         return None
 
 
+CUDNN = [w for w in EVERY if w.softcap is None and (w.causal or not w.window)]
+FEW = {2: "many_places", 3: "few_places"}  # packed rows hold 3 runs
+
+
 @pytest.mark.skipif(gpu() is None, reason="no GPU for cuDNN attention")
-@pytest.mark.parametrize("few", [2, 3], ids=["many_places", "few_places"])
-@pytest.mark.parametrize("want", [w for w in EVERY if w.softcap is None and (w.causal or not w.window)], ids=str)
+@pytest.mark.parametrize(
+    ("want", "few"),
+    [pytest.param(w, few, id=f"{w}-{FEW[few]}") for w in CUDNN for few in (FEW if w.segments else [3])],
+)
 def test_cudnn_matches_reference(want, few, monkeypatch):
     monkeypatch.setattr(cudnn, "FEW", few)
     with jax.default_device(gpu()):
@@ -331,7 +337,7 @@ PACKED = [
 ]
 
 
-@pytest.mark.parametrize("few", [2, 3], ids=["many_places", "few_places"])
+@pytest.mark.parametrize("few", FEW, ids=FEW.get)
 @pytest.mark.parametrize("want", PACKED, ids=str)
 def test_cudnn_packing(want, few, monkeypatch):
     """The sequences handed to cuDNN, with cuDNN replaced by what its interface says it does."""

@@ -10,9 +10,11 @@ from wire_theory import configured, measured, together
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
+from jaxtrain.kernels.attention import cudnn
 from jaxtrain.mesh.axes import AXES
 from jaxtrain.mesh.layout import resolve
 from jaxtrain.plan import compile, hlo, memory, step, targets
+from jaxtrain.plan import formula as formulas
 from jaxtrain.plan.formula import Formula, Order
 from jaxtrain.plan.space import Choice, Space
 from jaxtrain.plan.weights import weigh
@@ -145,6 +147,12 @@ def llama(**changes) -> Formula:
 
 def sized(**sizes: int) -> tuple[int, ...]:
     return tuple(sizes.get(axis, 1) for axis in AXES)
+
+
+def test_places_of_documents_are_the_kernel_s():
+    for time in (1024, 8192, 65536):
+        assert max(formulas.PLACES, time // formulas.TOKENS_PER_PLACE) == cudnn._places(time)[-1]
+    assert cudnn.HOPPER[0] == formulas.HOPPER
 
 
 def test_figures_of_llama_3_8b_on_64_gpus():

@@ -16,8 +16,9 @@ from jax.tree_util import Partial
 from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens, visible
 
 HOPPER = (9, 0)
-FEW = 4  # documents a row; its backward kernel clears and adds up a float32 gradient for every place, taken or not
-RUNS = 16  # at least so many documents a row; longer rows hold more, see `_places`
+# Documents a row, few and many; longer rows hold more, see `_places`. Two, because cuDNN's backward kernel clears and
+# adds up a float32 gradient for every place, taken or not.
+FEW, RUNS = 4, 16
 TOKENS_PER_RUN = 512  # cuDNN keeps a float32 statistic per run, head and token
 MASK = 2**27  # elements of a mask that is made at a time
 
