@@ -35,11 +35,12 @@ def limit(plan: Plan) -> str:
     if plan.step_seconds is None or plan.compute_seconds is None:
         return "no step time is known"
     kinds = plan.seconds_by.get("kind", {})
-    memory = sum(seconds for kind, seconds in kinds.items() if kind not in ("matmul", "attention", "copy"))
+    memory = sum(seconds for kind, seconds in kinds.items() if kind not in ("matmul", "attention", "copy", "pages"))
     shares = {
         "matrix multiplications": kinds.get("matmul", 0.0),
         "attention kernels": kinds.get("attention", 0.0),
         "reading and writing memory in elementwise operations": memory,
+        "memory that the system hands out": kinds.get("pages", 0.0),
         "waiting for communication": plan.exposed_seconds or 0.0,
         "the pipeline bubble": plan.bubble_seconds,
     }

@@ -16,7 +16,7 @@ from jaxtrain.plan.hlo import Computation, Instruction, Module
 Weights = Sequence[float]
 # (conditional or loop of one turn or none, seconds of its branches)
 Choose = Callable[[Instruction, Sequence[float]], "Weights | None"]
-KINDS = ("matmul", "attention", "elementwise", "copy", "collective", "kernel")
+KINDS = ("matmul", "attention", "elementwise", "copy", "collective", "kernel", "pages")
 
 
 class Rates(Protocol):
@@ -54,7 +54,8 @@ class Operation:
     """One operation and how often a step runs it on a device.
 
     Args:
-        kind: one of KINDS; `copy` is a move that runs beside others, `kernel` one whose FLOPs nothing tells.
+        kind: one of KINDS; `copy` is a move that runs beside others, `kernel` one whose FLOPs nothing tells, `pages`
+            the system's work of handing out memory.
         scope: JAX's name scopes, of itself or else of what is around it.
         times: product of trip counts and of the shares of branches.
         dtype: of what it multiplies, empty where it multiplies nothing.
@@ -89,12 +90,12 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        """`forward`, `backward`, `remat` or `optimizer`."""
-        return phase(self.scope)
+        """`forward`, `backward`, `remat` or `optimizer`; `pages` of what no pass asks for."""
+        return self.kind if self.kind == "pages" else phase(self.scope)
 
     @property
     def part(self) -> str:
-        """`loss`, `attention`, `embed`, `experts`, `layers` or, once a step, `optimizer` or `other`."""
+        """`loss`, `attention`, `embed`, `experts`, `layers` or, once a step, `optimizer`, `pages` or `other`."""
         return part(self)
 
 
@@ -115,8 +116,8 @@ def part(operation: Operation) -> str:
             return name
     if operation.kind == "attention":
         return "attention"
-    if operation.phase == "optimizer":
-        return "optimizer"
+    if operation.phase in ("optimizer", "pages"):
+        return operation.phase
     return "layers" if "while" in scope else "other"
 
 

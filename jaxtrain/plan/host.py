@@ -7,6 +7,7 @@ all cores busy they are those of the clock. Each figure is the best of a few run
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 RUNS = 8
 WIDTH = 512  # of a matrix, with which ELEMENTS / WIDTH rows are multiplied
 ELEMENTS = 2**18  # of a float32 array of 1 MiB: about what a layer of a small model makes, and gathers
+BLOCK = 2**26  # bytes of memory asked of the system
 
 
 def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
@@ -31,8 +33,9 @@ def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
         dtype: of matrix multiplications.
 
     Returns:
-        `flops` (FLOP/s of matrix multiplications), `memory` (bytes/s read and written by elementwise operations)
-        and `launch` (seconds of an operation that does next to nothing); of several devices also `copy` and `reduce`
+        `flops` (FLOP/s of matrix multiplications), `memory` (bytes/s read and written by elementwise operations),
+        `pages` (bytes/s of memory that the system hands out) and `launch` (seconds of an operation that does next to
+        nothing); of several devices also `copy` and `reduce`
         (bytes/s of a collective that copies or adds, counted as twice its whole tensor) and `meeting` (seconds for
         each member of a group to find the others).
     """
@@ -43,6 +46,7 @@ def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
     out = {
         "flops": 2 * ELEMENTS * WIDTH / (timed(multiply, ELEMENTS, 2) - launch),
         "memory": 2 * 4 * ELEMENTS / (timed(_elementwise, ELEMENTS, 8) - launch),
+        "pages": BLOCK / min(_handed_out(BLOCK) for _ in range(RUNS)) * _cores() / count,
         "launch": launch,
     }
     if count > 1:
@@ -66,14 +70,26 @@ def _seconds(mesh: Mesh, operation: Callable[[jax.Array], jax.Array], size: int,
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False))
     x = jax.device_put(jnp.ones(size * mesh.size, jnp.float32), NamedSharding(mesh, P("all")))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     program(x).block_until_ready()
     best = float("inf")
     for _ in range(RUNS):
         start = time.process_time()
         program(x).block_until_ready()
         best = min(best, time.process_time() - start)
-    return best / cores / times
+    return best / _cores() / times
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _handed_out(size: int) -> float:
+    """Seconds of one core until so many bytes of new memory have pages."""
+    start = time.process_time()
+    with mmap.mmap(-1, size) as block:
+        np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 1
+        return time.process_time() - start
 
 
 def _multiply(matrix: jax.Array, x: jax.Array) -> jax.Array:

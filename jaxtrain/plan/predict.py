@@ -29,12 +29,13 @@ from jaxtrain.plan import (
 from jaxtrain.plan.calibration import Achieved, Calibration
 from jaxtrain.plan.chips import Chip, Figure
 from jaxtrain.plan.compile import Report
-from jaxtrain.plan.cost import Cost, analyse
+from jaxtrain.plan.cost import Cost, Operation, analyse
 from jaxtrain.plan.hlo import Instruction, Module
 from jaxtrain.plan.result import Plan, Traffic
 
 LARGEST = 8  # tensors and buffers that a plan names
 HOST = 5  # memory space
+KEPT = 2**25  # bytes of the largest block that glibc's malloc keeps when it is freed (DEFAULT_MMAP_THRESHOLD_MAX)
 KEYS = ("phase", "part", "kind")  # of operations
 
 
@@ -117,7 +118,7 @@ def assess(config: Config, report: Report) -> Plan:
     """The plan that a compiled step amounts to."""
     hardware, module = Hardware.of(report), hlo.parse(report.text)
     schedule = bubble.table(config, report.sizes["pipeline"])
-    cost = _cost(config, module, hardware, schedule)
+    cost = _with_pages(_cost(config, module, hardware, schedule), report)
     rows = _traffic(config, module, report, hardware, cost, schedule)
     chip = hardware.chip
     # Simulated stages that wait leave the cores to the others.
@@ -159,6 +160,16 @@ def _cost(config: Config, module: Module, hardware: Hardware, schedule: Table | 
     rates = Achieved(hardware.chip, hardware.shares) if hardware.chip else None
     sequence = config.data.sequence
     return analyse(module, rates, choose=choose, visible=mean_attended(config.model, sequence) / sequence)
+
+
+def _with_pages(cost: Cost, report: Report) -> Cost:
+    """With what simulated devices pay for temporaries that malloc gives back to the system after every step."""
+    if not report.measured or report.memory.temporaries <= KEPT:
+        return cost
+    seconds = report.memory.temporaries / report.measured["pages"]
+    return replace(
+        cost, operations=[*cost.operations, Operation("pages", "pages", "pages", "", 1.0, "", 0.0, 0.0, 0, 0, seconds)]
+    )
 
 
 def _traffic(

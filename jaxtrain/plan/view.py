@@ -21,6 +21,7 @@ MEMORY = {
 KINDS = {
     "matmul": "matrix multiplications", "attention": "attention kernels", "elementwise": "elementwise",
     "kernel": "other kernels", "copy": "copies", "collective": "collectives, locally",
+    "pages": "memory that the system hands out",
 }  # fmt: skip
 PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 

@@ -67,6 +67,18 @@ def test_half_the_rates_are_twice_the_time(simulated: Plan, report: compile.Repo
     assert slower.step_seconds == pytest.approx(2 * simulated.step_seconds)
 
 
+def test_large_temporaries_are_handed_out_again_in_every_step(simulated: Plan, report: compile.Report):
+    size = 40_000_000  # more than malloc keeps
+    large = dataclasses.replace(report, memory=dataclasses.replace(report.memory, temporaries=size))
+    plan = predict.assess(STAGES, large)
+    assert report.measured is not None
+    assert plan.seconds_by["kind"]["pages"] == plan.seconds_by["phase"]["pages"] == size / report.measured["pages"]
+    assert plan.step_seconds == pytest.approx(simulated.step_seconds + size / report.measured["pages"])
+    assert "pages" not in simulated.seconds_by["kind"]
+    gpu = dataclasses.replace(large, measured=None, target="local", device_kind="NVIDIA H100 80GB HBM3")
+    assert "pages" not in predict.assess(STAGES, gpu).seconds_by["kind"]
+
+
 def test_a_stage_computes_its_share_of_the_actions(simulated: Plan):
     assert simulated.flops_compiled == pytest.approx(expected(STAGES, 4), rel=0.01)
 
