@@ -1,5 +1,5 @@
 # `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
-# have a selection of, `make extras` what needs other people's packages (torch, transformers, lm-eval, datasets, W&B...),
+# have a selection of, `make extras` what needs other people's packages (torch, lm-eval, datasets, s3fs, W&B...),
 # `make chaos` runs long sequences of failures, and kills runs of one process at a hundred places and of several at two
 # dozen, and compares them with ones that nobody disturbed.
 # All make .venv and install into it.
@@ -21,7 +21,8 @@ matrix: $(VENV)/.installed-test
 
 extras: $(VENV)/.installed-extras
 	$(BIN)/pytest -n 2 tests/interop tests/cli/test_generate.py tests/cli/test_harness.py \
-		tests/data/test_source_formats.py tests/observe/test_tracker.py
+		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
+		tests/observe/test_tracker.py
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/pytest -m chaos tests
@@ -47,7 +48,7 @@ $(VENV)/.installed-test: $(VENV)/.installed pyproject.toml $(LOCK)
 
 $(VENV)/.installed-extras: $(VENV)/.installed-test pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) \
-		-e '.[test,peer,lm-eval,hf,arrayrecord,wandb,mlflow]'
+		-e '.[test,peer,lm-eval,hf,arrayrecord,s3-test,wandb,mlflow]'
 	touch $@
 
 clean:

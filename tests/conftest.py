@@ -5,6 +5,10 @@ On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs o
 """
 
 import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
 
 from jaxtrain.mesh import xla
 
@@ -27,3 +31,30 @@ def own_core(worker: str, workers: int) -> None:
 
 xla.prepare()
 own_core(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Address of a stand-in for S3 in this process, on loopback."""
+    server = pytest.importorskip("moto.server", reason="needs moto (jaxtrain[s3-test])")
+    pytest.importorskip("s3fs", reason="needs s3fs (jaxtrain[s3])")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of a new bucket of the stand-in, which the environment points at."""
+    import s3fs
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    bucket = uuid.uuid4().hex
+    s3fs.S3FileSystem().mkdir(bucket)
+    return f"s3://{bucket}"

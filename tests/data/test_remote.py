@@ -1,4 +1,4 @@
-"""Sources in object stores, by fsspec's store in memory: the same files, names and order as on a disk."""
+"""Sources in object stores, by fsspec: a store in memory and a stand-in for S3. Files, names and order as on a disk."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ fsspec = pytest.importorskip("fsspec", reason="needs fsspec (jaxtrain[remote])")
 TEXTS = {f"{'sub/' * (i % 2)}{i:02d}.txt": f"text {i} " * (i + 1) for i in range(20)}
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
+@pytest.fixture(params=["memory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The same texts in a store and in the folder `local`."""
-    store, root = fsspec.filesystem("memory"), f"/{uuid.uuid4().hex}"
+    where = request.getfixturevalue("s3") if request.param == "s3" else f"memory://{uuid.uuid4().hex}"
     for name, text in {**TEXTS, ".hidden/x.txt": "no"}.items():
-        store.pipe_file(f"{root}/{name}", text.encode())
+        put(f"{where}/{name}", text)
         (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "local" / name).write_text(text)
-    return f"memory:/{root}"
+    return where
+
+
+def put(url: str, text: str) -> None:
+    """Writes a file of a store."""
+    store, path = fsspec.core.url_to_fs(url)
+    store.pipe_file(path, text.encode())
 
 
 def names(path: str, cache: Path, **options: object) -> list[str]:
@@ -45,7 +51,7 @@ def test_the_same_order_wherever_it_lies(tmp_path: Path, url: str) -> None:
     assert names(f"{url}/sub/*.txt", tmp_path / "cache") == [n[4:] for n in sorted(TEXTS) if "/" in n]
     assert names(f"{url}/00.txt", tmp_path / "cache") == ["00.txt"]
     for name in ("x.bin", "x.idx"):
-        fsspec.filesystem("memory").pipe_file(f"{url.removeprefix('memory:/')}/pair/{name}", b"")
+        put(f"{url}/pair/{name}", "")
     assert names(f"{url}/pair/x.bin", tmp_path / "cache") == ["x.bin", "x.idx"]
     assert names(url, tmp_path / "cache", include=("sub/*",)) == [n for n in sorted(TEXTS) if "/" in n]
 
@@ -70,7 +76,7 @@ def test_copied_once_resumed_and_anew_where_it_changed(
     assert copied == sorted(TEXTS)  # each once, over both
     assert {f.name: Path(f.path).read_text() for f in files} == TEXTS
     assert not list(tmp_path.rglob("*.tmp"))
-    fsspec.filesystem("memory").pipe_file(f"{url.removeprefix('memory:/')}/00.txt", b"texts")
+    put(f"{url}/00.txt", "texts")
     assert Path(list_files(Source(path=url), tmp_path)[0].path).read_text() == "texts"
     assert copied == [*sorted(TEXTS), "00.txt"]
 
