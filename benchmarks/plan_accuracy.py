@@ -171,9 +171,10 @@ def resident(spec: Mapping[str, Any]) -> dict[str, Any]:
     config = configured(spec["case"], "llama_tiny.yaml", (*SMALL, *spec["more"]))
     run = Running(spec["case"], config, VOCAB["simulated"], f"simulate:{jax.device_count()}")
     run.once()  # threads, code and buffers of the runtime stay
-    ctypes.CDLL(None).malloc_trim(0)
     if not common.reset_peak_rss():
         return {"error": "this system cannot reset a process's peak"}
+    ctypes.CDLL(None).malloc_trim(0)
+    common.reset_peak_rss()
     before = common.peak_rss()
     run.once()
     planned = run.report.memory
