@@ -148,19 +148,17 @@ def simulated(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _simulated_row(run: Running, rates: dict[str, float]) -> dict[str, Any]:
     run.report = replace(run.report, measured=rates)
     plan, cores = predict.assess(run.config, run.report), len(os.sched_getaffinity(0))
-    halves = {}
-    for key, times, by in (
-        ("wall s", run.wall[1:], 1),
-        ("processor s", run.processor[1:], cores),
-    ):  # the first warms up
-        middle = len(times) // 2
-        halves[key] = [statistics.median(part) / by for part in (times[:middle], times[middle:])]
-    wall, processor = (statistics.median(times[1:]) for times in (run.wall, run.processor))
+    timed = {"wall s": run.wall[1:], "processor s": [time / cores for time in run.processor[1:]]}  # the first warms up
+    half = (len(run.wall) - 1) // 2
     return {
-        "case": run.case, "predicted s": plan.step_seconds, "wall s": wall, "processor s": processor / cores,
+        "case": run.case, "predicted s": plan.step_seconds,
+        **{key: statistics.median(times) for key, times in timed.items()},
         "computing s": plan.compute_seconds, "waiting s": plan.exposed_seconds, "bubble s": plan.bubble_seconds,
         "state MB": sum(run.report.state.values()) / 1e6, "live MB": run.held() / 1e6,
-        "temporaries MB": run.report.memory.temporaries / 1e6, "halves": halves,
+        "temporaries MB": run.report.memory.temporaries / 1e6,
+        "halves": {
+            key: [statistics.median(part) for part in (times[:half], times[half:])] for key, times in timed.items()
+        },
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from jaxtrain.config.machine import cores
 from jaxtrain.config.schema import Source
 from jaxtrain.data.cache import VERSION, TokenCache, finish, open_cache, read_marker, shard_file
 from jaxtrain.data.content import hash_files
@@ -154,7 +155,7 @@ def _build(job: Job, shards: list[Shard], encoder: Tokenizer, workers: int | Non
             progress(done, total)
 
     report(None)
-    count = min(workers or _cores(), len(todo))
+    count = min(workers or cores(), len(todo))
     if count <= 1 or sum(s.size for s in todo) <= SMALL * (16 if job.tokenizer == "bytes" else 1):
         for shard in todo:
             write_shard(job, shard, encoder)
@@ -162,11 +163,6 @@ def _build(job: Job, shards: list[Shard], encoder: Tokenizer, workers: int | Non
     else:
         _run_workers(job, todo, count, report)
     finish(folder, job.key, len(shards), encoder)
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _intact(folder: Path, index: int, key: str) -> bool:

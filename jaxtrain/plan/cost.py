@@ -71,14 +71,14 @@ class Operation:
     name: str
     op: str
     kind: str
-    scope: str
-    times: float
-    dtype: str
-    flops: float
-    inside: float
-    bytes: int
-    host: int
-    seconds: float
+    scope: str = ""
+    times: float = 1.0
+    dtype: str = ""
+    flops: float = 0.0
+    inside: float = 0.0
+    bytes: int = 0
+    host: int = 0
+    seconds: float = 0.0
     where: str = ""
     turns: tuple[str, ...] = ()
     unknown: bool = False

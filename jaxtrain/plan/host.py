@@ -8,7 +8,6 @@ all cores busy they are those of the clock. Each figure is the best of a few run
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.machine import cores
 
 RUNS = 8
 WIDTH = 512  # of a matrix, with which ELEMENTS / WIDTH rows are multiplied
@@ -46,7 +47,7 @@ def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
     out = {
         "flops": 2 * ELEMENTS * WIDTH / (timed(multiply, ELEMENTS, 2) - launch),
         "memory": 2 * 4 * ELEMENTS / (timed(_elementwise, ELEMENTS, 8) - launch),
-        "pages": BLOCK / min(_handed_out(BLOCK) for _ in range(RUNS)) * _cores() / count,
+        "pages": BLOCK / min(_handed_out(BLOCK) for _ in range(RUNS)) * cores() / count,
         "launch": launch,
     }
     if count > 1:
@@ -76,12 +77,7 @@ def _seconds(mesh: Mesh, operation: Callable[[jax.Array], jax.Array], size: int,
         start = time.process_time()
         program(x).block_until_ready()
         best = min(best, time.process_time() - start)
-    return best / _cores() / times
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return best / cores() / times
 
 
 def _handed_out(size: int) -> float:

@@ -167,9 +167,7 @@ def _with_pages(cost: Cost, report: Report) -> Cost:
     if not report.measured or report.memory.temporaries <= KEPT:
         return cost
     seconds = report.memory.temporaries / report.measured["pages"]
-    return replace(
-        cost, operations=[*cost.operations, Operation("pages", "pages", "pages", "", 1.0, "", 0.0, 0.0, 0, 0, seconds)]
-    )
+    return replace(cost, operations=[*cost.operations, Operation("pages", "pages", "pages", seconds=seconds)])
 
 
 def _traffic(
