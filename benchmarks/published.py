@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _MOSAIC = "mosaicml/llm-foundry scripts/train/benchmarking/README.md"
 _TITAN = "pytorch/torchtitan docs/performance.md"
 _TITAN_H100 = "pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md"
-_MAXTEXT = "AI-Hypercomputer/maxtext docs/reference/models/tiering.md"
+_MAXTEXT = "AI-Hypercomputer/maxtext docs/reference/models/tiering.md, benchmarks/maxtext_trillium_model_configs.py"
 _V5P = "AI-Hypercomputer/maxtext MaxText/configs/v5p (README.md, 32b.sh)"
 _V5E = "AI-Hypercomputer/maxtext MaxText/configs/v5e (README.md, 16b.sh)"
 _TOOLBOX = "NVIDIA/JAX-Toolbox rosetta/rosetta/projects/maxtext"
@@ -79,13 +79,17 @@ def _titan(name: str, model: Iterable[str], length: int, rows: int, remat: str, 
     return Run(name, "a100:8x8", rate, vocab, _keys(model, 64, length, rows, remat), _TITAN, apart=apart)
 
 
-_LLAMA3_8B, _LLAMA2_7B, _LLAMA3_70B = (
-    (f"configs/models/{name}.yaml",) for name in ("llama3_8b", "llama2_7b", "llama3_70b")
+_LLAMA3_8B, _LLAMA2_7B, _LLAMA3_70B, _LLAMA3_405B = (
+    (f"configs/models/{name}.yaml",) for name in ("llama3_8b", "llama2_7b", "llama3_70b", "llama3_405b")
 )
 _LLAMA2_13B = _shape(5120, 40, 40, 13824)
 _LLAMA2_70B = (*_shape(8192, 80, 64, 28672), "model.kv_heads=8")
 _DOTS = "[q,k,v,attention,gate,up,residual]"  # what MaxText's minimal_flash saves
-_OFFLOADED = "host transfers are not priced"
+_405B = (  # weights are gathered once a step there, for all microbatches: whole in every replica of a stage here
+    "configs/recipes/llama3_405b.yaml", "layout=pp", "mesh={pipeline: 8, data: 8, fsdp: 1, model: 8}", "zero=1",
+    "rules.sequence=model", "data.validation=0",
+)  # fmt: skip
+_APART_405B = "Float8 and asynchronous tensor parallelism there, bfloat16 here; their H100 has 500 W and 2.4 TB/s"
 
 GPUS = (
     Run(
@@ -95,6 +99,18 @@ GPUS = (
     Run(
         "Llama 3.1 8B, torchtitan", "h100:8", 6667, 128256, _keys(_LLAMA3_8B, 8, 8192, 2, "dots"), _TITAN_H100,
         apart="their H100 is another one: 500 W, HBM2e of 2.4 TB/s; selective remat there, `dots` here",
+    ),
+    Run(
+        "Llama 3.1 8B on 128, torchtitan", "h100:16x8", 6514, 128256, _keys(_LLAMA3_8B, 128, 8192, 2, "dots"),
+        _TITAN_H100, apart="as on 8",
+    ),
+    Run(
+        "Llama 3.1 405B, 1F1B, torchtitan", "h100:64x8", 100, 128256, (*_405B, "pipeline.schedule=1f1b"), _TITAN_H100,
+        apart=_APART_405B,
+    ),
+    Run(
+        "Llama 3.1 405B, interleaved, torchtitan", "h100:64x8", 128, 128256,
+        (*_405B, "pipeline.schedule=interleaved_1f1b"), _TITAN_H100, apart=_APART_405B,
     ),
     _mpt("h100", "1b", 2048, 8, 14, 1, 45455, False),
     _mpt("h100", "3b", 2048, 64, 6, 3, 22525, False),
@@ -119,12 +135,22 @@ TPUS = (
     ),
     Run(
         "Llama 3.1 8B, MaxText", "v6e:16x16", 7207, 128256,
-        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.offload=[q,k,v,residual]"), _MAXTEXT, "fitted", _OFFLOADED,
+        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.offload=[q,k,v,residual]"), _MAXTEXT, "fitted",
+        "a layer's input waits on the host too there",
     ),
     Run(
         "Llama 3.1 70B, MaxText", "v6e:16x16", 960, 128256,
         _keys(_LLAMA3_70B, 256, 8192, 2, "full", "step.offload=[q,k,v]"), _MAXTEXT,
-        apart=f"{_OFFLOADED}; 5 rows a device and a layer's input on the host there, 2 rows here",
+        apart="4 rows a device and a layer's input on the host there, 2 rows here",
+    ),
+    Run(
+        "Llama 2 70B, MaxText", "v6e:16x16", 900, 32000,
+        _keys(_LLAMA2_70B, 256, 4096, 2, "full", "step.offload=[q,k,v]"), _MAXTEXT,
+    ),
+    Run(
+        "Llama 3.1 405B, MaxText", "v6e:16x16", 123, 128256,
+        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.offload=[q,k,v,residual]"), "layout=fsdp_tp", "mesh.model=4"),
+        _MAXTEXT, apart="a layer's input waits on the host too there",
     ),
     Run(
         "16B, MaxText", "v5e:16x16", 120e12 / 100.6e9, 32000,

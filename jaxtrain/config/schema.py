@@ -264,6 +264,12 @@ class Step(Section):
     unroll: PositiveInt | Literal["all"] = key(1, "layers compiled as one turn of the loop; all: no loop")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
+    @property
+    def saves(self) -> str | tuple[str, ...]:
+        """`remat` with what is offloaded, which is not computed again either."""
+        listed = self.remat if isinstance(self.remat, tuple) else ()
+        return (*listed, *self.offload) if self.offload else self.remat
+
 
 class Checkpoint(Section):
     """Asynchronous sharded checkpoints."""

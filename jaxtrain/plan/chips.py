@@ -99,8 +99,8 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Outside:
-    """The network between nodes (GPU) or slices (TPU): bytes/s of a device, one way, and seconds of a step."""
+class Link:
+    """A device's way out of its node or slice, or to its host: bytes/s one way, and seconds of a step."""
 
     name: str
     bandwidth: Figure
@@ -119,6 +119,7 @@ class Chip:
         bandwidth: of the memory, bytes/s.
         inside: the network of a node or slice; None where nothing is known of it.
         outside: the network between these.
+        host: the way to the memory of its host.
         devices: JAX devices of a chip.
         compiler: of a GPU, what XLA asks for besides: fields of GpuTargetConfig.
     """
@@ -129,7 +130,8 @@ class Chip:
     usable: Figure
     bandwidth: Figure
     inside: Torus | Switch | Shared | None = None
-    outside: Outside | None = None
+    outside: Link | None = None
+    host: Link | None = None
     devices: int = 1
     compiler: Mapping[str, Any] = field(default_factory=dict)
 
@@ -157,6 +159,7 @@ _H100 = "NVIDIA H100 Tensor Core GPU Architecture white paper (SXM5)"
 _H200 = "NVIDIA H200 Tensor Core GPU datasheet (SXM)"
 _B200 = "NVIDIA Blackwell datasheet, HGX B200 / 8, without sparsity"
 _GB200 = "NVIDIA GB200 NVL72 datasheet / 72, without sparsity"
+_A_COPY = Figure(10e-6, "a copy's start", assumed=True)
 _SPEC = "device properties in XLA's target_config/specs"
 _NCCL = "NCCL src/graph/tuning.cc, ring, protocol LL"
 _CLOUD = "Cloud TPU documentation"
@@ -168,6 +171,11 @@ def _peaks(source: str, **tera: float) -> dict[str, Figure]:
     return {name: Figure(value * 1e12, source) for name, value in tera.items()}
 
 
+def _pcie(bandwidth: float, source: str, *, assumed: bool = False) -> Link:
+    """The bus to a device's host, bytes/s one way."""
+    return Link("PCIe", Figure(bandwidth, source, assumed), _A_COPY)
+
+
 def _disputed(**tera: float) -> dict[str, Figure]:
     """The lower of what different publications say."""
     source = "the lower of what publications on Blackwell say, which differ"
@@ -176,7 +184,7 @@ def _disputed(**tera: float) -> dict[str, Figure]:
 
 def _nvidia(
     kinds: str, peak: dict[str, Figure], spec: str, memory: int, bandwidth: float, nvlink: Figure, network: Figure,
-    node: int = 8, **compiler: Any,
+    host: Link, node: int = 8, **compiler: Any,
 ) -> Chip:  # fmt: skip
     """A GPU; `nvlink` and `network` in bytes/s of a GPU, one way."""
     return Chip(
@@ -184,7 +192,8 @@ def _nvidia(
         Figure(0.93 * memory, "all but 7% for CUDA, cuDNN, NCCL and fragmentation", assumed=True),
         Figure(bandwidth, f"{_SPEC}/{spec}"),
         Switch(node, nvlink, Figure(0.6e-6, f"{_NCCL}, NVLink"), Figure(6.6e-6, f"{_NCCL}, base"), node > 8),
-        Outside("InfiniBand", network, Figure(2.7e-6, f"{_NCCL}, network")),
+        Link("InfiniBand", network, Figure(2.7e-6, f"{_NCCL}, network")),
+        host,
         compiler=_HOPPER | compiler,
     )  # fmt: skip
 
@@ -201,6 +210,7 @@ GPUS: dict[str, Chip] = {
         "a100_sxm_80", 85100068864, 2.03904e12,
         Figure(300e9, f"{_A100}: NVLink 600 GB/s both ways"),
         Figure(25e9, "NVIDIA DGX A100 datasheet: 8 x 200 Gb/s InfiniBand for 8 GPUs"),
+        host=_pcie(32e9, f"{_A100}: PCIe Gen4, 64 GB/s both ways"),
         name="NVIDIA A100-SXM4-80GB", shared_memory_per_core=167936, shared_memory_per_block_optin=166912,
         core_count=108, fpus_per_core=64, l2_cache_size=41943040, clock_rate_ghz=1.41, major=8,
     ),
@@ -208,12 +218,14 @@ GPUS: dict[str, Chip] = {
         r"\bh[18]00\b(?! pcie| nvl)", _peaks(_H100, **_HOPPER_PEAK), "h100_sxm", 84942979072, 3.35232e12,
         Figure(450e9, f"{_H100}: NVLink 900 GB/s both ways"),
         Figure(50e9, "NVIDIA DGX H100 datasheet: 8 x 400 Gb/s InfiniBand for 8 GPUs"),
+        host=_pcie(64e9, f"{_H100}: PCIe Gen5, 128 GB/s both ways"),
         name="NVIDIA H100 80GB HBM3",
     ),
     "h200": _nvidia(
         r"\bh200\b(?! nvl)", _peaks(_H200, **_HOPPER_PEAK), "h200", 151397597184, 4.8e12,
         Figure(450e9, f"{_H200}: NVLink 900 GB/s both ways"),
         Figure(50e9, "NVIDIA DGX H200 datasheet: 8 x 400 Gb/s InfiniBand for 8 GPUs"),
+        host=_pcie(64e9, f"{_H200}: PCIe Gen5, 128 GB/s both ways"),
         name="NVIDIA H200",
     ),
     "b200": _nvidia(
@@ -221,6 +233,7 @@ GPUS: dict[str, Chip] = {
         "b200", 191514411008, 7.67232e12,
         Figure(900e9, f"{_B200}: NVLink 1.8 TB/s both ways"),
         Figure(50e9, "NVIDIA DGX B200 datasheet: 8 x 400 Gb/s InfiniBand for 8 GPUs"),
+        host=_pcie(64e9, "PCIe Gen5 x16, 128 GB/s both ways", assumed=True),
         name="NVIDIA B200", core_count=148, l2_cache_size=132644864, clock_rate_ghz=1.965, major=10,
     ),
     "gb200": _nvidia(
@@ -228,6 +241,9 @@ GPUS: dict[str, Chip] = {
         "gb200", 197897748480, 7.928064e12,
         Figure(900e9, f"{_GB200}: NVLink 1.8 TB/s both ways"),
         Figure(50e9, "NVIDIA DGX GB200 datasheet: 72 x 400 Gb/s InfiniBand for 72 GPUs"),
+        host=Link(
+            "NVLink-C2C", Figure(225e9, f"{_GB200}: 900 GB/s both ways, of a Grace and its two GPUs", True), _A_COPY
+        ),
         node=72, name="NVIDIA GB200", core_count=152, l2_cache_size=135528448, clock_rate_ghz=2.062, major=10,
     ),
 }  # fmt: skip
@@ -241,8 +257,8 @@ def _float32(bf16: float) -> Figure:
 
 
 def _google(
-    version: str, kinds: str, *, network: Torus, dcn: Figure, memory: float, usable: float, bandwidth: float,
-    devices: int = 1, **tera: float,
+    version: str, kinds: str, *, network: Torus, dcn: Figure, host: Link, memory: float, usable: float,
+    bandwidth: float, devices: int = 1, **tera: float,
 ) -> Chip:  # fmt: skip
     """A TPU. Figures are those of a chip, memory and usable (of a device) in GiB, and TFLOP/s and GB/s."""
     source = f"{_CLOUD}, TPU {version}"
@@ -254,7 +270,8 @@ def _google(
         Figure(usable * GIB, _LIBTPU),
         Figure(bandwidth * 1e9 / devices, source),
         network,
-        Outside("DCN", dcn.shared(devices) if devices > 1 else dcn, Figure(10e-6, "half a round trip", assumed=True)),
+        Link("DCN", dcn.shared(devices) if devices > 1 else dcn, Figure(10e-6, "half a round trip", assumed=True)),
+        host,
         devices,
     )
 
@@ -269,26 +286,31 @@ TPUS: dict[str, Chip] = {
         "v4", r"tpu v4$", bf16=275, int8=275, memory=32, usable=30.75, bandwidth=1200,
         network=_torus(3, 50e9, "TPU v4 (arXiv 2304.01433): six ICI links of 50 GB/s", 4096),
         dcn=Figure(6.25e9, "200 Gb/s of a host with 4 chips", assumed=True),
+        host=_pcie(16e9, f"{_BOOK}: 16 GB/s each way"),
     ),
     "v5e": _google(
         "v5e", r"tpu v5 lite|tpu v5e", bf16=197, int8=393, memory=16, usable=15.75, bandwidth=819,
         network=_torus(2, 50e9, f"{_CLOUD}, TPU v5e: 400 GB/s both ways over 4 ports", 256),
         dcn=Figure(3.125e9, f"{_CLOUD}, TPU v5e: 6.4 Tb/s of a pod of 256"),
+        host=_pcie(15e9, f"{_BOOK}: typically 15 GB/s of a chip"),
     ),
     "v5p": _google(
         "v5p", r"tpu v5p?$", bf16=459, fp8=459, memory=95, usable=95.74, bandwidth=2765,
         network=_torus(3, 100e9, f"{_CLOUD}, TPU v5p: 1200 GB/s both ways over 6 links", 6144),
         dcn=Figure(6.25e9, f"{_CLOUD}, TPU v5p: 50 Gb/s"),
+        host=_pcie(15e9, f"{_BOOK}: typically 15 GB/s of a chip"),
     ),
     "v6e": _google(
         "v6e", r"tpu v6 lite|tpu v6e", bf16=918, fp8=918, int8=1836, memory=32, usable=31.25, bandwidth=1638,
         network=_torus(2, 100e9, f"{_CLOUD}, TPU v6e: 800 GB/s both ways over 4 ports", 256),
         dcn=Figure(12.5e9, f"{_CLOUD}, TPU v6e: 100 Gb/s"),
+        host=_pcie(32e9, f"{_BOOK}: 32 GB/s"),
     ),
     "tpu7x": _google(
         "TPU7x", r"tpu ?v?7x?", bf16=2307, fp8=4614, memory=192, usable=94.75, bandwidth=7380,
         network=_torus(3, 100e9, f"{_CLOUD}, TPU7x: 1200 GB/s both ways over 6 links", 9216),
         dcn=Figure(12.5e9, f"{_CLOUD}, TPU7x: 100 Gb/s"), devices=2,
+        host=_pcie(16e9, "half of a TPU v6e chip's 32 GB/s", assumed=True),
     ),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxtrain.plan import groups, hlo
+from jaxtrain.plan.sites import Site, sites
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def report(text: str, sizes: Mapping[str, int], across: Mapping[str, int] | None
 class Located:
     """One collective of a program: where it stands, which devices it joins, and all its runs."""
 
-    site: hlo.Site
+    site: Site
     joined: groups.Groups
     collective: Collective
 
@@ -81,14 +82,14 @@ class Located:
 def located(module: hlo.Module, sizes: Mapping[str, int], across: Mapping[str, int] | None = None) -> list[Located]:
     """Every collective of a program, once for each way to it; those of a device with itself are left out."""
     out = []
-    for site in hlo.sites(module):
+    for site in sites(module):
         joined = _joined(site, sizes, across or {})
         if (one := _collective(module, site, joined, sizes)) is not None:
             out.append(Located(site, joined, one))
     return out
 
 
-def _joined(site: hlo.Site, sizes: Mapping[str, int], across: Mapping[str, int]) -> groups.Groups:
+def _joined(site: Site, sizes: Mapping[str, int], across: Mapping[str, int]) -> groups.Groups:
     attributes = site.instruction.attributes
     if site.instruction.op == "send":
         joined = groups.spanning(sizes, across)
@@ -99,9 +100,7 @@ def _joined(site: hlo.Site, sizes: Mapping[str, int], across: Mapping[str, int])
     return groups.replica_groups(groups.groups_text(attributes), prod(sizes.values()))
 
 
-def _collective(
-    module: hlo.Module, site: hlo.Site, joined: groups.Groups, sizes: Mapping[str, int]
-) -> Collective | None:
+def _collective(module: hlo.Module, site: Site, joined: groups.Groups, sizes: Mapping[str, int]) -> Collective | None:
     """The runs of one collective in a step; None where it stays within a device."""
     instruction, computation = site.instruction, module.computations[site.computation]
     is_permute = site.op == "collective-permute"
@@ -118,14 +117,14 @@ def _collective(
     )  # fmt: skip
 
 
-def _moved(site: hlo.Site, computation: hlo.Computation) -> hlo.Shape:
+def _moved(site: Site, computation: hlo.Computation) -> hlo.Shape:
     """Shape of the result; of a ragged all-to-all the operand where that is smaller, with less room for what moves."""
     result = site.instruction.result
     source = computation.get(site.instruction.operands[0]) if site.op == "ragged-all-to-all" else None
     return result if source is None else min(source.shape, result, key=lambda shape: shape.bytes)
 
 
-def _full(site: hlo.Site, moved: hlo.Shape, members: int) -> int:
+def _full(site: Site, moved: hlo.Shape, members: int) -> int:
     """Bytes of the whole tensor of a group: a reduce-scatter's result is one of its shards.
 
     So is what a `send` gives to a gather.
@@ -161,7 +160,7 @@ def divergent_permutes(text: str) -> list[str]:
     return [
         f"{site.instruction.name} in computation {site.computation}"
         + (f" ({site.instruction.scope})" if site.instruction.scope else "")
-        for site in hlo.sites(module)
+        for site in sites(module)
         if (site.conditional or site.unknown) and site.op == "collective-permute"
     ]
 

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 
 from jaxtrain.plan import hlo, matmuls, traffic
 from jaxtrain.plan.hlo import Computation, Instruction, Module
+from jaxtrain.plan.sites import trip_count
 
 Weights = Sequence[float]
 # (conditional or loop of one turn or none, seconds of its branches)
 Choose = Callable[[Instruction, Sequence[float]], "Weights | None"]
-KINDS = ("matmul", "attention", "elementwise", "copy", "collective", "kernel", "pages")
+MOVES = ("collective", traffic.TO_HOST, traffic.FROM_HOST)
+KINDS = ("matmul", "attention", "elementwise", "copy", "kernel", "pages", *MOVES)
 
 
 class Rates(Protocol):
@@ -55,7 +57,7 @@ class Operation:
 
     Args:
         kind: one of KINDS; `copy` is a move that runs beside others, `kernel` one whose FLOPs nothing tells, `pages`
-            the system's work of handing out memory.
+            the system's work of handing out memory; those of MOVES take no computing time.
         scope: JAX's name scopes, of itself or else of what is around it.
         times: product of trip counts and of the shares of branches.
         dtype: of what it multiplies, empty where it multiplies nothing.
@@ -138,14 +140,9 @@ class Cost:
         return sum(one.times * one.bytes for one in self.operations)
 
     @property
-    def host_bytes(self) -> float:
-        """Between device and host."""
-        return sum(one.times * one.host for one in self.operations)
-
-    @property
     def seconds(self) -> float:
         """Of computing, collectives apart. A copy runs beside operations that leave memory bandwidth unused."""
-        busy = [one for one in self.operations if one.kind not in ("copy", "collective")]
+        busy = [one for one in self.operations if one.kind not in ("copy", *MOVES)]
         computing = sum(one.total for one in busy)
         idle = computing - sum(one.times * one.bytes for one in busy) / self.memory
         copies = sum(one.total for one in self.operations if one.kind == "copy")
@@ -155,7 +152,7 @@ class Cost:
         """Seconds (or `flops`, `bytes`, of all runs) by attributes such as `phase`, `part`, `kind`, `dtype`."""
         out: dict[Any, float] = {}
         for one in self.operations:
-            if one.kind == "collective":
+            if one.kind in MOVES:
                 continue
             key = tuple(getattr(one, name) for name in keys)
             key = key[0] if len(key) == 1 else key
@@ -228,7 +225,7 @@ class _Walk:
                 replace(_around(one, loop.scope), times=one.times * share, turns=(loop.turn, *one.turns))
                 for one in inside
             ]
-        trips = hlo.trip_count(self.module, computation, loop)
+        trips = trip_count(self.module, computation, loop)
         return [
             replace(
                 _around(one, loop.scope), times=one.times * (1 if trips is None else trips),
@@ -252,14 +249,15 @@ class _Walk:
         return weights or [float(at == seconds.index(max(seconds))) for at in range(len(branches))]
 
     def _operation(self, instruction: Instruction, computation: Computation) -> Operation | None:
-        moved, host = traffic.moved(self.module, instruction, computation), traffic.to_host(instruction)
+        moved = traffic.moved(self.module, instruction, computation)
+        direction, host = traffic.with_host(self.module, instruction, computation)
         found = self._work(instruction, computation)
         if not (moved or host or found):
             return None
         dtype = max(found, key=lambda one: one[0].flops)[0].dtype if found else ""
         flops, inside = (sum(getattr(one, key) for one, _ in found) for key in ("flops", "inside"))
         scope = instruction.scope or next((scope for _, scope in found if scope), "")
-        kind = self._kind(instruction, [one for one, _ in found], scope)
+        kind = direction if direction and not found else self._kind(instruction, [one for one, _ in found], scope)
         computing = sum((one.flops + one.inside) / self.rates.compute(kind, one.dtype) for one, _ in found)
         return Operation(
             instruction.name, instruction.op, kind, scope, 1.0, dtype, flops, inside, moved, host,
@@ -267,12 +265,12 @@ class _Walk:
         )  # fmt: skip
 
     def _kind(self, instruction: Instruction, found: list[matmuls.Work], scope: str) -> str:
-        if instruction.collective or self._is_collective(instruction):
-            return "collective"
         if any(one.attention for one in found) or (found and "attention_" in scope):
             return "attention"
-        if found:
+        if found:  # a TPU multiplies in a fusion that a collective is carried through
             return "matmul"
+        if instruction.collective or self._is_collective(instruction):
+            return "collective"
         if instruction.op.endswith("-start"):
             return "copy"
         return "kernel" if matmuls.is_unknown(instruction) else "elementwise"

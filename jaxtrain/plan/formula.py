@@ -23,7 +23,7 @@ from jaxtrain.pipeline.schedule import SCHEDULES
 from jaxtrain.pipeline.table import Action, Table
 from jaxtrain.plan import calibration, targets
 from jaxtrain.plan.calibration import Calibration
-from jaxtrain.plan.chips import Chip, Figure, Outside, Switch
+from jaxtrain.plan.chips import Chip, Figure, Link, Switch
 from jaxtrain.plan.space import Choice, Space
 from jaxtrain.plan.weights import COMPUTE, Weights, weigh
 from jaxtrain.plan.wires import Links, Row, Shape, rows
@@ -45,14 +45,17 @@ HELD, ARRIVED, SPLIT, MADE = 2, 2, 1.9, 5
 MOVED = 1.2  # of attention's time, where Ulysses hands it heads
 INSIDE = 0.5  # of attention's forward pass, that its backward kernel computes again
 OPERATIONS = 60  # launched for a layer and microbatch
-# Of a CUDA program's collectives, how much runs beside computing, and of the computing at most.
+# Of a program's collectives, how much runs beside computing, and of the computing at most. TPU: as in steps of
+# v5e:16x16, v5p:4x4x4 and v6e:8x8 (fsdp, fsdp_tp); what these have none of is taken to be as on CUDA.
 HIDDEN = {
-    "weights": 0.7, "gradients": 0.45, "once": 0.2, "tensor": 0.12, "context": 0.45, "rows": 0.5, "pipeline": 0.3,
+    "cuda": {
+        "weights": 0.7, "gradients": 0.45, "once": 0.2, "tensor": 0.12, "context": 0.45, "rows": 0.5, "pipeline": 0.3,
+    },
+    "tpu": {"weights": 0.5, "tensor": 0.35, "context": 0.45, "pipeline": 0.3},
 }  # fmt: skip
 BESIDE = 0.5
 # Of a GPU's memory: XLA plans with 80% of it, and a step that comes near computes matrices again to stay below.
 TIGHT, TIGHT_AGAIN = 0.78, 0.25
-HOST = 25e9  # bytes/s between device and host
 LANES, SMALLEST = 128, 512  # chunks of the vocabulary: `kernels.cross_entropy`
 
 # A CPU's simulated devices share one memory: only the order of choices means anything.
@@ -61,7 +64,7 @@ _CPU = Chip(
     "cpu", {"bf16": Figure(5e10, _ASSUMED), "fp32": Figure(5e10, _ASSUMED)}, Figure(0, _ASSUMED), Figure(0, _ASSUMED),
     Figure(5e9, _ASSUMED),
     Switch(4096, Figure(2e9, _ASSUMED), Figure(1e-5, _ASSUMED), Figure(2e-5, _ASSUMED), True, "memory"),
-    Outside("network", Figure(1e9, _ASSUMED), Figure(1e-4, _ASSUMED)),
+    Link("network", Figure(1e9, _ASSUMED), Figure(1e-4, _ASSUMED)),
 )  # fmt: skip
 
 
@@ -376,14 +379,9 @@ class Formula:
 
     def _sent(self, choice: Choice, found: list[Row], computing: float) -> list[Sent]:
         priced = [(row, *self.links.seconds(choice, row)) for row in found]
-        overlap = self.shares.overlap
-        if overlap is None:
-            hides = [seconds * HIDDEN.get(row.what, 0.0) for row, seconds, _ in priced]
-            most = BESIDE * computing
-        else:  # TPU: whatever is in loops, up to a share of their computing
-            hides = [0.0 if row.what == "once" else seconds for row, seconds, _ in priced]
-            most = overlap * computing
-        scale = min(1.0, most / sum(hides)) if sum(hides) else 0.0
+        shares = HIDDEN["tpu" if self.target.platform == "tpu" else "cuda"]
+        hides = [seconds * shares.get(row.what, 0.0) for row, seconds, _ in priced]
+        scale = min(1.0, BESIDE * computing / sum(hides)) if sum(hides) else 0.0
         return [
             Sent(row.what, row.op, "+".join(row.axes), network, row.bytes, seconds, hidden * scale)
             for (row, seconds, network), hidden in zip(priced, hides)
@@ -391,8 +389,8 @@ class Formula:
 
     def _host(self, choice: Choice, shape: Shape, parts: Mapping[str, float]) -> float:
         """Seconds of offloading that computing does not cover."""
-        if not choice.offload:
+        if not choice.offload or self.chip.host is None:
             return 0.0
         kept = shape.queries * shape.tokens / choice.size("model") * self.width
-        moving = 2 * choice.accumulate * shape.layers * kept / HOST
+        moving = 2 * choice.accumulate * shape.layers * kept / (float(self.chip.host.bandwidth) * self.shares.host)
         return max(0.0, moving - BESIDE * sum(parts.values()))

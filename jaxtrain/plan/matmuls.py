@@ -55,13 +55,7 @@ def is_unknown(instruction: Instruction) -> bool:
     """A kernel that may multiply matrices and whose FLOPs nothing tells."""
     if instruction.op != "custom-call" or work(instruction, {}) is not None:
         return False
-    return not any(name in target(instruction) for name in (*SILENT, "cub", "cusolver", "fmha", "gemm", "matmul"))
-
-
-def target(instruction: Instruction) -> str:
-    """Name of the library call or kernel."""
-    found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    return found[1] if found else ""
+    return not any(name in instruction.target for name in (*SILENT, "cub", "cusolver", "fmha", "gemm", "matmul"))
 
 
 def _dtype(instruction: Instruction, operands: Iterable[Shape]) -> str:
@@ -126,7 +120,7 @@ def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
 
 
 def _custom(instruction: Instruction, operands: list[Shape], visible: float) -> Work | None:
-    name = target(instruction)
+    name = instruction.target
     if name.startswith(_FMHA):
         return _cudnn(instruction, operands)
     if found := _SPLASH.search(f"{instruction.name} {instruction.scope}"):
@@ -156,7 +150,7 @@ def _cudnn(instruction: Instruction, operands: list[Shape]) -> Work | None:
     *rows, keys = (int(size) for size in re.findall(r"\d+", found[1]))
     out = instruction.shape.leaves[0]
     product = 2.0 * prod(rows) * _seen(keys, instruction.attributes) * out.dims[-1]
-    is_backward = "Backward" in target(instruction)
+    is_backward = "Backward" in instruction.target
     return Work(out.dtype, product * (4 if is_backward else 2), product * is_backward, attention=True)
 
 

@@ -9,7 +9,6 @@ from math import ceil, prod
 from typing import Any
 
 from jaxtrain.plan.hlo import Instruction, Module
-from jaxtrain.plan.matmuls import target
 
 
 def state_bytes(state: Mapping[str, Any]) -> dict[str, int]:
@@ -83,6 +82,7 @@ class Memory:
         temporaries: activations, gathered weights, buffers; the most that lives at once, fragmentation included.
         peak: the most in use at any time, in the compiler's words (CPU leaves temporaries out, and what is kept on the
             host counts too); `total` where it does not say.
+        host: bytes of the host's memory that the step keeps values in.
     """
 
     arguments: int
@@ -90,6 +90,7 @@ class Memory:
     aliased: int
     temporaries: int
     peak: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -103,7 +104,8 @@ def compiled_memory(compiled: Any) -> Memory:
     fields = ("argument", "output", "alias", "temp")
     arguments, outputs, aliased, temporaries = (int(getattr(stats, f"{name}_size_in_bytes")) for name in fields)
     total = arguments + outputs - aliased + temporaries
-    return Memory(arguments, outputs, aliased, temporaries, int(getattr(stats, "peak_memory_in_bytes", 0)) or total)
+    peak, host = (int(getattr(stats, f"{name}_in_bytes", 0)) for name in ("peak_memory", "host_temp_size"))
+    return Memory(arguments, outputs, aliased, temporaries, peak or total, host)
 
 
 def workspace(module: Module) -> int:
@@ -116,7 +118,7 @@ def workspace(module: Module) -> int:
 
 
 def _workspace(instruction: Instruction) -> int:
-    is_backward = instruction.op == "custom-call" and re.fullmatch(r"__cudnn\$fmha\w+Backward", target(instruction))
+    is_backward = instruction.op == "custom-call" and re.fullmatch(r"__cudnn\$fmha\w+Backward", instruction.target)
     if not is_backward or instruction.shape.leaves[-1].bytes:  # of a GPU that is here it is the last result
         return 0
     slots = re.search(r'"max_seg_per_batch":\s*"?(\d+)', instruction.attributes)

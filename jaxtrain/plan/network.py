@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from jaxtrain.plan.calibration import Calibration
-from jaxtrain.plan.chips import Chip, Outside, Shared, Switch, Torus
+from jaxtrain.plan.chips import Chip, Link, Shared, Switch, Torus
 from jaxtrain.plan.targets import Target
 
 SAMPLED = 4  # groups of a collective that are priced; the slowest counts
@@ -90,6 +90,13 @@ class Fabric:
         priced = [self._group(op, group, full) for group in groups[::step] if len(group) == size]
         return max(priced, key=lambda one: one.seconds or 0.0)
 
+    def to_host(self, size: float) -> Price:
+        """One copy of so many bytes between a device and its host."""
+        way = None if self.chip is None else self.chip.host
+        if way is None:
+            return Price(None, "host")
+        return Price(float(way.latency) + size / (float(way.bandwidth) * self.shares.host), way.name)
+
     def _group(self, op: str, group: Sequence[int], full: float) -> Price:
         members = [self.places[device] for device in group]
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
@@ -102,7 +109,7 @@ class Fabric:
             return self._switched(op, len(members), domains, full, inside, outside)
         return self._torus(op, members, domains, full, inside, outside)
 
-    def _switched(self, op: str, n: int, domains: int, full: float, inside: Switch, outside: Outside) -> Price:
+    def _switched(self, op: str, n: int, domains: int, full: float, inside: Switch, outside: Link) -> Price:
         nvlink, card = self._inner(inside.bandwidth), self._outer(outside)
         passes, own = (2 if op == "all-reduce" else 1), n // domains
         steps = (n - domains) * float(inside.latency) + (domains - 1) * float(outside.latency)
@@ -116,7 +123,7 @@ class Fabric:
         return Price(delay + passes * max(ways), outside.name if own == 1 else f"{inside.name}+{outside.name}")
 
     def _torus(
-        self, op: str, members: Sequence[Place], domains: int, full: float, inside: Torus, outside: Outside
+        self, op: str, members: Sequence[Place], domains: int, full: float, inside: Torus, outside: Link
     ) -> Price:
         passes = 2 if op == "all-reduce" else 1
         here = [place for place in members if place.domain == members[0].domain]
@@ -177,7 +184,7 @@ class Fabric:
     def _inner(self, bandwidth: Any) -> float:
         return float(bandwidth) * self.shares.inside
 
-    def _outer(self, outside: Outside) -> float:
+    def _outer(self, outside: Link) -> float:
         return float(outside.bandwidth) * self.shares.outside
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -130,7 +130,7 @@ def assess(config: Config, report: Report) -> Plan:
     flops = _flops(config, report)
     plan = Plan(
         report.target, report.device_kind, len(report.places), report.layout, report.sizes,
-        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, cost, memory.workspace(module)),
+        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, memory.workspace(module)),
         buffers=tuple(buffers(module)), tensors=tuple(report.tensors[:LARGEST]), traffic=tuple(rows),
         flops_model=flops[0], flops_hardware=flops[1], flops_compiled=cost.flops(),
         compute_seconds=computing, exposed_seconds=exposed, bubble_seconds=waiting if chip else 0.0,
@@ -173,34 +173,58 @@ def _with_pages(cost: Cost, report: Report) -> Cost:
 def _traffic(
     config: Config, module: Module, report: Report, hardware: Hardware, cost: Cost, schedule: Table | None
 ) -> list[Traffic]:
-    """Every collective, priced and added up by axes, operation and network."""
-    found = communication.located(module, report.sizes, config.mesh.dcn)
+    """Every collective and every copy to and from the host, priced and added up by axes, operation and network."""
     fabric = network.Fabric(hardware.chip, hardware.shares, hardware.torus, report.places)
-    shares = bubble.shares(schedule) if schedule else {}
-    prices: dict[timeline.Key, network.Price] = {}
-    for one in found:
-        runs = max(1, one.collective.count)
-        prices.setdefault(_key(one), fabric.price(one.collective.op, one.joined, one.collective.bytes / runs))
-    moving = {key: price.seconds or 0.0 for key, price in prices.items()}
-    waits = timeline.waits(module, cost, moving, hardware.shares.overlap)
+    moved = [*_collectives(config, module, report, fabric, schedule), *_host_copies(cost, fabric)]
+    moving = {one.key: timeline.Move(one.price.seconds or 0.0, one.wires) for one in moved}
+    waits = timeline.waits(module, cost, moving)
     rows: dict[tuple[str, str, str], Traffic] = {}
-    for one in found:
-        price, row = prices[_key(one)], one.collective
-        runs = row.count * prod(shares.get(turn, 1.0) for turn in one.site.turns)
-        known = price.seconds is not None
-        seconds = runs * price.seconds if price.seconds is not None else None
-        hidden = runs * max(0.0, moving[_key(one)] - waits.get(_key(one), moving[_key(one)])) if known else None
-        size = round(row.bytes * runs / max(1, row.count))
-        key = row.where, row.op, price.network
-        old = rows.get(key, Traffic(*key, 0, 0, 0.0 if known else None, 0.0 if known else None))
+    for one in moved:
+        key = one.axes, one.op, one.price.network
+        seconds = hidden = None
+        if one.price.seconds is not None:
+            seconds = one.runs * one.price.seconds
+            hidden = one.runs * max(0.0, one.price.seconds - waits.get(one.key, one.price.seconds))
+        old = rows.get(key, Traffic(*key, 0, 0, 0.0, 0.0))
         rows[key] = Traffic(
-            *key, old.count + round(runs), old.bytes + size, _sum(old.seconds, seconds), _sum(old.hidden, hidden)
-        )
+            *key, old.count + round(one.runs), old.bytes + round(one.runs * one.bytes),
+            _sum(old.seconds, seconds), _sum(old.hidden, hidden),
+        )  # fmt: skip
     return sorted(rows.values(), key=lambda row: (-(row.seconds or 0.0), -row.bytes))
 
 
-def _key(one: communication.Located) -> timeline.Key:
-    return one.site.computation, one.site.instruction.name
+@dataclass(frozen=True)
+class Moved:
+    """Something that moves, `runs` times a step; `bytes` and `price` are of one run."""
+
+    key: timeline.Key
+    axes: str
+    op: str
+    runs: float
+    bytes: float
+    price: network.Price
+    wires: str
+
+
+def _collectives(
+    config: Config, module: Module, report: Report, fabric: network.Fabric, schedule: Table | None
+) -> Iterator[Moved]:
+    shares = bubble.shares(schedule) if schedule else {}
+    prices: dict[timeline.Key, network.Price] = {}
+    for one in communication.located(module, report.sizes, config.mesh.dcn):
+        key, row = (one.site.computation, one.site.instruction.name), one.collective
+        size = row.bytes / max(1, row.count)
+        if key not in prices:
+            prices[key] = fabric.price(row.op, one.joined, size)
+        runs = row.count * prod(shares.get(turn, 1.0) for turn in one.site.turns)
+        yield Moved(key, row.where, row.op, runs, size, prices[key], "network")
+
+
+def _host_copies(cost: Cost, fabric: network.Fabric) -> Iterator[Moved]:
+    for one in cost.operations:
+        if one.host:
+            price = fabric.to_host(one.host)
+            yield Moved((one.where, one.name), "host", one.kind, one.times, one.host, price, one.kind)
 
 
 def _sum(a: float | None, b: float | None) -> float | None:
@@ -216,11 +240,11 @@ def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
     vocab = report.vocab
     if vocab is None:
         return None, None
-    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.remat, report.head_again)
+    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.saves, report.head_again)
     return found.model * tokens, None if found.hardware is None else found.hardware * tokens
 
 
-def _memory(report: Report, chip: Chip | None, cost: Cost, workspace: int) -> dict[str, Any]:
+def _memory(report: Report, chip: Chip | None, workspace: int) -> dict[str, Any]:
     """`fits`, `reason`, `needs`, `usable` and `memory` of a plan. `workspace` comes to what the compiler says."""
     planned, held, state = report.memory, report.held, report.state
     # libtpu's temporaries count holes between buffers that its peak does not; where it compiles, it fits.
@@ -237,7 +261,7 @@ def _memory(report: Report, chip: Chip | None, cost: Cost, workspace: int) -> di
         "gathered": gathered,
         "activations": temporaries - gradients - gathered,
         "workspace": workspace,
-        "host": round(cost.host_bytes / 2),  # there and back
+        "host": planned.host,
     }
     needs = compiled + workspace
     usable = int(chip.usable.value) if chip and chip.usable.value else None
@@ -275,17 +299,10 @@ def _run(module: Module, name: str, seen: set[str]) -> set[str]:
 
 def _notes(report: Report, hardware: Hardware, cost: Cost, schedule: Table | None) -> list[str]:
     out = []
-    if hardware.shares.overlap is not None:
-        out.append(
-            f"collectives of a loop's body are taken to run beside {hardware.shares.overlap:.0%} of its computing: "
-            "a TPU program does not show what runs beside what"
-        )
     if unknown := cost.unknown:
         out.append(f"kernels whose FLOPs nothing tells are priced by their memory traffic: {', '.join(unknown[:4])}")
     if any(one.unknown for one in cost.operations):
         out.append("a loop of unknown length counts once")
-    if cost.host_bytes:
-        out.append(f"{cost.host_bytes / 1e9:.3g} GB a step between device and host are not priced")
     if schedule and not report.measured:
         out.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
     if hardware.chip is None:

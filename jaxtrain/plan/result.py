@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same mesh axes, in one step of a device.
+    """Collectives of one kind over the same mesh axes, or copies to or from the host, in one step of a device.
 
     Args:
         axes: mesh axes joined by `+`.
-        network: that carries them, e.g. `NVLink`, `ICI`, `NVLink+InfiniBand`.
+        network: that carries them, e.g. `NVLink`, `ICI`, `NVLink+InfiniBand`, `PCIe`.
         bytes: that a device sends.
         seconds: on the network; None where nobody knows it.
         hidden: seconds of these that pass while the device computes.
@@ -69,7 +69,7 @@ class Plan:
             is not the device's.
         tensors: the largest of the train state, (path, bytes).
         buffers: the largest that the step makes, (shape, scope, bytes).
-        traffic: by axes and operation, longest first.
+        traffic: by axes and operation, longest first; the axes of copies to and from the host are `host`.
         flops_model, flops_hardware: by `jaxtrain.observe.flops`; None of a model that nobody counts.
         flops_compiled: of the compiled program.
         compute_seconds: None where nobody knows the chip.

@@ -1,20 +1,29 @@
-"""How much of each collective runs beside computing, by the order of a compiled program. No JAX.
+"""How much of what moves runs beside computing, by the order of a compiled program. No JAX.
 
-CUDA programs say: a collective's `-start` and `-done` stand where the scheduler put them, and what is between runs at
-the same time; collectives take one another's turns. A collective without the two (CPU) stops everything. TPU programs
-show theirs in one piece, though the hardware runs them beside computing: of all collectives in a loop's body, as many
-seconds are hidden as a share of the body's computing (`Calibration.overlap`).
+A compiled program is a schedule: what stands between a collective's start and its end runs at the same time, and a
+collective without the two stops everything. CUDA programs and TPU's permutes write `-start` and `-done`; TPU programs
+carry other collectives through the fusions that compute meanwhile (`jaxtrain.plan.sites.chained`), or leave them
+whole: then the chip waits. What uses the same wires takes turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from jaxtrain.plan.cost import Cost
-from jaxtrain.plan.hlo import Computation, Instruction, Module, trip_count
+from jaxtrain.plan.cost import MOVES, Cost
+from jaxtrain.plan.hlo import Computation, Instruction, Module
+from jaxtrain.plan.sites import chained, trip_count
 
 Key = tuple[str, str]  # (computation, instruction)
+
+
+class Move(NamedTuple):
+    """One run of a collective, or of a copy between device and host: its seconds, and the wires that it takes."""
+
+    seconds: float
+    wires: str = ""
 
 
 @dataclass
@@ -23,71 +32,56 @@ class Timeline:
 
     Args:
         computing: seconds of one run of an operation.
-        moving: seconds of one run of a collective.
-        overlap: as in `Calibration`.
+        moving: what moves.
     """
 
     module: Module
     computing: Mapping[Key, float]
-    moving: Mapping[Key, float]
-    overlap: float | None = None
+    moving: Mapping[Key, Move]
     waits: dict[Key, float] = field(default_factory=dict)
     durations: dict[str, float] = field(default_factory=dict)
 
     def run(self, name: str) -> float:
         """Seconds of a computation; fills in `waits`."""
         if name not in self.durations:
-            computation = self.module.computations.get(name, {})
-            walk = self._scheduled if self.overlap is None else self._assumed
-            self.durations[name] = walk(name, computation)
+            self.durations[name] = self._walk(name, self.module.computations.get(name, {}))
         return self.durations[name]
 
-    def _scheduled(self, name: str, computation: Computation) -> float:
-        now, free = 0.0, 0.0  # clocks of computing and of the network
-        ends: dict[str, tuple[Key, float]] = {}
+    def _walk(self, name: str, computation: Computation) -> float:
+        now = 0.0
+        free: dict[str, float] = {}  # clocks of the wires
+        ends: dict[str, tuple[Key, float]] = {}  # of what was started, by the name or chain by which its end knows it
         for instruction in computation.values():
-            key = self._collective(name, instruction)
-            if instruction.op.endswith("-done") and instruction.operands[0] in ends:
-                started, end = ends.pop(instruction.operands[0])
+            key, (chain, place) = self._moving(name, instruction), self._chained(instruction)
+            ended = chain if place == "done" else instruction.operands[0] if instruction.op.endswith("-done") else ""
+            if ended in ends:
+                started, end = ends.pop(ended)
                 self.waits[started] = max(0.0, end - now)
                 now = max(now, end)
-            elif key is None:
-                now += self._own(name, instruction, computation)
-            elif instruction.op.endswith("-start"):
-                free = max(now, free) + self.moving[key]
-                ends[instruction.name] = key, free
+            now += self._own(name, instruction, computation)
+            if key is None:
+                continue
+            seconds, wires = self.moving[key]
+            end = free[wires] = max(now, free.get(wires, 0.0)) + seconds
+            if place == "start" or instruction.op.endswith("-start"):
+                ends[chain or instruction.name] = key, end
             else:
-                self.waits[key] = self.moving[key]
-                now = max(now, free) + self.moving[key]
+                self.waits[key] = end - now
+                now = end
         return now
 
-    def _assumed(self, name: str, computation: Computation) -> float:
-        keys = [key for one in computation.values() if (key := self._collective(name, one))]
-        # What loops inside of this computation take is theirs to hide under.
-        here = sum(self.computing.get((name, one.name), 0.0) for one in computation.values())
-        inside = sum(
-            self._own(name, one, computation)
-            for one in computation.values()
-            if one.op in ("while", "call", "conditional")
-        )
-        moving = sum(self.moving[key] for key in keys)
-        hidden = min(moving, here * (self.overlap or 0.0))
-        for key in keys:
-            self.waits[key] = self.moving[key] * (1 - hidden / moving) if moving else 0.0
-        return here + inside + moving - hidden
-
     def _own(self, name: str, instruction: Instruction, computation: Computation) -> float:
-        """Seconds of an operation that is no collective, with what it calls."""
+        """Seconds that an operation computes, with what it calls."""
         if instruction.op == "while":
             return self.run(instruction.attribute("body")) * (trip_count(self.module, computation, instruction) or 1)
         if instruction.op == "conditional":
             return max((self.run(branch) for branch in instruction.branches), default=0.0)
-        if instruction.op in ("call", "async-start"):
+        if instruction.op in ("call", "async-start") and self._moving(name, instruction) is None:
             return sum(self.run(called) for called in instruction.called)
         return self.computing.get((name, instruction.name), 0.0)
 
-    def _collective(self, name: str, instruction: Instruction) -> Key | None:
-        """The collective that an instruction is, or that a fusion or an asynchronous call is around."""
+    def _moving(self, name: str, instruction: Instruction) -> Key | None:
+        """What moves: the instruction itself, or a collective that a fusion or an asynchronous call is around."""
         if (name, instruction.name) in self.moving:
             return name, instruction.name
         if instruction.op not in ("fusion", "async-start"):
@@ -98,12 +92,15 @@ class Timeline:
                     return called, one.name
         return None
 
+    def _chained(self, instruction: Instruction) -> tuple[str, str]:
+        """As `chained` of what a fusion calls."""
+        called = instruction.called[:1] if instruction.op == "fusion" else []
+        return chained(self.module.computations.get(called[0], {})) if called else ("", "")
 
-def waits(module: Module, cost: Cost, moving: Mapping[Key, float], overlap: float | None = None) -> dict[Key, float]:
-    """Seconds that computing stands still for one run of each collective."""
-    computing = {
-        (one.where, one.name): one.seconds for one in cost.operations if one.kind not in ("collective", "copy")
-    }
-    line = Timeline(module, computing, moving, overlap)
+
+def waits(module: Module, cost: Cost, moving: Mapping[Key, Move]) -> dict[Key, float]:
+    """Seconds that computing stands still for one run of each thing that moves."""
+    computing = {(one.where, one.name): one.seconds for one in cost.operations if one.kind not in ("copy", *MOVES)}
+    line = Timeline(module, computing, moving)
     line.run(module.entry)
     return line.waits

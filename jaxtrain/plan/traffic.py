@@ -19,6 +19,7 @@ FREE = frozenset((
 ALIASES = ("bitcast", "reshape", "copy", "convert")  # inside of a fusion they cost nothing
 SLICES = ("dynamic-slice", "slice", "gather")
 HBM, HOST = 0, 5
+TO_HOST, FROM_HOST = "to host", "from host"
 
 
 def moved(module: Module, instruction: Instruction, computation: Computation) -> int:
@@ -33,12 +34,14 @@ def moved(module: Module, instruction: Instruction, computation: Computation) ->
     if op == "fusion-start":  # ((operands), results, context)
         return _fusion(module, instruction, _sides(instruction.shape)[1], computation)
     operands = [computation[name].shape for name in instruction.operands if name in computation]
-    if op in ("copy-start", "slice-start", "dynamic-slice-start"):
-        return _copied(instruction.shape)
-    if op in SLICES:
-        return 2 * _here([instruction.shape])
-    if op == "dynamic-update-slice":
-        return 2 * _here(operands[1:2])
+    if op == "copy-start":
+        return _here(_sides(instruction.shape))
+    if op.removesuffix("-start") in SLICES:
+        part = instruction.result
+        return sum(part.bytes for shape in (part, *operands[:1]) if shape.space == HBM)
+    if op.removesuffix("-start") == "dynamic-update-slice":
+        part = operands[1]
+        return sum(part.bytes for shape in (part, instruction.result) if shape.space == HBM)
     if op == "scatter":
         return 3 * _here(operands[-1:])
     return _here(operands) + _here([instruction.shape])
@@ -49,20 +52,46 @@ def _here(shapes: Iterable[Shape]) -> int:
     return sum(leaf.bytes for shape in shapes for leaf in shape.leaves if leaf.space == HBM)
 
 
-def _copied(shape: Shape) -> int:
-    """Of a copy's (to, from, context): as often as its tensor lies in the device's memory."""
-    return _here(_sides(shape))
-
-
 def _sides(shape: Shape) -> list[Shape]:
     """(to, from) of an asynchronous copy; of another start (operands, results)."""
     return list(shape.parts or [])[:2]
 
 
-def to_host(instruction: Instruction) -> int:
-    """Bytes that a copy moves between the device and its host."""
-    sides = _sides(instruction.shape) if instruction.op == "copy-start" else []
-    return sides[0].bytes if HOST in {leaf.space for side in sides for leaf in side.leaves} else 0
+def with_host(module: Module, instruction: Instruction, computation: Computation) -> tuple[str, int]:
+    """(TO_HOST or FROM_HOST, bytes) of one run of an instruction that moves something between device and host.
+
+    ("", 0) of any other. Values that wait in the host's memory for the backward pass are parts of arrays there, one for
+    each layer: `dynamic-update-slice` writes them, `dynamic-slice` reads them, on a GPU inside of a fusion.
+    """
+    if instruction.op in FREE or instruction.op.endswith("-done") or not instruction.operands:
+        return "", 0
+    to, source = _ends(instruction, computation)
+    into, out = (any(leaf.space == HOST for shape in shapes for leaf in shape.leaves) for shapes in (to, source))
+    if (update := _part_written(module, instruction, computation)) is not None and into:
+        return (TO_HOST, update.bytes) if update.space != HOST else ("", 0)
+    if into == out:
+        return "", 0
+    return TO_HOST if into else FROM_HOST, sum(shape.bytes for shape in to)
+
+
+def _ends(instruction: Instruction, computation: Computation) -> tuple[list[Shape], list[Shape]]:
+    """What an instruction writes, and what it reads."""
+    if instruction.op == "copy-start":
+        to, source = _sides(instruction.shape)
+        return [to], [source]
+    return [instruction.result], [computation[name].shape for name in instruction.operands if name in computation]
+
+
+def _part_written(module: Module, instruction: Instruction, computation: Computation) -> Shape | None:
+    """What a `dynamic-update-slice`, plain, asynchronous or alone in a fusion, writes into its buffer."""
+    if instruction.op in ("fusion", "fusion-start") and instruction.called:
+        inner = module.computations.get(instruction.called[0], {})
+        root = next((one for one in inner.values() if one.root), None)
+        return None if root is None else _part_written(module, root, inner)
+    if instruction.op.removesuffix("-start") != "dynamic-update-slice":
+        return None
+    update = computation.get(instruction.operands[1])
+    return None if update is None else update.shape
 
 
 def _fusion(module: Module, instruction: Instruction, result: Shape, computation: Computation) -> int:

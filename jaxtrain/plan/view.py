@@ -234,7 +234,10 @@ def assumptions(plan: Plan) -> list[str]:
     elif isinstance(chip.inside, chips.Switch):
         figures.append(f"{chip.inside.name} {prefixed(float(chip.inside.bandwidth), 'B/s')} one way")
     reached += [f"{chip.inside.name} {shares.inside:.0%}"] if chip.inside else []
-    if chip.outside and any(plan.crosses.values()):
-        figures.append(f"{chip.outside.name} {prefixed(float(chip.outside.bandwidth), 'B/s')} one way")
-        reached.append(f"{chip.outside.name} {shares.outside:.0%}")
+    used = [(chip.outside, shares.outside)] if any(plan.crosses.values()) else []
+    used += [(chip.host, shares.host)] if plan.memory.get("host") else []
+    for way, share in used:
+        if way is not None:
+            figures.append(f"{way.name} {prefixed(float(way.bandwidth), 'B/s')} one way")
+            reached.append(f"{way.name} {share:.0%}")
     return [f"a device has {', '.join(figures)}; programs achieve of these: {', '.join(reached)}", *plan.notes]

@@ -339,7 +339,7 @@ def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | N
     if config.model.type == "decoder":
         vocab = program.definition.params["embed"]["table"].shape[0]
         again = recomputes(vocab, config.loss.chunks, program.sharder)
-        return decoder_flops(config.model, vocab, config.data.sequence, config.step.remat, again)
+        return decoder_flops(config.model, vocab, config.data.sequence, config.step.saves, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
     return user_flops(program.definition.bind(program.definition.params), shapes, items)

@@ -167,7 +167,57 @@ def test_what_lies_on_the_chip_costs_no_traffic():
     )
     computation = found.computations["main"]
     assert traffic.moved(found, computation["c"], computation) == 512
-    assert (traffic.moved(found, computation["s"], computation), traffic.to_host(computation["s"])) == (512, 512)
+    assert traffic.moved(found, computation["s"], computation) == 512
+
+
+def test_an_asynchronous_slice_reads_its_part_alone():
+    found = module(
+        "%a = bf16[4096]{0} parameter(0)",
+        "ROOT %s = ((bf16[4096]{0}), bf16[256]{0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:256]}",
+    )
+    computation = found.computations["main"]
+    assert traffic.moved(found, computation["s"], computation) == 2 * 256
+
+
+KEPT, LAYER = "bf16[8,4,16]{2,1,0:S(5)}", "bf16[1,4,16]{2,1,0}"  # of 8 layers on the host, of one on the device
+WRITES = f"""
+%writes (p0: bf16[8,4,16], p1: bf16[1,4,16], p2: s32[]) -> bf16[8,4,16] {{
+  %p0 = {KEPT} parameter(0)
+  %p1 = {LAYER} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %u = {KEPT} dynamic-update-slice(%p0, %p1, %p2, %p2, %p2)
+}}
+%reads (p0: bf16[8,4,16], p1: s32[]) -> bf16[1,4,16] {{
+  %p0 = {KEPT} parameter(0)
+  %p1 = s32[] parameter(1)
+  ROOT %d = {LAYER} dynamic-slice(%p0, %p1, %p1, %p1), dynamic_slice_sizes={{1,4,16}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"(({KEPT}, {LAYER}, s32[]), {KEPT}, u32[]) dynamic-update-slice-start(%k, %l, %i)", ("to host", 128)),
+        (f"(({KEPT}, s32[]), {LAYER}, u32[]) dynamic-slice-start(%k, %i)", ("from host", 128)),
+        (f"(({KEPT}, {LAYER}, s32[]), {KEPT}, u32[]) fusion-start(%k, %l, %i), calls=%writes", ("to host", 128)),
+        (f"(({KEPT}, s32[]), {LAYER}, u32[]) fusion-start(%k, %i), calls=%reads", ("from host", 128)),
+        (f"({KEPT}, bf16[8,4,16]{{2,1,0}}, u32[]) copy-start(%all)", ("to host", 1024)),
+        (f"(bf16[8,4,16]{{2,1,0}}, {KEPT}, u32[]) copy-start(%k)", ("from host", 1024)),
+        (f'{KEPT} custom-call(), custom_call_target="AllocateBuffer"', ("", 0)),
+        (f"{KEPT} bitcast(%k)", ("", 0)),
+        (f"{LAYER} add(%l, %l)", ("", 0)),
+    ],
+)
+def test_bytes_between_device_and_host(line, expected):
+    found = module(
+        f"%k = {KEPT} parameter(0)", f"%l = {LAYER} parameter(1)", "%i = s32[] parameter(2)",
+        "%all = bf16[8,4,16]{2,1,0} parameter(3)", f"ROOT %r = {line}", more=WRITES,
+    )  # fmt: skip
+    computation = found.computations["main"]
+    assert traffic.with_host(found, computation["r"], computation) == expected
+    (moved,) = [one for one in cost.analyse(found).operations if one.host] or [None]
+    assert (moved.kind if moved else "", moved.host if moved else 0) == expected
 
 
 LOOP = """

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain.plan import cost, hlo, network, targets, timeline
+from jaxtrain.plan import communication, cost, hlo, network, targets, timeline
 from jaxtrain.plan.calibration import Calibration
 from jaxtrain.plan.chips import GPUS, TPUS, Chip, Figure, Shared
 from jaxtrain.plan.network import Fabric, Place
 
-ALL = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # every figure in full
+ALL = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # every figure in full
 HALF = dataclasses.replace(ALL, inside=0.5, outside=0.5)
 BIG = 1e12  # bytes, so that latency does not matter
 H100 = {"nvlink": 450e9, "card": 50e9}
@@ -186,7 +186,7 @@ def test_what_is_between_start_and_done_runs_at_the_same_time():
     module = hlo.parse(LINES)
     found = cost.analyse(module, Second())
     assert found.seconds == pytest.approx(3.0)
-    moving = {("body", "g"): 1.5, ("body", "r"): 0.25}
+    moving = {("body", "g"): timeline.Move(1.5), ("body", "r"): timeline.Move(0.25)}
     assert timeline.waits(module, found, moving) == {
         ("body", "g"): pytest.approx(0.5), ("body", "r"): 0.25,
     }  # fmt: skip
@@ -194,9 +194,73 @@ def test_what_is_between_start_and_done_runs_at_the_same_time():
     assert line.run("main") == pytest.approx(3 * 1.75)
 
 
-def test_a_share_of_a_bodys_computing_hides_its_collectives_on_tpu():
-    module = hlo.parse(LINES)
+# A gather of 8 x 8 that a TPU starts before a dot, carries through it, and ends after another.
+CARRIED = """HloModule m, is_scheduled=true
+
+%begin (p0: f32[2,8]) -> (f32[2,8], f32[8,8]) {
+  %p0 = f32[2,8]{1,0} parameter(0)
+  %gather.1 = f32[8,8]{1,0} all-gather(%p0), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="7"}
+  ROOT %c = (f32[2,8], f32[8,8]) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%both (p0: f32[2,8], p1: f32[8,8]) -> (f32[8,8], f32[8,8]) {
+  %p0 = f32[2,8]{1,0} parameter(0)
+  %p1 = f32[8,8]{1,0} parameter(1)
+  %gather.2 = f32[8,8]{1,0} all-gather(%p0), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="7"}
+  %d = f32[8,8]{1,0} dot(%p1, %p1), lhs_contracting_dims={1}
+  ROOT %t = (f32[8,8], f32[8,8]) tuple(%d, %gather.2)
+}
+
+%end (p0: f32[2,8]) -> f32[8,8] {
+  %p0 = f32[2,8]{1,0} parameter(0)
+  %gather.3 = f32[8,8]{1,0} all-gather(%p0), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="7"}
+  ROOT %c = f32[8,8]{1,0} custom-call(%gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[2,8], y: f32[8,8]) -> f32[8,8] {
+  %x = f32[2,8]{1,0} parameter(0)
+  %y = f32[8,8]{1,0} parameter(1)
+  %s = (f32[2,8], f32[8,8]) fusion(%x), kind=kCustom, calls=%begin
+  %xs = f32[2,8]{1,0} get-tuple-element(%s), index=0
+  %f = (f32[8,8], f32[8,8]) fusion(%xs, %y), kind=kOutput, calls=%both
+  %a = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}
+  ROOT %g = f32[8,8]{1,0} fusion(%xs), kind=kCustom, calls=%end
+}
+"""
+
+
+def test_a_collective_that_a_tpu_carries_through_fusions_runs_once_and_beside_them():
+    (row,) = communication.report(CARRIED, {"fsdp": 4})
+    assert (row.op, row.count, row.bytes) == ("all-gather", 1, 8 * 8 * 4 * 3 // 4)
+    module = hlo.parse(CARRIED)
     found = cost.analyse(module, Second())
-    waits = timeline.waits(module, found, {("body", "g"): 1.0, ("body", "r"): 0.25}, overlap=0.5)
-    assert waits == {("body", "g"): pytest.approx(0.6), ("body", "r"): pytest.approx(0.15)}  # 0.5 of 1.25 hidden
-    assert set(timeline.waits(module, found, {("body", "g"): 0.3}, overlap=0.5).values()) == {0.0}
+    assert found.seconds == pytest.approx(2.0)  # the dot inside of the fusion computes as well
+    for takes, waits in ((1.5, 0.0), (2.5, 0.5)):
+        moving = {("begin", "gather.1"): timeline.Move(takes)}
+        assert timeline.waits(module, found, moving) == {("begin", "gather.1"): pytest.approx(waits)}
+    line = timeline.Timeline(module, {("main", "f"): 1.0, ("main", "a"): 1.0}, moving)
+    assert line.run("main") == pytest.approx(2.5)
+
+
+def test_other_wires_do_not_wait_for_each_other():
+    """A copy to the host runs beside a collective, two collectives take turns."""
+    lines = LINES.replace(
+        "  %a = f32",
+        "  %h = (f32[8,8]{1,0:S(5)}, f32[8,8]{1,0}, u32[]) copy-start(%x)\n  %a = f32", 1,
+    ).replace("  %r = f32", "  %hd = f32[8,8]{1,0:S(5)} copy-done(%h)\n  %r = f32", 1)  # fmt: skip
+    module = hlo.parse(lines)
+    found = cost.analyse(module, Second())
+    keys = [("body", name) for name in ("g", "h", "r")]
+    assert [one.kind for one in found.operations if one.host] == ["to host"]
+    for wires, waits in (("to host", 0.5), ("network", 2.0)):
+        moving = dict(
+            zip(keys, (timeline.Move(1.5, "network"), timeline.Move(1.5, wires), timeline.Move(0.25, "network")))
+        )
+        assert sum(timeline.waits(module, found, moving).values()) == pytest.approx(waits + 0.25)
+
+
+def test_a_copy_to_the_host_takes_the_bus():
+    h100, nobody = nodes(1), Fabric(None, ALL, (), ())
+    assert h100.to_host(64e9).seconds == pytest.approx(1.0, rel=1e-3)
+    assert h100.to_host(64e9).network == "PCIe"
+    assert nobody.to_host(1.0).seconds is None

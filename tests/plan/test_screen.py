@@ -52,6 +52,7 @@ def test_memory_by_kind_against_the_chip():
     assert line_of(text, "optimizer state")[2:4] == ["8.00", "10.1%"]
     assert line_of(text, "free")[1:3] == ["39.00", "49.4%"]
     assert "5.00" in line_of(text, "offloaded to the host")
+    assert "PCIe 64 GB/s one way" in shown(fitting(), 200)
     assert "79.00 GB (73.6 GiB), of 84.94 GB (79.1 GiB)" in text
     small = shown(fitting(needs=20_000_000, memory={"params": 20_000_000}))
     assert line_of(small, "parameters")[:2] == ["parameters", "20.00"]  # MB
