@@ -36,7 +36,19 @@ EXAMPLES = {  # name -> target, config and keys
         "v5p:16x16x24", "models/llama3_70b.yaml", *SHORT, "data.global_batch=6144", "layout=hsdp", "mesh.data=24",
         "mesh.fsdp=256",
     ),
+    "70B, 24576 chips in 4 slices": (
+        "v5p:16x16x24*4", "models/llama3_70b.yaml", *SHORT, "data.global_batch=24576", "layout=hsdp", "mesh.data=96",
+        "mesh.fsdp=256", "mesh.dcn={data: 4}",
+    ),
     "8B, 512 GPUs": ("h100:64x8", "models/llama3_8b.yaml", *SHORT, "layout=fsdp", "mesh.fsdp=512"),
+    "405B, 16384 GPUs": (
+        "h100:2048x8", "recipes/llama3_405b.yaml", "data.global_batch=2048", "step.accumulate=16",
+        "mesh={pipeline: 16, fsdp: 128, model: 8}",
+    ),
+    "405B, 131072 GPUs": (
+        "h100:16384x8", "recipes/llama3_405b.yaml", "data.global_batch=16384", "step.accumulate=16",
+        "rules.batch=[data,fsdp]", "mesh={pipeline: 16, data: 8, fsdp: 128, model: 8}",
+    ),
 }  # fmt: skip
 
 
