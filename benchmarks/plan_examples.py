@@ -10,6 +10,7 @@ Needs the extras `plan-gpu` and `plan-tpu`; a target whose compiler is not insta
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,15 @@ from typing import Any
 
 import common
 
+from jaxtrain.plan import advice, targets
+
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ("step.remat=full", "precision=bf16")
 SHORT = (*STEP, "data.sequence=4096", "data.global_batch=1024")
+CARRIED = "70B, 256 chips, LIBTPU_INIT_ARGS as advised"  # planned with `jaxtrain.plan.advice.CARRYING`
 EXAMPLES = {  # name -> target, config and keys
     "70B, 256 chips": ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
+    CARRIED: ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
     "405B, 512 GPUs": ("h100:64x8", "recipes/llama3_405b.yaml"),
     "405B, 512 GPUs, 16 microbatches of 2": ("h100:64x8", "recipes/llama3_405b.yaml", "step.accumulate=16"),
     "405B, 512 GPUs, ZeRO 1 for FSDP": (
@@ -54,12 +59,13 @@ EXAMPLES = {  # name -> target, config and keys
 
 def planned(name: str, target: str, config: str, *keys: str) -> dict[str, Any]:
     """A row, from one run of the command."""
+    env = os.environ | ({"LIBTPU_INIT_ARGS": advice.CARRYING} if name == CARRIED else {})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "jaxtrain.cli.main", "plan", str(ROOT / "configs" / config), *keys]
         start = time.perf_counter()
         done = subprocess.run(
-            [*command, "--target", target, "--json", str(file)], capture_output=True, text=True, cwd=folder
+            [*command, "--target", target, "--json", str(file)], capture_output=True, text=True, cwd=folder, env=env
         )
         seconds = time.perf_counter() - start
         if done.returncode == 2 or not file.exists():
@@ -81,8 +87,6 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--only", default="", help="a part of the names or targets")
     args = parser.parse_args()
-    from jaxtrain.plan import targets
-
     rows: list[dict[str, Any]] = []
     for name, (target, *given) in EXAMPLES.items():
         if args.only not in f"{name} {target}":
