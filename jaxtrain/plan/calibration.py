@@ -44,9 +44,8 @@ _HOPPER = Calibration(matmul=0.62, attention=0.50, memory=0.88, inside=0.80, out
 _AMPERE = Calibration(matmul=0.85, attention=0.58, memory=0.88, inside=0.78, outside=0.90, host=0.78, launch=2e-6)
 # Nothing is known: Hopper's shares, less for attention.
 _BLACKWELL = Calibration(matmul=0.62, attention=0.45, memory=0.88, inside=0.80, outside=0.90, host=0.78, launch=2e-6)
-# Matmuls and attention were chosen with MaxText's published MFU in view, so that agreement with it proves little: a 70B
-# model on v5p is predicted at 62.7% and an 8B one on v6e at 43.3%, both with full remat, where 65.4% (Llama 2 70B) and
-# 45.5% (Llama 3.1 8B) are published, their remat not known here. Bandwidths and overlap are estimates.
+# Matmuls and attention were chosen with two of MaxText's published runs in view, Llama 2 70B on v5p and Llama 3.1 8B on
+# v6e, so that agreement with these proves little; its runs on v5e were not. Bandwidths are estimates.
 _TPU = Calibration(matmul=0.85, attention=0.45, memory=0.85, inside=0.90, outside=0.80, host=0.80, launch=0.0)
 _V6E = Calibration(matmul=0.72, attention=0.35, memory=0.85, inside=0.90, outside=0.80, host=0.80, launch=0.0)
 # A CPU's rates are measured on the spot, achieved and not peak.

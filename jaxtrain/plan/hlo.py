@@ -137,6 +137,12 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def rendezvous(self) -> str:
+        """What a `send` and a `recv` between TPU slices have in common; empty of anything else."""
+        found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
     def literal(self) -> int | None:
         """Value of an integer constant."""
         text = self._inside.strip()

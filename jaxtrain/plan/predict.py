@@ -217,7 +217,8 @@ def _collectives(
         if key not in prices:
             prices[key] = fabric.price(row.op, one.joined, size)
         runs = row.count * prod(shares.get(turn, 1.0) for turn in one.site.turns)
-        yield Moved(key, row.where, row.op, runs, size, prices[key], "network")
+        wires = "between slices" if one.site.instruction.op == "send" else "network"
+        yield Moved(key, row.where, row.op, runs, size, prices[key], wires)
 
 
 def _host_copies(cost: Cost, fabric: network.Fabric) -> Iterator[Moved]:

@@ -3,7 +3,8 @@
 A compiled program is a schedule: what stands between a collective's start and its end runs at the same time, and a
 collective without the two stops everything. CUDA programs and TPU's permutes write `-start` and `-done`; TPU programs
 carry other collectives through the fusions that compute meanwhile (`jaxtrain.plan.sites.chained`), or leave them
-whole: then the chip waits. What uses the same wires takes turns.
+whole: then the chip waits. Between slices a TPU gives what it sends to its host, and has the answer by a `recv-done`.
+What uses the same wires takes turns.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ class Timeline:
         free: dict[str, float] = {}  # clocks of the wires
         ends: dict[str, tuple[Key, float]] = {}  # of what was started, by the name or chain by which its end knows it
         for instruction in computation.values():
-            key, (chain, place) = self._moving(name, instruction), self._chained(instruction)
-            ended = chain if place == "done" else instruction.operands[0] if instruction.op.endswith("-done") else ""
+            key, (begins, ended) = self._moving(name, instruction), self._ends(instruction, computation)
             if ended in ends:
                 started, end = ends.pop(ended)
                 self.waits[started] = max(0.0, end - now)
@@ -63,8 +63,8 @@ class Timeline:
                 continue
             seconds, wires = self.moving[key]
             end = free[wires] = max(now, free.get(wires, 0.0)) + seconds
-            if place == "start" or instruction.op.endswith("-start"):
-                ends[chain or instruction.name] = key, end
+            if begins:
+                ends[begins] = key, end
             else:
                 self.waits[key] = end - now
                 now = end
@@ -92,10 +92,18 @@ class Timeline:
                     return called, one.name
         return None
 
-    def _chained(self, instruction: Instruction) -> tuple[str, str]:
-        """As `chained` of what a fusion calls."""
-        called = instruction.called[:1] if instruction.op == "fusion" else []
-        return chained(self.module.computations.get(called[0], {})) if called else ("", "")
+    def _ends(self, instruction: Instruction, computation: Computation) -> tuple[str, str]:
+        """(name by which its end will know what begins here, the same of what ends here); empty of anything else."""
+        op = instruction.op
+        if op == "send" or op.endswith("-start"):
+            return instruction.rendezvous or instruction.name, ""
+        if op.endswith("-done") and op != "send-done":
+            begun = computation.get(instruction.operands[0])
+            return "", (begun.rendezvous if begun else "") or instruction.operands[0]
+        if op != "fusion" or not instruction.called:
+            return "", ""
+        chain, place = chained(self.module.computations.get(instruction.called[0], {}))
+        return chain if place == "start" else "", chain if place == "done" else ""
 
 
 def waits(module: Module, cost: Cost, moving: Mapping[Key, Move]) -> dict[Key, float]:

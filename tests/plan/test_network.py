@@ -242,6 +242,28 @@ def test_a_collective_that_a_tpu_carries_through_fusions_runs_once_and_beside_th
     assert line.run("main") == pytest.approx(2.5)
 
 
+# An all-reduce between two slices, by way of the hosts.
+BETWEEN = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[8,8], u32[], token[]) send(%x, %t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="r.1_0",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %r = (f32[8,8], u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="r.1_0",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sd = token[] send-done(%s), channel_id=1, is_host_transfer=true
+  %a = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}
+  %rd = (f32[8,8], token[]) recv-done(%r), channel_id=2, is_host_transfer=true
+  ROOT %g = f32[8,8]{1,0} get-tuple-element(%rd), index=0
+}
+"""  # noqa: E501
+
+
+def test_what_slices_send_each_other_ends_where_it_is_received():
+    module = hlo.parse(BETWEEN)
+    moving = {("main", "s"): timeline.Move(1.5)}
+    assert timeline.waits(module, cost.analyse(module, Second()), moving) == {("main", "s"): pytest.approx(0.5)}
+
+
 def test_other_wires_do_not_wait_for_each_other():
     """A copy to the host runs beside a collective, two collectives take turns."""
     lines = LINES.replace(
