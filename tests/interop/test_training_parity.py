@@ -1,4 +1,4 @@
-"""A Llama and a GPT-2 trained here and in PyTorch, from the same weights on the same tokens."""
+"""Every covered architecture trained here and in PyTorch, from the same weights on the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["llama31", "gpt2"])
+@pytest.mark.parametrize("case", hf_models.CASES)
 def test_losses_are_those_of_torch(case: str, tmp_path: Path):
     peer = hf_models.make(case, tmp_path)
     first = np.random.default_rng(3).integers(0, 131, (STEPS, ROWS, 1))
@@ -40,7 +40,8 @@ def test_losses_are_those_of_torch(case: str, tmp_path: Path):
         losses.append(float(metrics["loss"]))
     expected = torch_losses(peer, tokens)
     assert expected[-1] < expected[0] - 0.1  # it learns
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses[:5], expected[:5], rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)  # AdamW enlarges rounding where a gradient is near 0
 
 
 def batch(tokens: np.ndarray) -> dict[str, np.ndarray]:
