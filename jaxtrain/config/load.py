@@ -90,7 +90,9 @@ def resolve(
         tree = _with_imported(tree, problems)
     config, dropped = validate(tree, problems, paths and not unread)
     provenance = {key: _origin(tree, key) for key in flatten(config)}
-    if not unread and not any(not at or at[0] in CHECKED for at in dropped):
+    # Without the layout the mesh is not what was meant.
+    is_whole = not unread and all(problem.key != "layout" for problem in problems)
+    if is_whole and not any(not at or at[0] in CHECKED for at in dropped):
         found = [problem for check in checks for problem in check(config)]
         problems += locate(found, provenance)
     if problems:

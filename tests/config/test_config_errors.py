@@ -270,6 +270,12 @@ def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
     assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
 
 
+def test_a_layout_that_is_not_there_is_the_only_problem(tmp_path: Path) -> None:
+    """Nothing is said of the mesh that is left without it."""
+    (found,) = lines("layout: fsdpp\nsimulate: 8\n", tmp_path, checks=[check_config])
+    assert found.startswith('c.yaml:1: layout: no layout "fsdpp"')
+
+
 def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
     (tmp_path / "layouts").mkdir()
     (tmp_path / "layouts" / "own.yaml").write_text("mesh:\n  modl: 2\nrule: {}\n")
