@@ -40,7 +40,8 @@ import common
 # Before JAX and NumPy are loaded: one device, and no threads that a fork would lose.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-PLACES = ("step", "data", "eval", "logged", "save", "commit", "committed", "any")
+IN_SAVE = ("save", "commit", "committed")
+PLACES = ("step", "data", "eval", "logged", *IN_SAVE, "any")
 SAVES, EVALS = 4, 6  # steps between them
 LIMIT = 120.0  # seconds of one process
 MOST = 12  # processes of one run
@@ -267,7 +268,9 @@ def drawn(kills: int, steps: int, rng: random.Random) -> list[list[str]]:
         saves = list(range(SAVES, steps, SAVES))
         extra = rng.random()
         if extra < 0.2:
-            plan.append(f"full_disk@{rng.choice(saves)}")
+            # Not of a save that a death is to come in: where the next save is due before its second try, there is none.
+            free = [step for step in saves if not any(f"kill@{place}:{step}" in plan for place in IN_SAVE)]
+            plan += [f"full_disk@{rng.choice(free)}"] if free else []
         elif extra < 0.4:
             at = rng.choice(saves)  # and a death before the next save, or nobody would look at it
             plan += [f"corrupt@{at}", f"kill@{at + 1 + rng.randrange(SAVES - 1)}"]
