@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,16 @@ from jaxtrain.plan import (
     compile,
     hlo,
     memory,
+    moves,
     network,
     targets,
-    timeline,
 )
 from jaxtrain.plan.calibration import Achieved, Calibration
 from jaxtrain.plan.chips import Chip, Figure
 from jaxtrain.plan.compile import Report
 from jaxtrain.plan.cost import Cost, Operation, analyse
 from jaxtrain.plan.hlo import Instruction, Module
-from jaxtrain.plan.result import Plan, Traffic
+from jaxtrain.plan.result import Plan
 
 LARGEST = 8  # tensors and buffers that a plan names
 HOST = 5  # memory space
@@ -119,8 +118,9 @@ def assess(config: Config, report: Report) -> Plan:
     hardware, module = Hardware.of(report), hlo.parse(report.text)
     schedule = bubble.table(config, report.sizes["pipeline"])
     cost = _with_pages(_cost(config, module, hardware, schedule), report)
-    rows = _traffic(config, module, report, hardware, cost, schedule)
     chip = hardware.chip
+    fabric = network.Fabric(chip, hardware.shares, hardware.torus, report.places)
+    rows = moves.rows(module, report, cost, fabric, config.mesh.dcn, schedule)
     # Simulated stages that wait leave the cores to the others.
     waiting = bubble.bubble(schedule, cost).seconds if schedule and not report.measured else 0.0
     computing = cost.seconds if chip else None
@@ -168,68 +168,6 @@ def _with_pages(cost: Cost, report: Report) -> Cost:
         return cost
     seconds = report.memory.temporaries / report.measured["pages"]
     return replace(cost, operations=[*cost.operations, Operation("pages", "pages", "pages", seconds=seconds)])
-
-
-def _traffic(
-    config: Config, module: Module, report: Report, hardware: Hardware, cost: Cost, schedule: Table | None
-) -> list[Traffic]:
-    """Every collective and every copy to and from the host, priced and added up by axes, operation and network."""
-    fabric = network.Fabric(hardware.chip, hardware.shares, hardware.torus, report.places)
-    moved = [*_collectives(config, module, report, fabric, schedule), *_host_copies(cost, fabric)]
-    moving = {one.key: timeline.Move(one.price.seconds or 0.0, one.wires) for one in moved}
-    waits = timeline.waits(module, cost, moving)
-    rows: dict[tuple[str, str, str], Traffic] = {}
-    for one in moved:
-        key = one.axes, one.op, one.price.network
-        seconds = hidden = None
-        if one.price.seconds is not None:
-            seconds = one.runs * one.price.seconds
-            hidden = one.runs * max(0.0, one.price.seconds - waits.get(one.key, one.price.seconds))
-        old = rows.get(key, Traffic(*key, 0, 0, 0.0, 0.0))
-        rows[key] = Traffic(
-            *key, old.count + round(one.runs), old.bytes + round(one.runs * one.bytes),
-            _sum(old.seconds, seconds), _sum(old.hidden, hidden),
-        )  # fmt: skip
-    return sorted(rows.values(), key=lambda row: (-(row.seconds or 0.0), -row.bytes))
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Something that moves, `runs` times a step; `bytes` and `price` are of one run."""
-
-    key: timeline.Key
-    axes: str
-    op: str
-    runs: float
-    bytes: float
-    price: network.Price
-    wires: str
-
-
-def _collectives(
-    config: Config, module: Module, report: Report, fabric: network.Fabric, schedule: Table | None
-) -> Iterator[Moved]:
-    shares = bubble.shares(schedule) if schedule else {}
-    prices: dict[timeline.Key, network.Price] = {}
-    for one in communication.located(module, report.sizes, config.mesh.dcn):
-        key, row = (one.site.computation, one.site.instruction.name), one.collective
-        size = row.bytes / max(1, row.count)
-        if key not in prices:
-            prices[key] = fabric.price(row.op, one.joined, size)
-        runs = row.count * prod(shares.get(turn, 1.0) for turn in one.site.turns)
-        wires = "between slices" if one.site.instruction.op == "send" else "network"
-        yield Moved(key, row.where, row.op, runs, size, prices[key], wires)
-
-
-def _host_copies(cost: Cost, fabric: network.Fabric) -> Iterator[Moved]:
-    for one in cost.operations:
-        if one.host:
-            price = fabric.to_host(one.host)
-            yield Moved((one.where, one.name), "host", one.kind, one.times, one.host, price, one.kind)
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
 
 
 def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
