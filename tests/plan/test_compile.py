@@ -34,6 +34,13 @@ def test_a_process_of_its_own_reports_the_same(tmp_path):
     assert sum(report.state.values()) + batch == pytest.approx(report.memory.arguments, abs=64)
 
 
+def test_memory_of_the_host_is_not_the_devices():
+    sizes = {"argument": 5, "output": 4, "alias": 3, "temp": 7, "host_temp": 100}
+    said = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+    found = memory.compiled_memory(SimpleNamespace(memory_analysis=lambda: said))
+    assert (found.total, found.peak, found.host) == (13, 13, 100)
+
+
 def test_slices_need_axes_that_span_them():
     config = configured("hsdp", {"data": 2, "fsdp": 4}, KEYS)
     message = r"mesh\.dcn: target v5p:2x2x1\*2 has 2 slices, and the axes span 1; .* mesh\.dcn=\{data: 2\}"
