@@ -229,6 +229,16 @@ class Checkpointer(Reader):
         self.wait()
         return super().restore(step, abstract_state, partial=partial, verify=verify)
 
+    def choose(self) -> int | None:
+        """As `Reader.choose`, after the save in flight, of either tier; a damaged step is renamed `bad-N`."""
+        self.wait()
+        return super().choose()
+
+    def damaged(self) -> int | None:
+        """The latest step that was set aside as damaged, None where none was. The same on every process."""
+        found = agreed(max(self.store.aside("bad"), default=-1) if self._first else -1)
+        return None if found < 0 else found
+
     def fetch(self) -> None:
         """Brings the newest step of the durable tier here, checked, where the folder has none as new."""
         self._supply(None)

@@ -70,6 +70,10 @@ class Reader:
             if getattr(leaf, "sharding", None) is None:
                 raise CheckpointError(f"cannot restore {name}: its ShapeDtypeStruct has no sharding")
         chosen = self._choose(step, verify)
+        if chosen is None:
+            passed = ", ".join(map(str, sorted(self._passed, reverse=True)))
+            tried = f" (passed over as damaged: {passed})" if passed else ""
+            raise CheckpointError(f"no usable checkpoint in {self.directory}{tried}")
         marker = self.store.marker(chosen)
         difference = mismatch(marker["tensors"], tensors(abstract_state), partial)
         if difference:
@@ -82,16 +86,21 @@ class Reader:
         rematerialise(flat)
         return unnest(nest(flat), abstract_state), marker["manifest"]
 
-    def _choose(self, step: int | None, verify: bool) -> int:
+    def choose(self) -> int | None:
+        """The newest good step, every file of which was read and is as it was written; None where there is none.
+
+        Damaged ones are passed over as by `restore`. The same on every process.
+        """
+        return self._choose(None, verify=True)
+
+    def _choose(self, step: int | None, verify: bool) -> int | None:
         """The step to read: verified, the same on every process."""
         while True:
             self._supply(step)
             candidates = [known for known in self.store.marked() if known not in self._passed]
             chosen = agreed(step if step is not None else (candidates[-1] if candidates else -1))
             if chosen < 0:
-                passed = ", ".join(map(str, sorted(self._passed, reverse=True)))
-                tried = f" (passed over as damaged: {passed})" if passed else ""
-                raise CheckpointError(f"no usable checkpoint in {self.directory}{tried}")
+                return None
             if step is not None:
                 missing = None if self.store.path(chosen).is_dir() else f"no checkpoint {chosen} in {self.directory}"
                 if missing := first_text(missing):

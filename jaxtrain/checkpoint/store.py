@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -53,6 +54,12 @@ class Store:
     def marked(self) -> list[int]:
         """Steps that have a marker, whole or damaged, ascending."""
         return [step for step in self.folders() if (self.path(step) / MARKER).exists()]
+
+    def aside(self, prefix: str) -> list[int]:
+        """Steps that were set aside as PREFIX-N, ascending."""
+        names = os.listdir(self.directory) if self.directory.is_dir() else ()
+        found = (re.fullmatch(rf"{prefix}-(\d+)(\.\d+)?", name) for name in names)
+        return sorted({int(one[1]) for one in found if one})
 
     def steps(self) -> list[StepInfo]:
         """Committed steps (valid marker), ascending. Their files are not read: `problems` does that."""

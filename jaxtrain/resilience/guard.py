@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointError
+from jaxtrain.checkpoint import Checkpointer, CheckpointError, read_manifest
 from jaxtrain.checkpoint.processes import agreed
 from jaxtrain.config import guards
 from jaxtrain.data.skips import Skips, batch_of, merged
@@ -141,24 +141,25 @@ def _said(values: Mapping[str, float]) -> str:
     return f"loss {values['loss']}, gradient norm {values['grad_norm']}{z}"
 
 
-def restored(checkpoints: Checkpointer, abstract: State, saved: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
-    """(state, manifest) of the newest good checkpoint, also where `guard` began or ceased to look for spikes since.
+def restored(checkpoints: Checkpointer, abstract: State, step: int) -> tuple[State, dict[str, Any]]:
+    """(state, manifest) of a checkpoint, also where `guard` began or ceased to look for spikes since.
 
     Args:
         abstract: of the state that is wanted; a window that the checkpoint does not have is empty.
-        saved: manifest of the newest checkpoint.
+        step: as `Checkpointer.choose` found it: its files are not checked again.
 
     Raises:
-        CheckpointError: none is good, or it does not fit.
+        CheckpointError: it does not fit.
     """
+    _, saved = read_manifest(checkpoints.directory, step)
     try:
         had = guards.guard(saved["config"].get("guard", ())).spikes is not None
     except ValueError as error:
-        raise CheckpointError(f"the config of the newest checkpoint is not valid: guard: {error}") from None
+        raise CheckpointError(f"the config of checkpoint {step} is not valid: guard: {error}") from None
     if had == ("spikes" in abstract):
-        return checkpoints.restore(None, abstract)
+        return checkpoints.restore(step, abstract, verify=False)
     others = {name: leaf for name, leaf in abstract.items() if name != "spikes"}
-    state, manifest = checkpoints.restore(None, others, partial=True)
+    state, manifest = checkpoints.restore(step, others, partial=True, verify=False)
     if "spikes" in abstract:
         placed = {name: leaf.sharding for name, leaf in abstract["spikes"].items()}
         state["spikes"] = jax.jit(initial, out_shardings=placed)()

@@ -45,29 +45,54 @@ def initial(program: Program) -> State:
 
 
 def restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
-    """The newest good state, and what the resumed run may promise; afresh where nothing was saved yet."""
+    """The newest good state, and what the resumed run may promise; that of step 0 where there is no other."""
     checkpoints = run.checkpoints
     with run.ledger.phase("restore"):
         checkpoints.fetch()
     _report(run)
     if (found := _from_peers(run, info)) is not None:
         return found
-    if checkpoints.is_empty():
-        run.screen.print(f"no checkpoint in {checkpoints.directory} yet: starting from step 0")
-        return initial(run.program), 0
-    # Compared before the state is read: a changed model is better told by its key than by its tensors.
-    step, manifest = read_manifest(checkpoints.directory)
+    if (newest := checkpoints.latest()) is not None:
+        _look_at(run, newest)
+    with run.ledger.phase("restore"):
+        step = None if checkpoints.is_empty() else checkpoints.choose()
+    _report(run)
+    if step is None:
+        return _afresh(run)
+    with run.ledger.phase("restore"):
+        state, saved = restored(checkpoints, run.program.state, step)
+    done = int(jax.device_get(state["step"]))
+    _go_on(run, info, done, saved, ("checkpoint", checkpoints.origin(done)))
+    return state, done
+
+
+def _look_at(run: Run, step: int) -> None:
+    """Refuses what cannot go on, before the state is read: a changed model is told by its key, not by its tensors."""
+    _, manifest = read_manifest(run.checkpoints.directory, step)
     if "imported" in manifest and step == 0:
         source = shlex.quote(manifest["imported"])
         message = f"holds imported weights and no state of training; train from them with model.from={source}"
         raise UserError(f"{run.dir} {message}")
     _refuse(run, step, manifest)
-    with run.ledger.phase("restore"):
-        state, saved = restored(checkpoints, run.program.state, manifest)
-    _report(run)
-    done = int(jax.device_get(state["step"]))
-    _go_on(run, info, done, saved, ("checkpoint", checkpoints.origin(done)))
-    return state, done
+
+
+def _afresh(run: Run) -> tuple[State, int]:
+    """The state of step 0, where nothing was saved yet, or where the first checkpoint is damaged and there is no other.
+
+    Raises UserError where a later one is: that so many steps are done again is for the user to say.
+    """
+    folder, damaged = run.checkpoints.directory, run.checkpoints.damaged()
+    if damaged is None:
+        why = f"no checkpoint in {folder} yet"
+    elif damaged <= (run.config.checkpoint.every or 0):
+        why = f"no checkpoint in {folder} but one of step {damaged}, which is damaged"
+    else:
+        found = f"{damaged} is damaged (bad-{damaged}), and there is no other"
+        begin = f"jaxtrain checkpoint prune {shlex.quote(str(run.dir))} --set-aside"
+        expected = f"give a good copy back, or delete what is damaged ({begin}) to begin again at step 0"
+        raise UserError(f"no usable checkpoint in {folder}: {found}; {expected}")
+    run.screen.print(f"{why}: starting from step 0")
+    return initial(run.program), 0
 
 
 def _from_peers(run: Run, info: dict[str, Any]) -> tuple[State, int] | None:

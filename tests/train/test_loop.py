@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import random
+import shutil
 
 import jax
 import numpy as np
@@ -246,6 +247,33 @@ def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):
     screen = quiet()
     assert jaxtrain.train(changed, first.run_dir, resume=True, screen=screen).step == 9
     assert "promise  none" in screen.console.file.getvalue()
+
+
+def test_a_run_whose_first_checkpoint_is_damaged_begins_again(tmp_path, corpus):
+    same = ("optimizer.schedule=constant", "layout=ddp", "eval.every=null")
+    whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", *same), screen=quiet())
+    part = jaxtrain.train(config(tmp_path, corpus, "name=part", "steps=4", *same), screen=quiet()).run_dir
+    shutil.copytree(part, tmp_path / "other")
+    for folder, file in ((part, "state/_METADATA"), (tmp_path / "other", "jaxtrain.json")):
+        (folder / "checkpoints/4" / file).write_bytes(b"{")
+        screen = quiet()
+        again = jaxtrain.load(folder / "config.yaml", "steps=8")
+        assert jaxtrain.train(again, folder, resume=True, screen=screen).step == 8
+        shown = " ".join(screen.console.file.getvalue().split())
+        assert "but one of step 4, which is damaged: starting from step 0" in shown
+        assert losses(folder) == losses(whole.run_dir)
+        assert (folder / "checkpoints/bad-4").is_dir()
+
+
+def test_a_run_whose_later_checkpoints_are_damaged_is_the_users_to_begin_again(tmp_path, corpus):
+    keys = ("layout=ddp", "eval.every=null", "checkpoint.every=2", "checkpoint.keep=1", "steps=4")
+    part = jaxtrain.train(config(tmp_path, corpus, *keys), screen=quiet())
+    (part.run_dir / "checkpoints/4/state/_METADATA").unlink()
+    again = jaxtrain.load(part.run_dir / "config.yaml")
+    for _ in range(2):  # also when it is set aside
+        with pytest.raises(ValueError, match=r"4 is damaged .* --set-aside\) to begin again at step 0"):
+            jaxtrain.train(again, part.run_dir, resume=True, screen=quiet())
+    assert losses(part.run_dir).keys() == {1, 2, 3, 4}  # nothing is cut
 
 
 def test_every_step_is_known_at_the_end_whatever_the_log_interval(tmp_path, corpus):
