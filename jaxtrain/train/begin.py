@@ -55,7 +55,7 @@ def restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
     if (newest := checkpoints.latest()) is not None:
         _look_at(run, newest)
     with run.ledger.phase("restore"):
-        step = None if checkpoints.is_empty() else checkpoints.choose()
+        step = checkpoints.choose()
     _report(run)
     if step is None:
         return _afresh(run)
@@ -79,9 +79,13 @@ def _look_at(run: Run, step: int) -> None:
 def _afresh(run: Run) -> tuple[State, int]:
     """The state of step 0, where nothing was saved yet, or where the first checkpoint is damaged and there is no other.
 
-    Raises UserError where a later one is: that so many steps are done again is for the user to say.
+    Raises UserError where a later one is, or the durable tier holds what could not be fetched: that so many steps are
+    done again is for the user to say.
     """
     folder, damaged = run.checkpoints.directory, run.checkpoints.damaged()
+    if not run.checkpoints.is_empty():
+        tier = run.config.checkpoint.durable
+        raise UserError(f"no usable checkpoint in {folder}, and those in {tier} could not be fetched; see the warnings")
     if damaged is None:
         why = f"no checkpoint in {folder} yet"
     elif damaged <= (run.config.checkpoint.every or 0):

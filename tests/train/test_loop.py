@@ -276,6 +276,18 @@ def test_a_run_whose_later_checkpoints_are_damaged_is_the_users_to_begin_again(t
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}  # nothing is cut
 
 
+def test_a_run_whose_only_copy_cannot_be_fetched_does_not_begin_again(tmp_path, corpus):
+    keys = ("layout=ddp", "eval.every=null", "steps=4", f"checkpoint.durable={tmp_path / 'copies'}")
+    part = jaxtrain.train(config(tmp_path, corpus, *keys), screen=quiet())
+    shutil.rmtree(part.run_dir / "checkpoints/4")
+    (copy,) = (tmp_path / "copies").rglob("_METADATA")
+    copy.write_bytes(b"{")
+    again = jaxtrain.load(part.run_dir / "config.yaml")
+    with pytest.raises(ValueError, match=r"no usable checkpoint in .* could not be fetched"):
+        jaxtrain.train(again, part.run_dir, resume=True, screen=quiet())
+    assert losses(part.run_dir).keys() == {1, 2, 3, 4}
+
+
 def test_every_step_is_known_at_the_end_whatever_the_log_interval(tmp_path, corpus):
     result = jaxtrain.train(config(tmp_path, corpus, "log.every=5", "seed=3000000000"), screen=quiet())
     assert result.metrics["loss"] > 0
