@@ -236,7 +236,8 @@ class Checkpointer(Reader):
 
     def damaged(self) -> int | None:
         """The latest step that was set aside as damaged, None where none was. The same on every process."""
-        found = agreed(max(self.store.aside("bad"), default=-1) if self._first else -1)
+        steps = [step for step, name in self.store.aside() if name.startswith("bad-")] if self._first else []
+        found = agreed(max(steps, default=-1))
         return None if found < 0 else found
 
     def fetch(self) -> None:

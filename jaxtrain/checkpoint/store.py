@@ -22,6 +22,7 @@ from typing import Any
 from jaxtrain.checkpoint.files import MARKER, CheckpointError, fsync, problem_of, read_marker, size_problem
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what is being written
+_ASIDE = re.compile(r"(bad|old)-(\d+)(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class Store:
         """Steps that have a marker, whole or damaged, ascending."""
         return [step for step in self.folders() if (self.path(step) / MARKER).exists()]
 
-    def aside(self, prefix: str) -> list[int]:
-        """Steps that were set aside as PREFIX-N, ascending."""
+    def aside(self) -> list[tuple[int, str]]:
+        """(step, name of the folder) of what was set aside, ascending."""
         names = os.listdir(self.directory) if self.directory.is_dir() else ()
-        found = (re.fullmatch(rf"{prefix}-(\d+)(\.\d+)?", name) for name in names)
-        return sorted({int(one[1]) for one in found if one})
+        found = (_ASIDE.fullmatch(name) for name in names if (self.directory / name).is_dir())
+        return sorted((int(one[2]), one[0]) for one in found if one)
 
     def steps(self) -> list[StepInfo]:
         """Committed steps (valid marker), ascending. Their files are not read: `problems` does that."""

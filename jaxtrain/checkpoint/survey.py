@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from jaxtrain.checkpoint.files import MARKER, CheckpointError, read_marker
 from jaxtrain.checkpoint.store import Store, surplus
 
 GOOD, DAMAGED, ASIDE, UNFINISHED = "good", "damaged", "set aside", "unfinished"
-_ASIDE = re.compile(r"(bad|old)-(\d+)(\.\d+)?")
 _BITS = re.compile(r"(\d+)")
 
 
@@ -45,11 +43,7 @@ class Row:
 def survey(store: Store) -> list[Row]:
     """All steps of a folder, ascending, then what was set aside."""
     rows = [_row(store, step) for step in store.folders()]
-    aside = []
-    for name in os.listdir(store.directory) if store.directory.is_dir() else ():
-        if (found := _ASIDE.fullmatch(name)) and (store.directory / name).is_dir():
-            aside.append(Row(name, int(found[2]), ASIDE, content=_content(store, name)))
-    return rows + sorted(aside, key=lambda row: (row.step, row.name))
+    return rows + [Row(name, step, ASIDE, content=_content(store, name)) for step, name in store.aside()]
 
 
 def _row(store: Store, step: int) -> Row:

@@ -121,25 +121,25 @@ class Instruction:
     @property
     def scope(self) -> str:
         """`op_name` of the metadata: the path of JAX's name scopes; empty where the compiler lost it."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self._quoted("op_name")
 
     @property
     def target(self) -> str:
         """Of a custom call: name of the library call or kernel; empty of anything else."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes) if self.op == "custom-call" else None
-        return found[1] if found else ""
+        return self._quoted("custom_call_target") if self.op == "custom-call" else ""
 
     @property
     def chain(self) -> str:
         """Of a collective that a TPU program carries through several fusions: what these have in common; else empty."""
-        found = re.search(r'chain_id="(\w+)"', self.attributes)
-        return found[1] if found else ""
+        return self._quoted("chain_id")
 
     @property
     def rendezvous(self) -> str:
         """What a `send` and a `recv` between TPU slices have in common; empty of anything else."""
-        found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', self.attributes)
+        return self._quoted("_xla_host_transfer_rendezvous")
+
+    def _quoted(self, name: str) -> str:
+        found = re.search(rf'{name}="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property

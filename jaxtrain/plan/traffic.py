@@ -29,10 +29,8 @@ def moved(module: Module, instruction: Instruction, computation: Computation) ->
         return 0
     if op == "custom-call" and not instruction.operands:  # a buffer that another one fills
         return 0
-    if op == "fusion":
-        return _fusion(module, instruction, instruction.shape, computation)
-    if op == "fusion-start":  # ((operands), results, context)
-        return _fusion(module, instruction, _sides(instruction.shape)[1], computation)
+    if op in ("fusion", "fusion-start"):
+        return _fusion(module, instruction, instruction.result, computation)
     operands = [computation[name].shape for name in instruction.operands if name in computation]
     if op == "copy-start":
         return _here(_sides(instruction.shape))
@@ -67,7 +65,8 @@ def with_host(module: Module, instruction: Instruction, computation: Computation
         return "", 0
     to, source = _ends(instruction, computation)
     into, out = (any(leaf.space == HOST for shape in shapes for leaf in shape.leaves) for shapes in (to, source))
-    if (update := _part_written(module, instruction, computation)) is not None and into:
+    is_update = instruction.op.removesuffix("-start") in ("fusion", "dynamic-update-slice")
+    if is_update and into and (update := _update(module, computation, instruction)) is not None:
         return (TO_HOST, update.bytes) if update.space != HOST else ("", 0)
     if into == out:
         return "", 0
@@ -80,18 +79,6 @@ def _ends(instruction: Instruction, computation: Computation) -> tuple[list[Shap
         to, source = _sides(instruction.shape)
         return [to], [source]
     return [instruction.result], [computation[name].shape for name in instruction.operands if name in computation]
-
-
-def _part_written(module: Module, instruction: Instruction, computation: Computation) -> Shape | None:
-    """What a `dynamic-update-slice`, plain, asynchronous or alone in a fusion, writes into its buffer."""
-    if instruction.op in ("fusion", "fusion-start") and instruction.called:
-        inner = module.computations.get(instruction.called[0], {})
-        root = next((one for one in inner.values() if one.root), None)
-        return None if root is None else _part_written(module, root, inner)
-    if instruction.op.removesuffix("-start") != "dynamic-update-slice":
-        return None
-    update = computation.get(instruction.operands[1])
-    return None if update is None else update.shape
 
 
 def _fusion(module: Module, instruction: Instruction, result: Shape, computation: Computation) -> int:
@@ -144,20 +131,21 @@ def _written(module: Module, inner: Computation, result: Shape) -> int:
     for output, leaf in zip(outputs, result.leaves):
         if leaf.space == HBM:
             update = _update(module, inner, output)
-            total += leaf.bytes if update is None else min(update, leaf.bytes)
+            total += leaf.bytes if update is None else min(update.bytes, leaf.bytes)
     return total
 
 
-def _update(module: Module, inner: Computation, output: Instruction | None) -> int | None:
-    """Bytes of the update where an output is a dynamic-update-slice."""
+def _update(module: Module, inner: Computation, output: Instruction | None) -> Shape | None:
+    """What is written into a buffer where an output is a dynamic-update-slice, also an asynchronous one."""
     while output is not None and output.op in ALIASES and output.operands:
         output = inner.get(output.operands[0])
     if output is None:
         return None
-    if output.op == "dynamic-update-slice":
+    op = output.op.removesuffix("-start")
+    if op == "dynamic-update-slice":
         update = inner.get(output.operands[1])
-        return None if update is None else update.shape.bytes
-    if output.op == "fusion" and output.called and output.shape.parts is None:
+        return None if update is None else update.shape
+    if op == "fusion" and output.called and output.result.parts is None:
         nested = module.computations.get(output.called[0], {})
         return _update(module, nested, next((one for one in nested.values() if one.root), None))
     return None
