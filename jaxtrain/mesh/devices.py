@@ -46,7 +46,9 @@ def _hybrid(inner: list[int], outer: list[int], devices: list[Any]) -> np.ndarra
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) == int(np.prod(outer)):
         by_process = not hasattr(devices[0], "slice_index")
-        return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, process_is_granule=by_process)
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
     grid = np.asarray(devices).reshape(outer + inner)
     order = [axis for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for axis in pair]
     return grid.transpose(order).reshape([o * i for o, i in zip(outer, inner)])
