@@ -42,6 +42,7 @@ import published
 
 from jaxtrain.config import resolve
 from jaxtrain.plan import chips, compile, predict, targets
+from jaxtrain.plan.assess import assess
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = {"simulated": 2048, "gpu": 32000}
@@ -147,7 +148,7 @@ def simulated(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _simulated_row(run: Running, rates: dict[str, float]) -> dict[str, Any]:
     run.report = replace(run.report, measured=rates)
-    plan, cores = predict.assess(run.config, run.report), len(os.sched_getaffinity(0))
+    plan, cores = assess(run.config, run.report), len(os.sched_getaffinity(0))
     timed = {"wall s": run.wall[1:], "processor s": [time / cores for time in run.processor[1:]]}  # the first warms up
     half = (len(run.wall) - 1) // 2
     return {
@@ -200,7 +201,7 @@ def on_gpu(spec: Mapping[str, Any]) -> dict[str, Any]:
         run = Running(spec["case"], config, VOCAB["gpu"], "local")
         for _ in range(spec["rounds"] + 2):
             run.once()
-    plan, measured = predict.assess(config, run.report), statistics.median(run.wall[2:])
+    plan, measured = assess(config, run.report), statistics.median(run.wall[2:])
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "machine": common.machine(), "case": spec["case"], "predicted s": plan.step_seconds, "wall s": measured,

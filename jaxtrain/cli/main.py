@@ -138,6 +138,7 @@ def _plan(parser: Parser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the plan, or the comparison, as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the report as one page")
     parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text")
+    parser.add_argument("--whole", action="store_true", help="compile for more than 32,768 devices too, not for fewer")
     parser.add_argument(
         "--diff", nargs=2, metavar=("A", "B"), help="compare two: configs, 'CONFIG key=value ...', or plans (.json)"
     )

@@ -20,7 +20,7 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.models.check import check_config
 from jaxtrain.models.tensors import vocabulary
 from jaxtrain.pipeline.fit import check_pipeline
-from jaxtrain.plan import compile, diff, page, predict, screen, targets
+from jaxtrain.plan import compile, diff, page, pods, predict, screen, targets
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.targets import Target
 
@@ -33,7 +33,7 @@ def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
     """
     target = target_of(args)
     check_folders(args.json, args.html, args.hlo)
-    found = plan(path, overrides, target, hlo=Path(args.hlo) if args.hlo else None)
+    found = plan(path, overrides, target, hlo=Path(args.hlo) if args.hlo else None, whole=args.whole)
     title = " ".join([path, *overrides])
     console = Console(highlight=False)
     console.print(screen.report(found, title, console.width))
@@ -62,7 +62,9 @@ def compare(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) 
         else:
             _resolve(side.path, side.overrides, target)
     left, right = (
-        _load(side.path) if side.is_plan or target is None else plan(side.path, side.overrides, target)
+        _load(side.path)
+        if side.is_plan or target is None
+        else plan(side.path, side.overrides, target, whole=args.whole)
         for side in sides
     )
     titles = sides[0].title, sides[1].title
@@ -72,8 +74,12 @@ def compare(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) 
     return 0
 
 
-def plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | None = None) -> Plan:
+def plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | None = None, whole: bool = False) -> Plan:
     """The plan of a config on a target; a line on stderr tells how long it takes.
+
+    Args:
+        hlo: file to write the compiled program's text to.
+        whole: never extrapolate from smaller pods.
 
     Raises:
         UserError: before anything is compiled, where the config does not fit the target or an extra is missing.
@@ -83,7 +89,7 @@ def plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | Non
         raise UserError(problem)
     find_own_classes()
     with spinner(f"compiling {path} for {target}"):
-        return predict.predict(config, vocab, str(target), hlo=hlo)
+        return predict.predict(config, vocab, str(target), hlo=hlo, largest=None if whole else pods.LARGEST)
 
 
 def find_own_classes() -> None:

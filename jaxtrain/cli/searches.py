@@ -89,8 +89,8 @@ def seconds(text: str | None) -> float:
 def check_options(args: argparse.Namespace) -> None:
     """Refuses options of a search where there is none, and others beside one."""
     if args.search:
-        if args.html or args.hlo or args.diff:
-            raise UserError("plan: --html, --hlo and --diff are not of --search; expected --json")
+        if args.html or args.hlo or args.whole or args.diff:
+            raise UserError("plan: --html, --hlo, --whole and --diff are not of --search; expected --json")
         if args.out and not args.out.endswith((".yaml", ".yml")):
             raise UserError(f"plan: --out {args.out}: a layout file ends in .yaml or .yml; expected {args.out}.yaml")
         return

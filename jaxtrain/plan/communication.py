@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxtrain.mesh.layout import Layout
 from jaxtrain.plan import groups, hlo
 from jaxtrain.plan.sites import Site, sites
 
@@ -45,7 +46,9 @@ class Collective:
         return ("" if self.whole else "part of ") + "+".join(self.axes)
 
 
-def report(text: str, sizes: Mapping[str, int], across: Mapping[str, int] | None = None) -> list[Collective]:
+def report(
+    text: str, sizes: Mapping[str, int], across: Mapping[str, int] | None = None, pod: Layout | None = None
+) -> list[Collective]:
     """Every collective of a compiled step, most bytes first; those of a device with itself are left out.
 
     Bytes are those of ring algorithms, with n devices in a group: (n - 1) / n of the whole tensor for all-gather,
@@ -57,12 +60,14 @@ def report(text: str, sizes: Mapping[str, int], across: Mapping[str, int] | None
         text: `compiled.as_text()`.
         sizes: of all mesh axes in order, such as `Mesh.shape`; their product is the number of devices.
         across: part of each axis that spans TPU slices, as in `mesh.dcn`.
+        pod: the smaller mesh that the text was compiled for in place of this one.
 
     Raises:
-        ValueError: the text is no compiled program, or has replica groups of an unknown form.
+        ValueError: the text is no compiled program, has replica groups of an unknown form, or such as `groups.grown`
+            cannot tell of a larger mesh.
     """
     rows: dict[Collective, Collective] = {}
-    for found in located(hlo.parse(text), sizes, across):
+    for found in located(hlo.parse(text), sizes, across, pod):
         one = found.collective
         kind = replace(one, count=0, bytes=0)
         so_far = rows.get(kind, kind)
@@ -79,14 +84,34 @@ class Located:
     collective: Collective
 
 
-def located(module: hlo.Module, sizes: Mapping[str, int], across: Mapping[str, int] | None = None) -> list[Located]:
-    """Every collective of a program, once for each way to it; those of a device with itself are left out."""
+def located(
+    module: hlo.Module, sizes: Mapping[str, int], across: Mapping[str, int] | None = None, pod: Layout | None = None
+) -> list[Located]:
+    """Every collective of a program, once for each way to it; those of a device with itself are left out.
+
+    Arguments and errors are those of `report`.
+    """
+    own, spans = (sizes, across or {}) if pod is None else (pod.sizes, pod.dcn)
     out = []
     for site in sites(module):
-        joined = _joined(site, sizes, across or {})
-        if (one := _collective(module, site, joined, sizes)) is not None:
+        compiled = _joined(site, own, spans)
+        joined = compiled if pod is None else _grown(site, compiled, pod, sizes, across or {})
+        if (one := _collective(module, site, compiled, joined, sizes)) is not None:
             out.append(Located(site, joined, one))
     return out
+
+
+def _grown(
+    site: Site, joined: groups.Groups, pod: Layout, sizes: Mapping[str, int], across: Mapping[str, int]
+) -> groups.Groups:
+    """The groups of a site of a pod's program on the mesh that the pod stands for."""
+    if site.instruction.op == "send":
+        return _joined(site, sizes, across)
+    small, large = groups.split(pod.sizes, pod.dcn), groups.split(sizes, across)
+    larger = [axis for axis in groups.axes_of(joined, small)[0] if small[axis] != large[axis]]
+    if site.op == "collective-permute" and larger:
+        raise ValueError(f"HLO: a permute along {'+'.join(larger)}")
+    return groups.grown(joined, small, large)
 
 
 def _joined(site: Site, sizes: Mapping[str, int], across: Mapping[str, int]) -> groups.Groups:
@@ -96,22 +121,26 @@ def _joined(site: Site, sizes: Mapping[str, int], across: Mapping[str, int]) -> 
         is_permute = site.op == "collective-permute"
         return tuple(pair for group in joined for pair in pairwise(group)) if is_permute else joined
     if site.op == "collective-permute":
-        return groups.pairs(attributes)
-    return groups.replica_groups(groups.groups_text(attributes), prod(sizes.values()))
+        listed = groups.pairs(attributes)
+    else:
+        listed = groups.replica_groups(groups.groups_text(attributes), prod(sizes.values()))
+    return groups.of_slices(listed, sizes, across)
 
 
-def _collective(module: hlo.Module, site: Site, joined: groups.Groups, sizes: Mapping[str, int]) -> Collective | None:
-    """The runs of one collective in a step; None where it stays within a device."""
+def _collective(
+    module: hlo.Module, site: Site, compiled: groups.Groups, joined: groups.Groups, sizes: Mapping[str, int]
+) -> Collective | None:
+    """The runs of one collective in a step; None where it stays within a device. `compiled`: groups of the program."""
     instruction, computation = site.instruction, module.computations[site.computation]
     is_permute = site.op == "collective-permute"
     axes, whole = groups.axes_of(joined, sizes)
     if not axes:
         return None
-    members = max(map(len, joined))
     moved = _moved(site, computation)
+    full = _full(site, moved, max(map(len, compiled)))
     return Collective(
         site.op, axes, whole or is_permute, site.times,
-        round(site.times * _sent(site.op, _full(site, moved, members), members)),
+        round(site.times * _sent(site.op, full, max(map(len, joined)))),
         "+".join(sorted({leaf.dtype for leaf in moved.leaves})), _scope(instruction, computation) or site.scope,
         "at least" if site.unknown else "at most" if site.conditional or site.op == "ragged-all-to-all" else "",
     )  # fmt: skip

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,12 +22,16 @@ from typing import Any
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Config
-from jaxtrain.plan import communication, memory, targets
+from jaxtrain.mesh.axes import shape_text
+from jaxtrain.mesh.layout import Layout
+from jaxtrain.plan import communication, memory, network, targets
 from jaxtrain.plan.communication import Collective
 from jaxtrain.plan.memory import Memory
 from jaxtrain.plan.network import Place
+from jaxtrain.plan.pods import Pod
 
 SECONDS = 1800.0  # the largest models compile in minutes
+POLL = 0.05  # seconds
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Report:
         vocab: rows of the decoder's embedding table.
         user_flops: of a step of a user's own model, where it counts them.
         measured: rates of a CPU device, see `host.measure`.
+        pod: the smaller mesh that the step was compiled for; None where it was compiled for this one.
         text: of the compiled program; not in `as_dict`.
     """
 
@@ -65,6 +71,7 @@ class Report:
     vocab: int | None = None
     user_flops: float | None = None
     measured: dict[str, float] | None = None
+    pod: Layout | None = None
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,6 +82,10 @@ class Report:
 
 class Crashed(RuntimeError):
     """The process that compiles broke down: its compiler, or the user's own model. In one line."""
+
+
+class Unlike(RuntimeError):
+    """A smaller pod whose program does not tell that of the whole. Why, in one line."""
 
 
 class TimedOut(UserError):
@@ -90,29 +101,53 @@ class TooLarge(UserError):
 
 
 def measure(
-    config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, timeout: float = SECONDS
-) -> Report:
+    config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, timeout: float = SECONDS,
+    pod: Pod | None = None,
+) -> Report:  # fmt: skip
     """The report of a config's real train step on absent devices such as `h100:2x8`, `v5p:2x2x2` or `cpu:8`.
 
     Args:
         vocab: of the tokenizer; None takes `model.vocab`, which a user's own model need not have.
         hlo: file to write the compiled program's text to.
+        pod: to compile for instead, see `pods.pods`: the program, and the memory it takes besides the state, are its,
+            all else is that of the config on the target.
 
     Raises:
         UserError: an unknown target, a package that is not installed, or a layout that does not fit the target;
             TooLarge for a step that needs more memory than the device has, TimedOut where the time is up.
+        Unlike: the pod's program would not be that of the whole.
         Crashed: the compiler or the model broke down.
     """
-    where = targets.parse(target)
+    return together(config, vocab, target, (pod,), hlo=hlo, timeout=timeout)[0]
+
+
+def together(
+    config: Config, vocab: int | None, target: str, pods: Sequence[Pod | None], *, hlo: Path | None = None,
+    timeout: float = SECONDS,
+) -> list[Report]:  # fmt: skip
+    """`measure` of several pods, compiled side by side; `hlo` is of the first. No process outlives the call."""
+    where, deadline = targets.parse(target), time.monotonic() + timeout
     if problem := targets.missing(where, config.step.attention):
         raise UserError(problem)
     if problem := across_slices(config, where):
         raise UserError(problem)
-    with tempfile.TemporaryDirectory() as folder:
-        file = hlo or Path(folder) / "step.hlo"
-        asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where), "hlo": str(file)}
-        answer = _ask(asked, where, timeout)
-        return _report(answer, file.read_text(encoding="utf-8"))
+    asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where)}
+    with ExitStack() as stack:
+        started = []
+        for pod in pods:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            file = hlo if hlo and not started else folder / "step.hlo"
+            small = {"config": pod.config.model_dump(mode="json"), "target": str(pod.target)} if pod else None
+            process = stack.enter_context(_running({**asked, "hlo": str(file), "pod": small}, where, folder))
+            started.append((process, folder, file))
+        while any(process.poll() is None for process, *_ in started):
+            if any(process.returncode for process, *_ in started):
+                break  # one broke down
+            if time.monotonic() >= deadline:
+                raise TimedOut(f"target {where}: not compiled after {timeout:.0f} s")
+            time.sleep(POLL)
+        started.sort(key=lambda one: not one[0].returncode)  # stable: what broke down says so first
+        return [_report(_answer(p.returncode, folder), file.read_text(encoding="utf-8")) for p, folder, file in started]
 
 
 def across_slices(config: Config, where: targets.Target) -> str | None:
@@ -124,24 +159,34 @@ def across_slices(config: Config, where: targets.Target) -> str | None:
     return f"mesh.dcn: target {where} has {where.slices} slices, and the axes span {prod(factors.values())}; {expected}"
 
 
-def _ask(asked: Mapping[str, Any], where: targets.Target, timeout: float) -> dict[str, Any]:
-    """The answer of the process that compiles."""
+@contextmanager
+def _running(asked: Mapping[str, Any], where: targets.Target, folder: Path) -> Iterator[subprocess.Popen]:
+    """The process that compiles: it writes `out` and `err` in the folder, and is ended with the block."""
     path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # a user's own model is found
     env = os.environ | {"PYTHONPATH": path} | targets.environment(where)
-    command = [sys.executable, "-m", "jaxtrain.plan.compile"]
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, env=env, timeout=timeout
+    (folder / "asked").write_text(json.dumps(asked), encoding="utf-8")
+    with (folder / "asked").open() as asks, (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxtrain.plan.compile"], stdin=asks, stdout=out, stderr=err, env=env
         )
-    except subprocess.TimeoutExpired as error:
-        raise TimedOut(f"target {where}: not compiled after {timeout:.0f} s") from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        ended = f"ended with status {done.returncode}{f': {said[-1][:300]}' if said else ''}"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answer(status: int, folder: Path) -> dict[str, Any]:
+    """What a process that compiled says, from its status and what it wrote."""
+    texts = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
+    out, err = ([line.strip() for line in text.splitlines() if line.strip()] for text in texts)
+    if status or not out:
+        ended = f"ended with status {status}{f': {err[-1][:300]}' if err else ''}"
         killed = "was killed, as a system does that has no memory left: of this machine, not of the target"
-        raise Crashed(f"compiling {killed if done.returncode == -signal.SIGKILL else ended}")
-    answer = json.loads(lines[-1])
+        raise Crashed(f"compiling {killed if status == -signal.SIGKILL else ended}")
+    answer = json.loads(out[-1])
+    if "unlike" in answer:
+        raise Unlike(answer["unlike"])
     if "needs" in answer:
         raise TooLarge(answer["error"], answer["needs"])
     if "error" in answer:
@@ -154,6 +199,7 @@ def _report(answer: Mapping[str, Any], text: str) -> Report:
         **answer, "rows": communication.from_dict(answer["rows"]), "memory": Memory(**answer["memory"]), "text": text,
         "places": [Place(domain, tuple(coords), core) for domain, *coords, core in answer["places"]],
         "tensors": [(name, size) for name, size in answer["tensors"]],
+        "pod": Layout(**answer["pod"]) if answer["pod"] else None,
     })  # fmt: skip
 
 
@@ -172,7 +218,10 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
         data = None if config.data.type == "text" else open_dataset(config.data, config.seed)
         vocab = asked["vocab"] or vocabulary(config, getattr(data, "vocab", None))
         program = build(config, vocab, devices)
-        compiled = step.compiled_step(program, None if data is None else data.batch(0, slice(0, 1)))
+        pod = _pod(asked["pod"], vocab, program, asked["target"]) if asked["pod"] else None
+        compiled = step.compiled_step(pod or program, None if data is None else data.batch(0, slice(0, 1)))
+    except Unlike as error:
+        return {"unlike": str(error)}
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:
@@ -183,30 +232,58 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     measured = step.measured(devices, config.precision)
     kind = devices[0].device_kind
-    report = of_program(program, compiled, asked["target"], kind, seconds=seconds, measured=measured)
+    try:
+        report = of_program(program, compiled, asked["target"], kind, seconds=seconds, measured=measured, pod=pod)
+    except ValueError as error:
+        if pod is None:
+            raise
+        return {"unlike": str(error)}
     Path(asked["hlo"]).write_text(report.text, encoding="utf-8")
     return report.as_dict()
 
 
+def _pod(asked: Mapping[str, Any], vocab: int | None, whole: Any, target: str) -> Any:
+    """The program of a pod. Raises Unlike where it would not be that of the whole."""
+    from jaxtrain.plan import step
+    from jaxtrain.train.program import build
+
+    config = Config(**asked["config"])
+    pod = build(config, vocab, targets.devices(asked["target"], attention=config.step.attention))
+    found, wanted = (
+        network.crosses(step.places(program, on), dict(program.layout.sizes))
+        for program, on in ((pod, asked["target"]), (whole, target))
+    )
+    if found != wanted:
+        raise Unlike(f"mesh {shape_text(pod.layout.sizes)} does not lie across {asked['target']} as the whole does")
+    return pod
+
+
 def of_program(
     program: Any, compiled: Any, target: str, device_kind: str, *, seconds: float = 0.0,
-    measured: dict[str, float] | None = None,
+    measured: dict[str, float] | None = None, pod: Any = None,
 ) -> Report:  # fmt: skip
     """The report of a step that is compiled already, e.g. to predict one that is to be run as well.
 
     Args:
         program: `jaxtrain.train.program.Program`.
-        compiled: `step.compiled_step(program)`.
+        compiled: `step.compiled_step(program)`, or of the pod.
         device_kind, seconds, measured: as in `Report`.
+        pod: the program of a smaller pod, which was compiled.
+
+    Raises:
+        ValueError: the pod's collectives do not tell those of the whole.
     """
     from jaxtrain.plan import step
 
-    text, sizes = compiled.as_text() or "", dict(program.layout.sizes)
+    text, sizes, layout = compiled.as_text() or "", dict(program.layout.sizes), pod and pod.layout
+    state, needs = memory.state_bytes(program.state), memory.compiled_memory(compiled)
+    if pod is not None:
+        needs = needs.with_state(sum(state.values()) - sum(memory.state_bytes(pod.state).values()))
     return Report(
-        target, str(program.layout), sizes, communication.report(text, sizes, program.config.mesh.dcn),
-        memory.state_bytes(program.state), memory.compiled_memory(compiled), seconds,
-        step.held_bytes(program), memory.largest(program.state), step.places(program, target),
-        device_kind, step.head_again(program), step.vocabulary(program), step.counted_by_model(program), measured, text,
+        target, str(program.layout), sizes, communication.report(text, sizes, program.config.mesh.dcn, layout),
+        state, needs, seconds, step.held_bytes(program), memory.largest(program.state), step.places(program, target),
+        device_kind, step.head_again(program), step.vocabulary(program), step.counted_by_model(program), measured,
+        layout, text,
     )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def as_dict(a: Plan, b: Plan, titles: tuple[str, str]) -> dict[str, Any]:
     """For JSON: what was compared, and the rows with `change` and `relative`."""
     sides = [
         {"title": title, "target": plan.target, "layout": plan.layout, "fits": plan.fits, "compiled": plan.compiled,
-         "reason": plan.reason}
+         "reason": plan.reason, "pods": list(plan.pods)}
         for plan, title in zip((a, b), titles)
     ]  # fmt: skip
     figures = [
@@ -148,7 +148,7 @@ def report(a: Plan, b: Plan, titles: tuple[str, str]) -> RenderableType:
     for letter, plan, title in zip("AB", (a, b), titles):
         said, figures = view.verdict(plan)
         head.append(Text.assemble((f"{letter}  {title}", "bold"), f"  on {plan.target}, {plan.layout}"))
-        head.append(Text(f"   {said}: {figures}", style="dim"))
+        head += [Text(f"   {line}", style="dim") for line in (f"{said}: {figures}", view.origin(plan)) if line]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
     for name in ("A", "B", "change", "%"):

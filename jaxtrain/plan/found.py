@@ -14,7 +14,7 @@ from rich.text import Text
 from jaxtrain.config.output import text
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import AXES
-from jaxtrain.plan import rivals
+from jaxtrain.plan import rivals, view
 from jaxtrain.plan.formula import Estimate
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.rivals import Loser
@@ -185,7 +185,7 @@ def table(found: Found) -> RenderableType:
             _reasoned(name, one.reason),
             *found.figures(one),
             size.number(one.needs),
-            one.source,
+            one.source + (", as a pod" if one.plan and one.plan.pods else ""),
             style=style,
         )
     return section(f"Layouts for {found.target}", f"least {found.objective} first", out)
@@ -227,7 +227,7 @@ def layout_text(found: Found, one: Ranked) -> str:
     """A layout file: its figures, the keys that go with it, mesh and rules."""
     texts = zip(("{} a step", "{} tokens/s", "MFU {}"), found.figures(one))
     figures = [*(text.format(figure) for text, figure in texts if figure), f"{volume(one.needs)} of a device"]
-    word = "estimated by formula, not compiled" if one.plan is None else "compiled"
+    word = "estimated by formula, not compiled" if one.plan is None else view.origin(one.plan) or "compiled"
     lines = [
         f"# {one.estimate.choice.mesh}: {SIGN} for {one.target}, least {found.objective}.",
         f"# Predicted ({word}): {', '.join(figures)}.",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from operator import mul
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -77,6 +78,76 @@ def _axes_of(groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[
         counts.add(len(group))
     axes = tuple(name for name in names if name in differ)
     return axes, counts == {prod(size for name, size in sizes if name in differ)}
+
+
+def split(sizes: Mapping[str, int], across: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of all axes, in order, with those that span slices cut in the part that does and the rest."""
+    parts = ({f"{axis} across": across.get(axis, 1), axis: size // across.get(axis, 1)} for axis, size in sizes.items())
+    return {name: size for part in parts for name, size in part.items()}
+
+
+def of_slices(groups: Groups, sizes: Mapping[str, int], across: Mapping[str, int]) -> Groups:
+    """Groups of all devices where a program lists those of one slice, which it counts by themselves.
+
+    So does that of several TPU slices: each runs the same, and what leaves a slice is a `send`.
+
+    Args:
+        sizes, across: as in `spanning`.
+    """
+    all_devices = prod(sizes.values())
+    inside = all_devices // prod(across.values())
+    if inside == all_devices or any(device >= inside for group in groups for device in group):
+        return groups
+    return grown(
+        groups, split({axis: size // across.get(axis, 1) for axis, size in sizes.items()}, {}), split(sizes, across)
+    )
+
+
+def grown(groups: Groups, pod: Mapping[str, int], sizes: Mapping[str, int]) -> Groups:
+    """The groups that a program's collective joins on a mesh of which it was compiled for a smaller one.
+
+    A group that joins one place of an axis is there once for each place; one that joins all places joins them all.
+
+    Args:
+        groups: device numbers in the smaller mesh.
+        pod: sizes of its axes, all of them in order.
+        sizes: of the axes of the larger one; the same names.
+
+    Raises:
+        ValueError: groups that join some places of an axis that is larger, or not the same devices at each of them.
+    """
+    if pod == sizes:
+        return groups
+    return _grown(groups, tuple(pod.items()), tuple(sizes.values()))
+
+
+@lru_cache(maxsize=256)
+def _grown(groups: Groups, pod: tuple[tuple[str, int], ...], lengths: tuple[int, ...]) -> Groups:
+    names, small = [name for name, _ in pod], [size for _, size in pod]
+    strides = [prod(lengths[at + 1 :]) for at in range(len(lengths))]
+    larger = [at for at in range(len(lengths)) if small[at] != lengths[at]]
+    joined = [at for at in larger if names[at] in axes_of(groups, dict(pod))[0]]
+    apart = [at for at in larger if at not in joined]
+
+    def offsets(axes: Sequence[int]) -> list[int]:
+        return [sum(map(mul, at, (strides[a] for a in axes))) for at in product(*(range(lengths[a]) for a in axes))]
+
+    inside, between = offsets(joined), offsets(apart)
+    out: list[tuple[int, ...]] = []
+    for group in groups:
+        places = [_place(device, small) for device in group]
+        if any(place[at] for place in places for at in apart):
+            continue  # the same as the one at their first place
+        origins = dict.fromkeys(
+            sum(0 if at in joined else index * strides[at] for at, index in enumerate(place)) for place in places
+        )
+        if len(origins) * prod(small[at] for at in joined) != len(group):
+            raise ValueError(f"HLO: groups join a part of {'+'.join(names[at] for at in joined)}")
+        members = [origin + offset for origin in origins for offset in inside]
+        out += [tuple(member + offset for member in members) for offset in between]
+    if len(out) * prod(small[at] for at in apart) != len(groups) * len(between):
+        raise ValueError(f"HLO: groups are not the same all along {'+'.join(names[at] for at in apart)}")
+    return tuple(out)
 
 
 def spanning(sizes: Mapping[str, int], across: Mapping[str, int]) -> Groups:

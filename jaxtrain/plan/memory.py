@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -96,6 +96,13 @@ class Memory:
     def total(self) -> int:
         """Arguments, outputs that take no argument's place, and temporaries: the device must have this much."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    def with_state(self, more: int) -> Memory:
+        """With so many bytes more (or less) of train state, which a step takes and gives back in its place."""
+        return replace(
+            self, arguments=self.arguments + more, outputs=self.outputs + more, aliased=self.aliased + more,
+            peak=self.peak + more,
+        )  # fmt: skip
 
 
 def compiled_memory(compiled: Any) -> Memory:

@@ -60,7 +60,7 @@ def _collectives(
 ) -> Iterator[Moved]:
     shares = bubble.shares(schedule) if schedule else {}
     prices: dict[timeline.Key, Price] = {}
-    for one in communication.located(module, report.sizes, across):
+    for one in communication.located(module, report.sizes, across, report.pod):
         key, row = (one.site.computation, one.site.instruction.name), one.collective
         size = row.bytes / max(1, row.count)
         if key not in prices:

@@ -51,8 +51,9 @@ def _headline(plan: Plan, title: str) -> str:
     devices = f"{plan.devices:,} x {plan.device}" if plan.devices else plan.device
     facts = view.headline(plan) if plan.can_run else []
     cards = html.cards((fact.name, fact.value, fact.note) for fact in facts)
+    origin = "; ".join(filter(None, (f"layout {plan.layout}", view.origin(plan))))
     return f"""<header><h1>{escape(title)}</h1>
-<p class="dim">{escape(plan.target)}: {escape(devices)}; layout {escape(plan.layout)}</p>
+<p class="dim">{escape(plan.target)}: {escape(devices)}; {escape(origin)}</p>
 <p><span class="verdict {KINDS[said]}">{said.capitalize()}</span> &#160;{escape(figures)}</p>
 {cards}</header>"""
 

@@ -1,46 +1,25 @@
-"""From a config and a target to a `Plan`: compiled in a process of its own, then read and priced. No JAX."""
+"""From a config and a target to a `Plan`: compiled in processes of their own, as it is or in smaller pods. No JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh.context import has_tokens
 from jaxtrain.mesh.layout import resolve
-from jaxtrain.observe.flops import decoder_flops, mean_attended
-from jaxtrain.pipeline.table import Table
-from jaxtrain.plan import (
-    advice,
-    bubble,
-    calibration,
-    chips,
-    communication,
-    compile,
-    hlo,
-    memory,
-    moves,
-    network,
-    targets,
-)
-from jaxtrain.plan.calibration import Achieved, Calibration
-from jaxtrain.plan.chips import Chip, Figure
-from jaxtrain.plan.compile import Report
-from jaxtrain.plan.cost import Cost, Operation, analyse
-from jaxtrain.plan.hlo import Instruction, Module
+from jaxtrain.plan import advice, compile, pods, targets
+from jaxtrain.plan.assess import assess, tokens_of
+from jaxtrain.plan.extrapolate import extrapolated
+from jaxtrain.plan.pods import Pod
 from jaxtrain.plan.result import Plan
-
-LARGEST = 8  # tensors and buffers that a plan names
-HOST = 5  # memory space
-KEPT = 2**25  # bytes of the largest block that glibc's malloc keeps when it is freed (DEFAULT_MMAP_THRESHOLD_MAX)
-KEYS = ("phase", "part", "kind")  # of operations
 
 
 def predict(
     config: Config, vocab: int | None, target: str, *, slices: int | None = None, hlo: Path | None = None,
-    timeout: float = compile.SECONDS,
+    timeout: float = compile.SECONDS, largest: int | None = pods.LARGEST,
 ) -> Plan:  # fmt: skip
     """The plan of a config's real train step on devices that need not be there.
 
@@ -51,19 +30,42 @@ def predict(
         vocab: of the tokenizer; None takes `model.vocab`.
         target: as `targets.parse` takes it.
         slices: of TPUs.
-        hlo: file to write the compiled program's text to.
+        hlo: file to write the compiled program's text to; of smaller pods, the larger one's.
+        timeout: seconds to compile in.
+        largest: number of devices above which smaller pods are compiled instead, where these can tell (`pods.pods`);
+            None: never.
 
     Raises:
         UserError: an unknown target, a package that is not installed, or a layout that does not fit.
     """
-    where = targets.parse(target, slices)
+    where, deadline = targets.parse(target, slices), time.monotonic() + timeout
+    found, notes = () if largest is None else pods.pods(config, where, largest), ()
     try:
-        report = compile.measure(config, vocab, str(where), hlo=hlo, timeout=timeout)
+        if found:
+            return _of_pods(config, vocab, where, found, hlo, timeout)
+    except (compile.Unlike, compile.TooLarge, compile.Crashed) as error:
+        if isinstance(error, compile.TooLarge) and len(found) == 1:  # as the whole is: its shards are no larger
+            refused = _refused(config, where, fits=False, reason=str(error), needs=error.needs or 0)
+            return replace(refused, pods=tuple(map(str, found)))
+        notes = (f"no smaller pod tells it, so that it was compiled as it is: {error}",)
+    try:
+        report = compile.measure(config, vocab, str(where), hlo=hlo, timeout=max(1.0, deadline - time.monotonic()))
     except compile.TooLarge as error:
         return _refused(config, where, fits=False, reason=str(error), needs=error.needs or 0)
     except compile.Crashed as error:
         return _refused(config, where, fits=None, compiled=False, reason=str(error))
-    return assess(config, report)
+    plan = assess(config, report)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _of_pods(
+    config: Config, vocab: int | None, where: targets.Target, found: Sequence[Pod], hlo: Path | None, timeout: float
+) -> Plan:
+    """The plan that one or two smaller pods tell, compiled side by side."""
+    reports = compile.together(config, vocab, str(where), found, hlo=hlo, timeout=timeout)
+    plans = [assess(config, report) for report in reports]
+    plan = plans[0] if len(plans) == 1 else extrapolated(config, *plans, shards=pods.shards(*found))
+    return replace(plan, pods=tuple(map(str, found)))
 
 
 def _refused(config: Config, where: targets.Target, **said: Any) -> Plan:
@@ -72,180 +74,7 @@ def _refused(config: Config, where: targets.Target, **said: Any) -> Plan:
     layout = resolve(config, count) if count else None
     plan = Plan(
         str(where), where.kind, count, str(layout or config.layout), dict(layout.sizes) if layout else {},
-        usable=int(where.chip.usable.value) if where.chip else None, tokens=_tokens(config), steps=config.steps, **said,
+        usable=int(where.chip.usable.value) if where.chip else None,
+        tokens=tokens_of(config), steps=config.steps, **said,
     )  # fmt: skip
     return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)) if layout else ())
-
-
-def _tokens(config: Config) -> int:
-    """Tokens, or rows of a user's own data, of a global batch."""
-    return config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The chip of a report, None of one that nobody knows, and the shares of its figures that programs achieve."""
-
-    chip: Chip | None
-    shares: Calibration
-    torus: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, report: Report) -> Hardware:
-        """Of a target, of what JAX found, or of a CPU as it was measured."""
-        where = targets.parse(report.target)
-        if report.measured:
-            return cls(
-                _cpu(report.measured, len(report.places)),
-                replace(calibration.MEASURED, launch=report.measured["launch"]),
-            )
-        chip = where.chip or chips.of_device(report.device_kind)
-        return cls(chip, calibration.of_kind(chips.kind_of(chip)), where.shape if where.platform == "tpu" else ())
-
-
-def _cpu(measured: Mapping[str, float], devices: int) -> Chip:
-    figures = {key: Figure(value, "measured on this host") for key, value in measured.items()}
-    unknown = Figure(0, "unknown")
-    network = None if "copy" not in figures else chips.Shared(
-        figures["copy"], figures["reduce"], figures["meeting"], devices
-    )  # fmt: skip
-    peak = {"bf16": figures["flops"], "fp32": figures["flops"]}
-    return Chip("cpu", peak, unknown, unknown, figures["memory"], network)
-
-
-def assess(config: Config, report: Report) -> Plan:
-    """The plan that a compiled step amounts to."""
-    hardware, module = Hardware.of(report), hlo.parse(report.text)
-    schedule = bubble.table(config, report.sizes["pipeline"])
-    cost = _with_pages(_cost(config, module, hardware, schedule), report)
-    chip = hardware.chip
-    fabric = network.Fabric(chip, hardware.shares, hardware.torus, report.places)
-    rows = moves.rows(module, report, cost, fabric, config.mesh.dcn, schedule)
-    # Simulated stages that wait leave the cores to the others.
-    waiting = bubble.bubble(schedule, cost).seconds if schedule and not report.measured else 0.0
-    computing = cost.seconds if chip else None
-    known = computing is not None and all(row.seconds is not None for row in rows)
-    exposed = sum(row.exposed for row in rows) if known else None
-    step = computing + exposed + waiting if computing is not None and exposed is not None else None
-    flops = _flops(config, report)
-    plan = Plan(
-        report.target, report.device_kind, len(report.places), report.layout, report.sizes,
-        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, memory.workspace(module)),
-        buffers=tuple(buffers(module)), tensors=tuple(report.tensors[:LARGEST]), traffic=tuple(rows),
-        flops_model=flops[0], flops_hardware=flops[1], flops_compiled=cost.flops(),
-        compute_seconds=computing, exposed_seconds=exposed, bubble_seconds=waiting if chip else 0.0,
-        seconds_by={key: cost.by(key) for key in KEYS} if chip else {},
-        flops_by={key: cost.by(key, value="flops") for key in KEYS},
-        bytes_by={key: cost.by(key, value="bytes") for key in KEYS},
-        step_seconds=step, mfu=_rate(flops[0], step, chip), hfu=_rate(flops[1], step, chip),
-        tokens=_tokens(config), steps=config.steps,
-        notes=tuple(_notes(report, hardware, cost, schedule)), compile_seconds=report.seconds,
-    )  # fmt: skip
-    return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)))
-
-
-def _rate(flops: float | None, step: float | None, chip: Chip | None) -> float | None:
-    """Share of the bfloat16 peak, as runs report it."""
-    return flops / step / chip.flops("bf16") if flops and step and chip else None
-
-
-def _cost(config: Config, module: Module, hardware: Hardware, schedule: Table | None) -> Cost:
-    def choose(conditional: Instruction, seconds: Sequence[float]) -> Sequence[float] | None:
-        if schedule and (weights := bubble.choose(schedule, conditional)):
-            return weights
-        if "attention_cudnn" in conditional.scope:  # few enough documents in a row for the packed kernel, the fast one
-            return [float(at == seconds.index(min(seconds))) for at in range(len(seconds))]
-        return None
-
-    rates = Achieved(hardware.chip, hardware.shares) if hardware.chip else None
-    sequence = config.data.sequence
-    return analyse(module, rates, choose=choose, visible=mean_attended(config.model, sequence) / sequence)
-
-
-def _with_pages(cost: Cost, report: Report) -> Cost:
-    """With what simulated devices pay for temporaries that malloc gives back to the system after every step."""
-    if not report.measured or report.memory.temporaries <= KEPT:
-        return cost
-    seconds = report.memory.temporaries / report.measured["pages"]
-    return replace(cost, operations=[*cost.operations, Operation("pages", "pages", "pages", seconds=seconds)])
-
-
-def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
-    """FLOPs of a step on one device: of the model, and of the hardware."""
-    devices = max(1, len(report.places))
-    tokens = _tokens(config) / devices
-    if config.model.type != "decoder":
-        return (report.user_flops / devices if report.user_flops else None), None
-    vocab = report.vocab
-    if vocab is None:
-        return None, None
-    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.saves, report.head_again)
-    return found.model * tokens, None if found.hardware is None else found.hardware * tokens
-
-
-def _memory(report: Report, chip: Chip | None, workspace: int) -> dict[str, Any]:
-    """`fits`, `reason`, `needs`, `usable` and `memory` of a plan. `workspace` comes to what the compiler says."""
-    planned, held, state = report.memory, report.held, report.state
-    # libtpu's temporaries count holes between buffers that its peak does not; where it compiles, it fits.
-    is_tpu = targets.parse(report.target).platform == "tpu"
-    compiled = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total
-    temporaries = max(0, compiled - planned.arguments - max(0, planned.outputs - planned.aliased))
-    gradients = min(temporaries, held.get("gradients", 0))
-    gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
-    kinds = {
-        "params": state.get("params", 0),
-        "optimizer": sum(size for part, size in state.items() if part != "params"),
-        "batch": max(0, planned.arguments - sum(state.values())),
-        "gradients": gradients,
-        "gathered": gathered,
-        "activations": temporaries - gradients - gathered,
-        "workspace": workspace,
-        "host": planned.host,
-    }
-    needs = compiled + workspace
-    usable = int(chip.usable.value) if chip and chip.usable.value else None
-    fits = None if usable is None else is_tpu or needs <= usable
-    reason = f"needs {needs / 1e9:.1f} GB of {usable / 1e9:.1f} GB" if usable and not fits else ""
-    return {"fits": fits, "reason": reason, "needs": needs, "usable": usable, "memory": kinds}
-
-
-def buffers(module: Module, count: int = LARGEST) -> list[tuple[str, str, int]]:
-    """The largest arrays that a program makes on the device, (shape, scope, bytes), each shape and scope once."""
-    found: dict[tuple[str, str], int] = {}
-    passed = ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "conditional", "copy-done", "constant")
-    for name in _run(module, module.entry, set()):
-        for one in module.computations[name].values():
-            if one.op in passed or one.op.endswith("-done"):
-                continue
-            for leaf in one.result.leaves:
-                if leaf.space != HOST:
-                    shape = f"{leaf.dtype}[{','.join(map(str, leaf.dims))}]"
-                    found[shape, communication.short(one.scope)] = leaf.bytes
-    ordered = sorted(found.items(), key=lambda item: -item[1])
-    return [(shape, scope, size) for (shape, scope), size in ordered[:count]]
-
-
-def _run(module: Module, name: str, seen: set[str]) -> set[str]:
-    """Computations that run, not inside of fusions."""
-    if name not in seen and name in module.computations:
-        seen.add(name)
-        for one in module.computations[name].values():
-            inside = [*one.branches, *(one.called if one.op in ("call", "async-start") else [])]
-            for part in (*inside, *([one.attribute("body")] if one.op == "while" else [])):
-                _run(module, part, seen)
-    return seen
-
-
-def _notes(report: Report, hardware: Hardware, cost: Cost, schedule: Table | None) -> list[str]:
-    out = []
-    if unknown := cost.unknown:
-        out.append(f"kernels whose FLOPs nothing tells are priced by their memory traffic: {', '.join(unknown[:4])}")
-    if any(one.unknown for one in cost.operations):
-        out.append("a loop of unknown length counts once")
-    if schedule and not report.measured:
-        out.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
-    if hardware.chip is None:
-        out.append(f"nothing is known of {report.device_kind}: no times")
-    elif report.measured:
-        out.append("simulated devices share this host: rates are what all of them achieve at once, measured just now")
-    return out

@@ -83,6 +83,7 @@ class Plan:
         limit: what takes most of the step, in a sentence.
         advice: the changes that would help most.
         notes: assumptions that bear on this plan.
+        pods: the smaller ones that were compiled instead, and from which this plan is extrapolated; else empty.
         compile_seconds: that tracing and compiling took.
     """
 
@@ -118,6 +119,7 @@ class Plan:
     limit: str = ""
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
+    pods: tuple[str, ...] = ()
     compile_seconds: float = 0.0
 
     @property
@@ -160,5 +162,5 @@ class Plan:
             "buffers": tuple((shape, scope, size) for shape, scope, size in known.get("buffers", ())),
             "traffic": tuple(Traffic(**row) for row in known.get("traffic", ())),
             "advice": tuple(Advice(**row) for row in known.get("advice", ())),
-            "notes": tuple(known.get("notes", ())),
+            "notes": tuple(known.get("notes", ())), "pods": tuple(known.get("pods", ())),
         })  # fmt: skip

@@ -69,7 +69,8 @@ def _headline(plan: Plan, title: str) -> RenderableType:
     devices = f"{plan.devices:,} x {plan.device}" if plan.devices else plan.device
     said, figures = view.verdict(plan)
     lines = [Text.assemble((title, "bold"), f"  on {plan.target} ({devices})")]
-    lines += [Text(f"layout {plan.layout}"), Text.assemble((said.upper(), VERDICTS[said]), "  ", figures)]
+    lines += [Text(f"layout {plan.layout}"), *([Text(origin, style="yellow")] if (origin := view.origin(plan)) else [])]
+    lines += [Text.assemble((said.upper(), VERDICTS[said]), "  ", figures)]
     return Group(*lines, *([_facts(view.headline(plan))] if plan.can_run else []))
 
 

@@ -124,6 +124,14 @@ def verdict(plan: Plan) -> tuple[str, str]:
     return "fits", f"{volume(plan.needs)} of {volume(plan.usable)} usable ({plan.needs / plan.usable:.0%})"
 
 
+def origin(plan: Plan) -> str:
+    """What was compiled in place of a cluster too large for it; empty where the plan is of what was compiled."""
+    if not plan.pods:
+        return ""
+    which = "a smaller pod" if len(plan.pods) == 1 else "two smaller pods"
+    return f"extrapolated from {which}: {' and '.join(plan.pods)}"
+
+
 def why_no_time(plan: Plan) -> str:
     """Why no step time is known; empty where it is."""
     if plan.step_seconds is not None:

@@ -19,7 +19,7 @@ import pytest
 from jaxtrain.config import resolve
 from jaxtrain.models.check import check_config
 from jaxtrain.pipeline.fit import check_pipeline
-from jaxtrain.plan import targets
+from jaxtrain.plan import pods, targets
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -216,6 +216,20 @@ def test_worked_examples_are_configs_that_load(monkeypatch):
             lambda config, n=devices: check_pipeline(config, n),
         ]
         resolve(str(BENCHMARKS.parent / "configs" / file), *keys, paths=False, checks=checks)
+
+
+def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name, (largest, target, file, *keys) in module("plan_pods").CASES.items():
+        devices = targets.parse(target).devices
+        config, _ = resolve(
+            str(BENCHMARKS.parent / "configs" / file), *keys, paths=False,
+            checks=[lambda config, n=devices: check_config(config, n) + check_pipeline(config, n)],
+        )  # fmt: skip
+        found = pods.pods(config, targets.parse(target), largest)
+        assert found, name
+        for pod in found:
+            assert check_config(pod.config, pod.target.devices) + check_pipeline(pod.config, pod.target.devices) == []
 
 
 def test_packed_batch_is_what_the_data_room_makes():

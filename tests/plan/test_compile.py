@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +19,7 @@ from wire_theory import communication, configured
 from jaxtrain.config.errors import UserError
 from jaxtrain.plan import compile, memory, step, targets
 from jaxtrain.plan.communication import divergent_permutes, from_dict
+from jaxtrain.plan.pods import Pod
 from jaxtrain.train.program import build
 
 KEYS = {key.replace("__", "."): value for key, value in TINY.items()}
@@ -58,15 +62,42 @@ def test_problems_in_the_other_process_are_one_line():
     assert "\n" not in str(caught.value)
 
 
+@pytest.fixture
+def compiler(monkeypatch, tmp_path: Path) -> Callable[[str], None]:
+    """Puts a shell script in the place of the process that compiles."""
+
+    def replaced(body: str) -> None:
+        script = tmp_path / "compiler"
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return replaced
+
+
 @pytest.mark.parametrize(
-    ("status", "said"),
-    [(-9, "was killed, as a system does that has no memory left"), (1, "ended with status 1: Error: x")],
-)
-def test_a_child_that_breaks_down_says_how(monkeypatch, status: int, said: str):
-    done = SimpleNamespace(returncode=status, stdout="", stderr="Traceback\nError: x\n")
-    monkeypatch.setattr(compile.subprocess, "run", lambda *_, **__: done)
+    ("ending", "said"),
+    [("kill -9 $$", "was killed, as a system does that has no memory left"),
+     ("exit 1", "ended with status 1: Error: x"), ("", "ended with status 0: Error: x")],
+)  # fmt: skip
+def test_a_child_that_breaks_down_says_how(compiler, ending: str, said: str):
+    compiler(f"echo Traceback >&2\necho Error: x >&2\n{ending}")
     with pytest.raises(compile.Crashed, match=f"^compiling {said}"):
         compile.measure(configured("fsdp", {"fsdp": 4}, KEYS), None, "cpu:4")
+
+
+def test_no_compiler_outlives_the_call(compiler, tmp_path: Path):
+    """One of two breaks down, or the time is up: the others, which would go on for a minute, are ended."""
+    config, alive = configured("hsdp", {"data": 4, "fsdp": 2}, KEYS), tmp_path / "alive"
+    compiler(f"mkdir {tmp_path}/first 2>/dev/null && exit 1\necho $$ > {alive}\nexec sleep 60")
+    pods = [Pod(config, targets.parse("cpu:4"), {})] * 2
+    with pytest.raises(compile.Crashed, match="ended with status 1"):
+        compile.together(config, None, "cpu:8", pods)
+    if alive.exists() and (number := alive.read_text().strip()):
+        assert not Path(f"/proc/{number}").exists()
+    with pytest.raises(compile.TimedOut, match="target cpu:8: not compiled after 1 s"):
+        compile.measure(config, None, "cpu:8", timeout=1.0)
+    assert not Path(f"/proc/{alive.read_text().strip()}").exists()
 
 
 @pytest.mark.parametrize("layout", ["hsdp"])

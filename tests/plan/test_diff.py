@@ -30,6 +30,15 @@ def shown(a: Plan, b: Plan) -> str:
     return capture.get()
 
 
+def test_what_smaller_pods_tell_is_marked():
+    pods = ("h100:1024x8 (fsdp 64 instead of 128)", "h100:512x8 (fsdp 32 instead of 128)")
+    told = fitting(pods=pods)
+    assert f"extrapolated from two smaller pods: {' and '.join(pods)}" in " ".join(shown(fitting(), told).split())
+    assert "extrapolated" not in shown(fitting(), OTHER)
+    values = diff.as_dict(fitting(), told, ("a", "b"))
+    assert (values["a"]["pods"], values["b"]["pods"]) == ([], list(pods))
+
+
 def test_changes_are_signed():
     assert (row("step time").change, row("step time").is_better) == (pytest.approx(-0.2), True)
     assert row("tokens/s").relative == pytest.approx(0.25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxtrain.mesh.layout import Layout
 from jaxtrain.plan import communication, groups, hlo
 
 MESH = {"data": 2, "fsdp": 4}  # device = 4 * data + fsdp
@@ -22,6 +23,11 @@ def rows(*lines: str, more: str = "", sizes: dict[str, int] = MESH) -> list[tupl
     """(op, where, count, bytes, dtype) of every row."""
     found = communication.report(program(*lines, more=more), sizes)
     return [(row.op, row.where, row.count, row.bytes, row.dtype) for row in found]
+
+
+def over(listed: str) -> str:
+    """Attributes of a collective with these groups."""
+    return f"channel_id=1, replica_groups={listed}, use_global_device_ids=true"
 
 
 OVER_FSDP = "replica_groups=[2,4]<=[8], use_global_device_ids=true"
@@ -357,6 +363,48 @@ def test_a_collective_between_slices_is_a_send_that_says_so():
     (gather,) = communication.report(text.replace("ALL_REDUCE", "ALL_GATHER"), MESH, {"data": 2})
     assert (gather.op, gather.bytes) == ("all-gather", 64 * 8 * 2)  # half of two shards
     assert rows("%t = token[] after-all()", "%s = (f32[8]{0}, u32[], token[]) send(%p, %t)") == []
+
+
+def test_a_program_of_slices_counts_the_devices_of_one():
+    """Two slices of 4: `data` inside, `fsdp` of 4 over both. Devices 0, 1, 4 and 5 of the mesh are the first slice."""
+    across = {"fsdp": 2}
+    inside = f"%a = f32[16]{{0}} all-reduce(%p), {over('{{0,2},{1,3}}')}, to_apply=%add"
+    (row,) = communication.report(program(inside), MESH, across)
+    assert (row.axes, row.whole, row.bytes) == (("data",), True, 64)
+    (found,) = communication.located(hlo.parse(program(inside)), MESH, across)
+    assert set(found.joined) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    (row,) = communication.report(program(inside.replace("{{0,2},{1,3}}", "{{0,1},{2,3}}")), MESH, across)
+    assert row.where == "part of fsdp"
+    (row,) = communication.report(program(inside.replace("{{0,2},{1,3}}", "{{0,1,2,3}}")), MESH, across)
+    assert row.where == "part of data+fsdp"
+
+
+def test_a_pods_program_on_the_mesh_it_stands_for():
+    """2 replicas of 4 shards, compiled in place of 6; and over two slices instead of six."""
+    pod, whole = Layout("hsdp", MESH, {}, {}), {"data": 6, "fsdp": 4}
+    gather = "%a = f32[64]{0} all-gather(%p), OVER, dimensions={0}"
+    reduce = "%a = f32[64]{0} all-reduce(%p), OVER, to_apply=%add"
+    scatter = "%a = f32[8]{0} reduce-scatter(%p), OVER, dimensions={0}, to_apply=%add"
+    replicas, shards = over("{{0,4},{1,5},{2,6},{3,7}}"), over("{{0,1,2,3},{4,5,6,7}}")
+    expected = {
+        (gather, shards): (("fsdp",), 64 * 4 * 3 / 4), (reduce, shards): (("fsdp",), 64 * 4 * 2 * 3 / 4),
+        (reduce, replicas): (("data",), 64 * 4 * 2 * 5 / 6),
+        (scatter, replicas): (("data",), 16 * 4 * 5 / 6),  # the whole is two results of the pod
+    }  # fmt: skip
+    for (line, groups_of), (axes, size) in expected.items():
+        (row,) = communication.report(program(line.replace("OVER", groups_of)), whole, None, pod)
+        assert (row.axes, row.whole, row.bytes) == (axes, True, round(size)), line
+    (found,) = communication.located(hlo.parse(program(reduce.replace("OVER", replicas))), whole, None, pod)
+    assert set(found.joined) == {tuple(range(shard, 24, 4)) for shard in range(4)}
+
+    sliced, across = Layout("hsdp", MESH, {}, {"data": 2}), {"data": 6}
+    inside = over("{{0,1,2,3}}")  # of a slice
+    (found,) = communication.located(hlo.parse(program(gather.replace("OVER", inside))), whole, across, sliced)
+    assert set(found.joined) == {tuple(range(first, first + 4)) for first in range(0, 24, 4)}
+
+    hop = "%a = f32[64]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}"
+    with pytest.raises(ValueError, match="a permute along data"):
+        communication.report(program(hop), whole, None, pod)
 
 
 def test_devices_that_differ_in_the_outer_part_of_an_axis():

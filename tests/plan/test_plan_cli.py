@@ -40,8 +40,11 @@ class Compiler:
     def __init__(self, *plans: Plan):
         self.plans, self.asked = list(plans), []
 
-    def __call__(self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None) -> Plan:
+    def __call__(
+        self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, largest: int | None = None
+    ) -> Plan:
         self.asked.append((config, vocab, target))
+        self.largest = largest
         return self.plans.pop(0)
 
 
@@ -84,9 +87,9 @@ def compiler(monkeypatch) -> Compiler:
         (["CONFIG", "--target", "h100:2", "--top", "3", "--jobs", "1"], "plan: --top and --jobs are of --search"),
         (
             ["CONFIG", "--target", "h100:2", "--search", "--html", "x.html"],
-            "--html, --hlo and --diff are not of --search",
+            "--html, --hlo, --whole and --diff are not of --search",
         ),
-        (["--search", "--diff", "CONFIG", "CONFIG", "--target", "h100:2"], "--hlo and --diff are not of --search"),
+        (["--search", "--diff", "CONFIG", "CONFIG", "--target", "h100:2"], "--whole and --diff are not of --search"),
         (["CONFIG", "--target", "h100:2", "--search", "--out", "best"], "--out best: a layout file ends in .yaml"),
         (["CONFIG", "--target", "h100:2", "--search", "--jobs", "0"], "jobs: expected 1 or more; found 0"),
         (["CONFIG", "--target", "h100:2", "--search", "--devices", "-2"], "devices: expected 1 or more; found -2"),
@@ -150,6 +153,19 @@ def test_the_target_says_which_devices_there_are(compiler, config, capsys):
     assert (first.mesh.fsdp, vocab, target) == (8, 384, "h100:1x8")  # 257 bytes, rounded up
     assert (second.mesh.fsdp, given, slices) == (-1, 1000, "v5p:2x2x1*2")
     capsys.readouterr()
+
+
+def test_what_smaller_pods_tell_is_marked(compiler, config, capsys, tmp_path):
+    pod, page = "h100:4096x8 (data 2 instead of 8)", tmp_path / "plan.html"
+    compiler.plans = [fitting(pods=(pod,)), fitting()]
+    assert main(["plan", config, "--target", "h100:8", "--html", str(page)]) == 0
+    assert compiler.largest == 2**15
+    marked = f"extrapolated from a smaller pod: {pod}"
+    assert marked in capsys.readouterr().out
+    assert marked in page.read_text()
+    assert main(["plan", config, "--target", "h100:8", "--whole"]) == 0
+    assert compiler.largest is None
+    assert "extrapolated" not in capsys.readouterr().out
 
 
 def test_files_hold_the_plan(compiler, config, capsys, tmp_path):

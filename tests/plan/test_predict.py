@@ -18,6 +18,7 @@ from jaxtrain.observe.flops import decoder_flops, mean_attended
 from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.pipeline.table import Action
 from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict, targets, view
+from jaxtrain.plan.assess import assess
 from jaxtrain.plan.result import Plan, Traffic
 
 
@@ -43,7 +44,7 @@ def report() -> compile.Report:
 
 @pytest.fixture(scope="module")
 def simulated(report: compile.Report) -> Plan:
-    return predict.assess(STAGES, report)
+    return assess(STAGES, report)
 
 
 def test_a_plan_of_simulated_devices_has_times_from_measured_rates(simulated: Plan, report: compile.Report):
@@ -63,20 +64,20 @@ def test_a_plan_of_simulated_devices_has_times_from_measured_rates(simulated: Pl
 
 def test_half_the_rates_are_twice_the_time(simulated: Plan, report: compile.Report):
     halved = {key: value * (2 if key in ("launch", "meeting") else 0.5) for key, value in report.measured.items()}
-    slower = predict.assess(STAGES, dataclasses.replace(report, measured=halved))
+    slower = assess(STAGES, dataclasses.replace(report, measured=halved))
     assert slower.step_seconds == pytest.approx(2 * simulated.step_seconds)
 
 
 def test_large_temporaries_are_handed_out_again_in_every_step(simulated: Plan, report: compile.Report):
     size = 40_000_000  # more than malloc keeps
     large = dataclasses.replace(report, memory=dataclasses.replace(report.memory, temporaries=size))
-    plan = predict.assess(STAGES, large)
+    plan = assess(STAGES, large)
     assert report.measured is not None
     assert plan.seconds_by["kind"]["pages"] == plan.seconds_by["phase"]["pages"] == size / report.measured["pages"]
     assert plan.step_seconds == pytest.approx(simulated.step_seconds + size / report.measured["pages"])
     assert "pages" not in simulated.seconds_by["kind"]
     gpu = dataclasses.replace(large, measured=None, target="local", device_kind="NVIDIA H100 80GB HBM3")
-    assert "pages" not in predict.assess(STAGES, gpu).seconds_by["kind"]
+    assert "pages" not in assess(STAGES, gpu).seconds_by["kind"]
 
 
 def test_a_stage_computes_its_share_of_the_actions(simulated: Plan):
@@ -85,7 +86,7 @@ def test_a_stage_computes_its_share_of_the_actions(simulated: Plan):
 
 def test_a_lockstep_bubble_from_the_seconds_of_the_actions(report: compile.Report):
     h100 = dataclasses.replace(report, measured=None, target="local", device_kind="NVIDIA H100 80GB HBM3")
-    plan = predict.assess(STAGES, h100)
+    plan = assess(STAGES, h100)
     # 2 stages, 4 microbatches: (p - 1) / m of the work without lockstep, and more with it.
     assert 0.1 * plan.compute_seconds < plan.bubble_seconds < plan.compute_seconds
 

@@ -105,6 +105,20 @@ def test_the_ranking_is_by_what_was_compiled(found: Found):
     assert len({one.estimate.choice.sizes for one in compiled}) >= 3  # of different kinds
 
 
+def test_what_a_smaller_pod_tells_is_marked(found: Found):
+    first, *others = found.ranking
+    assert first.plan is not None
+    told = dataclasses.replace(first, plan=dataclasses.replace(first.plan, pods=("h100:4096x8 (data 2 instead of 8)",)))
+    marked = dataclasses.replace(found, ranking=(told, *others))
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table(marked))
+    assert capture.get().count("compiled, as a pod") == 1
+    line = "# Predicted (extrapolated from a smaller pod: h100:4096x8 (data 2 instead of 8)): "
+    assert line in layout_text(marked, told)
+    assert "# Predicted (compiled): " in layout_text(found, first)
+
+
 def test_a_second_search_compiles_nothing(tmp_path: Path, compiler: Compiler):
     run(compiler, tmp_path)
     before = len(compiler.asked)
@@ -148,8 +162,8 @@ def test_the_budget_ends_it(tmp_path: Path, monkeypatch):
         raise TimedOut(f"target {target}: not compiled after {timeout:.0f} s")
 
     start = time.monotonic()
-    late = run(slow, tmp_path, budget=2.5)
-    assert time.monotonic() - start < 5
+    late = run(slow, tmp_path, budget=6.0)  # the formulas, also on a busy machine, take less
+    assert time.monotonic() - start < 12
     assert late.stopped == "the time was up"
     assert {one.source for one in late.ranking} == {"formula"}
     # What was begun comes first, as good as it was before, and says why there is no plan of it.
