@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jaxtrain.cli import plugins
 from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schema, resolve, show
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.check import check_config
@@ -315,24 +314,9 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
     """What has to be so before JAX is imported."""
     if simulate or args.simulate:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU plugin is not even looked for
-    if not _has_nvidia_driver():
-        # A plugin that is there to compile for absent GPUs complains, when loaded, that CUDA is missing.
-        quiet: Any = ModuleType("jax_plugins.xla_cuda13")
-        quiet.initialize = lambda: None
-        loaded: dict[str, Any] = sys.modules
-        loaded.setdefault(quiet.__name__, quiet)
-        loaded.setdefault("jax_cuda13_plugin", None)  # to Python a module that cannot be imported
+        os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU that is here is not even looked for
+    plugins.set_aside()
     sys.path.append(os.getcwd())  # a user's own `package.module:Class`
-
-
-def _has_nvidia_driver() -> bool:
-    """Whether there is what JAX needs to find a GPU of NVIDIA at all, in containers and WSL too."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def _span(text: str | None) -> tuple[int, int] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -143,12 +142,12 @@ def missing(target: Target, attention: str = "auto") -> str | None:
 
     A GPU's attention is cuDNN's, which compiles against the library, unless the kernel named is another.
     """
-    cudnn = {"nvidia.cudnn": "nvidia-cudnn-cu13"} if attention in ("auto", "cudnn") else {}
+    cudnn = ["nvidia-cudnn-cu13"] if attention in ("auto", "cudnn") else []
     extra, needs = {
-        "cuda": ("plan-gpu", {"jax_plugins.xla_cuda13": "jax-cuda13-plugin"} | cudnn),
-        "tpu": ("plan-tpu", {"libtpu": "libtpu"}),
-    }.get(target.platform, ("", {}))
-    absent = [package for module, package in needs.items() if not _installed(module)]
+        "cuda": ("plan-gpu", ["jax-cuda13-plugin", *cudnn]),
+        "tpu": ("plan-tpu", ["libtpu"]),
+    }.get(target.platform, ("", []))
+    absent = [package for package in needs if not _installed(package)]
     if absent:
         return f"target {target}: compiling for it needs {join(absent, 'and')}; pip install 'jaxtrain[{extra}]'"
     if target.platform == "tpu" and (other := _other_libtpu()):
@@ -166,11 +165,12 @@ def _other_libtpu() -> str | None:
     return None
 
 
-def _installed(module: str) -> bool:
+def _installed(package: str) -> bool:
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
         return False
+    return True
 
 
 def devices(kind: str, *shape: int, attention: str = "auto") -> list[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cli.commands import _has_nvidia_driver
+from jaxtrain.cli.plugins import has_nvidia_driver, has_tpu
 
 
 def jaxtrain(*arguments: str, cwd=None) -> subprocess.CompletedProcess:
@@ -19,8 +19,8 @@ def jaxtrain(*arguments: str, cwd=None) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
-@pytest.mark.skipif(_has_nvidia_driver(), reason="this machine may have a GPU")
-def test_a_gpu_compiler_without_cuda_is_silent():
+@pytest.mark.skipif(has_nvidia_driver() or has_tpu(), reason="this machine may have a GPU or TPU")
+def test_compilers_of_absent_devices_are_silent():
     code = (
         "from argparse import Namespace; from jaxtrain.cli.commands import _before_jax;"
         "_before_jax(Namespace(simulate=None)); import jax; print(jax.default_backend())"
@@ -28,7 +28,22 @@ def test_a_gpu_compiler_without_cuda_is_silent():
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert done.stderr == ""
-    assert done.stdout.strip() in ("cpu", "tpu")
+    assert done.stdout.strip() == "cpu"
+
+
+def test_a_tpu_is_found_on_the_bus(tmp_path: Path, monkeypatch):
+    for name in ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "0000:00:04.0").mkdir()
+    vendor = tmp_path / "0000:00:04.0" / "vendor"
+    vendor.write_text("0x8086\n")
+    assert not has_tpu(tmp_path)
+    assert not has_tpu(tmp_path / "no bus")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    assert has_tpu(tmp_path)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    vendor.write_text("0x1ae0\n")
+    assert has_tpu(tmp_path)
 
 
 def test_help_imports_nothing_heavy():
