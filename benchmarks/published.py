@@ -135,13 +135,11 @@ TPUS = (
     ),
     Run(
         "Llama 3.1 8B, MaxText", "v6e:16x16", 7207, 128256,
-        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.offload=[q,k,v,residual]"), _MAXTEXT, "fitted",
-        "a layer's input waits on the host too there",
+        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.offload=[input,q,k,v,residual]"), _MAXTEXT, "fitted",
     ),
     Run(
         "Llama 3.1 70B, MaxText", "v6e:16x16", 960, 128256,
-        _keys(_LLAMA3_70B, 256, 8192, 2, "full", "step.offload=[q,k,v]"), _MAXTEXT,
-        apart="4 rows a device and a layer's input on the host there, 2 rows here",
+        _keys(_LLAMA3_70B, 256, 8192, 5, "full", "step.offload=[input,q,k,v]"), _MAXTEXT,
     ),
     Run(
         "Llama 2 70B, MaxText", "v6e:16x16", 900, 32000,
@@ -149,8 +147,9 @@ TPUS = (
     ),
     Run(
         "Llama 3.1 405B, MaxText", "v6e:16x16", 123, 128256,
-        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.offload=[q,k,v,residual]"), "layout=fsdp_tp", "mesh.model=4"),
-        _MAXTEXT, apart="a layer's input waits on the host too there",
+        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.offload=[input,q,k,v,residual]"), "layout=fsdp_tp",
+         "mesh.model=4"),
+        _MAXTEXT,
     ),
     Run(
         "16B, MaxText", "v5e:16x16", 120e12 / 100.6e9, 32000,

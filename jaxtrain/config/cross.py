@@ -18,7 +18,8 @@ DECODER_KEYS = tuple(
     field.alias or name for name, field in Model.model_fields.items() if name not in ("type", "options")
 )
 SET_NAME = r"[A-Za-z][\w\-]*"
-SAVED_NAMES = ("q", "k", "v", "attention", "up", "gate", "residual")  # what the decoder marks for `step.remat`
+# What the decoder marks for `step.remat` and `step.offload`. A layer's input is kept anyway, unless it is offloaded.
+SAVED_NAMES = ("input", "q", "k", "v", "attention", "up", "gate", "residual")
 TEXT_KEYS = ("sources", "tokenizer", "validation", "cache", "workers")
 HUB = "hf://"
 COLUMNS = (".parquet", ".arrow", ".feather")  # what pyarrow reads

@@ -82,6 +82,7 @@ class Block(nnx.Module):
         order_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None, Load | None]:
         """The residual stream after this block, the extended cache if one came in, and the load of experts."""
+        x_BTD = checkpoint_name(x_BTD, "input")
         branch = self.env.enter(self._normed(x_BTD, "attention_norm"))
         branch, cache = self.attention(branch, turn, positions_BT, segments_BT, window, cache)
         x_BTD = self._residual(x_BTD, branch, "attention_post_norm")

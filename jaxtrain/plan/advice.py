@@ -215,10 +215,19 @@ def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
     replicas = plan.sizes.get(REPLICAS, 1)
     if replicas > 1 and config.zero < 3:
         yield Advice("zero=3", 0.0, f"the train state is split over {REPLICAS} {replicas}")
+    if config.model.type == "decoder" and _has_host(plan) and "input" not in config.step.offload:
+        names = ",".join((*config.step.offload, "input"))
+        yield Advice(f"step.offload=[{names}]", 0.0, "what a layer keeps waits in the host's memory")
     if config.model.type == "decoder" and plan.sizes.get("model", 1) == 1:
         sizes = [size for size in range(_node(plan), 1, -1) if plan.devices % size == 0]
         if change := _first(config, plan, (_tensor_parallel(plan, size) for size in sizes)):
             yield Advice(change, 0.0, "weights and activations of a layer are split too")
+
+
+def _has_host(plan: Plan) -> bool:
+    """Whether activations can wait in a host's memory: the stages of a pipeline keep theirs by themselves."""
+    chip = targets.parse(plan.target).chip
+    return chip is not None and chip.host is not None and plan.sizes.get(STAGES, 1) == 1
 
 
 def _tensor_parallel(plan: Plan, size: int) -> str:

@@ -7,7 +7,7 @@ how much communication hides are fitted to compiled steps of Llama layers on H10
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -211,8 +211,17 @@ def _kept_width(model: Model, choice: Choice) -> tuple[float, float]:
     if choice.remat == "dots":
         return 2.0 * embed, queries + keys + inner
     saved = () if isinstance(choice.remat, str) else choice.remat
-    own = {"q": queries, "k": keys / 2, "v": keys / 2, "attention": queries, "up": mlp, "gate": mlp}
-    return embed * (1.0 + ("residual" in saved)), float(sum(own.get(name, 0) for name in saved))
+    return named_width(model, {"input", *saved} - set(choice.offload))
+
+
+def named_width(model: Model, names: Iterable[str]) -> tuple[float, float]:
+    """As `_kept_width`, of the values that the decoder marks with these names."""
+    embed, mlp = model.embed, feed_forward(model)
+    head = model.head_dim or embed // model.heads
+    queries, keys = model.heads * head, (model.kv_heads or model.heads) * head
+    split = {"q": queries, "k": keys, "v": keys, "attention": queries, "up": mlp, "gate": mlp}
+    stream = {"input": embed, "residual": embed}
+    return float(sum(stream.get(name, 0) for name in names)), float(sum(split.get(name, 0) for name in names))
 
 
 @dataclass(eq=False)
@@ -391,6 +400,7 @@ class Formula:
         """Seconds of offloading that computing does not cover."""
         if not choice.offload or self.chip.host is None:
             return 0.0
-        kept = shape.queries * shape.tokens / choice.size("model") * self.width
+        stream, wide = named_width(self.config.model, choice.offload)
+        kept = (shape.stream * stream + shape.tokens * wide / choice.size("model")) * self.width
         moving = 2 * choice.accumulate * shape.layers * kept / (float(self.chip.host.bandwidth) * self.shares.host)
         return max(0.0, moving - BESIDE * sum(parts.values()))

@@ -31,7 +31,7 @@ ISLANDS = "replica"
 CHUNKS = (2, 4)  # of interleaved_1f1b
 ROUNDS = 8  # microbatches are at most so many a stage
 REMAT: tuple[str | tuple[str, ...], ...] = ("none", "dots", "full", ("attention",))
-OFFLOAD = ("attention",)  # beside full: what is dearest to compute again, for its size
+OFFLOAD = (("attention",), ("input",))  # beside full: what is dearest to compute again, for its size; all that is kept
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class Space:
                     place.sizes, place.sequence, place.zero, place.context, schedule, chunks, place.accumulate, remat
                 )
             if place.size(STAGES) == 1:
-                yield replace(place, remat="full", offload=OFFLOAD)
+                yield from (replace(place, remat="full", offload=names) for names in OFFLOAD)
 
     def _schedules(self, place: Choice) -> Iterator[tuple[str, int | None]]:
         """Whose parts the layers can be shared out to; `table` has the last word."""

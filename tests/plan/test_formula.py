@@ -194,6 +194,9 @@ def test_memory_falls_with_remat_stages_and_zero():
 
     mesh = sized(fsdp=64)
     assert needs(mesh, remat="full") < needs(mesh, remat=("attention",)) < needs(mesh, remat="none")
+    stream = 32 * 2 * 4096 * 4096 * 2  # layers, rows, tokens, width, bytes
+    away = needs(mesh, remat="full") - needs(mesh, remat="full", offload=("input",))
+    assert away == pytest.approx(stream)
     replicas = sized(data=64)
     assert needs(replicas, zero=3) < needs(replicas, zero=1) < needs(replicas)
     stages = {"sizes": sized(pipeline=4, fsdp=16), "accumulate": 8}

@@ -290,6 +290,19 @@ def test_what_is_offloaded_is_not_kept_on_the_device_too():
     assert not any(one.change.startswith("step.remat") for one in advice.changes(offloads, plan()))
 
 
+def test_what_a_layer_keeps_can_wait_in_the_hosts_memory():
+    large = plan(fits=False, step_seconds=None)
+    keys = {"step.remat": "full", "data.global_batch": 8}  # one row a device: no smaller microbatch
+
+    def first(offload: list[str]) -> str:
+        config = configured("fsdp", {"fsdp": 8}, {**keys, "step.offload": offload})
+        return advice.changes(config, large)[0].change
+
+    assert first([]) == "step.offload=[input]"
+    assert first(["q"]) == "step.offload=[q,input]"
+    assert "offload" not in first(["input"])
+
+
 def test_layers_with_and_without_a_window_are_averaged():
     gemma, _ = resolve("configs/models/gemma2_9b.yaml", "data.sequence=16384", paths=False)
     near = 4096 - 4096 * 4095 / 2 / 16384

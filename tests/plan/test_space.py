@@ -64,6 +64,7 @@ def test_nothing_changes_results(space: Space, choices: list[Choice]):
         ({"data": 8}, {"zero": 2, "accumulate": 2}),
         ({"data": 8}, {"zero": 3}),
         ({"fsdp": 8}, {"remat": "full", "offload": ("attention",)}),
+        ({"fsdp": 8}, {"remat": "full", "offload": ("input",)}),
         ({"data": 2, "fsdp": 4}, {"zero": 1}),
         ({"model": 8}, {"sequence": False}),
         ({"fsdp": 2, "model": 4}, {"accumulate": 4, "remat": ("attention",)}),

@@ -114,12 +114,13 @@ def test_unrolled_layers_do_not_change_the_result(unroll, remat):
 
 
 @pytest.mark.parametrize("mesh", [None, EVERYTHING], ids=["one", "3d"])
-def test_offloaded_values_come_back_unchanged(mesh):
+@pytest.mark.parametrize("offload", [("v", "residual"), ("v", "input")], ids=",".join)
+def test_offloaded_values_come_back_unchanged(mesh, offload):
     """Bit for bit: the host only keeps them."""
-    kept = harness.program(mesh, step={"remat": ("q", "k", "v", "residual")})
-    moved = harness.program(mesh, step={"remat": ("q", "k"), "offload": ("v", "residual")})
+    kept = harness.program(mesh, step={"remat": ("q", "k", *offload)})
+    moved = harness.program(mesh, step={"remat": ("q", "k"), "offload": offload})
     traced = str(jax.make_jaxpr(moved.gradients)(moved.state["params"], harness.batch(0), jax.random.key(0)))
-    assert "f32<host>[8,32,32]" in traced  # the residual; the CPU backend itself has no other memory
+    assert "f32<host>[8,32,32]" in traced  # the stream; the CPU backend itself has no other memory
     # Without them the CPU backend's fusions, and with these the roundings, depend on where a value is kept.
     newer = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}  # later it has no others
     got = [jax.tree.leaves(gradients(each, **newer)) for each in (kept, moved)]
