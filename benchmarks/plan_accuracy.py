@@ -36,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import published
@@ -216,14 +217,15 @@ def prediction(run: published.Run) -> dict[str, Any]:
         return row | {"skipped": problem}
     first, *keys = run.keys
     config, _ = resolve(str(ROOT / first), *keys, paths=False)
-    plan = predict.predict(config, run.vocab, run.target)
+    with mock.patch.dict(os.environ, {"LIBTPU_INIT_ARGS": run.flags} if run.flags else {}):
+        plan = predict.predict(config, run.vocab, run.target)
     if not plan.tokens_per_second or not plan.flops_model or not plan.mfu:
         return row | {"skipped": plan.reason}
     rate = plan.tokens_per_second / plan.devices
     return row | {
         "predicted": rate, "ratio": rate / run.rate, "published MFU %": 100 * plan.mfu * run.rate / rate,
         "predicted MFU %": 100 * plan.mfu, "needs GB": plan.needs / 1e9, "fits": str(plan.fits),
-        "compile s": plan.compile_seconds, "source": run.source, "apart": run.apart,
+        "compile s": plan.compile_seconds, "source": run.source, "apart": run.apart, "flags": run.flags,
     }  # fmt: skip
 
 
@@ -332,7 +334,7 @@ def part_published(args: argparse.Namespace) -> dict[str, Any]:
         rows.append(prediction(run))
         print(rows[-1], file=sys.stderr, flush=True)
     done = [row for row in rows if "ratio" in row]
-    hidden = ("source", "apart", "compile s", "fits")
+    hidden = ("source", "apart", "flags", "compile s", "fits")
     print(common.table([{key: value for key, value in row.items() if key not in hidden} for row in done]))
     for problem in dict.fromkeys(f"{row['run']}: {row['skipped']}" for row in rows if "skipped" in row):
         print(problem)

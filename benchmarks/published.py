@@ -30,6 +30,7 @@ class Run:
         vocab: rows of the embedding table.
         known: `fitted` or `test`, see above.
         apart: what the run here does otherwise, or what its source does not say.
+        flags: LIBTPU_INIT_ARGS to compile with.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Run:
     source: str
     known: str = "test"
     apart: str = ""
+    flags: str = ""
 
 
 def _keys(
@@ -149,7 +151,7 @@ TPUS = (
         "Llama 3.1 405B, MaxText", "v6e:16x16", 123, 128256,
         (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.offload=[input,q,k,v,residual]"), "layout=fsdp_tp",
          "mesh.model=4"),
-        _MAXTEXT,
+        _MAXTEXT, flags="--xla_tpu_scheduler_percent_shared_memory_limit=90",  # without, 5% too much memory
     ),
     Run(
         "16B, MaxText", "v5e:16x16", 120e12 / 100.6e9, 32000,

@@ -133,9 +133,10 @@ def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
 def _memory(report: Report, chip: Chip | None, workspace: int) -> dict[str, Any]:
     """`fits`, `reason`, `needs`, `usable` and `memory` of a plan. `workspace` comes to what the compiler says."""
     planned, held, state = report.memory, report.held, report.state
-    # libtpu's temporaries count holes between buffers that its peak does not; where it compiles, it fits.
-    is_tpu = targets.parse(report.target).platform == "tpu"
-    compiled = planned.peak if is_tpu and planned.peak > planned.arguments else planned.total
+    is_tpu, usable = _is_tpu(report), int(chip.usable.value) if chip and chip.usable.value else None
+    compiled = planned.total
+    if is_tpu and usable:  # its temporaries count holes between buffers; where it compiles, it fits
+        compiled = min(compiled, usable) if planned.peak_is_the_hosts else planned.peak
     temporaries = max(0, compiled - planned.arguments - max(0, planned.outputs - planned.aliased))
     gradients = min(temporaries, held.get("gradients", 0))
     gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
@@ -150,10 +151,13 @@ def _memory(report: Report, chip: Chip | None, workspace: int) -> dict[str, Any]
         "host": planned.host,
     }
     needs = compiled + workspace
-    usable = int(chip.usable.value) if chip and chip.usable.value else None
     fits = None if usable is None else is_tpu or needs <= usable
     reason = f"needs {needs / 1e9:.1f} GB of {usable / 1e9:.1f} GB" if usable and not fits else ""
     return {"fits": fits, "reason": reason, "needs": needs, "usable": usable, "memory": kinds}
+
+
+def _is_tpu(report: Report) -> bool:
+    return targets.parse(report.target).platform == "tpu"
 
 
 def buffers(module: Module, count: int = LARGEST) -> list[tuple[str, str, int]]:
@@ -189,6 +193,8 @@ def _notes(report: Report, hardware: Hardware, cost: Cost, schedule: Table | Non
         out.append(f"kernels whose FLOPs nothing tells are priced by their memory traffic: {', '.join(unknown[:4])}")
     if any(one.unknown for one in cost.operations):
         out.append("a loop of unknown length counts once")
+    if _is_tpu(report) and report.memory.host and report.memory.peak_is_the_hosts:
+        out.append("the host keeps more than a device does, whose memory libtpu then does not tell: it is at most this")
     if schedule and not report.measured:
         out.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
     if hardware.chip is None:

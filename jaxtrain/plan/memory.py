@@ -80,8 +80,8 @@ class Memory:
         outputs: new state and metrics.
         aliased: outputs that take the place of donated arguments.
         temporaries: activations, gathered weights, buffers; the most that lives at once, fragmentation included.
-        peak: the most in use at any time, in the compiler's words (CPU leaves temporaries out, and what is kept on the
-            host counts too); `total` where it does not say.
+        peak: the most in use at any time, in the compiler's words (CPU leaves temporaries out); beside the arguments
+            that is of the device or of the host, whichever is more. `total` where it does not say.
         host: bytes of the host's memory that the step keeps values in.
     """
 
@@ -96,6 +96,11 @@ class Memory:
     def total(self) -> int:
         """Arguments, outputs that take no argument's place, and temporaries: the device must have this much."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @property
+    def peak_is_the_hosts(self) -> bool:
+        """The host keeps more than temporaries take of the device, of which `peak` then tells nothing."""
+        return self.peak <= self.arguments + self.host
 
     def with_state(self, more: int) -> Memory:
         """With so many bytes more (or less) of train state, which a step takes and gives back in its place."""

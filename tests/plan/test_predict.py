@@ -19,6 +19,7 @@ from jaxtrain.pipeline.fit import check_pipeline
 from jaxtrain.pipeline.table import Action
 from jaxtrain.plan import advice, bubble, calibration, chips, compile, predict, targets, view
 from jaxtrain.plan.assess import assess
+from jaxtrain.plan.memory import Memory
 from jaxtrain.plan.result import Plan, Traffic
 
 
@@ -288,6 +289,24 @@ def test_what_is_offloaded_is_not_kept_on_the_device_too():
     offloads = config.model_copy(update={"step": config.step.model_copy(update={"offload": ("attention",)})})
     assert "step.remat=none" in [one.change for one in advice.changes(config, plan())]
     assert not any(one.change.startswith("step.remat") for one in advice.changes(offloads, plan()))
+
+
+def test_a_tpus_memory_is_not_that_of_its_host(report: compile.Report):
+    """libtpu's peak, beside the arguments, is of whichever holds more."""
+    giga, usable = 10**9, int(chips.CHIPS["v6e"].usable.value)
+    arguments = sum(report.state.values())
+
+    def planned(host: int, peak: int, temporaries: int = 9 * giga) -> tuple[int, bool]:
+        said = Memory(arguments, arguments, arguments, temporaries, arguments + peak, host)
+        plan = assess(STAGES, dataclasses.replace(report, target="v6e:2x2", memory=said, measured=None))
+        assert plan.fits
+        assert plan.memory["host"] == host
+        return plan.needs, any("libtpu then does not tell" in note for note in plan.notes)
+
+    assert planned(0, 8 * giga) == (arguments + 8 * giga, False)
+    assert planned(7 * giga, 8 * giga) == (arguments + 8 * giga, False)
+    assert planned(8 * giga, 8 * giga) == (arguments + 9 * giga, True)
+    assert planned(100 * giga, 100 * giga, 90 * giga) == (usable, True)  # it compiled, so it fits
 
 
 def test_what_a_layer_keeps_can_wait_in_the_hosts_memory():
