@@ -22,6 +22,7 @@ def set_aside() -> None:
     hidden: dict[str, Any] = sys.modules  # to Python None is a module that cannot be imported
     if not has_tpu():
         hidden.setdefault("libtpu", None)
+        os.environ.pop("TPU_LIBRARY_PATH", None)  # libtpu's import sets it, for all children of the importing process
     if not has_nvidia_driver():
         quiet: Any = ModuleType("jax_plugins.xla_cuda13")
         quiet.initialize = lambda: None

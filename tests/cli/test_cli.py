@@ -25,6 +25,8 @@ def test_compilers_of_absent_devices_are_silent():
         "from argparse import Namespace; from jaxtrain.cli.commands import _before_jax;"
         "_before_jax(Namespace(simulate=None)); import jax; print(jax.default_backend())"
     )
+    import jax  # noqa: F401  # with it comes libtpu, whose import names the library to all children
+
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert done.stderr == ""
