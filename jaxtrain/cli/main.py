@@ -224,13 +224,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, args: argparse.Namespace) -> int:
-    # Until the train loop takes over, Ctrl-C ends the process at once: as an exception it could be swallowed, or
-    # crash, inside the import of a compiled library.
+    # Until a command takes over, Ctrl-C ends the process at once: as an exception it could be swallowed, or crash,
+    # inside the import of a compiled library.
     signal.signal(signal.SIGINT, _interrupted)
     from jaxtrain.cli import commands
 
     try:
         return getattr(commands, name + "_" * iskeyword(name))(args)  # `import` can be no function's name
+    except KeyboardInterrupt:  # from a command that ends its own processes first
+        print("jaxtrain: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # e.g. `| head`: not an error
         return 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,18 @@ def plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | Non
     if problem := targets.missing(target, config.step.attention):
         raise UserError(problem)
     find_own_classes()
-    with spinner(f"compiling {path} for {target}"):
+    with interruptible(), spinner(f"compiling {path} for {target}"):
         return predict.predict(config, vocab, str(target), hlo=hlo, largest=None if whole else pods.LARGEST)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt: the processes that compile are ended, and their files deleted, before this one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def find_own_classes() -> None:

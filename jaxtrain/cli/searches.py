@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -50,16 +49,13 @@ def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
             progress.update(progress.task_ids[0], description=line)
 
         # Ctrl-C ends the search, not the command: what was found until then is shown.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            found = search(
-                config, plans.vocabulary_of(config), str(target), budget=seconds(args.budget), progress=tell, **options
-            )
+            with plans.interruptible():
+                vocab, budget = plans.vocabulary_of(config), seconds(args.budget)
+                found = search(config, vocab, str(target), budget=budget, progress=tell, **options)
         except KeyboardInterrupt:
             print("jaxtrain: interrupted before any layout was looked at", file=sys.stderr)
             return EXIT_INTERRUPTED
-        finally:
-            signal.signal(signal.SIGINT, before)
     console = Console(highlight=False)
     console.print(results.table(found), "", results.losers_table(found), "", Text(found.summary()), sep="\n")
     if args.json:

@@ -7,8 +7,8 @@ import sys
 import traceback
 from typing import NoReturn
 
+from jaxtrain.config.lifeline import die_with
 from jaxtrain.launch.ends import is_clean
-from jaxtrain.launch.lifeline import die_with
 
 
 def main(agent: int, directory: str, *options: str) -> NoReturn:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.lifeline import die_with
 from jaxtrain.config.schema import Config
 from jaxtrain.mesh.axes import shape_text
 from jaxtrain.mesh.layout import Layout
@@ -131,7 +132,7 @@ def together(
         raise UserError(problem)
     if problem := across_slices(config, where):
         raise UserError(problem)
-    asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where)}
+    asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where), "parent": os.getpid()}
     with ExitStack() as stack:
         started = []
         for pod in pods:
@@ -299,4 +300,6 @@ def _line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_child(json.load(sys.stdin))))
+    asked = json.load(sys.stdin)
+    die_with(asked["parent"])
+    print(json.dumps(_child(asked)))

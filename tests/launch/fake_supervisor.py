@@ -19,7 +19,7 @@ from jaxtrain.launch.supervise import lead
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from jaxtrain.launch.lifeline import die_with
+from jaxtrain.config.lifeline import die_with
 die_with(int(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 folder, rank, generation = Path(sys.argv[2]), os.environ["JAX_PROCESS_ID"], os.environ["JAXTRAIN_GENERATION"]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_examples import crashed, fitting, refused, simulated
@@ -19,6 +23,7 @@ from jaxtrain.plan import predict, targets
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.space import Space
 
+LARGE = str(Path(__file__).parents[2] / "configs/models/llama3_8b.yaml")
 TEXT = """
 simulate: 2
 layout: fsdp
@@ -289,3 +294,31 @@ def test_an_early_ctrl_c_is_one_line(compiler, config, capsys, tmp_path, monkeyp
     monkeypatch.setattr(Space, "__iter__", interrupted)
     assert search(config) == 130
     assert capsys.readouterr() == ("", "jaxtrain: interrupted before any layout was looked at\n")
+
+
+def until(check: Callable[[], Any], seconds: float) -> Any:
+    """What it says once it is true; the test fails where that takes longer."""
+    end = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_compiler_outlives_the_command(tmp_path: Path, number: int):
+    """It would go on for a minute."""
+    command = [sys.executable, "-m", "jaxtrain.cli.main", "plan", LARGE, "step.unroll=all", "--target", "simulate:8"]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as parent:
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        child = Path("/proc") / until(lambda: children.read_text().split(), 60)[0]
+        until(lambda: "jaxlib" in (child / "maps").read_text(), 60)
+        parent.send_signal(number)
+        _, said = parent.communicate(timeout=20)
+    assert parent.returncode == (130 if number == signal.SIGINT else -number)
+    until(lambda: not child.exists(), 10)
+    if number == signal.SIGINT:
+        assert said.splitlines()[-1] == "jaxtrain: interrupted"
+        assert list(tmp_path.iterdir()) == []

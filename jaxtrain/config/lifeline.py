@@ -1,4 +1,4 @@
-"""A worker's ties to the agent that started it. No JAX."""
+"""The ties of a process to the one that started it. No JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with(parent: int) -> None:
     """Has the kernel kill this process when its parent dies; ends it at once where that is dead already.
 
-    Linux only; elsewhere nothing is done, and the ends of its pipes and its peers are what a worker notices.
+    Linux only; elsewhere nothing is done, and the ends of its pipes and its peers are what it notices.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
