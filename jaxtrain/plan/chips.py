@@ -8,9 +8,11 @@ per JAX device: a TPU v7 chip is two devices, any other chip is one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxtrain.config.errors import join
 
 GIB = 2**30
 
@@ -29,6 +31,9 @@ class Figure:
     def shared(self, parts: int) -> Figure:
         """An equal part of it."""
         return Figure(self.value / parts, f"{self.source}, / {parts}", self.assumed)
+
+
+PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # slices of two dims
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,17 @@ class Torus:
     def is_ring(self, size: int) -> bool:
         """Whether the last chip of a dim of this size is joined to its first."""
         return size % self.wraps == 0
+
+    def has(self, shape: Sequence[int]) -> bool:
+        """Whether there are slices of this shape. Source: Cloud TPU's tables of topologies."""
+        if self.dims == 3:  # whole cubes, or a part of one
+            return all(size % 4 == 0 for size in shape) or all(size in (1, 2, 4) for size in shape)
+        return tuple(sorted(shape)) in PLANES
+
+    @property
+    def shapes(self) -> str:
+        """What `has` expects, in words."""
+        return "sizes of 1, 2 or 4, or multiples of 4" if self.dims == 3 else join(f"{a}x{b}" for a, b in PLANES)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jaxtrain.config.errors import UserError, did_you_mean, join
 from jaxtrain.config.schema import Config
 from jaxtrain.plan import predict as predictor
 from jaxtrain.plan import rivals, targets
-from jaxtrain.plan.chips import GPUS
+from jaxtrain.plan.chips import GPUS, Torus
 from jaxtrain.plan.compile import TimedOut
 from jaxtrain.plan.formula import Estimate, Formula
 from jaxtrain.plan.found import Found, Ranked
@@ -138,7 +138,9 @@ def smaller(target: Target) -> Iterator[Target]:
         made = Target(target.kind, tuple(shape), slices)
         if 0 in shape or (target.chip and target.platform == "tpu" and min(shape) < 2):
             return
-        yield made
+        network = target.chip.inside if target.chip else None
+        if not isinstance(network, Torus) or network.has(shape):
+            yield made
 
 
 @dataclass(frozen=True)

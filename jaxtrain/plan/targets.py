@@ -111,6 +111,8 @@ def _sizes(text: str, kind: str, shape: str) -> tuple[int, ...]:
         raise UserError(f"target {text}: {kind} has {dims} sizes, not {len(sizes)}; expected such as {_example(kind)}")
     if isinstance(network, Torus) and prod(sizes) > network.largest:
         raise UserError(f"target {text}: {prod(sizes)} chips, and the largest slice of {kind} has {network.largest}")
+    if isinstance(network, Torus) and not network.has(sizes):
+        raise UserError(f"target {text}: no slice of {kind} has this shape; expected {network.shapes}")
     if isinstance(network, Switch) and sizes[1] > network.size:
         fits = f"{kind}:{-(-prod(sizes) // network.size)}x{network.size}"
         raise UserError(f"target {text}: a node of {kind} has at most {network.size} GPUs; expected such as {fits}")

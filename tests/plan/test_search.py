@@ -415,6 +415,9 @@ def test_numbers_of_devices():
     assert str(resized(h100, 4)) == "h100:1x4"
     assert str(resized(v5p, 64)) == "v5p:4x4x4"
     assert [str(one) for one in smaller(targets.parse("h100:2x4"))] == ["h100:1x4", "h100:1x2", "h100:1x1"]
+    shapes = [str(one) for one in smaller(targets.parse("v5p:16x16x24"))]
+    assert shapes[:3] == ["v5p:16x16x12", "v5p:8x16x12", "v5p:8x8x12"]
+    assert [str(targets.parse(shape)) for shape in shapes] == shapes  # 8x8x6 would not be one
     assert str(resized(targets.parse("simulate:8"), 4)) == "simulate:4"
     with pytest.raises(UserError, match="no whole nodes of 8"):
         resized(h100, 12)

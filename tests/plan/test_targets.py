@@ -19,7 +19,9 @@ from jaxtrain.plan import chips, targets
     [("h100:64x8", (64, 8), "cuda"), ("H200:8", (1, 8), "cuda"), ("h100", (1, 1), "cuda"),
      ("v5p:8x8x8", (8, 8, 8), "tpu"), ("v6e:16x16", (16, 16), "tpu"), ("cpu:8", (8,), "cpu"),
      ("v5p:16x16x24", (16, 16, 24), "tpu"), ("gb200:2x72", (2, 72), "cuda"), ("simulate:8", (8,), "cpu"),
-     ("v5p:4x4x4*4", (4, 4, 4), "tpu"), ("local", (), "local")],
+     ("v5p:4x4x4*4", (4, 4, 4), "tpu"), ("v4:2x2x1", (2, 2, 1), "tpu"), ("v5p:4x4x12", (4, 4, 12), "tpu"),
+     ("v6e:8x16", (8, 16), "tpu"), ("v5e:1x1", (1, 1), "tpu"), ("tpu7x:2x4x4", (2, 4, 4), "tpu"),
+     ("local", (), "local")],
 )  # fmt: skip
 def test_targets(text: str, shape: tuple[int, ...], platform: str):
     target = targets.parse(text)
@@ -59,6 +61,10 @@ def test_a_stand_in_for_the_assembler_of_cuda(tmp_path):
         ("cpu:2x2", "cpu has 1 sizes, not 2"),
         ("v6e:2x2x2", "v6e has 2 sizes, not 3; expected such as v6e:4x4"),
         ("v6e:16x32", "512 chips, and the largest slice of v6e has 256"),
+        ("v5p:3x5x7", "no slice of v5p has this shape; expected sizes of 1, 2 or 4, or multiples of 4$"),
+        ("v4:4x4x6", "no slice of v4 has this shape"),
+        ("v6e:4x16", "no slice of v6e has this shape; expected 1x1, 2x2, .* 8x16 or 16x16$"),
+        ("v5e:1x2", "no slice of v5e has this shape"),
         ("h100:1x16", "at most 8 GPUs; expected such as h100:2x8"),
         ("h100:2x8*2", "slices are of TPUs"),
         ("v5p:2x2x2*x", "expected a shape"),
