@@ -26,7 +26,7 @@ from jaxtrain.config.machine import cores
 RUNS = 8
 WIDTH = 512  # of a matrix, with which ELEMENTS / WIDTH rows are multiplied
 ELEMENTS = 2**18  # of a float32 array of 1 MiB: about what a layer of a small model makes, and gathers
-ARRAYS = 8  # of each device; together more than a cache holds
+ARRAYS = 64  # of all devices together: more than a cache holds
 BLOCK = 2**26  # bytes of memory asked of the system
 SETTLED = 0.001  # seconds until Linux has counted what threads ran that were running when the last result came
 
@@ -45,12 +45,13 @@ def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
         each member of a group to find the others).
     """
     count = len(devices)
+    each = max(2, ARRAYS // count)
     timed = partial(_seconds, Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,)))
     launch = timed(_small, 8, 256)
     multiply = partial(_multiply, jnp.ones((WIDTH, WIDTH), dtype))
     out = {
-        "flops": 2 * ELEMENTS * WIDTH / (timed(multiply, ELEMENTS, ARRAYS) - launch),
-        "memory": 2 * 4 * ELEMENTS / (timed(_elementwise, ELEMENTS, ARRAYS) - launch),
+        "flops": 2 * ELEMENTS * WIDTH / (timed(multiply, ELEMENTS, each) - launch),
+        "memory": 2 * 4 * ELEMENTS / (timed(_elementwise, ELEMENTS, each) - launch),
         "pages": BLOCK / min(_handed_out(BLOCK) for _ in range(RUNS)) * cores() / count,
         "launch": launch,
     }
@@ -58,8 +59,8 @@ def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
         meeting = timed(_reduce, 8, 64)
         out |= {
             "meeting": meeting / count,
-            "reduce": 2 * 4 * ELEMENTS / (timed(_reduce, ELEMENTS, ARRAYS) - meeting),
-            "copy": 2 * 4 * ELEMENTS / (timed(_copy, ELEMENTS // count * count, ARRAYS) - meeting),
+            "reduce": 2 * 4 * ELEMENTS / (timed(_reduce, ELEMENTS, each) - meeting),
+            "copy": 2 * 4 * ELEMENTS / (timed(_copy, ELEMENTS // count * count, each) - meeting),
         }
     return out
 
