@@ -22,9 +22,9 @@ matrix: $(VENV)/.installed-test
 	JAXTRAIN_TEST_DEVICES=16 $(BIN)/pytest -n 2 -m matrix tests
 
 extras: $(VENV)/.installed-extras
-	$(BIN)/pytest -n 2 tests/interop tests/cli/test_generate.py tests/cli/test_harness.py \
+	$(BIN)/pytest -n 2 tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
 		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
-		tests/observe/test_tracker.py
+		tests/trackers/test_trackers.py
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/pytest -m chaos tests

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.kernels.attention import attention
 from jaxtrain.kernels.cross_entropy import cross_entropy
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
 

@@ -92,7 +92,7 @@ def work(config: Any, run_dir: Path) -> int:
     import jax
     import numpy as np
 
-    from jaxtrain.train import loop
+    from jaxtrain.trainer import loop
 
     real = loop.open_run
 
@@ -388,7 +388,7 @@ def campaign(folder: Path, args: argparse.Namespace) -> tuple[list[Outcome], lis
 
 def import_all() -> None:
     """Imports what workers need. Raises SystemExit where forking would not be safe any more."""
-    for name in ("jaxtrain.train.loop", "jaxtrain.checkpoint.checkpointer", "jaxtrain.data.dataset"):
+    for name in ("jaxtrain.trainer.loop", "jaxtrain.checkpoint.checkpointer", "jaxtrain.data.dataset"):
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:  # a JAX backend would have some

@@ -39,7 +39,7 @@ from typing import Any
 import chaos
 import common
 
-from jaxtrain.mesh import xla
+from jaxtrain.core import xla_options
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "launch"  # has the data class that writes down which rows it gave
@@ -52,7 +52,7 @@ SOON = 0.7  # of a generation
 GONE = 20.0  # seconds in which workers follow their supervisor
 MARK = "CHAOS_RUN"  # in the environment of all that a run starts
 # As tests/conftest.py: compiling is most of a generation's time.
-CHEAP = xla.as_flags(xla.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
+CHEAP = xla_options.as_flags(xla_options.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
 
 
 @dataclass

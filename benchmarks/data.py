@@ -24,10 +24,10 @@ import common
 import numpy as np
 
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data.builder import build_cache
-from jaxtrain.data.cache import ShardWriter, finish, open_cache
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.data.order import permute
+from jaxtrain.data.token_cache.build import build_cache
+from jaxtrain.data.token_cache.store import ShardWriter, finish, open_cache
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 VOCAB, MEAN, SIGMA, SHARDS = 32_000, 1400, 1.2, 8

@@ -17,20 +17,20 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh.rules import STAGES
-from jaxtrain.models.define import Definition
+from jaxtrain.core.gradients import Batch, Found, microbatches
+from jaxtrain.core.program import Program, build
+from jaxtrain.core.step import train_step, without_gradients
+from jaxtrain.losses.terms import scales, total
+from jaxtrain.models.definition import Definition
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
-from jaxtrain.pipeline.stages import Stages
-from jaxtrain.train.gradients import Batch, Found, microbatches
-from jaxtrain.train.loss import scales, total
-from jaxtrain.train.program import Program, build
-from jaxtrain.train.step import train_step, without_gradients
+from jaxtrain.pipeline.partition import Stages
+from jaxtrain.sharding.rules import STAGES
 
 
 @dataclass(frozen=True, eq=False)
 class GPipe:
-    """Gradients as `jaxtrain.train.gradients.Gradients` gives them, of models whose layers have no terms of their own.
+    """Gradients as `jaxtrain.core.gradients.Gradients` gives them, of models whose layers have no terms of their own.
 
     Args:
         inside: the model on one slice of `pipeline`.

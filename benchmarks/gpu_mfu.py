@@ -7,9 +7,9 @@
 
 It times `program.step`, the step that `jaxtrain train` runs, on packed batches of `--documents` random documents a
 row, sequence 4096, bf16 with float32 masters and AdamW in float32 (7b on 80 GiB: all bf16). Every point is a fresh
-process, so that the memory peak is its own. MFU is in jaxtrain's own convention (jaxtrain.observe.flops: a row counts
+process, so that the memory peak is its own. MFU is in jaxtrain's own convention (jaxtrain.models.flops: a row counts
 as one causal document, nothing recomputed counts); `mfu, attended` counts only the pairs of tokens that may see each
-other, which is what packed documents leave to do. The peak is that of jaxtrain.observe.peak: dense bf16.
+other, which is what packed documents leave to do. The peak is that of jaxtrain.planning.hardware.peak: dense bf16.
 
 Where the time goes is read from a profile of three steps (per kernel, by the scope its operation comes from):
 attention, matmul, loss (head matmul and cross-entropy), optimizer (with the clip), rest (norms, rotary, activations,
@@ -34,7 +34,7 @@ import breakdown
 import common
 import numpy as np
 
-from jaxtrain.plan import targets
+from jaxtrain.planning.hardware import targets
 
 MODELS = {"tiny": "llama_tiny", "0.4b": "llama_400m", "1.3b": "llama_1b", "7b": "llama2_7b"}
 VOCAB, LENGTH = 32000, 4096
@@ -93,7 +93,7 @@ def attended(batch: dict[str, np.ndarray]) -> float:
 
 def flops_per_token(config: Any, batch: dict[str, np.ndarray]) -> dict[str, float]:
     """By jaxtrain's convention, and with only the attended pairs."""
-    from jaxtrain.observe.flops import decoder_flops, layer_matmuls
+    from jaxtrain.models.flops import decoder_flops, layer_matmuls
 
     whole = decoder_flops(config.model, VOCAB, config.data.sequence).model
     matmuls = layer_matmuls(config.model, attended(batch))
@@ -131,9 +131,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """One point, in this process."""
     import jax
 
-    from jaxtrain.observe.peak import device_peak
-    from jaxtrain.train.batches import batch_sharding
-    from jaxtrain.train.program import build
+    from jaxtrain.core.placement import batch_sharding
+    from jaxtrain.core.program import build
+    from jaxtrain.planning.hardware.peak import device_peak
 
     device = jax.devices()[0]
     if device.platform != spec["platform"]:
@@ -171,7 +171,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
     """Bytes: what the compiler plans for the step, and the allocator's peak where `stats` of the device tell."""
-    from jaxtrain.plan.memory import compiled_memory
+    from jaxtrain.planning.cost.memory import compiled_memory
 
     plan = compiled_memory(compiled)
     return {
@@ -182,8 +182,8 @@ def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
 
 def compile_only(spec: dict[str, Any]) -> dict[str, Any]:
     """The step of a point, compiled for a GPU that is not here."""
-    from jaxtrain.plan.step import compiled_step
-    from jaxtrain.train.program import build
+    from jaxtrain.core.program import build
+    from jaxtrain.planning.step_program import compiled_step
 
     devices = targets.devices(spec["target"])
     config = make_config(spec)

@@ -44,27 +44,27 @@ ONE = ("precision=bf16_pure", "layout=ddp", "compile_cache=null")
 
 def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
     """Writes a checkpoint whose tensors are holes. Returns the bytes of its largest tensor."""
-    from jaxtrain.config.huggingface import decode
     from jaxtrain.config.schema import Model
-    from jaxtrain.interop import files
-    from jaxtrain.interop.places import parts, whole_shapes
-    from jaxtrain.interop.tensors import PLACES
-    from jaxtrain.models.tensors import decoder_tensors
+    from jaxtrain.interop import safetensors_io
+    from jaxtrain.interop.config_json import decode
+    from jaxtrain.interop.tensor_map import PLACES
+    from jaxtrain.interop.tensor_slices import parts, whole_shapes
+    from jaxtrain.models.decoder_params import decoder_tensors
 
     model = Model.model_validate(decode(config, "")[1])
     table = decoder_tensors(model, config["vocab_size"])
     shapes = whole_shapes(parts(PLACES["llama"], {path: shape for path, (shape, _) in table.items()}))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    where = files.plan(shapes, BF16, most)
+    where = safetensors_io.plan(shapes, BF16, most)
     for file, names in where.items():
         own = {name: shapes[name] for name in names}
-        files.write(folder / file, own, BF16, ())
+        safetensors_io.write(folder / file, own, BF16, ())
         with (folder / file).open("r+b") as opened:
             opened.truncate(opened.seek(0, 2) + sum(prod(shape) for shape in own.values()) * BF16.itemsize)
     if len(where) > 1:
         index = {"weight_map": {name: file for file, names in where.items() for name in names}}
-        (folder / files.INDEX).write_text(json.dumps(index))
+        (folder / safetensors_io.INDEX).write_text(json.dumps(index))
     assert sum(file.stat().st_blocks * 512 for file in folder.iterdir()) < 16 << 20, "no holes on this file system"
     return max(prod(shape) for shape in shapes.values()) * BF16.itemsize
 
@@ -99,11 +99,11 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
     """Loads this process's part of a checkpoint."""
     import jax
 
-    from jaxtrain.config import resolve
-    from jaxtrain.config.huggingface import opened
-    from jaxtrain.interop.load import load
-    from jaxtrain.interop.tensors import PLACES
-    from jaxtrain.train.program import build
+    from jaxtrain.core.program import build
+    from jaxtrain.core.resolve import resolve
+    from jaxtrain.interop.config_json import opened
+    from jaxtrain.interop.load_weights import load
+    from jaxtrain.interop.tensor_map import PLACES
 
     if spec["processes"] > 1:
         jax.distributed.initialize(spec["coordinator"], spec["processes"], spec["process"])
@@ -126,7 +126,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
 def imported(spec: dict[str, Any]) -> dict[str, Any]:
     """Runs `jaxtrain import` in this process."""
     from jaxtrain.checkpoint import Store
-    from jaxtrain.cli.interop import import_model
+    from jaxtrain.cli.import_export import import_model
 
     target = Path(spec["folder"]).with_name("run")
     with Peak() as peak:

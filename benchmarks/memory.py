@@ -54,7 +54,7 @@ def here(stage: int, parameters: int, ends: int, shards: int, microbatches: int,
 
 def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
     """The config of a stage with one row a device and microbatch."""
-    from jaxtrain.config import resolve
+    from jaxtrain.core.resolve import resolve
 
     own = (f"mesh.data={devices}", f"step.accumulate={microbatches}", f"data.global_batch={devices * microbatches}")
     model = None if more else "configs/models/llama_1b.yaml"
@@ -64,13 +64,16 @@ def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
 def held(config: Any, devices: list[Any]) -> dict[str, int]:
     """Parameters, those of them not of layers, and bytes per device of every part."""
 
-    from jaxtrain.plan import memory, step
-    from jaxtrain.train.program import build
+    from jaxtrain.core.program import build
+    from jaxtrain.planning import step_program
+    from jaxtrain.planning.cost import memory
 
     program = build(config, config.model.vocab, devices)
     sizes = {path: prod(shape) for path, (shape, _) in program.definition.tensors().items()}
     ends = sum(size for path, size in sizes.items() if not path.startswith("layers/"))
-    whole_step = {name: size for name, size in step.held_bytes(program).items() if name != "gathered"}  # a layer's
+    whole_step = {
+        name: size for name, size in step_program.held_bytes(program).items() if name != "gathered"
+    }  # a layer's
     return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **whole_step}
 
 
@@ -99,7 +102,7 @@ def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any
 def compiled(case: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
     """A row of the second table: the real step compiled in a process of its own, beside what `held` counts."""
     from jaxtrain.config.schema import Config
-    from jaxtrain.plan import compile
+    from jaxtrain.planning import compile
 
     config = Config(**case["config"])
     names = {key: case[key] for key in ("target", "stage", "devices", "microbatches")}
@@ -129,7 +132,7 @@ def case(target: str, count: int, stage: int, many: int, small: tuple[str, ...])
 
 def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
     """(target, devices) of the second table, as far as their compilers are installed."""
-    from jaxtrain.plan import targets
+    from jaxtrain.planning.hardware import targets
 
     if args.quick:
         return [("cpu:8", 8)]

@@ -128,7 +128,7 @@ def turns_screen(steps: int, block: int) -> Any:
     import jax
     from rich.console import Console
 
-    from jaxtrain.observe.progress import Screen
+    from jaxtrain.trackers.console import Screen
 
     class Turns(Screen):
         """Measures from the end of the bare turn to the end of the last step in flight."""
@@ -165,9 +165,9 @@ def turns_screen(steps: int, block: int) -> Any:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """One point, in this process."""
-    from jaxtrain.checkpoint import Signals
-    from jaxtrain.observe.profile import Profile
-    from jaxtrain.train import loop
+    from jaxtrain.callbacks.profiler import Profile
+    from jaxtrain.trainer import loop
+    from jaxtrain.trainer.signals import Signals
 
     block, blocks = spec["block"], spec["blocks"]
     steps = block * (blocks + 1) + 2  # the first turn holds compilation

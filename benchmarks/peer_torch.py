@@ -59,8 +59,8 @@ class Ours:
         import jax
 
         from jaxtrain.config.schema import Config
-        from jaxtrain.train.batches import batch_sharding
-        from jaxtrain.train.program import build
+        from jaxtrain.core.placement import batch_sharding
+        from jaxtrain.core.program import build
 
         size = dict(spec["shape"])
         rows, length, vocab = size.pop("rows"), size.pop("length"), size.pop("vocab")
@@ -221,7 +221,7 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
     else:
         import jax
 
-        import jaxtrain.train.program  # noqa: F401
+        import jaxtrain.core.program  # noqa: F401
 
         jax.devices()
         before, side = common.peak_rss(), Ours(spec)

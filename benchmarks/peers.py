@@ -26,12 +26,12 @@ import jax
 from checkpoint import make_state
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.peers.client import Nodes
-from jaxtrain.peers.keeper import Keeper
+from jaxtrain.checkpoint.memory.checkpointer import Keeper
+from jaxtrain.checkpoint.memory.client import Nodes
 
 NODE = """
 import sys
-from jaxtrain.peers.stock import StockServer
+from jaxtrain.checkpoint.memory.server import StockServer
 server = StockServer("127.0.0.1")
 server.token = "t"
 print(server.port, flush=True)

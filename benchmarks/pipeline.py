@@ -44,14 +44,14 @@ LARGE = (
 
 def table_of(name: str, stages: int, microbatches: int) -> Any:
     """The schedule's table; of GPipe by autodiff GPipe's."""
-    from jaxtrain.pipeline.schedule import make
+    from jaxtrain.pipeline.schedules.shipped import make
 
     return make("gpipe" if name.startswith(AUTODIFF) else name, stages, microbatches)
 
 
 def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int = 8, rows: int = 2) -> Any:
     """The config of a decoder under a schedule; of no pipeline where there is one stage."""
-    from jaxtrain.config import resolve
+    from jaxtrain.core.resolve import resolve
 
     schedule = "gpipe" if name.startswith(AUTODIFF) else name
     layout = ("layout=ddp", "mesh.data=1") if stages == 1 else (
@@ -64,7 +64,7 @@ def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int =
 
 def built(name: str, config: Any, devices: Any) -> Any:
     """The trainer's program, or the one by autodiff."""
-    from jaxtrain.train.program import build
+    from jaxtrain.core.program import build
 
     if name.startswith(AUTODIFF):
         import gpipe
@@ -77,7 +77,7 @@ def placed(program: Any, batch: Any) -> Any:
     """A host batch on the program's devices, those of other processes too."""
     import jax
 
-    from jaxtrain.train.batches import batch_sharding
+    from jaxtrain.core.placement import batch_sharding
 
     def put(x: Any) -> Any:
         return jax.make_array_from_callback(x.shape, batch_sharding(program.sharder, x.ndim, False), lambda at: x[at])
@@ -111,7 +111,7 @@ def timed(programs: dict[str, Any], batches: Any, turns: int) -> dict[str, dict[
 
 def in_table(name: str, stages: int, microbatches: int, seconds: float, work: float) -> dict[str, Any]:
     """A row: the measured step beside what the table says. `work`: seconds of the step without a pipeline."""
-    from jaxtrain.pipeline.cost import Costs, price
+    from jaxtrain.pipeline.schedules.cost import Costs, price
 
     table = table_of(name, stages, microbatches)
     found, again = price(table), price(table, Costs(1, 2, 1))
@@ -180,9 +180,9 @@ def flops(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of one number of stages: matmul FLOPs over those without a pipeline, for each way of remat."""
     import jax
 
-    from jaxtrain.plan.bubble import choose
-    from jaxtrain.plan.cost import analyse
-    from jaxtrain.plan.step import compiled_step
+    from jaxtrain.planning.cost.pipeline_bubble import choose
+    from jaxtrain.planning.cost.roofline import analyse
+    from jaxtrain.planning.step_program import compiled_step
 
     stages, many, out = spec["stages"], spec["microbatches"], []
     for remat in spec["remat"]:
@@ -219,9 +219,9 @@ def check(plain: Any, program: Any) -> None:
 
 def memory(spec: dict[str, Any]) -> dict[str, Any]:
     """Bytes of one compiled step, in a process whose environment is the target's."""
-    from jaxtrain.plan import targets
-    from jaxtrain.plan.memory import compiled_memory
-    from jaxtrain.plan.step import compiled_step
+    from jaxtrain.planning.cost.memory import compiled_memory
+    from jaxtrain.planning.hardware import targets
+    from jaxtrain.planning.step_program import compiled_step
 
     dtype = "fp32" if spec["target"].startswith("cpu") else "bf16"
     sizes = (*(QUICK if spec["quick"] else LARGE), f"step.remat={spec['remat']}", f"precision={dtype}")
@@ -275,7 +275,7 @@ def run_flops(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]
 
 def run_memory(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """All rows of `memory`: one for each program, with a column for each number of microbatches."""
-    from jaxtrain.plan import targets
+    from jaxtrain.planning.hardware import targets
 
     rows = []
     for text in args.targets:

@@ -6,7 +6,7 @@
 simulated: one small decoder in 26 layouts on 8 simulated CPU devices of this host. The very program that is predicted
 is run, all of them in turns, one step each, in one process. `wall` and `processor` are medians of these rounds,
 processor time over the cores: other programs on the machine lengthen the one and not the other. The rates of the host
-are measured three times in the same process (jaxtrain.plan.host), and the best counts. tau is Kendall's of predicted
+are measured three times in the same process (jaxtrain.planning.hardware.simulated), and the best counts. tau is Kendall's of predicted
 against measured seconds, `tau of halves` that of the first half of the steps against the second: what no prediction can
 be expected to beat. Regret is by how much the layout predicted to be the fastest is slower than the one that is.
 Memory: bytes of the live train state per device, exact, and the growth of a process of its own during its second step
@@ -41,9 +41,10 @@ from unittest import mock
 import common
 import published
 
-from jaxtrain.config import resolve
-from jaxtrain.plan import chips, compile, predict, targets
-from jaxtrain.plan.assess import assess
+from jaxtrain.core.resolve import resolve
+from jaxtrain.planning import compile, predict
+from jaxtrain.planning.assess import assess
+from jaxtrain.planning.hardware import chips, targets
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB = {"simulated": 2048, "gpu": 32000}
@@ -92,18 +93,18 @@ class Running:
     def __init__(self, case: str, config: Any, vocab: int, target: str):
         import jax
 
-        from jaxtrain.plan import step
-        from jaxtrain.train.program import build
+        from jaxtrain.core.program import build
+        from jaxtrain.planning import step_program
 
         devices = jax.devices()
         self.case, self.config, self.devices = case, config, devices
         self.program = build(config, vocab, devices)
         begin = time.perf_counter()
-        self.step = step.compiled_step(self.program)
+        self.step = step_program.compiled_step(self.program)
         took = time.perf_counter() - begin
         self.report = compile.of_program(self.program, self.step, target, devices[0].device_kind, seconds=took)
         host = common.packed_batch(0, config.data.global_batch, config.data.sequence, vocab, 2)
-        wanted = step.abstract_batch(self.program)
+        wanted = step_program.abstract_batch(self.program)
         self.batch = {name: jax.device_put(rows, wanted[name].sharding) for name, rows in host.items()}
         self.state = self.program.init()
         jax.block_until_ready(self.state)
@@ -132,7 +133,7 @@ def simulated(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Rates of the host, and every case predicted and measured, in this process."""
     import jax
 
-    from jaxtrain.plan import step
+    from jaxtrain.planning import step_program
 
     runs, rates = [], []
     for case in spec["cases"]:
@@ -140,7 +141,7 @@ def simulated(spec: Mapping[str, Any]) -> dict[str, Any]:
         runs.append(Running(case, config, VOCAB["simulated"], f"simulate:{jax.device_count()}"))
     for turn in range(spec["rounds"] + 1):
         if turn in (0, spec["rounds"] // 2, spec["rounds"]):
-            rates.append(step.measured(jax.devices(), "fp32") or {})
+            rates.append(step_program.measured(jax.devices(), "fp32") or {})
         for run in runs:
             run.once()
     best = {key: (min if key in ("launch", "meeting") else max)(one[key] for one in rates) for key in rates[0]}

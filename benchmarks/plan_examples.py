@@ -20,12 +20,13 @@ from typing import Any
 
 import common
 
-from jaxtrain.plan import advice, targets
+from jaxtrain.planning import advice
+from jaxtrain.planning.hardware import targets
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ("step.remat=full", "precision=bf16")
 SHORT = (*STEP, "data.sequence=4096", "data.global_batch=1024")
-CARRIED = "70B, 256 chips, LIBTPU_INIT_ARGS as advised"  # planned with `jaxtrain.plan.advice.CARRYING`
+CARRIED = "70B, 256 chips, LIBTPU_INIT_ARGS as advised"  # planned with `jaxtrain.planning.advice.CARRYING`
 EXAMPLES = {  # name -> target, config and keys
     "70B, 256 chips": ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
     CARRIED: ("v5p:8x8x4", "recipes/llama3_70b.yaml"),

@@ -3,7 +3,7 @@
     python benchmarks/plan_pods.py [--only zero] [--out FILE]
 
 `jaxtrain plan` compiles up to 32,768 devices as they are; above, one or two pods with fewer replicas or shards
-(`jaxtrain/plan/pods.py`). Here both are done, in processes of their own with nothing cached, for clusters that can be
+(`jaxtrain/planning/pods.py`). Here both are done, in processes of their own with nothing cached, for clusters that can be
 compiled whole within minutes and for smaller pods. Ratios are of the plan that pods tell to that of the whole.
 Needs the extras `plan-gpu` and `plan-tpu`; a target whose compiler is not installed is left out.
 """
@@ -17,8 +17,9 @@ from typing import Any
 
 import common
 
-from jaxtrain.config import resolve
-from jaxtrain.plan import pods, predict, targets
+from jaxtrain.core.resolve import resolve
+from jaxtrain.planning import pods, predict
+from jaxtrain.planning.hardware import targets
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ("step.remat=full", "precision=bf16", "data.sequence=4096")

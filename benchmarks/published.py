@@ -1,6 +1,6 @@
 """Public training runs: hardware, configuration as their sources state it, and tokens/s a device. No JAX.
 
-`known` says what a run is to the constants of `jaxtrain.plan.calibration`: the shares of its chip were fitted to it, or
+`known` says what a run is to the constants of `jaxtrain.planning.hardware.calibration`: the shares of its chip were fitted to it, or
 chosen with it in view (`fitted`), so that agreement proves little, or not (`test`). No `test` of H100 is a blind one:
 all its runs were in view when it was settled which to fit to. No run of A100 was.
 """
@@ -24,7 +24,7 @@ class Run:
     """One published run.
 
     Args:
-        target: as `jaxtrain.plan.targets.parse` takes it.
+        target: as `jaxtrain.planning.hardware.targets.parse` takes it.
         rate: tokens/s a device.
         keys: config of the run here.
         vocab: rows of the embedding table.

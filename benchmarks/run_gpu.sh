@@ -40,7 +40,7 @@ part() {
 
 tests() {
     part tests 240 env JAXTRAIN_TEST_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false "$PYTHON" -m pytest -q \
-        -p no:cacheprovider tests/kernels/test_attention.py tests/resilience/test_gpu.py \
+        -p no:cacheprovider tests/kernels/test_attention.py tests/callbacks/test_gpu.py \
         -k "test_cudnn_matches_reference or test_a_killed_run" --junitxml="$OUT/$GPU-tests.xml"
 }
 

@@ -16,9 +16,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.nn.env import normal
 from jaxtrain.nn.stack import scan, stacked
+from jaxtrain.sharding.sharder import Sharder
 
 
 def waited(seconds: float, sharder: Sharder, x: Array) -> Array:

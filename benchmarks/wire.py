@@ -15,7 +15,7 @@ compiled program: every collective, times the trip counts of the loops around it
 - ep: the places of all experts for a device's tokens, there and back in each pass.
 
 Needs the extra `plan-gpu`; says so otherwise. The JSON also holds every collective by mesh axis
-(jaxtrain.plan.communication).
+(jaxtrain.hlo.collectives).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CASES = (
 
 def theory(config: Any, sizes: dict[str, int], vocab: int) -> float:
     """Bytes per device that the layout has to send."""
-    from jaxtrain.models.tensors import parameter_count
+    from jaxtrain.models.decoder_params import parameter_count
 
     model, moe = config.model, config.model.moe
     tokens = config.data.sequence * config.data.global_batch // prod(sizes.values())
@@ -103,8 +103,9 @@ def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
 
 def measure(case: Case, nodes: int, gpus: int, target: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One layout: a row of the table, bytes in GB per device; and every collective."""
-    from jaxtrain.config import resolve
-    from jaxtrain.plan import communication, compile
+    from jaxtrain.core.resolve import resolve
+    from jaxtrain.hlo import collectives as communication
+    from jaxtrain.planning import compile
 
     config, _ = resolve(f"configs/models/{case.model}.yaml", *case.keys(nodes, gpus), paths=False)
     report = compile.measure(config, case.vocab, target)
@@ -128,7 +129,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--only", default="", help="layouts whose name begins so")
     args = parser.parse_args()
-    from jaxtrain.plan import targets
+    from jaxtrain.planning.hardware import targets
 
     target = targets.parse(f"h100:{args.nodes}x{args.gpus}")
     if problem := targets.missing(target):

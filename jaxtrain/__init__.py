@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxtrain.config import Config, ConfigError
+    from jaxtrain.trainer.loop import train
 
 __all__ = ["Config", "ConfigError", "load", "train"]
 
@@ -25,16 +26,14 @@ def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, A
     Raises:
         ConfigError: with every problem, one line each.
     """
-    from jaxtrain.config import resolve
-    from jaxtrain.models.check import check_config
-    from jaxtrain.pipeline.fit import check_pipeline
+    from jaxtrain.core.resolve import resolve
 
-    return resolve(path, *overrides, base=base, checks=[check_config, check_pipeline])[0]
+    return resolve(path, *overrides, base=base)[0]
 
 
 def __getattr__(name: str) -> Any:
     if name == "train":
-        return import_module("jaxtrain.train")
+        return import_module("jaxtrain.trainer.loop").train
     if name in ("Config", "ConfigError"):
         return getattr(import_module("jaxtrain.config"), name)
     raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

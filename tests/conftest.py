@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxtrain.mesh import xla
+from jaxtrain.core import xla_options
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAXTRAIN_TEST_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("JAXTRAIN_TEST_DEVICES", "8")
 # Compiling is most of a test's time: the cheapest code generation takes a quarter of it. Collectives are the same;
 # only elementwise operations are fused otherwise.
-CHEAP = xla.as_flags(xla.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
+CHEAP = xla_options.as_flags(xla_options.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
 if CHEAP not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}".strip()
 
@@ -29,7 +29,7 @@ def own_core(worker: str, workers: int) -> None:
         os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
 
-xla.prepare()
+xla_options.prepare()
 own_core(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 

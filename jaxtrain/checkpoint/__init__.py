@@ -3,7 +3,7 @@
     with Checkpointer(run_dir / "checkpoints", keep=3, keep_best=1, best="eval/loss") as checkpoints:
         state, manifest = checkpoints.restore(None, abstract_state)
         checkpoints.save(step, state, manifest=manifest)    # returns after the device-to-host copy is dispatched
-        for event in checkpoints.poll(): ...                # Committed, Retrying, Failed, SetAside, Copied, ...
+        for event in checkpoints.poll(): ...                # Committed, Retrying, SaveFailed, SetAside, Copied, ...
 
 Only `checkpointer`, `reader`, `saving`, `together`, `notes`, `orbax`, `processes`, `snapshot` and `tree` import JAX.
 """
@@ -12,35 +12,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.checkpoint.events import Committed, Copied, Event, Failed, Fetched, NotCopied, Retrying, SetAside, Slow
-from jaxtrain.checkpoint.files import CheckpointError
-from jaxtrain.checkpoint.promise import compare_configs, environment, promise
-from jaxtrain.checkpoint.signals import EXIT_SAVED, Signals
+from jaxtrain.checkpoint.events import (
+    Committed,
+    Copied,
+    CopyFailed,
+    Event,
+    Fetched,
+    Retrying,
+    SaveFailed,
+    SetAside,
+    SlowSave,
+)
 from jaxtrain.checkpoint.store import StepInfo, Store, read_manifest
+from jaxtrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from jaxtrain.checkpoint.checkpointer import Checkpointer, Reader
 
 __all__ = [
-    "EXIT_SAVED",
     "CheckpointError",
     "Checkpointer",
     "Committed",
     "Copied",
+    "CopyFailed",
     "Event",
-    "Failed",
     "Fetched",
-    "NotCopied",
     "Reader",
     "Retrying",
+    "SaveFailed",
     "SetAside",
-    "Signals",
-    "Slow",
+    "SlowSave",
     "StepInfo",
     "Store",
-    "compare_configs",
-    "environment",
-    "promise",
     "read_manifest",
 ]
 

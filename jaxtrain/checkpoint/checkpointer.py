@@ -12,20 +12,18 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import orbax
-from jaxtrain.checkpoint.comeback import Comeback
-from jaxtrain.checkpoint.copier import Copier
-from jaxtrain.checkpoint.durable import open_tier
-from jaxtrain.checkpoint.events import SLOW, SetAside, Slow
-from jaxtrain.checkpoint.files import CheckpointError, Lock
-from jaxtrain.checkpoint.notes import Notes
-from jaxtrain.checkpoint.processes import agreed, first_text
+from jaxtrain.checkpoint.durable import Comeback, open_tier
+from jaxtrain.checkpoint.durable_copy import Copier
+from jaxtrain.checkpoint.events import SLOW, SetAside, SlowSave
+from jaxtrain.checkpoint.files import Lock, reason_of
+from jaxtrain.checkpoint.joint_saving import JointSaver
 from jaxtrain.checkpoint.reader import Reader
-from jaxtrain.checkpoint.reasons import reason_of
-from jaxtrain.checkpoint.retry import WAITS
 from jaxtrain.checkpoint.saving import Save, Saver, content_of, nothing
-from jaxtrain.checkpoint.snapshot import snapshot
-from jaxtrain.checkpoint.together import JointSaver
-from jaxtrain.checkpoint.tree import named_arrays, nest, tensors
+from jaxtrain.checkpoint.snapshot import named_arrays, nest, snapshot, tensors
+from jaxtrain.distributed.agreement import agreed, first_text
+from jaxtrain.distributed.kv_store import Notes
+from jaxtrain.errors import CheckpointError
+from jaxtrain.io.retry import WAITS
 
 __all__ = ["Checkpointer", "Reader"]
 
@@ -157,7 +155,7 @@ class Checkpointer(Reader):
 
         One process: the copy to the host is dispatched, not waited for. Several: orbax copies this process's shards
         before it returns. Either way a save still being written is waited for first; one that failed and waits to be
-        tried again gives way to this one. Disk errors come through `poll`, as `Retrying` and `Failed`, and never touch
+        tried again gives way to this one. Disk errors come through `poll`, as `Retrying` and `SaveFailed`, and never touch
         earlier steps. One process tries again by itself, with the same values. Several processes begin together, on
         their main threads: when `saves_again` says so, with the state as it is then.
 
@@ -264,11 +262,11 @@ class Checkpointer(Reader):
         late = None if self._saver.wait(self._timeout) else "late"
         waited = time.perf_counter() - begun
         if first_text(late):
-            self._events.append(Slow(step, self._saver.step, waited, skipped=True))
+            self._events.append(SlowSave(step, self._saver.step, waited, skipped=True))
             return False
         if waited >= SLOW and self._saver.is_saved and not self._is_slow_told:
             self._is_slow_told = True
-            self._events.append(Slow(step, self._saver.step, waited))
+            self._events.append(SlowSave(step, self._saver.step, waited))
         return True
 
     def _admits(self, save: Save) -> bool:

@@ -55,7 +55,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Failed(_Warning):
+class SaveFailed(_Warning):
     """A checkpoint was given up. The ones before it are untouched and the next save starts afresh."""
 
     step: int
@@ -89,7 +89,7 @@ class Retrying(_Warning):
 
 
 @dataclass(frozen=True)
-class Slow(_Warning):
+class SlowSave(_Warning):
     """A checkpoint was due while the one before was still being written: it waited for it, or was left out."""
 
     step: int
@@ -140,7 +140,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class NotCopied(_Warning):
+class CopyFailed(_Warning):
     """A checkpoint is not in the durable tier, or (no `step`) the tier itself could not be read or tidied.
 
     The run's own folder is untouched."""
@@ -167,4 +167,4 @@ class Fetched(_Warning):
         return f"checkpoint {self.step} fetched from {self.place} in {self.seconds:.1f} s"
 
 
-Event = Committed | Failed | Retrying | Slow | SetAside | Copied | NotCopied | Fetched
+Event = Committed | SaveFailed | Retrying | SlowSave | SetAside | Copied | CopyFailed | Fetched

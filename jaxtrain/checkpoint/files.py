@@ -1,9 +1,4 @@
-"""Files of a checkpoint: checksums, durable writes, the marker, the lock. No JAX.
-
-The marker `jaxtrain.json` is written last into a step's folder, after every other file and folder of the step is
-fsynced. It lists size and xxh3-64 digest of every file and carries a digest of itself, so that a step is either
-provably whole or not listed at all. xxh3 runs at memory speed (about 17 GiB/s a core), so that reading decides.
-"""
+"""Why storage, or a library above it, failed: in one line. No JAX."""
 
 from __future__ import annotations
 
@@ -17,16 +12,38 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.errors import CheckpointError
+
+LATE = "another process did not write its part in time"
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says why orbax, an object store, or the file system under them failed."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    whole = " ".join(str(link) for link in chain)
+    for sign in ("RESOURCE_EXHAUSTED", "No space left", "OUT_OF_RANGE", "File too large", "Disk quota"):
+        if sign in whole:
+            return f"the disk is full or a size limit is reached ({_line(chain[-1])})"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if "barrier" in whole and "DEADLINE_EXCEEDED" in whole:
+        return LATE
+    return f"{type(chain[-1]).__name__}: {_line(chain[-1])}"
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
 
 MARKER = "jaxtrain.json"
 FORMAT = 1
 PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the marker
 _CHUNK = 4 << 20
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written, found, read or used; the message is one line."""
 
 
 def digest(path: Path, target: BinaryIO | None = None) -> tuple[int, str]:

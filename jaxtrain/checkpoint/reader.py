@@ -11,12 +11,11 @@ import jax
 
 from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.events import Event, SetAside
-from jaxtrain.checkpoint.files import CheckpointError
-from jaxtrain.checkpoint.processes import agreed, first_text
-from jaxtrain.checkpoint.reasons import reason_of
-from jaxtrain.checkpoint.snapshot import rematerialise
+from jaxtrain.checkpoint.files import reason_of
+from jaxtrain.checkpoint.snapshot import mismatch, named, nest, rematerialise, tensors, unnest
 from jaxtrain.checkpoint.store import StepInfo, Store
-from jaxtrain.checkpoint.tree import mismatch, named, nest, tensors, unnest
+from jaxtrain.distributed.agreement import agreed, first_text
+from jaxtrain.errors import CheckpointError
 
 
 class Reader:

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.events import Committed, Event, Failed, Retrying
-from jaxtrain.checkpoint.files import FORMAT, CheckpointError, fsync_folders, seal, step_files, write_marker
-from jaxtrain.checkpoint.reasons import reason_of
-from jaxtrain.checkpoint.retry import GivenUp, persist
+from jaxtrain.checkpoint.events import Committed, Event, Retrying, SaveFailed
+from jaxtrain.checkpoint.files import FORMAT, fsync_folders, reason_of, seal, step_files, write_marker
+from jaxtrain.checkpoint.snapshot import Tensors
 from jaxtrain.checkpoint.store import Store
-from jaxtrain.checkpoint.tree import Tensors
+from jaxtrain.errors import CheckpointError
+from jaxtrain.io.retry import GivenUp, persist
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Saver:
         try:
             deleted = self._collect() if self._first else []
         except OSError as error:
-            self._report(Failed(save.step, f"saved, but older ones cannot be deleted: {error}", save.step))
+            self._report(SaveFailed(save.step, f"saved, but older ones cannot be deleted: {error}", save.step))
             deleted = []
         self.is_saved = True
         seconds = time.perf_counter() - save.begun
@@ -190,7 +190,7 @@ class Saver:
             newest = self._store.latest()
         except OSError:  # the folder itself cannot be read: the reason says so
             newest = None
-        self._report(Failed(step, reason, newest, tries))
+        self._report(SaveFailed(step, reason, newest, tries))
 
 
 def content_of(step: int, saved: Tensors, manifest: dict[str, Any], metrics: dict[str, float] | None) -> dict[str, Any]:

@@ -14,11 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.checkpoint.durable import Folder, Tier, content_at, open_tier, place_of, problem_at
-from jaxtrain.checkpoint.files import MARKER, CheckpointError, Lock
+from jaxtrain.checkpoint.files import MARKER, Lock
 from jaxtrain.checkpoint.store import Store, by_size
-from jaxtrain.checkpoint.survey import ASIDE, DAMAGED, GOOD, UNFINISHED, Row, chosen, last_good, survey, tensor_bytes
-from jaxtrain.cli.screen import ProgressBar
-from jaxtrain.config.errors import UserError, clean
+from jaxtrain.cli.checkpoint_listing import (
+    ASIDE,
+    DAMAGED,
+    GOOD,
+    UNFINISHED,
+    Row,
+    chosen,
+    last_good,
+    survey,
+    tensor_bytes,
+)
+from jaxtrain.cli.spinner import ProgressBar
+from jaxtrain.errors import CheckpointError, UserError, clean
 
 WIDE = 200  # columns where the output is no terminal
 
@@ -183,7 +193,7 @@ def _problems(tier: Tier, step: int) -> list[str]:
 
 def _durable(store: Store, args: argparse.Namespace) -> Tier:
     """The durable tier that the run's config names. Raises UserError where it names none."""
-    from jaxtrain.config import resolve
+    from jaxtrain.core.resolve import resolve
 
     directory = Path(args.run)
     config, _ = resolve(str(directory / "config.yaml"), paths=False)

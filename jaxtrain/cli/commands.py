@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtrain.cli import plugins
-from jaxtrain.config import Config, ConfigError, Problem, diff_lines, json_schema, resolve, show
-from jaxtrain.config.errors import UserError
-from jaxtrain.models.check import check_config
-from jaxtrain.pipeline.fit import check_pipeline
+from jaxtrain.cli import xla_plugins
+from jaxtrain.cli.diff import diff_lines
+from jaxtrain.config import Config, ConfigError, Problem, json_schema, show
+from jaxtrain.core.resolve import resolve
+from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxtrain.pipeline.cost import Costs
-    from jaxtrain.pipeline.table import Table
+    from jaxtrain.pipeline.schedules.cost import Costs
+    from jaxtrain.pipeline.schedules.table import Table
 
 __all__ = [
     "UserError", "checkpoint", "config", "data", "diff", "eval", "export", "generate", "import_", "launch", "plan",
@@ -29,7 +29,7 @@ __all__ = [
 
 def config(args: argparse.Namespace) -> int:
     """Prints the resolved config, a line per key, and where each value came from."""
-    resolved, provenance = resolve(args.config, *args.overrides, paths=False, checks=[check_config, check_pipeline])
+    resolved, provenance = resolve(args.config, *args.overrides, paths=False)
     print("\n".join(show(resolved, provenance)))
     return 0
 
@@ -56,21 +56,21 @@ def diff(args: argparse.Namespace) -> int:
 
 def data(args: argparse.Namespace) -> int:
     """Builds token caches, or trains a tokenizer on all sources."""
-    from jaxtrain.cli.screen import ProgressBar
-    from jaxtrain.data import commands
+    from jaxtrain.cli.spinner import ProgressBar
+    from jaxtrain.data import prepare
 
     # A tokenizer may be trained from a config that names it already.
     resolved, _ = resolve(args.config, *args.overrides, paths=args.action == "build")
     with ProgressBar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":
-            sources, validation = commands.text_sources(resolved.data), resolved.data.validation
-            made = commands.train_tokenizer(sources, args.vocab, args.out, progress, validation, resolved.data.cache)
+            sources, validation = prepare.text_sources(resolved.data), resolved.data.validation
+            made = prepare.train_tokenizer(sources, args.vocab, args.out, progress, validation, resolved.data.cache)
             lines = [f"{made.path}: {made.vocab:,} tokens, from {made.documents:,} documents in {made.seconds:.1f} s"]
         else:
             lines = [
                 f"{built.source}: {built.tokens['train']:,} training and {built.tokens['validation']:,} validation "
                 f"tokens, entropy {built.entropy:.4f} nats, in {built.path} ({built.seconds:.1f} s)"
-                for built in commands.build(resolved.data, progress, resolved.eval.sets.values())
+                for built in prepare.build(resolved.data, progress, resolved.eval.sets.values())
             ]
     print("\n".join(lines))
     return 0
@@ -79,7 +79,7 @@ def data(args: argparse.Namespace) -> int:
 def train(args: argparse.Namespace) -> int:
     """Trains from a config file."""
     overrides = _overrides(args)
-    resolved, _ = resolve(args.config, *overrides, checks=[check_config, check_pipeline])
+    resolved, _ = resolve(args.config, *overrides)
     return _train(resolved, None, args, resume=False)
 
 
@@ -89,15 +89,15 @@ def resume(args: argparse.Namespace) -> int:
     from jaxtrain.config.run_dir import saved_config
 
     directory = Path(args.run)
-    resolved, _ = resolve(saved_config(directory), *_overrides(args), checks=[check_config, check_pipeline])
+    resolved, _ = resolve(saved_config(directory), *_overrides(args))
     return _train(resolved, directory, args, resume=True)
 
 
 def launch(args: argparse.Namespace) -> int:
     """Trains in several processes; the exit code is the first failed one's, 75 where all saved after a signal."""
-    from jaxtrain.cli import launching
+    from jaxtrain.cli import launch
 
-    return launching.launch(args)
+    return launch.launch(args)
 
 
 def eval(args: argparse.Namespace) -> int:
@@ -107,8 +107,8 @@ def eval(args: argparse.Namespace) -> int:
         if value is not None and value < (1 if name == "limit" else 0):
             raise UserError(f"eval: --{name.replace('_', '-')}: {value} is too few")
     _before_jax(args)
-    from jaxtrain.cli import harness
-    from jaxtrain.cli.runs import evaluate
+    from jaxtrain.inference import harness
+    from jaxtrain.inference.runs import evaluate
 
     run, step, overrides = Path(args.run), args.step, _overrides(args)
     if args.tasks is None:
@@ -133,7 +133,7 @@ def generate(args: argparse.Namespace) -> int:
         raise UserError("generate: expected --tokens and --top-k of at least 1")
     prompts = _prompts(args)
     _before_jax(args)
-    from jaxtrain.cli.runs import complete, open_model, streamer
+    from jaxtrain.inference.runs import complete, open_model, streamer
 
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     opened = open_model(Path(args.run), args.step, _overrides(args))
@@ -163,7 +163,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 def import_(args: argparse.Namespace) -> int:
     """Makes a run's folder of a Hugging Face model."""
     _before_jax(args)
-    from jaxtrain.cli.interop import import_model
+    from jaxtrain.cli.import_export import import_model
 
     config = import_model(Path(args.model), Path(args.to), _overrides(args))
     print(f"{args.to}: step 0 with the weights of {args.model}")
@@ -175,8 +175,8 @@ def import_(args: argparse.Namespace) -> int:
 def export(args: argparse.Namespace) -> int:
     """Makes a Hugging Face model of a checkpoint."""
     _before_jax(args)
-    from jaxtrain.cli.interop import export_model
-    from jaxtrain.observe.summary import size
+    from jaxtrain.cli.import_export import export_model
+    from jaxtrain.reports.layout_table import size
 
     options = {"step": args.step, "dtype": args.dtype, "shard_size": args.shard_size, "family": args.family}
     done = export_model(Path(args.run), Path(args.to), **options, overrides=_overrides(args))
@@ -191,9 +191,9 @@ def verify(args: argparse.Namespace) -> int:
     _before_jax(args)
     from rich.console import Console
 
-    from jaxtrain.cli.screen import ProgressBar
-    from jaxtrain.verify.run import verify as run
-    from jaxtrain.verify.show import WIDEST, details, lines, table
+    from jaxtrain.cli.spinner import ProgressBar
+    from jaxtrain.verification.report import WIDEST, details, lines, table
+    from jaxtrain.verification.verify import verify as run
 
     names = [name.strip() for name in args.layouts.split(",") if name.strip()]
     options = {"layouts": names, "devices": args.simulate, "steps": args.steps, "inject": args.inject}
@@ -210,19 +210,19 @@ def verify(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Prints what a config needs on a target, compares two, or finds the best layout; 1 where it does not fit."""
-    from jaxtrain.cli import plans, searches
+    from jaxtrain.cli import plan, plan_search
 
-    searches.check_options(args)
+    plan_search.check_options(args)
     overrides = list(args.overrides)
     if args.diff:  # then the first value takes the config's place
         overrides[:0] = [args.config] if args.config is not None else []
         a, b = args.diff
-        return plans.compare(a, b, overrides, args)
+        return plan.compare(a, b, overrides, args)
     if args.config is None:
         raise UserError("plan: expected a config, or --diff A B")
     if args.search:
-        return searches.show(args.config, overrides, args)
-    return plans.show(args.config, overrides, args)
+        return plan_search.show(args.config, overrides, args)
+    return plan.show(args.config, overrides, args)
 
 
 def report(args: argparse.Namespace) -> int:
@@ -236,8 +236,8 @@ def schedule(args: argparse.Namespace) -> int:
     """Prints a pipeline schedule and its figures, and draws it; or sets all schedules side by side."""
     from rich.console import Console
 
-    from jaxtrain.pipeline import draw
-    from jaxtrain.pipeline.cost import price
+    from jaxtrain.pipeline.schedules import draw
+    from jaxtrain.pipeline.schedules.cost import price
 
     if args.schedule is None and not args.compare:
         raise UserError("schedule: expected the name of a schedule, or --compare")
@@ -256,8 +256,8 @@ def schedule(args: argparse.Namespace) -> int:
 
 def _tables(args: argparse.Namespace) -> list[Table]:
     """The table asked for; to compare, a user's own and all that are shipped."""
-    from jaxtrain.pipeline.custom import is_file, load
-    from jaxtrain.pipeline.schedule import SCHEDULES, make
+    from jaxtrain.pipeline.schedules.files import is_file, load
+    from jaxtrain.pipeline.schedules.shipped import SCHEDULES, make
 
     stages, microbatches, asked = args.stages, args.microbatches, []
     if args.schedule and is_file(args.schedule):
@@ -272,7 +272,7 @@ def _tables(args: argparse.Namespace) -> list[Table]:
 
 
 def _costs(text: str) -> Costs:
-    from jaxtrain.pipeline.cost import Costs
+    from jaxtrain.pipeline.schedules.cost import Costs
 
     try:
         costs = Costs(*map(float, text.split(",")))
@@ -288,22 +288,22 @@ def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *
     if args.deadline is not None and not 0 <= args.deadline < float("inf"):
         raise UserError(f"--deadline: expected seconds, or 0 for none; found {args.deadline:g}")
     _before_jax(args, resolved.simulate)
-    from jaxtrain.checkpoint import EXIT_SAVED
-    from jaxtrain.cli.runs import finish
-    from jaxtrain.observe.ledger import Ledger, process_age
-    from jaxtrain.observe.progress import Screen
-    from jaxtrain.train.loop import Failed
-    from jaxtrain.train.loop import train as run
+    from jaxtrain.exit_codes import SAVED
+    from jaxtrain.inference.runs import finish
+    from jaxtrain.trackers.console import Screen
+    from jaxtrain.trackers.goodput import Ledger, process_age
+    from jaxtrain.trainer.loop import TrainingError
+    from jaxtrain.trainer.loop import train as run
 
     screen, ledger = Screen(resolved.steps), Ledger(age=process_age() if args.is_all else 0.0)
     options = {"profile": _span(args.profile), "screen": screen, "ledger": ledger, "deadline": args.deadline}
     try:
         result = run(resolved, directory, resume=resume, **options)
-    except Failed as error:
+    except TrainingError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return 1
     finish(resolved, result, screen)
-    return EXIT_SAVED if result.stopped_by else 0
+    return SAVED if result.stopped_by else 0
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:
@@ -315,7 +315,7 @@ def _before_jax(args: argparse.Namespace, simulate: int | None = None) -> None:
     """What has to be so before JAX is imported."""
     if simulate or args.simulate:
         os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU or GPU that is here is not even looked for
-    plugins.set_aside()
+    xla_plugins.set_aside()
     sys.path.append(os.getcwd())  # a user's own `package.module:Class`
 
 

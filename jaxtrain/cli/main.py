@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from keyword import iskeyword
 
-EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+from jaxtrain.exit_codes import ERROR, INTERRUPTED, USAGE
 
 Parser = argparse.ArgumentParser
 
@@ -170,7 +170,7 @@ def _schedule(parser: Parser) -> None:
 
 
 def _launch(parser: Parser) -> None:
-    from jaxtrain.cli.launching import arrange
+    from jaxtrain.cli.launch import arrange
 
     arrange(parser)
 
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
-        return 0 if arguments else EXIT_USAGE
+        return 0 if arguments else USAGE
     name = arguments[0]
     if name not in COMMANDS:
         import difflib
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
         print(f"jaxtrain: no command `{name}`; {hint}", file=sys.stderr)
-        return EXIT_USAGE
+        return USAGE
     description, arrange = COMMANDS[name]
     parser = Parser(prog=f"jaxtrain {name}", description=description)
     arrange(parser)
@@ -233,24 +233,24 @@ def _run(name: str, args: argparse.Namespace) -> int:
         return getattr(commands, name + "_" * iskeyword(name))(args)  # `import` can be no function's name
     except KeyboardInterrupt:  # from a command that ends its own processes first
         print("jaxtrain: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # e.g. `| head`: not an error
         return 0
     except commands.UserError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return USAGE
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"jaxtrain: {where}{error.strerror or error}", file=sys.stderr)
-        return EXIT_ERROR
+        return ERROR
 
 
 def _interrupted(number: int, frame: object) -> None:
     del number, frame
     cursor = b"\033[?25h" if os.isatty(2) else b""  # a progress bar has hidden it
     os.write(2, cursor + b"\njaxtrain: interrupted\n")
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(INTERRUPTED)
 
 
 def _usage() -> str:

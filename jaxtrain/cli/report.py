@@ -13,13 +13,13 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from jaxtrain.cli.plans import check_folders, write
-from jaxtrain.cli.report_page import page
-from jaxtrain.observe import account
-from jaxtrain.observe.history import History, as_dict, read, said
-from jaxtrain.observe.progress import count, number, percent
-from jaxtrain.observe.tracker import valid
-from jaxtrain.plan.screen import bar, plain, section
+from jaxtrain.cli.plan import check_folders, write
+from jaxtrain.io.jsonl import valid
+from jaxtrain.planning.report.terminal import bar, plain, section
+from jaxtrain.reports import tables
+from jaxtrain.reports.history import History, as_dict, read, said
+from jaxtrain.reports.page import page
+from jaxtrain.trackers.console import count, number, percent
 
 STYLES = {"compute": "green", "replay": "magenta", "down": "red", "data": "yellow"}
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter, by row and column
@@ -54,7 +54,7 @@ def report(run: History, width: int) -> RenderableType:
 
 def _headline(run: History) -> RenderableType:
     facts = plain("", "", "", right=())
-    for fact in account.facts(run):
+    for fact in tables.facts(run):
         facts.add_row(Text(fact.name, style="dim"), Text(fact.value, style="bold", no_wrap=True), Text(fact.note))
     return Group(Text.assemble((run.name, "bold"), f"  {run.directory}"), Text(run.state), facts)
 
@@ -63,7 +63,7 @@ def _goodput(run: History, width: int) -> RenderableType | None:
     if run.goodput is None:
         return Text("goodput unknown: the run wrote no ledger")
     table = plain("", "time", "share", "", right=("time", "share"))
-    for name, what, seconds, share in account.buckets(run):
+    for name, what, seconds, share in tables.buckets(run):
         drawn = bar(share, STYLES.get(name, "blue"), max(8, min(24, width - 64)))
         table.add_row(Text(what, overflow="ellipsis", no_wrap=True), said(seconds), percent(share), drawn)
     several = len(run.lives) > 1 or (run.info.get("processes") or 1) > 1
@@ -111,16 +111,16 @@ def braille(values: Sequence[float], height: int) -> list[str]:
 
 def _lives(run: History) -> RenderableType | None:
     table = plain("began", "steps", "lived", "training", "down", "how it ended", right=("lived", "training", "down"))
-    for row in account.lives(run):
+    for row in tables.lives(run):
         table.add_row(*map(Text, row))
-    lines = [Text(line) for line in account.failed(run)]
-    more = len(run.lives) - account.MOST
+    lines = [Text(line) for line in tables.failed(run)]
+    more = len(run.lives) - tables.MOST
     return section("starts and ends", f"the newest; {more:,} more before" if more > 0 else "", table, *lines)
 
 
 def _scores(run: History) -> RenderableType | None:
     table = plain("metric", "first", "last", "lowest", right=("first", "last", "lowest"))
-    rows = account.scores(run)
+    rows = tables.scores(run)
     for row in rows:
         table.add_row(*row)
     return section("validation", "", table) if rows else None
@@ -130,11 +130,11 @@ def _checkpoints(run: History) -> RenderableType | None:
     if not run.saves:
         return None
     table = plain("step", "size", "on disk after s", "training waited s", right=("step", "size"))
-    for row in account.checkpoints(run)[-5:]:
+    for row in tables.checkpoints(run)[-5:]:
         table.add_row(*row)
     return section("checkpoints", f"{len(run.saves):,} saved; the newest:", table)
 
 
 def _notices(run: History) -> RenderableType | None:
-    lines = [Text(line) for line in account.notices(run)]
+    lines = [Text(line) for line in tables.notices(run)]
     return section("warnings and other events", "", *lines) if lines else None

@@ -7,8 +7,8 @@ import sys
 import traceback
 from typing import NoReturn
 
-from jaxtrain.config.lifeline import die_with
-from jaxtrain.launch.ends import is_clean
+from jaxtrain.io.system import die_with
+from jaxtrain.launch.exit_reasons import is_clean
 
 
 def main(agent: int, directory: str, *options: str) -> NoReturn:

@@ -1,12 +1,10 @@
 """Typed config: the schema, loading with layouts and overrides, and errors that say what would be right."""
 
-from jaxtrain.config.compare import diff_lines
-from jaxtrain.config.errors import ConfigError, Problem, UserError, locate
-from jaxtrain.config.load import load, resolve
-from jaxtrain.config.output import diff, dump_yaml, flatten, show
 from jaxtrain.config.schema import Config
 from jaxtrain.config.shipped import configs_dir, layout_names
+from jaxtrain.config.show import diff, dump_yaml, flatten, show
 from jaxtrain.config.validate import json_schema
+from jaxtrain.errors import ConfigError, Problem, UserError, locate
 
 __all__ = [
     "Config",
@@ -15,13 +13,10 @@ __all__ = [
     "UserError",
     "configs_dir",
     "diff",
-    "diff_lines",
     "dump_yaml",
     "flatten",
     "json_schema",
     "layout_names",
-    "load",
     "locate",
-    "resolve",
     "show",
 ]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxtrain.config.errors import did_you_mean, join, shown
+from jaxtrain.errors import did_you_mean, join, shown
 
 BACK, OVER = 100, 200  # as for PaLM (Chowdhery et al. 2022, arXiv 2204.02311, 5.1)
 STEP, SAVE, COMMIT, COMMITTED, LOGGED, DATA, EVAL = "step", "save", "commit", "committed", "logged", "data", "eval"

@@ -14,21 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.errors import ConfigError, Problem, UserError, did_you_mean, join, locate, shown
-from jaxtrain.config.huggingface import opened
-from jaxtrain.config.older import renewed
-from jaxtrain.config.output import flatten
-from jaxtrain.config.reader import read_file, read_text
+from jaxtrain.config.provenance import DEPTH, Node, find, from_python, merge, plain, put
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import display, find_file, find_layout
-from jaxtrain.config.tree import DEPTH, Node, find, from_python, merge, plain, put
+from jaxtrain.config.show import flatten
 from jaxtrain.config.validate import all_keys, validate
+from jaxtrain.config.yaml_reader import read_file, read_text
+from jaxtrain.errors import ConfigError, Problem, UserError, did_you_mean, join, locate, shown
 
 COMMAND_LINE = "command line"
 MAX_FILES = 64
 FILE_KEYS = ("extends", "resolved")  # what only a file may say
 CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that later checks look at
 Check = Callable[[Config], Iterable[Problem]]
+ReadModel = Callable[[Path], dict[str, Any]]  # a Hugging Face folder -> its `model` section
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ def resolve(
     base: dict[str, Any] | None = None,
     paths: bool = True,
     checks: Iterable[Check] = (),
+    read_model: ReadModel | None = None,
 ) -> tuple[Config, dict[str, str]]:
     """`load`, and where each value came from.
 
@@ -69,6 +69,7 @@ def resolve(
         base: as for `load`.
         paths: whether the data and the tokenizer must be there; False to look at a config of another machine.
         checks: further checks (the mesh doctor), whose problems are reported together with all others.
+        read_model: reads the folder that `model.from` names: its `model` section.
 
     Returns:
         the Config, and dotted key -> `default`, `FILE:LINE`, `layout NAME` or `command line`.
@@ -87,7 +88,7 @@ def resolve(
     given = _overrides(overrides, problems)
     tree = _merge(levels, given, problems)
     if not any(level.resolved for level in levels):
-        tree = _with_imported(tree, problems)
+        tree = _with_imported(tree, read_model, problems) if read_model else tree
     config, dropped = validate(tree, problems, paths and not unread)
     provenance = {key: _origin(tree, key) for key in flatten(config)}
     # Without the layout the mesh is not what was meant.
@@ -121,7 +122,7 @@ def _level(tree: Node, folder: Path | None, problems: list[Problem]) -> Level:
         problems.append(Problem(resolved.where, "resolved", message))
     complete = resolved is not None and resolved.value is True
     rest = Node({key: node for key, node in tree.value.items() if key not in FILE_KEYS}, tree.where, tree.origin)
-    return Level(renewed(rest) if complete else rest, folder, complete)
+    return Level(rest, folder, complete)
 
 
 def _collect(path: Path, stack: list[Path], levels: list[Level], problems: list[Problem], named: str = "") -> None:
@@ -213,7 +214,7 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
     return tree
 
 
-def _with_imported(tree: Node, problems: list[Problem]) -> Node:
+def _with_imported(tree: Node, read_model: ReadModel, problems: list[Problem]) -> Node:
     """The tree on what the Hugging Face model of `model.from` says: the model, and its tokenizer."""
     source, kind, data = (find(tree, at) for at in (["model", "from"], ["model", "type"], ["data", "type"]))
     if source is None or not isinstance(source.value, str) or (kind and kind.value != "decoder"):
@@ -222,7 +223,7 @@ def _with_imported(tree: Node, problems: list[Problem]) -> Node:
     try:
         if "\0" in source.value:
             raise UserError("a file name cannot hold a NUL character")
-        model = opened(folder)[1]
+        model = read_model(folder)
     except UserError as error:
         problems.append(Problem(source.where, "model.from", str(error)))
         return tree

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxtrain.config.errors import UserError
-from jaxtrain.config.output import dump_yaml
 from jaxtrain.config.schema import Config
+from jaxtrain.config.show import dump_yaml
+from jaxtrain.errors import UserError
 
 CONFIG = "config.yaml"
 

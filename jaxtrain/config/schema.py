@@ -1,6 +1,6 @@
 """The typed config: every key, its type, its default and what it means, in one place.
 
-No JAX is imported here. A `Config` is frozen and fully resolved; `jaxtrain.config.load` makes one from
+No JAX is imported here. A `Config` is frozen and fully resolved; `jaxtrain.load` makes one from
 YAML files, a layout and `key=value` overrides. Descriptions feed `jaxtrain schema` (JSON Schema).
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxtrain.config.errors import did_you_mean, join, shown
+from jaxtrain.errors import did_you_mean, join, shown
 
 SUFFIXES = (".yaml", ".yml")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.cross import cross_problems, path_problems
-from jaxtrain.config.errors import SHOWN, Problem, close, did_you_mean, join, shown
+from jaxtrain.config.checks import cross_problems, path_problems
+from jaxtrain.config.provenance import Node, Path, deepest, dotted, find, plain
 from jaxtrain.config.schema import LARGEST, Config
-from jaxtrain.config.tree import Node, Path, deepest, dotted, find, plain
+from jaxtrain.errors import SHOWN, Problem, close, did_you_mean, join, shown
 
 REPAIRS = 8  # rounds of dropping what is wrong, so that the rest can be checked too
 

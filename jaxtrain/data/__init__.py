@@ -1,12 +1,12 @@
 """Data: sources, tokenizers, token cache, pure order, packing, mixtures, prefetching. NumPy only, no JAX."""
 
-from jaxtrain.data.builder import build_cache
-from jaxtrain.data.cache import TokenCache, open_cache, unigram_entropy
-from jaxtrain.data.commands import BuildResult, TokenizerResult, build, text_sources, train_tokenizer
 from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets, open_sets
-from jaxtrain.data.errors import DataError
-from jaxtrain.data.loader import Prefetcher
+from jaxtrain.data.prefetch import Prefetcher
+from jaxtrain.data.prepare import BuildResult, TokenizerResult, build, text_sources, train_tokenizer
+from jaxtrain.data.token_cache.build import build_cache
+from jaxtrain.data.token_cache.store import TokenCache, open_cache, unigram_entropy
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.errors import DataError
 
 __all__ = [
     "BuildResult",

@@ -8,15 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxtrain.config.classes import load_class
 from jaxtrain.config.schema import Data, Documents, Source
-from jaxtrain.data.builder import Progress, build_cache
-from jaxtrain.data.cache import CHECKED, entropy
-from jaxtrain.data.errors import DataError
+from jaxtrain.config.user_class import load_class
 from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, groups
-from jaxtrain.data.runs import Runs, Tokens
+from jaxtrain.data.token_cache.build import Progress, build_cache
+from jaxtrain.data.token_cache.store import CHECKED, entropy
+from jaxtrain.data.token_runs import Runs, Tokens
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.errors import DataError
 
 KEYS = ("tokens", "targets", "positions", "segments", "weights")
 FILLED = 1 << 16  # tokens of a batch that are computed together

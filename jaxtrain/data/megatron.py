@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.cache import entropy, sync_folder, write_atomically
-from jaxtrain.data.errors import DataError
-from jaxtrain.data.files import read
-from jaxtrain.data.runs import Runs, Tokens
 from jaxtrain.data.sources import SPLITS, File, split_of
+from jaxtrain.data.token_cache.mapped_files import read
+from jaxtrain.data.token_cache.store import entropy, sync_folder, write_atomically
+from jaxtrain.data.token_runs import Runs, Tokens
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.errors import DataError
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")

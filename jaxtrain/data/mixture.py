@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from jaxtrain.data.errors import DataError
+from jaxtrain.errors import DataError
 
 PERIOD = 10_000  # rows: a share is kept exactly if it can be written with so small a denominator, else to 1e-4
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.data.errors import DataError, require
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 EOS = "<|endoftext|>"  # what `train_bpe` names its end-of-document token
 CONFIG = "tokenizer_config.json"

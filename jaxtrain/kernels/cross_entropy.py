@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.mesh.rules import storage_axes, without
-from jaxtrain.mesh.sharding import Dims, Sharder
+from jaxtrain.sharding.rules import storage_axes, without
+from jaxtrain.sharding.sharder import Dims, Sharder
 
 Term = tuple[Array, Array]  # (sum, weight), float32 scalars
 

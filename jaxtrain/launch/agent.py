@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.launch.ends import EXIT_SAVED, EXIT_USAGE
-from jaxtrain.launch.output import Terminal
-from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message, ProtocolError
+from jaxtrain.checkpoint.memory.server import StockServer
+from jaxtrain.errors import ProtocolError
+from jaxtrain.exit_codes import SAVED, USAGE
+from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message
+from jaxtrain.launch.worker_logs import Terminal
 from jaxtrain.launch.workers import Crew, Worker, environment
-from jaxtrain.peers.stock import StockServer
 
 RETRY = 0.5  # seconds between tries to reach the leader
 FENCE = 0.75  # of the heartbeat: without a word for so long, an agent's workers end before the leader goes on
@@ -107,7 +108,7 @@ class Agent:
                     self._code = 1
                     return None
             time.sleep(RETRY)
-        self._code = EXIT_SAVED if len(self._signals) == 1 else 128 + self._signals[-1]
+        self._code = SAVED if len(self._signals) == 1 else 128 + self._signals[-1]
         return None
 
     def _serve(self, channel: Channel, wake: socket.socket) -> None:
@@ -189,7 +190,7 @@ class Agent:
                 why = error.strerror or error if is_there else "expected a folder that all nodes share"
                 where = error.filename if is_there else f"{start['run']} is not on this node"
                 self._terminal.say(f"jaxtrain: launch: {where}: {why}", error=True)
-                channel.send("exit", generation=self._crew.generation, rank=rank, pid=0, code=EXIT_USAGE)
+                channel.send("exit", generation=self._crew.generation, rank=rank, pid=0, code=USAGE)
 
     def _report(self, channel: Channel) -> None:
         """Tells the leader of signals and of workers that have ended."""

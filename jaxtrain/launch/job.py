@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.checkpoint import Store
-from jaxtrain.config import Config, ConfigError, resolve
-from jaxtrain.config.errors import UserError
-from jaxtrain.config.output import as_dict
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.run_dir import absolute, free_directory, saved_config, write_config
+from jaxtrain.config.show import as_dict
+from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.errors import UserError
 from jaxtrain.launch.policy import Placement
-from jaxtrain.mesh import layout
-from jaxtrain.mesh.axes import shape_text
-from jaxtrain.models.check import check_config
-from jaxtrain.models.tensors import vocabulary
-from jaxtrain.pipeline.fit import check_pipeline
+from jaxtrain.models.decoder_params import vocabulary
+from jaxtrain.models.layout_check import check_config
+from jaxtrain.pipeline.check import check_pipeline
+from jaxtrain.sharding import layout
+from jaxtrain.sharding.axes import shape_text
 
 
 class Job:

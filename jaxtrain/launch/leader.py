@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.launch.ends import EXIT_SAVED, EXIT_USAGE, exit_code, is_clean, rank_of_cause, words
+from jaxtrain.exit_codes import SAVED, USAGE
+from jaxtrain.launch.exit_reasons import exit_code, is_clean, rank_of_cause, words
 from jaxtrain.launch.policy import Cause, News, Phase, Placement, Policy, Run
-from jaxtrain.launch.slots import Failures, Node, Roster, Slot
+from jaxtrain.launch.roster import Failures, Node, Roster, Slot
 
 SETTLE = 0.5  # seconds that a victim's end waits for that of the worker it was a victim of
 KILL = 60.0  # seconds that a node may take to be rid of killed workers
@@ -117,7 +118,7 @@ class Leader:
         elif self.phase is Phase.RUNNING:
             self._stop(reason)
         elif self.phase in (Phase.WAITING, Phase.PAUSED):
-            self._over(EXIT_SAVED, f"stopped by {reason}")
+            self._over(SAVED, f"stopped by {reason}")
 
     def tick(self) -> None:
         """Time has passed."""
@@ -262,11 +263,11 @@ class Leader:
     def _stopped(self) -> None:
         """All workers ended well."""
         is_done = all(code == 0 for code in self._exits.values())
-        self._log("finished" if is_done else self._reason or "a worker received a signal", 0 if is_done else EXIT_SAVED)
+        self._log("finished" if is_done else self._reason or "a worker received a signal", 0 if is_done else SAVED)
         if is_done:
             self._over(0)
         elif self._reason is None or self._signal is not None:
-            self._over(EXIT_SAVED)
+            self._over(SAVED)
         else:
             self._start()
 
@@ -275,11 +276,11 @@ class Leader:
         was_starting = self._reason is not None and cause.code == -signal.SIGTERM  # told to stop before it could save
         self._log(self._reason if was_starting and self._reason else cause.text, exit_code(cause.code))
         if self._signal is not None:
-            self._over(EXIT_SAVED if was_starting else exit_code(cause.code))
+            self._over(SAVED if was_starting else exit_code(cause.code))
         elif was_starting:
             self._start()
-        elif cause.code == EXIT_USAGE and self.generation == self._before + 1:
-            self._over(EXIT_USAGE)
+        elif cause.code == USAGE and self.generation == self._before + 1:
+            self._over(USAGE)
         else:
             self._restart(cause)
 

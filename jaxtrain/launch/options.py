@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.errors import UserError
 from jaxtrain.launch.agent import Place
 from jaxtrain.launch.policy import Policy
 

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from jaxtrain.config import Config
-from jaxtrain.launch.slots import Slot
+from jaxtrain.launch.roster import Slot
 
 
 class Phase(Enum):

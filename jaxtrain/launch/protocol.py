@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-from jaxtrain.config.errors import clean
+from jaxtrain.errors import ProtocolError, clean
 
 LIMIT = 1 << 16  # bytes of a message
 PATIENCE = 5.0  # seconds that a peer may take to read what is sent to it
@@ -35,10 +35,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "kill": {"generation": int},  # SIGKILL
     "end": {"code": int, "text": str},
 }  # fmt: skip
-
-
-class ProtocolError(ValueError):
-    """The other side does not speak this protocol."""
 
 
 class Closed(ConnectionError):

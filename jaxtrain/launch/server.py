@@ -12,11 +12,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jaxtrain.config.errors import UserError, clean
+from jaxtrain.errors import ProtocolError, UserError, clean
+from jaxtrain.io.jsonl import APPEND, append, read_lines
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.policy import News, Phase
-from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message, ProtocolError
-from jaxtrain.observe.tracker import APPEND, append, read_lines
+from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message
 
 EVENTS = "launch.jsonl"
 STRANGERS = 64  # connections that have not said who they are

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from jaxtrain.launch.ends import rank_of_cause
-from jaxtrain.launch.output import Log, Terminal
+from jaxtrain.checkpoint.memory.client import VARIABLE, Nodes
+from jaxtrain.launch.exit_reasons import rank_of_cause
 from jaxtrain.launch.protocol import Message
-from jaxtrain.peers.client import VARIABLE, Nodes
+from jaxtrain.launch.worker_logs import Log, Terminal
 
 PIPE = 1 << 16  # bytes read at a time
 DRAIN = 1.0  # seconds of reading what an ended worker has left in its pipes

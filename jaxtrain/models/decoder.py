@@ -17,9 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config.schema import Loss, Model
 from jaxtrain.kernels.cross_entropy import cross_entropy
-from jaxtrain.kernels.moe.balance import balance, load_metrics, router_z
 from jaxtrain.kernels.moe.routing import Load
-from jaxtrain.mesh.rules import BATCH, ROWS, SEQUENCE, kv_copies
+from jaxtrain.losses.load_balancing import balance, load_metrics, router_z
 from jaxtrain.nn.attention import Attention, Cache
 from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env, normal
@@ -28,6 +27,7 @@ from jaxtrain.nn.moe import MoE
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.rope import frequencies, rotation
 from jaxtrain.nn.stack import Layers, scan, stacked
+from jaxtrain.sharding.rules import BATCH, ROWS, SEQUENCE, kv_copies
 
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 Counts = dict[str, jax.Array]

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.kernels.attention import attention
-from jaxtrain.mesh.rules import BATCH, CONTEXT, KV_SHARED, ROWS, kv_copies
 from jaxtrain.nn.env import Env, constant, normal
 from jaxtrain.nn.rope import rotate
+from jaxtrain.sharding.rules import BATCH, CONTEXT, KV_SHARED, ROWS, kv_copies
 
 
 class Cache(NamedTuple):

@@ -14,9 +14,9 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from jaxtrain.mesh.rules import BATCH, SEQUENCE, TABLE, table_names
-from jaxtrain.mesh.sharding import Dims, Sharder
 from jaxtrain.nn.env import Env, normal
+from jaxtrain.sharding.rules import BATCH, SEQUENCE, TABLE, table_names
+from jaxtrain.sharding.sharder import Dims, Sharder
 
 
 class Embed(nnx.Module):

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.mesh.rules import BATCH, CONTEXT, SEQUENCE
-from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.nn.param import Param
 from jaxtrain.precision.policy import POLICIES, Policy
+from jaxtrain.sharding.rules import BATCH, CONTEXT, SEQUENCE
+from jaxtrain.sharding.sharder import Sharder
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.nn.env import Env, constant, normal
+from jaxtrain.sharding.rules import BATCH, CONTEXT
 
 GATES = {"swiglu": jax.nn.silu, "geglu": partial(jax.nn.gelu, approximate=True)}
 

@@ -13,9 +13,9 @@ from jaxtrain.config.schema import Model
 from jaxtrain.config.schema import Moe as Options
 from jaxtrain.kernels.moe import DOWN, INNER, experts
 from jaxtrain.kernels.moe.routing import Load, places, route
-from jaxtrain.mesh.rules import BATCH, CONTEXT, EXPERT, SEQUENCE
 from jaxtrain.nn.env import Env, constant, normal
 from jaxtrain.nn.mlp import GATES, HIDDEN, MLP
+from jaxtrain.sharding.rules import BATCH, CONTEXT, EXPERT, SEQUENCE
 
 BALANCE = "balance"  # dim of the selection bias: marks a parameter that the optimizer moves by its load alone
 

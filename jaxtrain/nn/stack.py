@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.mesh.rules import LAYERS, Names
 from jaxtrain.nn.env import Env
+from jaxtrain.sharding.rules import LAYERS, Names
 
 # Primitives that are cheaper to compute again than to keep: placements, gathers, casts and what fuses into its readers.
 CHEAP = {

@@ -10,10 +10,10 @@ import optax
 from optax import contrib
 
 from jaxtrain.config.schema import Optimizer
-from jaxtrain.optim.balance import apart, without_biases
-from jaxtrain.optim.dims import contraction, is_matrix, is_selection, map_names
-from jaxtrain.optim.factored import scale_by_adafactor
+from jaxtrain.optim.adafactor import scale_by_adafactor
+from jaxtrain.optim.param_dims import contraction, is_matrix, is_selection, map_names
 from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.selection_bias import apart, without_biases
 
 MUON_RMS = 0.2  # RMS of a Muon update, about Adam's (Liu et al. 2025, arXiv 2502.16982)
 

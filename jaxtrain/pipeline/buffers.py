@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from jaxtrain.pipeline.table import Action, Table
+from jaxtrain.pipeline.schedules.table import Action, Table
 
 NONE = -1
 

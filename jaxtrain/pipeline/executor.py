@@ -23,17 +23,17 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.errors import UserError
-from jaxtrain.mesh.rules import STAGES
-from jaxtrain.mesh.sharding import Sharder
-from jaxtrain.models.define import Definition, Tree
+from jaxtrain.errors import UserError
+from jaxtrain.models.definition import Definition, Tree
 from jaxtrain.nn.param import apart, widened
 from jaxtrain.nn.stack import Layers
-from jaxtrain.pipeline.arrange import place
 from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, Ring, buffers
+from jaxtrain.pipeline.partition import Stages
+from jaxtrain.pipeline.schedules.table import Action, Table
+from jaxtrain.pipeline.schedules.timetable import place
 from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage, Sums, once
-from jaxtrain.pipeline.stages import Stages
-from jaxtrain.pipeline.table import Action, Table
+from jaxtrain.sharding.rules import STAGES
+from jaxtrain.sharding.sharder import Sharder
 
 STEPS = {"previous": 1, "next": -1, "here": 0}  # where what arrives from a side has to go
 

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.mesh.rules import STAGES
-from jaxtrain.models.define import Definition
+from jaxtrain.models.definition import Definition
 from jaxtrain.nn.param import apart, widened
 from jaxtrain.nn.stack import Layers
-from jaxtrain.pipeline.split import Split, split
-from jaxtrain.pipeline.stages import Stages
-from jaxtrain.pipeline.table import Action
+from jaxtrain.pipeline.backward_split import Split, split
+from jaxtrain.pipeline.partition import Stages
+from jaxtrain.pipeline.schedules.table import Action
+from jaxtrain.sharding.rules import STAGES
 
 Sums = dict[str, Array]
 

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxtrain.config import resolve
-from jaxtrain.models.check import check_config
-from jaxtrain.pipeline.fit import check_pipeline
-from jaxtrain.plan import pods, targets
+from jaxtrain.core.resolve import resolve
+from jaxtrain.models.layout_check import check_config
+from jaxtrain.pipeline.check import check_pipeline
+from jaxtrain.planning import pods
+from jaxtrain.planning.hardware import targets
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import Checkpointer, Committed, Copied, Failed, Retrying, orbax
-from jaxtrain.checkpoint.processes import agreed
+from jaxtrain.checkpoint import Checkpointer, Committed, Copied, Retrying, SaveFailed, orbax
 from jaxtrain.checkpoint.store import Store
+from jaxtrain.distributed.agreement import agreed
 
 faulthandler.dump_traceback_later(120, exit=True)
 PORT, INDEX, PLACE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
@@ -84,7 +84,7 @@ LIKE, INITIAL, ADVANCE = setup()
 
 
 class Training:
-    """A loop as that of `jaxtrain.train.loop`: the metrics of a step are read when the next one is dispatched."""
+    """A loop as that of `jaxtrain.trainer.loop`: the metrics of a step are read when the next one is dispatched."""
 
     def __init__(self, name: str, waits, **options):
         self.checkpoints = Checkpointer(PLACE / name, waits=waits, timeout=60, **options)
@@ -161,9 +161,9 @@ def it_is_given_up_once_and_the_last_save_is_made() -> None:
     training.steps(3)
     with failing(1, 100):
         training.save()
-        training.until(Failed)
+        training.until(SaveFailed)
         training.steps(BLOCK)
-    assert training.kinds() == ["Committed", "Retrying", "Retrying", "Failed"], training.events
+    assert training.kinds() == ["Committed", "Retrying", "Retrying", "SaveFailed"], training.events
     failed = training.events[-1]
     assert (failed.tries, failed.newest) == (3, 3), failed
     assert failed.step == training.saved[-1] == agreed(failed.step)
@@ -192,7 +192,7 @@ def a_scheduled_save_takes_its_place(steps: int) -> None:
     training.checkpoints.finish()
     training.events += training.checkpoints.poll()
     is_same = steps == 5
-    assert training.kinds() == ["Retrying", *["Failed"] * (not is_same), "Committed"], training.events
+    assert training.kinds() == ["Retrying", *["SaveFailed"] * (not is_same), "Committed"], training.events
     assert training.saved == [2, 2 + steps]
     assert training.events[-1].tries == 1 + is_same
     training.check(2 + steps)
@@ -214,7 +214,7 @@ def a_rewind_takes_its_place() -> None:
     training.save()
     training.checkpoints.finish()
     training.events += training.checkpoints.poll()
-    assert training.kinds() == ["Committed", "Retrying", "Failed", "Committed"], training.events
+    assert training.kinds() == ["Committed", "Retrying", "SaveFailed", "Committed"], training.events
     assert training.events[-1].tries == 1
     training.check(4)
     training.checkpoints.close()
@@ -253,7 +253,7 @@ def the_last_save_is_tried_again_at_the_end() -> None:
         training.steps(1)
         training.save()
         training.checkpoints.finish()
-    assert [type(event) for event in training.checkpoints.poll()] == [Retrying, Retrying, Failed]
+    assert [type(event) for event in training.checkpoints.poll()] == [Retrying, Retrying, SaveFailed]
     assert training.checkpoints.latest() == 6
     training.checkpoints.close()
 

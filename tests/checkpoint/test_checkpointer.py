@@ -15,7 +15,16 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointError, Committed, Failed, Reader, SetAside, Store, read_manifest
+from jaxtrain.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    Committed,
+    Reader,
+    SaveFailed,
+    SetAside,
+    Store,
+    read_manifest,
+)
 from jaxtrain.checkpoint import orbax as orbax_module
 from jaxtrain.checkpoint import saving as saving_module
 from jaxtrain.checkpoint.snapshot import snapshot
@@ -80,7 +89,7 @@ def save_steps(directory: Path, *steps: int, **options) -> dict[int, object]:
             kept[step] = jax.device_get(state)
             checkpoints.save(step, state, manifest=MANIFEST | {"position": step})
         checkpoints.wait()
-        assert not any(isinstance(event, Failed) for event in checkpoints.poll())
+        assert not any(isinstance(event, SaveFailed) for event in checkpoints.poll())
     return kept
 
 
@@ -358,7 +367,7 @@ def test_a_failed_save_is_reported_and_the_next_one_works(tmp_path, monkeypatch)
         first, second, third = checkpoints.poll()
         assert isinstance(first, Committed)
         for event, step in ((second, 2), (third, 3)):
-            assert isinstance(event, Failed)
+            assert isinstance(event, SaveFailed)
             assert (event.step, event.newest) == (step, 1)
             assert "disk is full" in event.reason
             assert "\n" not in str(event)

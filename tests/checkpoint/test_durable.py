@@ -19,15 +19,15 @@ from jaxtrain.checkpoint import (
     CheckpointError,
     Committed,
     Copied,
+    CopyFailed,
     Fetched,
-    NotCopied,
     Retrying,
     SetAside,
     Store,
     files,
 )
 from jaxtrain.checkpoint.durable import Bucket, Folder, content_at, fetch, open_tier, place_of, problem_at
-from jaxtrain.data.errors import DataError
+from jaxtrain.errors import DataError
 
 SHAPE = (64, 64)
 
@@ -182,7 +182,7 @@ def test_a_store_that_fails_is_tried_again_and_costs_copies_only(tmp_path, place
     assert kinds == [Committed, Retrying, Copied]
     failing(monkeypatch, 100)
     events = run(tmp_path / "run", place, 2, 3, waits=(0.01,))
-    assert [type(event) for event in events] == 2 * [Committed, Retrying, NotCopied]
+    assert [type(event) for event in events] == 2 * [Committed, Retrying, CopyFailed]
     assert "the store does not answer (2 tries)" in str(events[-1])
     assert Store(tmp_path / "run").latest() == 3
     assert open_tier(place).steps() == [1]
@@ -199,7 +199,7 @@ def test_a_copy_that_waits_to_be_tried_again_gives_way_to_a_newer_one(tmp_path, 
         assert checkpoints._copier.held() == {1}
         checkpoints.save(2, state(2), manifest={})
         checkpoints.finish()
-        assert [type(event) for event in checkpoints.poll() if not isinstance(event, Committed)] == [NotCopied, Copied]
+        assert [type(event) for event in checkpoints.poll() if not isinstance(event, Committed)] == [CopyFailed, Copied]
     assert open_tier(place).steps() == [2]
 
 
@@ -240,7 +240,7 @@ def test_damage_on_the_way_is_seen(tmp_path, place, monkeypatch):
 
     monkeypatch.setattr("jaxtrain.checkpoint.durable.digest", write_wrong)
     event = run(tmp_path / "run", place, 1)[-1]
-    assert isinstance(event, NotCopied)
+    assert isinstance(event, CopyFailed)
     assert "the copy is damaged" in event.reason
     assert open_tier(place).steps() == []
 

@@ -168,7 +168,7 @@ def test_killed_before_any_file_operation_only_whole_steps_are_listed(tmp_path, 
 FULL = """
 import resource, signal, sys
 import jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpointer, Committed, Failed
+from jaxtrain.checkpoint import Checkpointer, Committed, SaveFailed
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 state = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
 with Checkpointer(sys.argv[1], waits=()) as checkpoints:
@@ -183,7 +183,7 @@ with Checkpointer(sys.argv[1], waits=()) as checkpoints:
     checkpoints.wait()
     first, second, third = checkpoints.poll()
     assert isinstance(first, Committed) and isinstance(third, Committed), (first, third)
-    assert isinstance(second, Failed) and second.newest == 1, second
+    assert isinstance(second, SaveFailed) and second.newest == 1, second
     print(second, flush=True)
 """
 

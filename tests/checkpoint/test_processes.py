@@ -25,8 +25,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address = f"127.0.0.1:{port}"
 jax.distributed.initialize(address, 2, index, coordinator_bind_address=address, initialization_timeout=60)
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jaxtrain.checkpoint import Checkpointer, Committed, SetAside, Signals, Slow
-from jaxtrain.checkpoint.processes import agreed
+from jaxtrain.checkpoint import Checkpointer, Committed, SetAside, Signals, SlowSave
+from jaxtrain.distributed.agreement import agreed
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
 specs = {"w": NamedSharding(mesh, P("fsdp", "model")), "scale": NamedSharding(mesh, P())}
 
@@ -41,7 +41,7 @@ checkpoints = Checkpointer(folder, keep=3, timeout=60)
 for step in (10, 20):
     checkpoints.save(step, init(step), manifest={"step": step})
 checkpoints.wait()
-events = [event for event in checkpoints.poll() if not isinstance(event, Slow)]  # the machine may be busy
+events = [event for event in checkpoints.poll() if not isinstance(event, SlowSave)]  # the machine may be busy
 assert [type(event) for event in events] == [Committed] * 2, events
 assert checkpoints.save(20, init(20), manifest={}) is False
 if index == 0:  # flip a bit of what process 1 wrote

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, Committed, Failed, Reader, Retrying, Slow, Store, orbax
+from jaxtrain.checkpoint import Checkpointer, Committed, Reader, Retrying, SaveFailed, SlowSave, Store, orbax
 from jaxtrain.checkpoint import saving as saving_module
-from jaxtrain.checkpoint.retry import GivenUp, persist
+from jaxtrain.io.retry import GivenUp, persist
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -87,7 +87,7 @@ def test_it_is_given_up_after_the_last_try(tmp_path, monkeypatch):
             checkpoints.save(2, state(2), manifest={})
             checkpoints.wait()
         failed = checkpoints.poll()[-1]
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, SaveFailed)
         assert str(failed).startswith("checkpoint 2 was not written in 3 tries: the disk is full")
         assert str(failed).endswith("checkpoint 1 stays the newest")
         assert restored(tmp_path, 1) == 1, "the last good one stays, whatever `keep` says"
@@ -106,7 +106,7 @@ def test_a_newer_save_takes_the_place_of_one_that_waits_to_be_tried_again(tmp_pa
             assert time.perf_counter() - begun < 10
         checkpoints.wait()
         failed, committed = checkpoints.poll()
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, SaveFailed)
         assert isinstance(committed, Committed)
         assert (failed.step, committed.step) == (1, 2)
     assert restored(tmp_path, 2) == 2
@@ -127,7 +127,7 @@ def test_a_save_slower_than_the_interval_is_waited_for_and_said_so_once(tmp_path
             assert checkpoints.save(step, state(step), manifest={})
         checkpoints.wait()
         events = checkpoints.poll()
-        (slow,) = [event for event in events if isinstance(event, Slow)]
+        (slow,) = [event for event in events if isinstance(event, SlowSave)]
         assert (slow.step, slow.before, slow.skipped) == (2, 1, False)
         assert "raise checkpoint.every" in str(slow)
         committed = [event for event in events if isinstance(event, Committed)]
@@ -172,7 +172,7 @@ def test_pauses_are_bounded_and_can_be_cut_short():
 TMPFS = """
 import os, sys, time
 import jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpointer, Committed, Failed, Retrying
+from jaxtrain.checkpoint import Checkpointer, Committed, SaveFailed, Retrying
 folder, filler = sys.argv[1] + "/checkpoints", sys.argv[1] + "/filler"
 state = {"w": jnp.arange(1 << 18, dtype=jnp.float32)}
 with Checkpointer(folder, keep=2, waits=(0.3,) * 20) as checkpoints:

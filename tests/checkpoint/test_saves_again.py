@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.checkpoint import again
-from jaxtrain.checkpoint.again import Again
+from jaxtrain.checkpoint import joint_saving
+from jaxtrain.checkpoint.joint_saving import Again
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 
@@ -81,5 +81,5 @@ def test_all_come_to_the_same_steps(lost):
 
 @pytest.mark.parametrize(("margin", "lost"), [(1, 0), (3, 2)])
 def test_a_smaller_margin_would_not_do(monkeypatch, margin, lost):
-    monkeypatch.setattr(again, "MARGIN", margin)
+    monkeypatch.setattr(joint_saving, "MARGIN", margin)
     assert not all(agree(run(seed, lost)) for seed in range(300))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.checkpoint import Store, files
-from jaxtrain.checkpoint.survey import tensor_bytes
+from jaxtrain.cli.checkpoint_listing import tensor_bytes
 from jaxtrain.cli.main import main
 
 MANIFEST = {

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh.devices import make_mesh
-from jaxtrain.mesh.layout import resolve
-from jaxtrain.mesh.sharding import Sharder
-from jaxtrain.train.batches import Placer
+from jaxtrain.core.placement import Placer
+from jaxtrain.sharding.devices import make_mesh
+from jaxtrain.sharding.layout import resolve
+from jaxtrain.sharding.sharder import Sharder
 
 CONFIG = """
 dir: {dir}/runs

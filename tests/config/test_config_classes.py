@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config.classes import load_class
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.user_class import load_class
+from jaxtrain.errors import UserError
 
 MODULES = {
     "good_x.py": "class Model: pass\nsize = 3\n",
@@ -84,5 +84,5 @@ def test_faults_inside_the_module_are_left_alone(module: str, error: type[Except
 
 
 def test_without_jax() -> None:
-    code = "import sys, jaxtrain.config.classes; sys.exit('jax' in sys.modules)"
+    code = "import sys, jaxtrain.config.user_class; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import ConfigError, Problem, load, locate, resolve
-from jaxtrain.models.check import check_config
+from jaxtrain.config import ConfigError, Problem, locate
+from jaxtrain.config.load import load, resolve
+from jaxtrain.models.layout_check import check_config
 
 
 def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:

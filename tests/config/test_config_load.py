@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import ConfigError, load, resolve
+from jaxtrain.config import ConfigError
+from jaxtrain.config.load import load, resolve
 
 
 @pytest.fixture
@@ -251,7 +252,7 @@ def test_alias_bombs_and_deep_nesting_end_soon(write) -> None:
 
 
 def test_config_does_not_import_jax() -> None:
-    code = "import sys, jaxtrain.config, jaxtrain.models.check; jaxtrain.config.load(None); print('jax' in sys.modules)"
+    code = "import sys, jaxtrain.config, jaxtrain.models.layout_check; jaxtrain.load(None); print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

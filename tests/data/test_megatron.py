@@ -11,8 +11,8 @@ import pytest
 
 from jaxtrain.config.schema import Data, Source
 from jaxtrain.data import build, megatron, open_dataset, open_datasets, train_tokenizer
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources import split_of
+from jaxtrain.errors import DataError
 
 CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
 TEXTS = [f"document {i} é\n" * (1 + i % 7) for i in range(90)]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.mixture import Mixture, integer_weights, interleave, weight_segments
+from jaxtrain.errors import DataError
 
 
 def deviation(source: np.ndarray, counts: np.ndarray) -> Fraction:

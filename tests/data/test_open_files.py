@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data.cache import ShardWriter, TokenCache, finish, open_cache
-from jaxtrain.data.files import OPEN_MAPS, Maps, map_limit
+from jaxtrain.data.token_cache.mapped_files import OPEN_MAPS, Maps, map_limit
+from jaxtrain.data.token_cache.store import ShardWriter, TokenCache, finish, open_cache
 from jaxtrain.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("resource", reason="this system has no limit on open files")
@@ -40,9 +40,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 READ = """
 import os, resource, sys
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data.cache import open_cache
+from jaxtrain.data.token_cache.store import open_cache
 from jaxtrain.data.dataset import TextDataset
-from jaxtrain.data.errors import DataError
+from jaxtrain.io.packages import DataError
 from jaxtrain.data.tokenizer import ByteTokenizer
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 caches = [open_cache(folder) for folder in sys.argv[1:]]
@@ -101,7 +101,7 @@ def mapped(caches: list[TokenCache]) -> int:
 
 
 def test_the_bound_is_one_of_the_process(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxtrain.data.files.OPEN_MAPS", 50)
+    monkeypatch.setattr("jaxtrain.data.token_cache.mapped_files.OPEN_MAPS", 50)
     caches = [open_cache(folder) for folder in folders]
     for i in range(100):
         for cache in caches:
@@ -130,5 +130,5 @@ def test_a_dropped_cache_drops_its_maps(folders: list[Path]) -> None:
 
 @pytest.mark.parametrize(("soft", "wanted"), [(None, OPEN_MAPS), (1 << 20, OPEN_MAPS), (1024, 256), (64, 16), (2, 1)])
 def test_bound(monkeypatch: pytest.MonkeyPatch, soft: int | None, wanted: int) -> None:
-    monkeypatch.setattr("jaxtrain.data.files.file_limit", lambda: soft)
+    monkeypatch.setattr("jaxtrain.data.token_cache.mapped_files.file_limit", lambda: soft)
     assert map_limit() == wanted

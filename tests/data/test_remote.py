@@ -10,8 +10,8 @@ import pytest
 
 from jaxtrain.config.schema import Data, Source
 from jaxtrain.data import open_dataset
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources import list_files, remote
+from jaxtrain.errors import DataError
 
 fsspec = pytest.importorskip("fsspec", reason="needs fsspec (jaxtrain[remote])")
 TEXTS = {f"{'sub/' * (i % 2)}{i:02d}.txt": f"text {i} " * (i + 1) for i in range(20)}

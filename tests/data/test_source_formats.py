@@ -16,8 +16,8 @@ import pytest
 
 from jaxtrain.config.schema import Data, Source
 from jaxtrain.data import open_dataset
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources import documents, list_files, plan_shards, read_shard
+from jaxtrain.errors import DataError
 
 TEXTS = [f"document {i} é\u2028\n" * (1 + i % 5) for i in range(120)]
 

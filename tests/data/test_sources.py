@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config.schema import Source
-from jaxtrain.data import content
-from jaxtrain.data.content import hash_files
-from jaxtrain.data.errors import DataError, require
 from jaxtrain.data.sources import documents, list_files, plan_shards, read_shard, split_of
+from jaxtrain.data.token_cache import content_hash
+from jaxtrain.data.token_cache.content_hash import hash_files
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 
 def read(path: Path | str, **options: object) -> dict[str, str]:
@@ -188,10 +189,10 @@ def test_content_hashes_are_remembered_until_the_file_changes(tmp_path: Path, mo
     files = list_files(Source(path=str(path)))
     first = hash_files(files, memory)
     assert json.loads(memory.read_text()) == {}  # too young: it could change again within a clock tick
-    monkeypatch.setattr(content, "SETTLED", -60.0)
+    monkeypatch.setattr(content_hash, "SETTLED", -60.0)
     assert hash_files(files, memory) == first
     with monkeypatch.context() as patch:
-        patch.setattr(content, "hash_file", lambda path: pytest.fail("read again"))
+        patch.setattr(content_hash, "hash_file", lambda path: pytest.fail("read again"))
         assert hash_files(files, memory) == first
     before = path.stat()
     path.write_text("b" * 10)
@@ -208,7 +209,7 @@ def test_a_missing_package_names_the_extra() -> None:
 
 def test_no_jax_and_no_optional_package_is_imported() -> None:
     code = (
-        "import sys, jaxtrain.data, jaxtrain.data.worker\n"
+        "import sys, jaxtrain.data, jaxtrain.data.token_cache.worker\n"
         "print([m for m in ('jax', 'flax', 'tokenizers', 'pyarrow', 'zstandard') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

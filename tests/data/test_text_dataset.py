@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.errors import UserError
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data import DataError, TextDataset, builder, open_dataset, open_datasets
+from jaxtrain.data import DataError, TextDataset, open_dataset, open_datasets
 from jaxtrain.data.sources import split_of
+from jaxtrain.data.token_cache import build
+from jaxtrain.errors import UserError
 
 KEYS = {"tokens": np.int32, "targets": np.int32, "positions": np.int32, "segments": np.int32, "weights": np.float32}
 
@@ -265,8 +266,8 @@ def test_both_splits_of_one_look_at_the_input(tmp_path: Path, monkeypatch: pytes
     wanted = open_dataset(data, 5), open_dataset(data, 5, "validation")
     looked: list[str] = []
     for name in ("list_files", "hash_files", "open_cache"):
-        real = getattr(builder, name)
-        monkeypatch.setattr(builder, name, lambda *a, n=name, f=real: looked.append(n) or f(*a))
+        real = getattr(build, name)
+        monkeypatch.setattr(build, name, lambda *a, n=name, f=real: looked.append(n) or f(*a))
     found = open_datasets(data, 5)
     assert sorted(looked) == sorted(["list_files", "hash_files", "open_cache"] * 2)
     for mine, theirs in zip(found, wanted):

@@ -98,7 +98,7 @@ def test_progress(corpus: Path, tmp_path: Path) -> None:
 BUILD = """
 import sys
 from jaxtrain.config.schema import Source
-from jaxtrain.data.builder import build_cache
+from jaxtrain.data.token_cache.build import build_cache
 build_cache(Source(path=sys.argv[1]), sys.argv[2], 0.1, sys.argv[3], int(sys.argv[4]), shard_bytes=1 << 17)
 print("complete")
 """
@@ -169,7 +169,7 @@ def test_large_caches_are_checked_on_demand(corpus: Path, tmp_path: Path, monkey
     data = bytearray(path.read_bytes())
     data[5] ^= 1
     path.write_bytes(data)
-    monkeypatch.setattr("jaxtrain.data.cache.CHECKED", 0)
+    monkeypatch.setattr("jaxtrain.data.token_cache.store.CHECKED", 0)
     large = open_cache(cache.folder)
     with pytest.raises(DataError, match=r"train-00000\.bin: damaged"):
         large.verify()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.schema import Data, Source
-from jaxtrain.data import commands
-from jaxtrain.data.commands import train_tokenizer
-from jaxtrain.data.errors import DataError
+from jaxtrain.data import prepare
+from jaxtrain.data.prepare import train_tokenizer
 from jaxtrain.data.tokenizer import EOS, ByteTokenizer, load_tokenizer, smallest_dtype, train_bpe
+from jaxtrain.errors import DataError
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def f(x):\n    return x + 1\n" * 20, "naïve café 日本語 😀 " * 5]
 
@@ -139,8 +139,8 @@ def test_train_tokenizer_reads_all_sources_in_turn(tmp_path: Path, monkeypatch: 
         for i in range(count):
             (tmp_path / name / f"{i}.txt").write_text((name + "pqrs"[i]) * 50)
     read: list[str] = []
-    real = commands.train_bpe
-    monkeypatch.setattr(commands, "train_bpe", lambda texts, *a: real((read.append(t[:2]) or t for t in texts), *a))
+    real = prepare.train_bpe
+    monkeypatch.setattr(prepare, "train_bpe", lambda texts, *a: real((read.append(t[:2]) or t for t in texts), *a))
     sources = [Source(path=str(tmp_path / n)) for n in "abc"]
     seen: list[tuple[int, int]] = []
     result = train_tokenizer(sources, 270, tmp_path / "out", lambda d, n: seen.append((d, n)), validation=0.0)
@@ -163,7 +163,7 @@ def test_train_tokenizer_without_documents_writes_nothing(tmp_path: Path) -> Non
 
 def test_a_users_own_data_has_no_tokenizer() -> None:
     with pytest.raises(DataError, match=r"^data\.type: `a\.b:C` is a class of its own.*only `text`") as caught:
-        commands.text_sources(Data(type="a.b:C"))
+        prepare.text_sources(Data(type="a.b:C"))
     assert "\n" not in str(caught.value)
     data = Data()
-    assert commands.text_sources(data) == data.sources
+    assert prepare.text_sources(data) == data.sources

@@ -10,19 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain.config import Config, huggingface
-from jaxtrain.config.architectures import Family
+from jaxtrain.config import Config
 from jaxtrain.config.schema import Model
-from jaxtrain.generate import Generator
-from jaxtrain.interop.load import load
-from jaxtrain.interop.tensors import PLACES
-from jaxtrain.models.define import Definition, define
+from jaxtrain.inference.generate import Generator
+from jaxtrain.interop import config_json
+from jaxtrain.interop.families import Family
+from jaxtrain.interop.load_weights import load
+from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.models.definition import Definition, define
 from jaxtrain.nn.env import Env
 
 
 def opened(folder: Path) -> tuple[Config, Family, Definition, Any]:
     """Config, family, definition and loaded parameters."""
-    family, section = huggingface.opened(folder)
+    family, section = config_json.opened(folder)
     config = Config(model=Model.model_validate(section), precision="fp32")
     definition = define(config, Env(), section["vocab"])
     place = SingleDeviceSharding(jax.devices()[0])

@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("safetensors", reason="needs safetensors (jaxtrain[test])")
 
 from jaxtrain.cli.main import main
-from jaxtrain.config.architectures import FAMILIES
-from jaxtrain.config.huggingface import FieldError, choose, decode, encode
 from jaxtrain.config.schema import Model, Moe, RopeScaling
-from jaxtrain.interop.files import FileError, tensors, write_model
+from jaxtrain.errors import ModelConfigError, ModelFileError
+from jaxtrain.interop.config_json import choose, decode, encode
+from jaxtrain.interop.families import FAMILIES
+from jaxtrain.interop.safetensors_io import tensors, write_model
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 8,
@@ -162,7 +163,7 @@ def test_fields_that_are_not_covered_are_named(config, words, tmp_path, capfd):
 )
 def test_fields_of_other_architectures(family, config, word):
     given = {**LLAMA, "architectures": [FAMILIES[family].architecture], **config, "model_type": family}
-    with pytest.raises(FieldError, match=word):
+    with pytest.raises(ModelConfigError, match=word):
         decode(given, "config.json")
 
 
@@ -244,7 +245,7 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
     ],
 )
 def test_what_no_architecture_has_is_named(options, family, words):
-    with pytest.raises(FieldError) as error:
+    with pytest.raises(ModelConfigError) as error:
         choose(Model(**SIZES, **options), 31, family, None)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
@@ -275,7 +276,7 @@ def test_files_are_those_of_the_reference_implementation(dtype, most, tmp_path):
 def test_a_header_that_lies_is_refused(tmp_path):
     for header in (b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"[]", b"\xff"):
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-        with pytest.raises(FileError, match=r"model\.safetensors"):
+        with pytest.raises(ModelFileError, match=r"model\.safetensors"):
             tensors(tmp_path)
 
 

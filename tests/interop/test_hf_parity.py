@@ -16,9 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import hf_loaded
 import hf_models
 
-from jaxtrain.config.huggingface import choose
-from jaxtrain.interop.save import save
-from jaxtrain.interop.tensors import PLACES
+from jaxtrain.interop.config_json import choose
+from jaxtrain.interop.save_weights import save
+from jaxtrain.interop.tensor_map import PLACES
 
 PROMPT = [5, 130, 17, 64, 2, 99, 33]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxtrain.config.huggingface import decode
 from jaxtrain.config.schema import Model
-from jaxtrain.models.tensors import parameter_count
+from jaxtrain.interop.config_json import decode
+from jaxtrain.models.decoder_params import parameter_count
 
 
 def sizes(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:

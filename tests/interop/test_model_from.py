@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxtrain import load
 from jaxtrain.cli.main import main
-from jaxtrain.config import ConfigError, load, resolve
-from jaxtrain.config.architectures import FAMILIES
-from jaxtrain.config.huggingface import encode
+from jaxtrain.config import ConfigError
 from jaxtrain.config.schema import Model
-from jaxtrain.interop.files import tensors, write_model
-from jaxtrain.interop.places import parts, whole_shapes
-from jaxtrain.interop.tensors import PLACES
-from jaxtrain.models.tensors import decoder_tensors
-from jaxtrain.observe.progress import Screen
-from jaxtrain.train.loop import train
+from jaxtrain.core.resolve import resolve
+from jaxtrain.interop.config_json import encode
+from jaxtrain.interop.families import FAMILIES
+from jaxtrain.interop.safetensors_io import tensors, write_model
+from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.tensor_slices import parts, whole_shapes
+from jaxtrain.models.decoder_params import decoder_tensors
+from jaxtrain.trackers.console import Screen
+from jaxtrain.trainer.loop import train
 
 MODEL = Model(vocab=260, embed=16, layers=4, heads=4, kv_heads=2, mlp=24, qk_norm=True, tie_embeddings=True)
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxtrain import load as load_config
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
-from jaxtrain.config import load as load_config
-from jaxtrain.interop import load as loading
-from jaxtrain.interop.files import Entry, tensors, write_model
-from jaxtrain.interop.places import Place, parts, whole_shapes
-from jaxtrain.interop.save import save
-from jaxtrain.interop.tensors import PLACES
-from jaxtrain.models.define import Definition
-from jaxtrain.train.program import build
+from jaxtrain.core.program import build
+from jaxtrain.interop import load_weights as loading
+from jaxtrain.interop.safetensors_io import Entry, tensors, write_model
+from jaxtrain.interop.save_weights import save
+from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.tensor_slices import Place, parts, whole_shapes
+from jaxtrain.models.definition import Definition
 
 SIZES = {
     "llama": ["model.mlp=48"],

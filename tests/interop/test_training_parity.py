@@ -14,7 +14,7 @@ import hf_loaded
 import hf_models
 import jax
 
-from jaxtrain.train.program import build
+from jaxtrain.core.program import build
 
 STEPS, ROWS, TOKENS = 20, 4, 24
 OPTIMIZER = {

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh
 
 from jaxtrain.kernels import attention as room
 from jaxtrain.kernels.attention import RESIDUALS, attention, cudnn, splash, xla
-from jaxtrain.kernels.attention.case import Case, Tokens
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.kernels.attention.spec import Case, Tokens
+from jaxtrain.sharding.sharder import Sharder
 
 HEAD_DIM = 8
 QUICK = {"xla_backend_optimization_level": 0}  # compile in half the time

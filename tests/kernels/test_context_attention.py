@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxtrain.kernels.attention import RESIDUALS, attention, halo, xla
-from jaxtrain.kernels.attention.context import choose
-from jaxtrain.mesh.context import zigzag
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.kernels.attention import RESIDUALS, attention, halo_exchange, xla
+from jaxtrain.kernels.attention.context_parallel import choose
+from jaxtrain.sharding.context_parallel import zigzag
+from jaxtrain.sharding.sharder import Sharder
 
 HEAD_DIM, ROWS = 8, 4
 QUICK = {"xla_backend_optimization_level": 0}
@@ -114,7 +114,7 @@ CASES = [(f, name) for f in FORMULATIONS for name in WANTS if f != "ulysses" or 
 
 @pytest.mark.parametrize(("formulation", "name"), CASES)
 def test_shards_give_what_one_device_gives(formulation: str, name: str, monkeypatch):
-    monkeypatch.setattr(halo, "TILE", 1)  # no more than the window travels
+    monkeypatch.setattr(halo_exchange, "TILE", 1)  # no more than the window travels
     if name in ("packed", "mqa_and_tensor_parallel"):
         monkeypatch.setattr(xla, "CPU_BLOCK", 3)  # several blocks of queries to a chunk, the last one not whole
     want = WANTS[name]

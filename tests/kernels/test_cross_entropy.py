@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.kernels.cross_entropy import cross_entropy, recomputes
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.sharding.sharder import Sharder
 
 BATCH, TIME, EMBED, VOCAB = 8, 6, 16, 2048
 

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.kernels.moe import experts, transport
-from jaxtrain.kernels.moe.balance import balance, load_metrics, router_z
-from jaxtrain.kernels.moe.exchange import Runs, exchange
-from jaxtrain.kernels.moe.group import Group
-from jaxtrain.kernels.moe.grouped import grouped
+from jaxtrain.kernels.moe import experts, token_dispatcher
+from jaxtrain.kernels.moe.device_group import Group
+from jaxtrain.kernels.moe.grouped_matmul import grouped
+from jaxtrain.kernels.moe.ragged_all_to_all import Runs, exchange
 from jaxtrain.kernels.moe.routing import Load, Routing, places, route
-from jaxtrain.mesh.devices import make_mesh
-from jaxtrain.mesh.layout import Layout, fill
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.losses.load_balancing import balance, load_metrics, router_z
 from jaxtrain.nn.mlp import HIDDEN
+from jaxtrain.sharding.devices import make_mesh
+from jaxtrain.sharding.layout import Layout, fill
+from jaxtrain.sharding.sharder import Sharder
 
 B, T, E, K, D, F = 8, 16, 8, 2, 12, 8
 RULES = {
@@ -226,7 +226,7 @@ def test_what_dropless_experts_send_is_what_is_routed(monkeypatch):
         jax.debug.callback(lambda size: sent.update({devices.axes: int(size)}), there.size.sum())
         return exchange(devices, native, rows, x, there, back)
 
-    monkeypatch.setattr(transport, "exchange", counted)
+    monkeypatch.setattr(token_dispatcher, "exchange", counted)
     logits, is_token = tokens()
     x, weights = operands()
     place = sharder({"expert": 2, "model": 4})

@@ -7,19 +7,19 @@ import os
 import sys
 from pathlib import Path
 
-from jaxtrain.cli.launching import arrange
+from jaxtrain.cli.launch import arrange
 from jaxtrain.config import Config
 from jaxtrain.launch.agent import Agent
 from jaxtrain.launch.options import options
-from jaxtrain.launch.output import Terminal
 from jaxtrain.launch.policy import Placement
-from jaxtrain.launch.supervise import lead
+from jaxtrain.launch.supervisor import lead
+from jaxtrain.launch.worker_logs import Terminal
 
 # A plan has, for GENERATION.RANK or GENERATION, what a worker does; otherwise it runs until SIGTERM.
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from jaxtrain.config.lifeline import die_with
+from jaxtrain.io.system import die_with
 die_with(int(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 folder, rank, generation = Path(sys.argv[2]), os.environ["JAX_PROCESS_ID"], os.environ["JAXTRAIN_GENERATION"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxtrain
-from jaxtrain.config.errors import ConfigError, UserError
+from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.launch.job import Job, open_job
 
 CONFIG = """

@@ -6,10 +6,10 @@ import argparse
 
 import pytest
 
-from jaxtrain.cli.launching import arrange
-from jaxtrain.config.errors import UserError
+from jaxtrain.cli.launch import arrange
+from jaxtrain.errors import UserError
 from jaxtrain.launch.options import again, options
-from jaxtrain.launch.supervise import command
+from jaxtrain.launch.supervisor import command
 
 
 def parsed(*arguments: str, **environ: str):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launched import Launched, free_address, losses, undisturbed
 
-from jaxtrain.resilience.watchdog import EXIT_HUNG
+from jaxtrain.exit_codes import HUNG
 
 STEPS = 9
 LOCAL = ("local", "--processes=2", "--devices-per-process=2", "--deadline=5")
@@ -46,7 +46,7 @@ def test_a_worker_that_hangs_ends_and_the_next_generation_finishes(tmp_path: Pat
     """Its data do; the other waits for it in a step, and longer."""
     job = launched(STEPS)
     first = ends_once(tmp_path, job, "faults=[hang@data:5/1]")
-    assert first["code"] == EXIT_HUNG
+    assert first["code"] == HUNG
     assert first["cause"].startswith("process 1 (pid ")
     assert first["cause"].endswith(" was hung (exit code 70)")
     assert hung(job) == [(1, "data")]
@@ -58,7 +58,7 @@ def test_a_worker_that_hangs_in_a_step_holds_its_peers_no_longer_than_the_deadli
     """Both wait then, and either may be the first to end."""
     job = launched(STEPS)
     first = ends_once(tmp_path, job, "faults=[hang@5/0]")
-    assert first["code"] == EXIT_HUNG
+    assert first["code"] == HUNG
     assert {phase for _, phase in hung(job)} == {"compute"}
 
 
@@ -69,7 +69,7 @@ def test_the_peers_of_a_stopped_worker_end_the_generation(tmp_path: Path, launch
     job = launched(STEPS)
     first = ends_once(tmp_path, job, f"faults=[stop@5/{process}]")
     assert hung(job) == [(1 - process, "compute")]
-    assert first["code"] == EXIT_HUNG
+    assert first["code"] == HUNG
     assert first["cause"].startswith(f"process {1 - process} (pid ")
 
 

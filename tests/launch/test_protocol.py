@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from jaxtrain.launch.protocol import LIMIT, Channel, Closed, ProtocolError, decode, encode
+from jaxtrain.errors import ProtocolError
+from jaxtrain.launch.protocol import LIMIT, Channel, Closed, decode, encode
 
 EXIT = {"generation": 3, "rank": 1, "pid": 77, "code": -9}
 IDLE = {"generation": 3, "port": 5, "kept": -1}

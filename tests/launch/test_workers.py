@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from jaxtrain.checkpoint.memory.client import Nodes, nodes
 from jaxtrain.launch.workers import environment
-from jaxtrain.peers.client import Nodes, nodes
 
 START = {
     "kind": "start", "generation": 3, "run": "/run", "address": "10.0.0.1:77", "count": 6, "devices": 2,
@@ -69,6 +69,6 @@ def test_a_failed_worker_leaves_without_waiting_for_the_others(how: str, code: i
 
 
 def test_a_worker_whose_agent_is_gone_already_does_not_begin():
-    code = "import os; from jaxtrain.config.lifeline import die_with; die_with(os.getppid() + 1); print('began')"
+    code = "import os; from jaxtrain.io.system import die_with; die_with(os.getppid() + 1); print('began')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (137, "")

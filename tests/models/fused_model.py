@@ -12,12 +12,12 @@ from flax import nnx
 
 from jaxtrain.config.schema import Loss, Model
 from jaxtrain.kernels.attention import attention
-from jaxtrain.mesh.rules import BATCH, CONTEXT
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.nn.env import normal
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.nn.rope import rotate
 from jaxtrain.nn.stack import stacked
+from jaxtrain.sharding.rules import BATCH, CONTEXT
 
 
 class Block(nnx.Module):

@@ -9,8 +9,8 @@ import numpy_decoder
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.mesh.sharding import Sharder
-from jaxtrain.models.define import define, make_env
+from jaxtrain.models.definition import define, make_env
+from jaxtrain.sharding.sharder import Sharder
 
 TINY = {"embed": 32, "layers": 3, "heads": 4, "mlp": 48, "vocab": 67, "init_std": 0.2}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 16}

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config import resolve
 from jaxtrain.config.schema import Config
-from jaxtrain.plan import compile, targets
-from jaxtrain.train.program import build
-from jaxtrain.verify.batch import packed
+from jaxtrain.core.program import build
+from jaxtrain.core.resolve import resolve
+from jaxtrain.planning import compile
+from jaxtrain.planning.hardware import targets
+from jaxtrain.verification.test_batch import packed
 
 H100 = "h100:1x8"
 NO_COMPILER = targets.missing(targets.parse(H100), "xla")

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxtrain.mesh.sharding import Sharder
 from jaxtrain.nn.embed import Embed
 from jaxtrain.nn.env import Env
 from jaxtrain.precision.policy import POLICIES
+from jaxtrain.sharding.sharder import Sharder
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.schema import Optimizer
-from jaxtrain.optim.dims import contraction, is_matrix, stacking
-from jaxtrain.optim.factored import scale_by_adafactor
+from jaxtrain.optim.adafactor import scale_by_adafactor
 from jaxtrain.optim.optimizers import clip, decayed, ema_init, ema_update, in_float32, is_orthogonal, optimizer
+from jaxtrain.optim.param_dims import contraction, is_matrix, stacking
 from jaxtrain.optim.schedules import schedule
 
 L, D, H, K, F, V = 3, 128, 2, 16, 160, 130

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from jaxtrain.config.schema import Optimizer
-from jaxtrain.optim.balance import without_biases
-from jaxtrain.optim.dims import is_names
 from jaxtrain.optim.optimizers import clip, optimizer
-from jaxtrain.optim.partition import state_names
+from jaxtrain.optim.param_dims import is_names
+from jaxtrain.optim.selection_bias import without_biases
+from jaxtrain.optim.state_sharding import state_names
 
 L, E, D, F = 2, 4, 128, 128
 NAMES = {

@@ -11,7 +11,7 @@ from schedule_reference import cells, path
 from test_schedule import tables
 
 from jaxtrain.pipeline.buffers import Kind, Way, buffers
-from jaxtrain.pipeline.schedule import make
+from jaxtrain.pipeline.schedules.shipped import make
 
 
 def execute(table, program):

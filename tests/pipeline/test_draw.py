@@ -10,9 +10,9 @@ from schedule_reference import cells
 from test_schedule import SCHEDULES
 
 from jaxtrain.cli.main import main
-from jaxtrain.pipeline import draw
-from jaxtrain.pipeline.cost import Costs
-from jaxtrain.pipeline.schedule import make
+from jaxtrain.pipeline.schedules import draw
+from jaxtrain.pipeline.schedules.cost import Costs
+from jaxtrain.pipeline.schedules.shipped import make
 
 
 @pytest.fixture

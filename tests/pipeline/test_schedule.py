@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_reference import faults, most_kept, run
 
-from jaxtrain.pipeline.arrange import place
-from jaxtrain.pipeline.check import ScheduleError, check
-from jaxtrain.pipeline.cost import Costs, price
-from jaxtrain.pipeline.schedule import SCHEDULES, make
-from jaxtrain.pipeline.table import Action, Step
+from jaxtrain.errors import ScheduleError
+from jaxtrain.pipeline.schedules.cost import Costs, price
+from jaxtrain.pipeline.schedules.shipped import SCHEDULES, make
+from jaxtrain.pipeline.schedules.table import Action, Step
+from jaxtrain.pipeline.schedules.timetable import place
+from jaxtrain.pipeline.schedules.validate import check
 
 stages, microbatches = st.integers(1, 9), st.integers(1, 20)
 costs = st.builds(Costs, *[st.integers(1, 6)] * 3)

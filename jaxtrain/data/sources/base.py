@@ -10,7 +10,8 @@ from typing import IO, Any, NamedTuple, cast
 
 import xxhash
 
-from jaxtrain.data.errors import DataError, require
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 SPLITS = ("train", "validation")
 

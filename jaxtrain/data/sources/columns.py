@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from jaxtrain.data.errors import DataError, require
 from jaxtrain.data.sources.base import Document, File, Format, Span, one_line
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 ROWS = 1024  # made into Python strings at a time
 

@@ -6,12 +6,12 @@ import fnmatch
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources.base import Document, File, Format, Span
 from jaxtrain.data.sources.columns import ARROW, PARQUET
 from jaxtrain.data.sources.records import ARRAYRECORD
 from jaxtrain.data.sources.text import JSONL, TEXT
 from jaxtrain.data.sources.webdataset import WEBDATASET
+from jaxtrain.errors import DataError
 
 
 def _tokens_already(part: File | Span, _: object) -> Any:

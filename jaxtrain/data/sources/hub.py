@@ -9,8 +9,9 @@ import os
 import re
 
 from jaxtrain.config.schema import Source
-from jaxtrain.data.errors import DataError, require
 from jaxtrain.data.sources.base import File, one_line
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 PREFIX = "hf://"
 FORM = re.compile(r"hf://(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.config.schema import Source
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources.base import File
 from jaxtrain.data.sources.formats import FORMATS, fits, format_of, partner
 from jaxtrain.data.sources.hub import PREFIX, hub_files
 from jaxtrain.data.sources.remote import Progress, Store
+from jaxtrain.errors import DataError
 
 MAGIC = frozenset("*?[")
 SAVED = "state.json"  # of a folder that `datasets` wrote

@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.data.errors import DataError, require
 from jaxtrain.data.sources.base import Document, File, Format, Span, one_line, text_field
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 TOGETHER = 1024  # records read in one call
 LENGTHS = {0: 0, 1: 8, 5: 4}  # bytes of a protobuf field by its wire type; 0 is a varint, 2 says its own length

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.errors import DataError, require
 from jaxtrain.data.sources.base import one_line
 from jaxtrain.data.sources.formats import partner
+from jaxtrain.errors import DataError
+from jaxtrain.io.packages import require
 
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime", "created")
 CHUNK = 4 << 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources.base import Document, File, Format, Span, decompressed, one_line, text_field, uncut
+from jaxtrain.errors import DataError
 
 TEXT_SUFFIXES = """
     txt text md markdown rst tex org adoc py pyi c h cc cpp hpp cu rs go java js jsx ts tsx rb php cs swift kt scala hs

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from jaxtrain.data.errors import DataError
 from jaxtrain.data.sources.base import Document, Format, Span, decompressed, one_line, text_field, uncut
+from jaxtrain.errors import DataError
 
 CHUNK = 1 << 20
 

@@ -19,12 +19,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxtrain.config.errors import UserError
-from jaxtrain.kernels.attention import context as contexts
+from jaxtrain.errors import UserError
+from jaxtrain.kernels.attention import context_parallel as contexts
 from jaxtrain.kernels.attention import cudnn, reference, splash, xla
-from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens
-from jaxtrain.mesh.rules import BATCH, CONTEXT
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.kernels.attention.spec import RESIDUALS, Case, Tokens
+from jaxtrain.sharding.rules import BATCH, CONTEXT
+from jaxtrain.sharding.sharder import Sharder
 
 __all__ = ["KERNELS", "RESIDUALS", "attention"]
 
@@ -70,7 +70,7 @@ def attention(
         scale: factor of the scores; default head_dim ** -0.5.
         kernel: one of `KERNELS`, or `auto`: the fastest that can do the case on the platform of the mesh.
         context: how self-attention crosses the shards of a sequence: `gather`, `ulysses`, `ring`, or `auto` (see
-            `context.choose`). For `ring` rows must lie in the order of `jaxtrain.mesh.context.zigzag`, as the host
+            `context.choose`). For `ring` rows must lie in the order of `jaxtrain.sharding.context_parallel.zigzag`, as the host
             puts them. No effect where the rules do not shard `context`.
         sharder: `cudnn` and `splash` run on the shards of batch, heads and kv_heads that its rules give. Segments
             and positions are best whole on all shards of a sequence, or every layer gathers them.

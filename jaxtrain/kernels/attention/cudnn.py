@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import Partial
 
-from jaxtrain.kernels.attention.case import RESIDUALS, Case, Tokens, visible
+from jaxtrain.kernels.attention.spec import RESIDUALS, Case, Tokens, visible
 
 HOPPER = (9, 0)
 # Documents a row, few and many; longer rows hold more, see `_places`. Two, because cuDNN's backward kernel clears and

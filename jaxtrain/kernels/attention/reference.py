@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.attention.case import MASKED, Case, Tokens, visible
+from jaxtrain.kernels.attention.spec import MASKED, Case, Tokens, visible
 
 
 def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: Tokens) -> Array:

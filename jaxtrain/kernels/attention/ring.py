@@ -1,7 +1,7 @@
 """Ring attention over rows in zig-zag order: keys and values travel, every shard meets all of them in turn.
 
 Ring attention is of Liu et al. 2023, arXiv:2310.01889. A shard holds an early and a late chunk of the row (see
-`jaxtrain.mesh.context.zigzag`), so that with causal attention every meeting of two shards is two whole chunk-by-chunk
+`jaxtrain.sharding.context_parallel.zigzag`), so that with causal attention every meeting of two shards is two whole chunk-by-chunk
 blocks: equal work everywhere and no branch. The next keys are on their way while a block is computed.
 
 The derivative is written out, because the blocks' softmax must be that over all keys, and because autodiff would keep
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.attention.block import Cotangent, Keys, Partial, Queries, backward, forward, merge
-from jaxtrain.kernels.attention.case import MASKED, Case
+from jaxtrain.kernels.attention.online_softmax import Cotangent, Keys, Partial, Queries, backward, forward, merge
+from jaxtrain.kernels.attention.spec import MASKED, Case
 
 T = TypeVar("T")
 Axes = tuple[str, ...]

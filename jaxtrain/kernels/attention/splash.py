@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtrain.kernels.attention.case import RESIDUALS, Case
+from jaxtrain.kernels.attention.spec import RESIDUALS, Case
 
 LANES = 128
 BLOCK = 512

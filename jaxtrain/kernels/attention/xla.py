@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.attention.case import Case, Tokens, visible
 from jaxtrain.kernels.attention.reference import attend
+from jaxtrain.kernels.attention.spec import Case, Tokens, visible
 
 BLOCK = 256
 CPU_BLOCK = 64  # scores of a block stay in the cache of a core

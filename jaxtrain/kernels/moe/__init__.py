@@ -6,12 +6,12 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.kernels.moe.group import Group
-from jaxtrain.kernels.moe.grouped import Hidden, Weights
+from jaxtrain.kernels.moe.device_group import Group
+from jaxtrain.kernels.moe.grouped_matmul import Hidden, Weights
 from jaxtrain.kernels.moe.routing import Routing
-from jaxtrain.kernels.moe.transport import Plan, dropless, padded
-from jaxtrain.mesh.rules import BATCH, CONTEXT, EXPERT, SEQUENCE
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.kernels.moe.token_dispatcher import Plan, dropless, padded
+from jaxtrain.sharding.rules import BATCH, CONTEXT, EXPERT, SEQUENCE
+from jaxtrain.sharding.sharder import Sharder
 
 BLOCK = 512  # rows of one matmul of a dropless expert
 CPU_BLOCK = 16

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.mesh.rules import BATCH
-from jaxtrain.mesh.sharding import Sharder
+from jaxtrain.sharding.rules import BATCH
+from jaxtrain.sharding.sharder import Sharder
 
 
 class Routing(NamedTuple):

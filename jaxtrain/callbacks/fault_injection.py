@@ -1,0 +1,269 @@
+"""Failures on purpose, at named places of a run, each once in a run's folder: what recovery is tested with.
+
+A fault is written to RUN_DIR/faults.jsonl before it happens, so that the restarted run does not meet it again; a text
+that is given twice happens twice. Without faults nothing here is ever called: `Hooks` of no faults does nothing.
+
+    kill, stop, hang   SIGKILL, SIGSTOP, or a wait for ever, at a place:
+                         step        after that many steps, the last one still running
+                         data        in the loader, while it makes the batch of that step
+                         eval        in the validation after that step
+                         logged      metrics are written, the checkpoint is not begun
+                         save        some of the checkpoint's files are written
+                         commit      all is written but the rename of its marker
+                         committed   the marker is there, nobody has been told
+    slow_disk          writing that checkpoint takes SLOW seconds more
+    full_disk          writing it raises ENOSPC (one of several processes: after its part is written)
+    corrupt            bytes of a file are flipped after its commit
+    nan                all gradients of that step are NaN, in the graph (`train.step`)
+    flip               one bit of one replica of a replicated parameter, after that step
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.callbacks.patching import patched
+from jaxtrain.checkpoint import orbax
+from jaxtrain.checkpoint.files import MARKER
+from jaxtrain.config.guards import COMMIT, COMMITTED, DATA, SAVE, STEP, Fault, fault
+from jaxtrain.config.schema import Config
+from jaxtrain.errors import UserError
+
+FILE = "faults.jsonl"
+SLOW = 2.0
+FLIPPED = 64  # bytes
+
+
+def remaining(config: Config, run_dir: Path) -> tuple[str, ...]:
+    """The faults of a config that have not happened in this folder."""
+    counts = Counter(fired(run_dir))
+    left = []
+    for text in config.faults:
+        if counts[text] > 0:
+            counts[text] -= 1
+        else:
+            left.append(text)
+    return tuple(left)
+
+
+def fired(run_dir: Path) -> list[str]:
+    """The faults that happened in this folder, in their order; a line that a kill broke never happened."""
+    path = run_dir / FILE
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(str(json.loads(line)["fault"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+class Hooks:
+    """The places at which faults happen. Enter it around training: what writes checkpoints is wrapped meanwhile."""
+
+    def __init__(self, texts: tuple[str, ...], run_dir: Path) -> None:
+        """`texts`: what `remaining` says. `run_dir`: where they are remembered."""
+        index = jax.process_index()
+        everywhere = [fault(text) for text in texts]
+        self._left = [one for one in everywhere if one.process == index or one.kind == "nan"]
+        self._dir, self._stack, self._lock = run_dir, ExitStack(), threading.Lock()
+
+    def __enter__(self) -> Hooks:
+        if any(one.place in (SAVE, COMMIT, COMMITTED) for one in self._left):
+            self._stack.enter_context(patched(orbax, "write", self._writes))
+            self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
+            self._stack.enter_context(patched(os, "replace", self._renames))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._stack.close()
+
+    def at(self, place: str, step: int) -> None:
+        """Whatever happens at a place of a step."""
+        for one in self._take(place, step):
+            if one.kind in ENDS:
+                ENDS[one.kind]()
+
+    def fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
+        """A loader's `fetch(batch index)` with its place; itself without faults there."""
+        if not any(one.place == DATA for one in self._left):
+            return fetch
+
+        def hooked(index: int) -> Any:
+            self.at(DATA, index + 1)
+            return fetch(index)
+
+        return hooked
+
+    def after(self, state: Any, done: int) -> Any:
+        """The state after a step, flipped where it is its turn; other faults at a step happen here."""
+        for one in self._take(STEP, done):
+            if one.kind == "flip":
+                state = {**state, "params": flipped(state["params"], done)}
+            elif one.kind in ENDS:
+                ENDS[one.kind]()
+        return state
+
+    def _take(self, place: str, step: int) -> list[Fault]:
+        """The faults of a place and step, which happen now: taken off the list, and remembered on disk first."""
+        with self._lock:
+            here = {one.text: one for one in self._left if one.place == place and one.step == step}
+            due = list(here.values())  # of equal ones the next comes next time
+            for one in due:
+                self._left.remove(one)
+                remember(self._dir, one.text)
+        return due
+
+    def _writes(self, real: Callable, together: bool = False) -> Callable:
+        """`together`: all processes begin, and only who waits for the end learns that a disk is full."""
+
+        def write(path: Path, *args: Any) -> Any:
+            due, is_full = self._take(SAVE, _step_of(path)), False
+            for one in due:
+                if one.kind == "slow_disk":
+                    time.sleep(SLOW)
+                elif one.kind == "full_disk" and together:
+                    is_full = True
+                elif one.kind == "full_disk":
+                    raise _full_disk()
+                else:
+                    threading.Thread(target=_when_begun, args=(path, ENDS[one.kind]), daemon=True).start()
+            out = real(path, *args)
+            if any(one.kind in ENDS for one in due):
+                time.sleep(SLOW)  # if the disk was faster than the thread that looks on
+            return _Full(out) if is_full else out
+
+        return write
+
+    def _renames(self, real: Callable) -> Callable:
+        def replace(source: Any, target: Any, **options: Any) -> None:
+            path = Path(target)
+            step = _step_of(path.parent) if path.name == MARKER else -1
+            self.at(COMMIT, step)
+            real(source, target, **options)
+            for one in self._take(COMMITTED, step):
+                if one.kind == "corrupt":
+                    corrupt(path.parent, one.step)
+                else:
+                    ENDS[one.kind]()
+
+        return replace
+
+
+class _Full:
+    """What waits for a save that found the disk full."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def result(self) -> None:
+        self._real.result()
+        raise _full_disk()
+
+
+def _full_disk() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device (a fault)")
+
+
+def remember(run_dir: Path, text: str) -> None:
+    """Notes on disk that a fault happens."""
+    record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "fault": text, "pid": os.getpid()}
+    file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(file, (json.dumps(record) + "\n").encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def corrupt(folder: Path, seed: int) -> Path:
+    """Flips bytes amid the largest file of a checkpoint, in place. Returns the file."""
+    files = sorted((path for path in folder.rglob("*") if path.is_file() and path.name != MARKER), key=str)
+    path = max(files, key=lambda file: file.stat().st_size)
+    size, rng = path.stat().st_size, random.Random(seed)
+    with open(path, "r+b") as file:
+        for _ in range(min(FLIPPED, size)):
+            place = rng.randrange(size)
+            file.seek(place)
+            byte = file.read(1)[0]
+            file.seek(place)
+            file.write(bytes([byte ^ (1 << rng.randrange(8))]))
+    return path
+
+
+def flipped(params: Any, seed: int) -> Any:
+    """The parameters with one bit of one replica flipped: of the last device that holds the first replicated tensor.
+
+    Its other replicas are untouched, so that the array is not what JAX takes it for. Raises UserError where no
+    parameter has replicas on devices of this process.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    for index, leaf in enumerate(leaves):
+        copies = Counter(str(shard.index) for shard in leaf.addressable_shards)
+        last = leaf.addressable_shards[-1]
+        if copies[str(last.index)] > 1:
+            leaves[index] = _with_flipped(leaf, seed)
+            return jax.tree.unflatten(tree, leaves)
+    raise UserError("faults: flip: no parameter has replicas here; expected a layout with replicas, such as ddp")
+
+
+def _with_flipped(leaf: jax.Array, seed: int) -> jax.Array:
+    """`leaf` with one bit of its last shard flipped: the lowest of a byte, which nobody would see in a loss."""
+    shards = [shard.data for shard in leaf.addressable_shards]
+    wrong = np.array(jax.device_get(shards[-1]))
+    flat = wrong.reshape(-1).view(np.uint8)
+    flat[(seed * wrong.itemsize) % flat.size] ^= 1
+    shards[-1] = jax.device_put(wrong, leaf.addressable_shards[-1].device)
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+ENDS: dict[str, Callable[[], None]] = {"kill": _kill, "stop": _stop, "hang": _hang}
+
+
+def _when_begun(path: Path, end: Callable[[], None]) -> None:
+    """Calls `end` as soon as files of a save are there; at last when the save should be done."""
+    deadline = time.monotonic() + SLOW / 2
+    while time.monotonic() < deadline:
+        folders = [one for one in path.parent.glob(f"{path.name}*") if one.is_dir()]
+        if any(file.is_file() for folder in folders for file in folder.rglob("*")):
+            break
+        time.sleep(0.001)
+    end()
+
+
+def _step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder, `.../8` or `.../8.orbax...`; -1 of any other."""
+    name = Path(folder).name.partition(".")[0]
+    return int(name) if name.isdecimal() else -1

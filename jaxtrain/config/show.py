@@ -1,0 +1,91 @@
+"""A config as text: flat, as YAML that loads again, and as differences. No JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from jaxtrain.config.checks import DECODER_KEYS, TEXT_KEYS
+from jaxtrain.config.schema import Config
+from jaxtrain.config.yaml_reader import FLOAT, INT, TAG
+from jaxtrain.errors import clean
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever either YAML version, 1.1 or 1.2, would not read as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> Any:
+        """Line ends of any kind and control characters are escaped, which only double quotes can."""
+        return self.represent_scalar(f"{TAG}str", data, None if data.isprintable() else '"')
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
+        """Lists of scalars stay on one line."""
+        nested = any(isinstance(item, (dict, list, tuple)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style if nested else True)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+for _kind, _pattern in (("float", FLOAT), ("int", INT)):
+    _whole = re.compile(rf"^(?:{_pattern.pattern})$", re.ASCII)
+    _Dumper.add_implicit_resolver(TAG + _kind, _whole, list("-+.0123456789"))
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Plain dicts, lists and scalars; keys that the config's types do not read are left out."""
+    values = config.model_dump(mode="json")
+    for name, builtin, keys in (("model", "decoder", DECODER_KEYS), ("data", "text", TEXT_KEYS)):
+        if values[name]["type"] != builtin:
+            values[name] = {key: value for key, value in values[name].items() if key not in keys}
+    return values
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved config as YAML. It loads to an equal Config, whatever has become of files it came from."""
+    header = "# The resolved config of a run: complete by itself, what the layout holds included.\n"
+    values = {"resolved": True, **as_dict(config)}
+    return header + yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key -> value. Sections and tables are entered, and lists of sections as `data.sources.0.path`."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, Mapping) and value:
+            for name, child in value.items():
+                walk(child, f"{key}.{name}" if key else str(name))
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
+            for index, child in enumerate(value):
+                walk(child, f"{key}.{index}")
+        else:
+            flat[key] = value
+
+    walk(as_dict(config), "")
+    return flat
+
+
+def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (old value, new value) of what differs; a key that only one has is None in the other."""
+    left, right = flatten(old), flatten(new)
+    keys = [*left, *(key for key in right if key not in left)]
+    return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
+
+
+def show(config: Config, provenance: Mapping[str, str]) -> list[str]:
+    """One line for each key: `key: value  # where it came from`, in columns."""
+    left = [f"{key}: {text(value)}" for key, value in flatten(config).items()]
+    width = min(max(map(len, left), default=0), 60)
+    origins = [provenance.get(key, "default") for key in flatten(config)]
+    return [clean(f"{line:<{width}}  # {origin}") for line, origin in zip(left, origins)]
+
+
+def text(value: Any) -> str:
+    """A value in one line of YAML."""
+    dumped = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+    return clean(dumped.removesuffix("\n").removesuffix("\n...").strip())

@@ -1,0 +1,174 @@
+"""Commands on a run's folder: evaluate a checkpoint, generate from it, close a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxtrain.checkpoint import Reader
+from jaxtrain.config import Config
+from jaxtrain.config.run_dir import saved_config
+from jaxtrain.config.schema import Model
+from jaxtrain.core.evaluation import validate
+from jaxtrain.core.program import Program, build
+from jaxtrain.core.resolve import resolve
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.distributed import runtime
+from jaxtrain.errors import UserError
+from jaxtrain.inference.generate import Generator, decoding, even_rows
+from jaxtrain.interop.config_json import opened
+from jaxtrain.interop.load_weights import load
+from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.models.decoder_params import vocabulary
+from jaxtrain.models.definition import define, make_env
+from jaxtrain.reports.loss_plot import loss_plot
+from jaxtrain.trackers.console import Screen
+from jaxtrain.trainer.loop import Result
+from jaxtrain.trainer.trainer import open_data
+
+TOGETHER = 32  # prompts of a batch at most
+REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
+
+
+def evaluate(directory: Path, step: int | None, batches: int | None, overrides: Sequence[str]) -> dict[str, float]:
+    """Metrics of all validation sets of a checkpoint, with its `step`.
+
+    Raises:
+        UserError: not a run, no usable checkpoint, one that does not fit the config, or nothing to evaluate on.
+    """
+    config, _ = resolve(saved_config(directory), *overrides)
+    count = config.eval.batches if batches is None else batches
+    if count < 1:
+        raise UserError(f"eval: expected --batches >= 1; found {count}")
+    devices = runtime.start(config)
+    data, sets = open_data(config, Screen(config.steps, console=Console(stderr=True)))
+    if not sets:
+        message = "data.validation is 0 and eval.sets is empty, so there is nothing to evaluate on"
+        raise UserError(f"{directory}: {message}")
+    program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
+    params, done = weights(directory, step, program)
+    return {"step": done, **validate(program, sets, params, count)}
+
+
+def open_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
+    """Program, tokenizer and weights of a run's checkpoint or of a Hugging Face folder, sharded by the layout.
+
+    Needs the tokenizer, not the data.
+
+    Raises:
+        UserError: neither of both, or no language model.
+    """
+    if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
+        return _huggingface(directory, step, overrides)
+    config, _ = resolve(saved_config(directory), *overrides, paths=False)
+    tokenizer = tokenizer_of(config)
+    program = build(config, vocabulary(config, tokenizer.vocab), runtime.start(config))
+    return program, tokenizer, weights(directory, step, program)[0]
+
+
+def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
+    """The same of a Hugging Face folder, whose tensors go straight to their shards."""
+    family, section = opened(folder)
+    if step is not None:
+        raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
+    file = folder / "tokenizer.json"
+    data: dict[str, Any] = {"tokenizer": str(file.absolute())} if file.is_file() else {}
+    positions = Model.model_validate(section).positions
+    base = {"model": section, "data": data if positions is None else {**data, "sequence": positions}}
+    config, origin = resolve(None, *overrides, base=base, paths=False)
+    if origin["data.tokenizer"] == "default":
+        raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
+    program = build(config, section["vocab"], runtime.start(config))
+    return program, tokenizer_of(config), load(folder, PLACES[family.name], program.state["params"])
+
+
+def complete(
+    program: Program, tokenizer: Tokenizer, params: Any, prompts: Sequence[str], tokens: int, seed: int, **sampling: Any
+) -> Iterator[str]:
+    """Every prompt with its continuation, in order; see `jaxtrain.inference.generate.Generator` for the sampling."""
+    together = min(TOGETHER, len(prompts))
+    rows = even_rows(program.sharder, together)
+    generator = _generator(program, tokenizer, rows, **sampling)
+    for first in range(0, len(prompts), together):
+        some = prompts[first : first + together]
+        asked = [_encoded(tokenizer, prompt) for prompt in some]
+        found: list[list[int]] = [[] for _ in some]
+        arrays = [np.asarray(ids, np.int32) for ids in asked]
+        for step in generator.batch(params, arrays, tokens, seed=seed, eos=tokenizer.eos, rows=rows):
+            for ids, token in zip(found, step):
+                ids += [] if token is None else [token]
+        for prompt, before, ids in zip(some, asked, found):
+            yield prompt + "".join(_text(tokenizer, before, iter(ids)))
+
+
+def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: Any) -> Generator:
+    sharder = decoding(program.sharder, rows)
+    vocab = program.definition.params["embed"]["table"].shape[0]
+    return Generator(define(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling)
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Ids of a prompt, after the token that the tokenizer puts before a text."""
+    ids = tokenizer.encode_batch([prompt])[0].tolist()
+    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
+
+
+def streamer(
+    program: Program, tokenizer: Tokenizer, params: Any, **sampling: Any
+) -> Callable[[str, int, int], Iterator[str]]:
+    """`stream(prompt, tokens, seed)`: the prompt, then text as it is generated."""
+    generator = _generator(program, tokenizer, 1, **sampling)
+
+    def stream(prompt: str, tokens: int, seed: int) -> Iterator[str]:
+        ids = _encoded(tokenizer, prompt)
+        new = generator(params, np.asarray(ids, np.int32), tokens, seed=seed, eos=tokenizer.eos)
+        yield prompt
+        yield from _text(tokenizer, ids, new)
+
+    return stream
+
+
+def finish(config: Config, result: Result, screen: Screen) -> None:
+    """The end of a training run: the loss plot, a sample, the command that goes on."""
+    if jax.process_index() != 0:
+        return
+    if "loss" in result.metrics:
+        screen.print(f"plot  {loss_plot(result.run_dir)}")
+    if config.log.sample and not result.stopped_by and jax.process_count() == 1:
+        params = result.state.get("ema", result.state["params"])
+        stream = streamer(result.program, tokenizer_of(config), params)
+        text = "".join(stream(config.log.prompt, config.log.sample, config.seed))
+        screen.print("sample", *("  | " + line for line in text.splitlines()))
+    screen.print(f"next  {result.resume}")
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run's text. Raises UserError where it is no language model's."""
+    if config.model.type != "decoder" or config.data.type != "text":
+        raise UserError(f"generate: model {config.model.type} on data {config.data.type} is not a language model")
+    return load_tokenizer(config.data.tokenizer)
+
+
+def weights(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
+    """A checkpoint's weights, the averaged ones where the run keeps them, and its step."""
+    kind = "ema" if "ema" in program.state else "params"
+    wanted = {kind: program.state[kind], "step": program.state["step"]}
+    state, _ = Reader(directory / "checkpoints").restore(step, wanted, partial=True)
+    return state[kind], int(jax.device_get(state["step"]))
+
+
+def _text(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
+    """Text of tokens as they come after a prompt; a character whose bytes are not all there yet waits."""
+    known, shown = list(prompt), tokenizer.decode(prompt)
+    for token in ids:
+        known.append(token)
+        text = tokenizer.decode(known)
+        if not text.endswith(REPLACEMENT):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(known)[len(shown) :]

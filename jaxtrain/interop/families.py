@@ -1,0 +1,183 @@
+"""Architectures of Hugging Face that the decoder covers: their options in our words. No JAX.
+
+Where their tensors go is in `jaxtrain.interop.tensor_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, read in both directions by `decode` and `encode` of `jaxtrain.interop.config_json`.
+
+    name: its `model_type`; architecture: the class.
+    fields: field of config.json -> our keys that have its value.
+    defaults: what an absent field means, as its class in transformers has it; a field without one must be there.
+    fixed: our keys that it always has.
+    window: where a sliding window is: in no layer, in all that have `sliding_window`, by `use_sliding_window` in all,
+    or by the type of each layer (`period`: the default of those, every n-th one whole).
+    activation: the field that names it; activations: its values in our words; rope: the kinds of positions;
+    ignored: fields without a meaning here; aliases: other names of fields; written: fields whose default would have
+    PyTorch train another model.
+    """
+
+    name: str
+    architecture: str
+    fields: Mapping[str, tuple[str, ...]]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    window: Literal["none", "all", "used", "layers", "period"] = "none"
+    activation: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=lambda: GATED)
+    rope: tuple[str, ...] = ("default", "linear", "llama3")
+    ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+    def name_of(self, key: str) -> str:
+        """The field that says what our key is, or the key."""
+        return next((name for name, keys in self.fields.items() if key in keys), key)
+
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
+
+FIELDS = {
+    "vocab_size": ("vocab",),
+    "hidden_size": ("embed",),
+    "num_hidden_layers": ("layers",),
+    "num_attention_heads": ("heads",),
+    "num_key_value_heads": ("kv_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("mlp",),
+    "rms_norm_eps": ("norm_epsilon",),
+    "tie_word_embeddings": ("tie_embeddings",),
+    "initializer_range": ("init_std",),
+}
+BIAS = {"attention_bias": ("attention_bias", "output_bias")}
+CAPS = {"final_logit_softcapping": ("logits_softcap",), "attn_logit_softcapping": ("attention_softcap",)}
+DEFAULTS = {
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "initializer_range": 0.02, "hidden_act": "silu", "rope_theta": 10_000.0,
+}  # fmt: skip
+QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+
+_ALL = (
+    Family(
+        "llama", "LlamaForCausalLM",
+        FIELDS | BIAS | {"mlp_bias": ("mlp_bias",)}, DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+    ),
+    Family(
+        "mistral", "MistralForCausalLM", FIELDS,
+        DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}, window="all",
+    ),
+    Family(
+        "qwen2", "Qwen2ForCausalLM", FIELDS, DEFAULTS | QWEN | {"num_key_value_heads": 32},
+        fixed={"attention_bias": True}, window="layers",
+    ),
+    Family(
+        "qwen3", "Qwen3ForCausalLM", FIELDS | BIAS,
+        DEFAULTS | QWEN | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        fixed={"qk_norm": True}, window="layers",
+    ),
+    Family(
+        "gemma2", "Gemma2ForCausalLM",
+        FIELDS | BIAS | CAPS,
+        DEFAULTS | {
+            "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "attention_bias": False,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+        },
+        fixed={"norm_offset": True, "post_norm": True, "embed_scale": True},
+        window="period", activation="hidden_activation", ignored=("hidden_act", "sliding_window_size"),
+    ),
+    Family(
+        "gemma3_text", "Gemma3ForCausalLM",
+        FIELDS | BIAS | CAPS | {"rope_local_base_freq": ("window_theta",)},
+        DEFAULTS | {
+            "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "attention_bias": False,
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "layer_types": None, "sliding_window_pattern": 6, "final_logit_softcapping": None,
+            "attn_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        fixed={"norm_offset": True, "post_norm": True, "embed_scale": True, "qk_norm": True},
+        window="period", activation="hidden_activation", ignored=("hidden_act", "_sliding_window_pattern"),
+    ),
+    Family(
+        "olmo2", "Olmo2ForCausalLM", FIELDS | BIAS, DEFAULTS | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"qk_norm": "whole", "post_norm": "only"},
+    ),
+    Family(
+        "granite", "GraniteForCausalLM",
+        FIELDS | BIAS | {
+            "mlp_bias": ("mlp_bias",), "embedding_multiplier": ("embed_scale",), "logits_scaling": ("logits_divisor",),
+            "residual_multiplier": ("residual_scale",), "attention_multiplier": ("attention_scale",),
+        },
+        DEFAULTS | {"attention_bias": False, "mlp_bias": False} | dict.fromkeys(
+            ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0
+        ),
+    ),
+    Family(
+        "mixtral", "MixtralForCausalLM",
+        FIELDS | {"num_local_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",)},
+        DEFAULTS | {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        fixed={"moe.normalize": True}, window="all",
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        FIELDS | BIAS | {
+            "num_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",),
+            "moe_intermediate_size": ("moe.mlp",), "norm_topk_prob": ("moe.normalize",),
+        },
+        DEFAULTS | {
+            "num_key_value_heads": 4, "attention_bias": False, "sliding_window": 4096, "use_sliding_window": False,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+        },
+        fixed={"qk_norm": True}, window="used",
+        ignored=("max_window_layers",), aliases={"num_local_experts": "num_experts"},
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", FIELDS, DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
+        window="all", rope=("default",), ignored=("original_max_position_embeddings", "auto_map"),
+    ),
+    Family(
+        "gpt2", "GPT2LMHeadModel",
+        {
+            "vocab_size": ("vocab",), "n_embd": ("embed",), "n_layer": ("layers",), "n_head": ("heads",),
+            "n_inner": ("mlp",), "n_positions": ("rope_scaling.original_length",),
+            "layer_norm_epsilon": ("norm_epsilon",), "tie_word_embeddings": ("tie_embeddings",),
+            "initializer_range": ("init_std",),
+        },
+        {
+            "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.02,
+            "activation_function": "gelu_new",
+        },
+        fixed={
+            "norm_offset": "layer", "attention_bias": True, "output_bias": True, "mlp_bias": True,
+            "rope_scaling.type": "learned",
+        },
+        activation="activation_function", activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
+        rope=("learned",),
+        # Dropout, of which there is none here; the order of a product; what older versions and other classes read.
+        ignored=(
+            "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx", "n_special", "output_past",
+            "predict_special_tokens", "task_specific_params", "summary_type", "summary_use_proj", "summary_activation",
+            "summary_proj_to_labels", "summary_first_dropout",
+        ),
+        aliases={
+            "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
+        written=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
+)  # fmt: skip
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})

@@ -1,0 +1,136 @@
+"""The parameter table of the decoder: path -> shape and logical names. No JAX.
+
+The mesh doctor, the parameter count and `plan` read it before JAX starts; the decoder's own parameters are tested
+against it. Letters: L layers, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from jaxtrain.config.schema import Config, Model, Moe
+from jaxtrain.errors import ConfigError, Problem
+from jaxtrain.sharding.rules import KV_SHARED, kv_copies, table_names
+
+Names = tuple[str | None, ...]
+Table = dict[str, tuple[tuple[int, ...], Names]]
+VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it divides over devices and fills tiles
+
+
+def head_dim(model: Model) -> int:
+    """Size of one head."""
+    return model.head_dim or model.embed // model.heads
+
+
+def vocabulary(config: Config, known: int | None) -> int | None:
+    """Vocabulary size of the decoder: the config's, else the tokenizer's (`known`) rounded up.
+
+    Raises:
+        ConfigError: the config's is smaller than the tokenizer's.
+    """
+    given = config.model.vocab
+    if given is None:
+        return None if known is None else -(-known // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if known is not None and given < known:
+        message = f"{given} is less than the {known} of the tokenizer; leave it out, or give at least {known}"
+        raise ConfigError([Problem("", "model.vocab", message)])
+    return given
+
+
+def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1, table_shards: int = 1) -> Table:
+    """Every parameter of the decoder.
+
+    Args:
+        model: the sizes.
+        vocab: rows of the embedding table (the tokenizer's, where `model.vocab` is not set).
+        kv_shards: shards of `kv_heads`; where these have to be repeated their dim is named `kv_shared`.
+        table_shards: of `table`, the width of an embedding that is no head, where it has the width for them.
+
+    Returns:
+        path, e.g. `layers/attention/q` -> (shape, logical names). Layers are stacked on a first dim `layers`.
+    """
+    D, V = model.embed, vocab
+    table: Table = {"embed/table": ((V, D), table_names(D, model.tie_embeddings, table_shards))}
+    for path, (shape, names) in {**_attention(model, kv_shards), **_feed_forward(model), **_norms(model)}.items():
+        table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
+    table |= _norm("final_norm", (D,), (None,), model)
+    if model.positions is not None:
+        table["positions/table"] = ((model.positions, D), table_names(D, False, table_shards))
+    if not model.tie_embeddings:
+        table["head"] = ((D, V), ("embed", "vocab"))
+    return table
+
+
+def parameter_count(model: Model, vocab: int) -> int:
+    """Number of parameters of the decoder, embeddings included."""
+    return sum(prod(shape) for shape, _ in decoder_tensors(model, vocab).values())
+
+
+def _attention(model: Model, kv_shards: int) -> Table:
+    """Projections of one layer, without the `layers` dim."""
+    D, H, K, h = model.embed, model.heads, model.kv_heads or model.heads, head_dim(model)
+    kv = "kv_heads" if kv_copies(H, K, kv_shards) == 1 else KV_SHARED
+    table: Table = {
+        "attention/q": ((D, H, h), ("embed", "heads", "head_dim")),
+        "attention/k": ((D, K, h), ("embed", kv, "head_dim")),
+        "attention/v": ((D, K, h), ("embed", kv, "head_dim")),
+        "attention/o": ((D, H, h), ("embed", "heads", "head_dim")),
+    }
+    if model.attention_bias:
+        table["attention/q_bias"] = ((H, h), ("heads", "head_dim"))
+        table["attention/k_bias"] = ((K, h), (kv, "head_dim"))
+        table["attention/v_bias"] = ((K, h), (kv, "head_dim"))
+    if model.output_bias:
+        table["attention/o_bias"] = ((D,), (None,))
+    if model.qk_norm:
+        whole = model.qk_norm == "whole"
+        for name, count, own in (("q", H, "heads"), ("k", K, kv)):
+            shape, names = ((count, h), (own, "head_dim")) if whole else ((h,), (None,))
+            table |= _norm(f"attention/{name}_norm", shape, names, model)
+    return table
+
+
+def _feed_forward(model: Model) -> Table:
+    """Feed-forward of one layer, or its experts."""
+    return _mlp(model, model.mlp) if model.moe is None else _moe(model, model.moe)
+
+
+def _moe(model: Model, moe: Moe) -> Table:
+    """Router, experts and shared experts of one layer; the router is too small to shard its experts."""
+    D, E, F = model.embed, moe.experts, moe.mlp or model.mlp
+    table: Table = {"moe/router": ((D, E), ("embed", None))}
+    if moe.bias_rate is not None:
+        table["moe/bias"] = ((E,), ("balance",))
+    for path, (shape, names) in (_mlp(model, F) | {"mlp/down": ((F, D), ("mlp", "embed"))}).items():
+        table[path.replace("mlp/", "moe/")] = ((E, *shape), ("expert", *names))
+    if moe.shared:
+        shared = _mlp(model, moe.shared * F)
+        table |= {path.replace("mlp/", "moe/shared/"): entry for path, entry in shared.items()}
+    return table
+
+
+def _mlp(model: Model, mlp: int) -> Table:
+    """Feed-forward layer of this width; `gelu` has no gate."""
+    D, F = model.embed, mlp
+    inner = ("up",) if model.activation == "gelu" else ("gate", "up")
+    table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
+    table["mlp/down"] = ((D, F), ("embed", "mlp"))
+    if model.mlp_bias:
+        table |= {f"mlp/{name}_bias": ((F,), ("mlp",)) for name in inner}
+        table["mlp/down_bias"] = ((D,), (None,))
+    return table
+
+
+def _norms(model: Model) -> Table:
+    """Norms of one layer on the residual stream; never sharded."""
+    names = [] if model.post_norm == "only" else ["attention_norm", "mlp_norm"]
+    if model.post_norm:
+        names += ["attention_post_norm", "mlp_post_norm"]
+    tables = [_norm(name, (model.embed,), (None,), model) for name in names]
+    return {path: entry for table in tables for path, entry in table.items()}
+
+
+def _norm(path: str, shape: tuple[int, ...], names: Names, model: Model) -> Table:
+    """A norm: its scale, and the bias of a LayerNorm."""
+    parts = ("scale", "bias") if model.norm_offset == "layer" else ("scale",)
+    return {f"{path}/{part}": (shape, names) for part in parts}

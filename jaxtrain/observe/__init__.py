@@ -1,1 +1,0 @@
-"""What a run tells: trackers, the live screen, the loss plot, FLOPs and rates."""

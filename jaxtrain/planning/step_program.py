@@ -1,0 +1,119 @@
+"""The real train step, compiled but not run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.core.placement import batch_sharding
+from jaxtrain.core.program import Program
+from jaxtrain.errors import UserError
+from jaxtrain.kernels.cross_entropy import recomputes
+from jaxtrain.models.flops import user_flops
+from jaxtrain.planning.cost.memory import shard_size
+from jaxtrain.planning.hardware import network, simulated, targets
+from jaxtrain.precision.policy import POLICIES
+from jaxtrain.sharding.context_parallel import has_tokens
+from jaxtrain.sharding.rules import LAYERS, REPLICAS, storage_axes, without
+from jaxtrain.sharding.sharder import Dims
+
+TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segments": jnp.int32}
+
+
+def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of a global batch.
+
+    Args:
+        example: arrays as the data give them, of any number of rows; default: packed tokens of the config's length.
+
+    Raises:
+        UserError: a user's own data without an example.
+    """
+    data = program.config.data
+    if example is None:
+        if data.type != "text":
+            raise UserError(f"data.type {data.type}: the step of a user's own data is compiled from an example batch")
+        shapes = {name: ((data.sequence,), kind) for name, kind in (TOKENS | {"weights": jnp.float32}).items()}
+    else:
+        shapes = {name: (rows.shape[1:], rows.dtype) for name, rows in example.items()}
+    return {
+        name: jax.ShapeDtypeStruct(
+            (data.global_batch, *shape), kind,
+            sharding=batch_sharding(program.sharder, 1 + len(shape), has_tokens(program.config)),
+        )
+        for name, (shape, kind) in shapes.items()
+    }  # fmt: skip
+
+
+def held_bytes(program: Program) -> dict[str, int]:
+    """Bytes per device that a step keeps besides the train state and activations.
+
+    weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gathered: the copies of one layer that
+    its computation gathers. gradients: of the step, float32 where several are added up.
+    """
+    sharder, definition, gradients = program.sharder, program.definition, program.gradients
+    sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
+    inner = sharder if gradients.local is None else sharder.without(REPLICAS)
+
+    rules = sharder.rules or {}
+    out = {"weights": 0, "gathered": 0, "gradients": 0}
+
+    def count(param: Any, names: Any, travels: Any, gradient: Any) -> None:
+        def elements(dims: Dims) -> int:
+            return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
+
+        placed = sharder.placed(names, param.shape)
+        is_gathered = sharder.stored(names, param.shape) != placed
+        out["weights"] += jnp.dtype(travels).itemsize * elements(placed) * is_gathered
+        if names[:1] == (LAYERS,) and (over := storage_axes(rules, names) & set(sum(placed, ()))):
+            one = elements(without(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
+            out["gathered"] += jnp.dtype(travels).itemsize * one
+        wide = gradient.dtype.itemsize if gradients.at_once else 4
+        out["gradients"] += wide * elements(inner.stored(names, param.shape))
+
+    made = jax.eval_shape(gradients.stand_ins, definition.params)
+    jax.tree.map(count, definition.params, definition.names, definition.travels, made)
+    return out
+
+
+def places(program: Program, target: str) -> list[network.Place]:
+    """Where each device of the mesh is."""
+    mesh = program.sharder.mesh
+    return [] if mesh is None else network.places(targets.parse(target), list(mesh.devices.flat))
+
+
+def head_again(program: Program) -> bool:
+    """Whether the decoder's loss computes its logits again in the backward pass."""
+    config, vocab = program.config, vocabulary(program)
+    return vocab is not None and recomputes(vocab, config.loss.chunks, program.sharder)
+
+
+def vocabulary(program: Program) -> int | None:
+    """Rows of the decoder's embedding table; None of a user's own model."""
+    is_decoder = program.config.model.type == "decoder"
+    return program.definition.params["embed"]["table"].shape[0] if is_decoder else None
+
+
+def counted_by_model(program: Program) -> float | None:
+    """FLOPs of a step of a user's own model on text, where it counts them itself."""
+    data = program.config.data
+    if program.config.model.type == "decoder" or data.type != "text":
+        return None
+    shapes = dict.fromkeys((*TOKENS, "weights"), (data.global_batch, data.sequence))
+    found = user_flops(program.definition.bind(program.definition.params), shapes, 1)
+    return None if found is None else found.model
+
+
+def measured(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
+    """What CPU devices achieve, see `host.measure`; None of other chips."""
+    return simulated.measure(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None
+
+
+def compiled_step(program: Program, example: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """`program.step` compiled for the program's devices, which need not be there."""
+    step: Any = program.step  # jitted
+    return step.lower(program.state, abstract_batch(program, example)).compile()

@@ -1,0 +1,160 @@
+"""What a run starts with: the mesh, and every parameter with its size and place. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxtrain.sharding.rules import LAYERS
+
+MOST_ROWS = 40
+WIDE = 100  # columns from which on logical names have a column of their own
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter: `axes` are the mesh axes of every dim, `bytes` what one device holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    axes: tuple[tuple[str, ...], ...]
+    bytes: int
+
+    @property
+    def count(self) -> int:
+        """Number of parameters."""
+        return prod(self.shape)
+
+
+def tensors(
+    params: Mapping[str, Any],
+    names: Mapping[str, Any],
+    stored: Callable[[Sequence[str | None], Sequence[int]], Sequence[tuple[str, ...]]],
+    sizes: Mapping[str, int],
+) -> list[Tensor]:
+    """Every parameter of a nested dict.
+
+    Args:
+        params: leaves with `shape` and `dtype` (arrays or ShapeDtypeStructs).
+        names: the same tree of logical-name tuples.
+        stored: logical names and shape -> mesh axes per dim, such as `Sharder.stored`.
+        sizes: mesh axis -> size.
+    """
+    rows: list[Tensor] = []
+    for key, leaf in params.items():
+        if isinstance(leaf, Mapping):
+            rows += [
+                Tensor(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
+                for row in tensors(leaf, names[key], stored, sizes)
+            ]
+            continue
+        axes = tuple(stored(names[key], leaf.shape))
+        local = prod(ceil(n / prod(sizes.get(a, 1) for a in dim)) for n, dim in zip(leaf.shape, axes))
+        rows.append(Tensor(str(key), tuple(leaf.shape), tuple(names[key]), axes, local * leaf.dtype.itemsize))
+    return rows
+
+
+def mesh_line(layout: str, sizes: Mapping[str, int], device: str) -> str:
+    """`mesh  data 2 x fsdp 2 x model 2 = 8 devices (cpu), layout fsdp_tp`: the axes larger than one."""
+    shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    devices = prod(sizes.values())
+    total = f"{devices} device{'s' if devices > 1 else ''} ({device}), layout {layout}"
+    return f"mesh  {shape} = {total}" if shape else f"mesh  {total}"
+
+
+def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -> Table:
+    """Parameters by tensor: shape with the mesh axes of every dim, logical names where there is room, sizes, a total.
+
+    Of more than `most` tensors the largest are shown, in the model's order.
+    """
+    largest = sorted(rows, key=lambda row: -row.count)[:most]
+    shown = [row for row in rows if row in largest]
+    table = Table(
+        box=None, pad_edge=False, show_footer=True, padding=(0, 2, 0, 0), header_style="bold", footer_style="bold"
+    )
+    total, local = sum(row.count for row in rows), sum(row.bytes for row in rows)
+    left = f" (and {len(rows) - len(shown)} smaller)" if len(rows) > len(shown) else ""
+    table.add_column("parameter", footer=f"total{left}", no_wrap=True, overflow="ellipsis")
+    table.add_column("shape/axis", no_wrap=True, overflow="ellipsis")
+    if width >= WIDE:
+        table.add_column("logical names", no_wrap=True, overflow="ellipsis")
+    for title, footer in (("count", f"{total:,}"), ("per device", size(local))):
+        least = max(len(title), len(footer))  # numbers are never cut
+        table.add_column(title, footer=footer, justify="right", no_wrap=True, min_width=least)
+    for row in shown:
+        names = [" ".join(name or "-" for name in row.names)] if width >= WIDE else []
+        table.add_row(row.name, _placed(row), *names, f"{row.count:,}", size(row.bytes))
+    return table
+
+
+def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
+    """The logical names that `parameter_table` has no room for, a line for the tensors of the same ones."""
+    if width >= WIDE:
+        return []
+    found: dict[tuple[str | None, ...], list[str]] = {}
+    for row in rows:
+        found.setdefault(row.names, []).append(row.name)
+    return [f"names: {' '.join(name or '-' for name in names)}: {', '.join(who)}" for names, who in found.items()]
+
+
+def whole_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
+    """Why dims are not sharded, a line for each reason; nothing on one device.
+
+    Args:
+        rows: the parameters.
+        rules: logical name -> mesh axes.
+        sizes: mesh axis -> size.
+    """
+    if prod(sizes.values()) == 1:
+        return []
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for dim, (name, axes) in enumerate(zip(row.names, row.axes)):
+            if prod(sizes.get(axis, 1) for axis in axes) > 1 or row.shape[dim] == 1:
+                continue
+            reason, who = _why_whole(row, dim, name, rules)
+            reasons.setdefault(reason, {})[who] = None
+    return [f"whole: {', '.join(who)}: {reason}" for reason, who in reasons.items()]
+
+
+def _why_whole(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """The reason why a dim is whole, and what to name: the dim's logical name, or the tensor."""
+    if name is None:
+        return "dims without a logical name", f"{row.name} (dim {dim})"
+    if name == LAYERS and rules.get(LAYERS):
+        return f"the stages of {' x '.join(rules[LAYERS])} do not divide them, and spread another dim", name
+    if name == LAYERS:
+        return "a scan takes the layers one by one", name
+    if name == "kv_shared":
+        return "fewer key/value heads than shards; their weights are repeated for use", name
+    if rules.get(name):
+        return (
+            f"the layout gives it {' x '.join(rules[name])}, which on this mesh is one device or used by another dim",
+            name,
+        )
+    return "no rule in the layout", name
+
+
+def _placed(row: Tensor) -> Text:
+    """`4 256/fsdp 4/model 64`."""
+    text = Text()
+    for n, axes in zip(row.shape, row.axes):
+        text.append(f"{' ' if text else ''}{n}")
+        if axes:
+            text.append("/" + "+".join(axes), style="cyan")
+    return text
+
+
+def size(value: float) -> str:
+    """Bytes as 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

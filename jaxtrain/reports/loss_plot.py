@@ -1,0 +1,121 @@
+"""The loss plot of a run, from its metrics. No JAX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.io.jsonl import read_lines
+from jaxtrain.trackers.files import EVENTS, METRICS
+
+TRAIN, VALIDATION, RATE, YARDSTICK = "#2f6db3", "#d1495b", "#6c757d", "#8a8a8a"
+
+
+def loss_plot(run_dir: Path, out: Path | None = None) -> Path:
+    """Draws RUN_DIR/loss.png: training and validation loss over steps, the learning rate below.
+
+    The dashed line is the unigram entropy of the text, nats per token, where the start event tells it. Values that
+    are not finite leave gaps.
+
+    Args:
+        run_dir: with `metrics.jsonl` and `events.jsonl`.
+        out: the file to write instead.
+
+    Raises:
+        ValueError: no training loss was logged.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    run_dir = Path(run_dir)
+    records = [record for _, record in read_lines(run_dir / METRICS) if record]
+    loss, validation = _series(records, "loss"), _series(records, "eval/loss")
+    if not len(loss):
+        raise ValueError(f"{run_dir / METRICS}: no training loss to plot")
+    figure = Figure(figsize=(8, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    _draw_loss(top, loss, validation, _entropy(run_dir))
+    top.set_title(_title(run_dir), loc="left", fontsize=11)
+    rate = _series(records, "lr")
+    bottom.plot(rate[:, 0], rate[:, 1], color=RATE, linewidth=1.5)
+    bottom.set_ylabel("learning rate")
+    bottom.set_ylim(bottom=0)
+    bottom.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.01)
+    figure.align_ylabels()
+    path = Path(out) if out else run_dir / "loss.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, entropy: float | None) -> None:
+    window = max(1, len(loss) // 50)
+    smooth = _smoothed(loss[:, 1], window)
+    if window > 1:
+        axes.plot(loss[:, 0], loss[:, 1], color=TRAIN, alpha=0.25, linewidth=0.8)
+    label = f"train (mean of {window})" if window > 1 else "train"
+    axes.plot(loss[:, 0], smooth, color=TRAIN, linewidth=1.8, label=f"{label}, last {_last(smooth)}")
+    if len(validation):
+        label = f"validation, last {_last(validation[:, 1])}"
+        axes.plot(*validation.T, "o-", color=VALIDATION, markersize=4.5, linewidth=1, label=label)
+    if entropy is not None:
+        axes.axhline(entropy, color=YARDSTICK, linestyle="--", linewidth=1.2, label=f"unigram entropy {entropy:.3f}")
+    axes.set_ylabel("loss (nats per token)" if entropy is not None else "loss")
+    low, high = _limits(loss[:, 1], smooth, validation, entropy)
+    if low < high:
+        axes.set_ylim(low, high)
+    axes.legend(loc="upper right", framealpha=0.9, edgecolor="none")
+
+
+def _limits(raw: np.ndarray, smooth: np.ndarray, validation: np.ndarray, entropy: float | None) -> tuple[float, float]:
+    """Room for everything but lone spikes: those above the second largest smoothed value and the first loss."""
+    always = [smooth, validation[:, 1] if len(validation) else smooth, [] if entropy is None else [entropy]]
+    shown = np.concatenate([*always, raw[:1], raw[np.isfinite(raw) & (raw <= np.nanmax(smooth, initial=-np.inf))]])
+    shown = shown[np.isfinite(shown)]
+    if not len(shown):
+        return 0.0, 0.0
+    pad = 0.05 * (shown.max() - shown.min()) or 0.05
+    return float(shown.min() - pad), float(shown.max() + pad)
+
+
+def _series(records: list[dict[str, Any]], key: str) -> np.ndarray:
+    """[n, 2] float64 of (step, value), by step; the last record of a step counts."""
+    found = {r["step"]: float(r[key]) for r in records if r.get(key) is not None and "step" in r}
+    values = np.array(sorted(found.items()), dtype=np.float64).reshape(-1, 2)
+    values[~np.isfinite(values[:, 1]), 1] = np.nan
+    return values
+
+
+def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving mean over `window` values, fewer at the ends and where some are not finite."""
+    good = np.isfinite(values)
+    kernel = np.ones(window)
+    sums = np.convolve(np.where(good, values, 0), kernel, "same")
+    counts = np.convolve(good.astype(float), kernel, "same")
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _last(values: np.ndarray) -> str:
+    good = values[np.isfinite(values)]
+    return f"{good[-1]:.3f}" if len(good) else "not finite"
+
+
+def _starts(run_dir: Path) -> list[dict[str, Any]]:
+    return [e for _, e in read_lines(run_dir / EVENTS) if e and e.get("kind") in ("start", "resume")]
+
+
+def _entropy(run_dir: Path) -> float | None:
+    known = [e["unigram_entropy"] for e in _starts(run_dir) if e.get("unigram_entropy") is not None]
+    return float(known[-1]) if known else None
+
+
+def _title(run_dir: Path) -> str:
+    names = [str(e["name"]) for e in _starts(run_dir) if e.get("name")]
+    return names[-1] if names else run_dir.name

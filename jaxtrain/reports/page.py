@@ -1,0 +1,196 @@
+"""The report on a run as one HTML page that needs nothing else. No JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+
+from jaxtrain.io import html, svg
+from jaxtrain.reports import tables
+from jaxtrain.reports.history import ALL, History, Life, said
+from jaxtrain.trackers.console import count, number, small
+
+COLOURS = {
+    "compute": ("#4c9a4c", "#74c274"), "data": ("#d09c10", "#e5bb4a"), "compile": ("#3b74c0", "#6ca0e8"),
+    "init": ("#868d96", "#a3abb5"), "checkpoint": ("#14909b", "#45bcc6"), "restore": ("#7a5cc0", "#a58ce6"),
+    "eval": ("#5f9ea0", "#8fc7c9"), "replay": ("#b4509a", "#d983c2"), "down": ("#c9474f", "#f0787e"),
+    "curve": ("#2f6db3", "#6ca0e8"), "scores": ("#d1495b", "#f0787e"), "restart": ("#868d96", "#a3abb5"),
+}  # fmt: skip
+STYLE = """
+.curve { fill: none; stroke: var(--curve); stroke-width: 2; }
+.scores { fill: none; stroke: var(--scores); stroke-width: 1.5; } circle.scores { fill: var(--scores); }
+.restart { stroke: var(--restart); stroke-dasharray: 3 4; }
+"""
+LEFT, RIGHT = 80, svg.WIDTH - 20
+HIGH = 240  # of a plot
+POINTS = 600  # of a curve
+BARS = 40  # lives of the timeline
+ORDER = ("init", "restore", "compile", "replay", "data", "compute", "eval", "checkpoint")  # in which they mostly come
+Points = Sequence[tuple[float, float]]
+Scale = Callable[[float], float]
+
+
+def page(run: History) -> str:
+    """The report as an HTML document."""
+    sections = {
+        "Where the time went": _goodput(run),
+        "Loss": html.plot(curve(run, "loss", "loss over steps", ("eval/loss", "validation"))),
+        "Learning rate": html.plot(curve(run, "lr", "learning rate over steps", high=110)),
+        "Throughput": html.plot(curve(run, "tokens_per_sec", "tokens a second over steps")),
+        "Starts and ends": _lives(run),
+        "Validation": _table(("metric", "first", "last", "lowest"), tables.scores(run), (1, 2, 3)),
+        "Checkpoints": _table(
+            ("step", "size", "seconds until on disk", "seconds training waited"), tables.checkpoints(run), (0, 1, 2, 3)
+        ),
+        "Warnings and other events": html.listed(lines) if (lines := tables.notices(run)) else "",
+    }
+    style = html.colours(COLOURS) + STYLE
+    return html.document(f"{run.name}: report", _headline(run), sections, style)
+
+
+def _headline(run: History) -> str:
+    good = "good" if run.state == "finished" or run.state.startswith("running") else "bad"
+    return f"""<header><h1>{escape(run.name)}</h1>
+<p class="dim">{escape(str(run.directory))}; began {tables.when(run.lives[0].began)}</p>
+<p><span class="verdict {good}">{escape(run.state.capitalize())}</span></p>
+{html.cards(tables.facts(run))}</header>"""
+
+
+def _goodput(run: History) -> str:
+    if run.goodput is None:
+        return html.dim("Unknown: the run wrote no ledger.")
+    spent = tables.buckets(run)
+    rows: list[Sequence[str]] = [
+        (html.swatch(name, what), said(seconds), f"{share:.1%}") for name, what, seconds, share in spent
+    ]
+    rows.append(("in all", said(run.elapsed), "100.0%"))
+    note = "Of process 0, over all restarts: every second is in one line."
+    return f"{html.plot(shares(run))}\n{html.dim(note)}\n{html.table(('', 'time', 'share'), rows, (1, 2), total=True)}"
+
+
+def _lives(run: History) -> str:
+    titles = ("began", "steps", "lived", "in training steps", "down after it", "how it ended")
+    table = html.table(titles, tables.lives(run), (2, 3, 4))
+    lines = tables.failed(run)
+    return f"{html.plot(timeline(run))}\n{table}\n{html.listed(lines) if lines else ''}"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
+    return html.table(titles, rows, numbers) if rows else ""
+
+
+def shares(run: History) -> str:
+    """All the time as one bar, in the order of `ALL`."""
+    out, at = [], 10.0
+    for name in ALL:
+        wide = run.seconds[name] / run.elapsed * (svg.WIDTH - 20)
+        if wide > 0:
+            title = f"{ALL[name]}: {said(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
+            out.append(svg.rect(at, 4, wide, 40, name, title))
+            at += wide
+    return svg.picture(50, out, "where the time went")
+
+
+def timeline(run: History) -> str:
+    """A bar for each of the newest lives, where it lay in time, stacked of its buckets; empty of a single one."""
+    lives = run.lives[-BARS:]
+    if len(lives) < 2:
+        return ""
+    begin, end = lives[0].began, max(life.ended for life in lives)
+    row, top, span = 16, 6, max(end - begin, 1e-9)
+    bottom = top + row * len(lives)
+
+    def at(seconds: float) -> float:
+        return LEFT + (seconds - begin) / span * (RIGHT - LEFT)
+
+    out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, said))
+    for index, life in enumerate(lives):
+        y = top + row * index
+        out.append(svg.text(LEFT - 8, y + 12, svg.cut(tables.steps_of(life), LEFT - 10), "end"))
+        out += _stack(life, at, y, row - 3)
+    return svg.picture(bottom + 28, out, "lives of the run")
+
+
+def _stack(life: Life, at: Scale, y: float, high: float) -> Iterator[str]:
+    place = life.began
+    for name in ORDER:
+        seconds = life.seconds.get(name, 0.0)
+        x0, x1 = at(place), at(place + seconds)
+        if seconds > 0:
+            yield svg.rect(x0, y, x1 - x0, high, name, f"{ALL[name]}: {said(seconds)}")
+        place += seconds
+
+
+def curve(run: History, key: str, what: str, beside: tuple[str, str] | None = None, high: int = HIGH) -> str:
+    """A metric over steps, smoothed, with restarts as dotted lines; `beside`: another metric and its name."""
+    points = _finite(run.series(key))
+    other = _finite(run.series(beside[0])) if beside else []
+    if len(points) < 2:
+        return ""
+    x0, x1 = points[0][0], points[-1][0]
+    smooth = thinned(points, POINTS)
+    low, top = _limits([value for _, value in smooth] + [value for _, value in other])
+
+    def x(step: float) -> float:
+        return LEFT + (step - x0) / (x1 - x0) * (RIGHT - LEFT)
+
+    def y(value: float) -> float:
+        return 10 + (top - min(max(value, low), top)) / (top - low) * (high - 10)
+
+    out = [*_levels(y, low, top), *_ticks(x, x0, x1, high, lambda value: f"{value:,.6g}")]
+    out += [svg.line(x(life.first), 10, x(life.first), high, "restart") for life in run.lives[1:] if x0 <= life.first]
+    out.append(_polyline(((x(a), y(b)) for a, b in smooth), "curve"))
+    label = f"{key}, last {_figure(points[-1][1])}"
+    if other and beside:
+        out.append(_polyline(((x(a), y(b)) for a, b in other), "scores"))
+        out += [f'<circle class="scores" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>' for a, b in thinned(other, 100)]
+        label += f"; {beside[1]} (dots), last {_figure(other[-1][1])}"
+    out.append(svg.text(RIGHT, 22, label, "end"))
+    return svg.picture(high + 28, out, what)
+
+
+def thinned(points: Points, most: int) -> list[tuple[float, float]]:
+    """At most so many points, each the mean of its neighbours: a curve of a million steps is a small page."""
+    size = max(1, math.ceil(len(points) / most))
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return [(sum(a for a, _ in group) / len(group), sum(b for _, b in group) / len(group)) for group in groups]
+
+
+def _finite(points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
+    return [(float(step), value) for step, value in points if math.isfinite(value)]
+
+
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    pad = 0.04 * (max(values) - min(values)) or 0.05 * abs(max(values)) or 1.0
+    return min(values) - pad, max(values) + pad
+
+
+def _levels(y: Scale, low: float, top: float) -> Iterator[str]:
+    step = svg.round_step((top - low) / 5)
+    value = math.ceil(low / step) * step
+    while value <= top:
+        height = y(value)
+        yield svg.line(LEFT, height, RIGHT, height, "grid")
+        yield svg.text(LEFT - 8, height + 4, _figure(value), "end")
+        value += step
+
+
+def _ticks(x: Scale, low: float, high: float, y: float, shown: Callable[[float], str]) -> Iterator[str]:
+    """Round figures of an axis below `y`."""
+    step = svg.round_step((high - low) / 6)
+    value = math.ceil(low / step) * step
+    while value <= high:
+        place = x(value)
+        yield svg.line(place, y, place, y + 5, "axis")
+        anchor = "end" if place > RIGHT - 40 else "middle"
+        yield svg.text(place, y + 19, shown(value), anchor)
+        value += step
+
+
+def _figure(value: float) -> str:
+    return count(value) if abs(value) >= 1000 else small(value) if 0 < abs(value) < 0.01 else number(round(value, 6))
+
+
+def _polyline(points: Iterable[tuple[float, float]], style: str) -> str:
+    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'

@@ -1,1 +1,0 @@
-"""What keeps a run going, or ends it in one clear line, when something goes wrong."""

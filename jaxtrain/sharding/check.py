@@ -1,0 +1,241 @@
+"""The mesh doctor: everything that can be wrong with a mesh and its rules, found before JAX starts. No JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from jaxtrain.config.checks import divisors
+from jaxtrain.config.schema import Mesh
+from jaxtrain.errors import Problem, did_you_mean, join
+from jaxtrain.sharding.axes import AXES, shape_text
+from jaxtrain.sharding.rules import BATCH, CONTEXT, EMBED, EXPERT, LAYERS, SEQUENCE, STAGES, TABLE, VOCAB, asked
+
+Shape = tuple[int, ...]
+Names = tuple[str | None, ...]
+
+# Names that layouts may have rules for even where the model at hand has no such dim.
+KNOWN = frozenset(
+    (BATCH, SEQUENCE, CONTEXT, EMBED, "heads", "kv_heads", "head_dim", "mlp", VOCAB, TABLE, LAYERS, EXPERT)
+)
+# Activations that the decoder constrains; no axis may shard two dims of one of them.
+ACTIVATIONS: dict[str, Names] = {
+    "the residual stream": ("batch", "sequence", None),
+    "the queries": ("batch", "context", "heads", None),
+    "the keys and values": ("batch", "context", "kv_heads", None),
+    "the feed-forward activations": ("batch", "context", "mlp"),
+    "the activations of the experts": ("expert", None, "mlp"),
+    "the logits": ("batch", "context", "vocab"),
+}
+WORDS = {
+    "batch": "sequences per microbatch (data.global_batch / step.accumulate)",
+    "sequence": "tokens per sequence (data.sequence)",
+    "context": "tokens per sequence (data.sequence)",
+}
+LISTED = 24  # tensors that one line names
+
+
+def check(
+    mesh: Mesh,
+    rules: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, tuple[Shape, Names]] | None,
+    activations: Mapping[str, int],
+    devices: int | None,
+) -> list[Problem]:
+    """All problems of a mesh and its rules for a model, one for each cause.
+
+    Args:
+        mesh: sizes of the axes; one may be -1.
+        rules: logical name -> mesh axes.
+        tensors: path -> (shape, logical names) of every parameter; None where they are not known yet.
+        activations: logical name -> size of activation dims, e.g. `{"batch": 8, "sequence": 1024}`.
+        devices: number of devices; None where it is not known: then an axis of -1 is not checked.
+
+    Returns:
+        Problems with dotted keys and no places (see `jaxtrain.config.locate`); empty where all is well.
+    """
+    sizes, problems = axis_sizes(mesh, devices)
+    problems += _dcn(mesh, sizes)
+    problems += _rule_names(rules, tensors, activations)
+    valid = {name: tuple(a for a in dict.fromkeys(axes) if a in AXES) for name, axes in rules.items()}
+    problems += _twice(valid, tensors or {}, activations, sizes)
+    problems += _indivisible(valid, tensors or {}, activations, sizes)
+    problems += _idle(valid, tensors, activations, sizes)
+    return problems
+
+
+def axis_sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
+    """Sizes of all axes, None where not known, and what is wrong with them."""
+    given = {axis: int(getattr(mesh, axis)) for axis in AXES}
+    free = [axis for axis, size in given.items() if size == -1]
+    known: dict[str, int | None] = {axis: None if size == -1 else size for axis, size in given.items()}
+    wrong = [axis for axis, size in given.items() if size == 0 or size < -1]
+    if wrong:
+        return known, [
+            Problem("", f"mesh.{a}", f"{given[a]} is no size; expected a positive number or -1") for a in wrong
+        ]
+    if len(free) > 1:
+        names = join((f"mesh.{axis}" for axis in free), "and")
+        message = f"only one axis may be -1 (what is left), but {names} all are; give all but one a size"
+        return known, [
+            Problem("", f"mesh.{free[-1]}", message.replace("all are", "both are" if len(free) == 2 else "all are"))
+        ]
+    if devices is None:
+        return known, []
+    fixed = prod(size for size in given.values() if size != -1)
+    if free and devices % fixed == 0:
+        return {**known, free[0]: devices // fixed}, []
+    if not free and devices == fixed:
+        return known, []
+    text = shape_text({axis: size for axis, size in given.items() if size != -1}).replace(
+        "of 1 device", "a mesh of ones"
+    )
+    need = f"needs a multiple of {fixed} devices" if free else f"needs {_devices(fixed)}"
+    message = f"{text} {need}, and there {'is' if devices == 1 else 'are'} {devices}; {_fitting(given, devices)}"
+    return known, [Problem("", "mesh", message)]
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count != 1 else ''}"
+
+
+def _fitting(given: Mapping[str, int], devices: int) -> str:
+    """Sizes of single axes that would fit the devices, nearest first; else the -1 that would."""
+    fixed = prod(size for size in given.values() if size != -1)
+    free = -1 in given.values()
+    fits = []
+    for axis, size in given.items():
+        rest = fixed // size
+        if size > 1 and devices % rest == 0:
+            choices = divisors(devices // rest, size, count=2) if free else [devices // rest]
+            fits += [f"mesh.{axis}={choice}" for choice in choices]
+    if fits:
+        return f"would fit: {join(fits[:4])}"
+    if free:
+        return f"nearest number of devices: {max(1, round(devices / fixed)) * fixed}"
+    largest = max(given, key=lambda axis: (given[axis], axis == "data"))
+    return f"set mesh.{largest} to -1 and the others to a divisor of {devices}"
+
+
+def _dcn(mesh: Mesh, sizes: Mapping[str, int | None]) -> Iterable[Problem]:
+    """The part of an axis that spans slices is a divisor of the axis."""
+    for axis, part in mesh.dcn.items():
+        if axis not in AXES:
+            message = f"unknown axis{did_you_mean(axis, AXES)}; the axes are {join(AXES, 'and')}"
+            yield Problem("", f"mesh.dcn.{axis}", message)
+            continue
+        size = sizes[axis]
+        if size is not None and size % part:
+            message = f"{part} slices do not divide mesh.{axis} {size}; expected e.g. {join(divisors(size, part))}"
+            yield Problem("", f"mesh.dcn.{axis}", message)
+
+
+def _used(tensors: Mapping[str, tuple[Shape, Names]] | None, activations: Mapping[str, int]) -> set[str]:
+    """Logical names that the model has."""
+    names = {name for _, dims in (tensors or {}).values() for name in dims if name is not None}
+    return names | set(activations)
+
+
+def _rule_names(
+    rules: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, tuple[Shape, Names]] | None,
+    activations: Mapping[str, int],
+) -> Iterable[Problem]:
+    """Unknown logical names, unknown axes, and an axis given twice in one rule."""
+    names = _used(tensors, activations) | KNOWN
+    for name, axes in rules.items():
+        if tensors is not None and name not in names:
+            hint = did_you_mean(name, sorted(names)) or f"; the names are {join(sorted(names), 'and')}"
+            yield Problem("", f"rules.{name}", f"no tensor has a dim `{name}`{hint}")
+        for axis in dict.fromkeys(axes):
+            if axis not in AXES:
+                message = f"unknown axis `{axis}`{did_you_mean(axis, AXES)}; the axes are {join(AXES, 'and')}"
+                yield Problem("", f"rules.{name}", message)
+            elif list(axes).count(axis) > 1:
+                yield Problem("", f"rules.{name}", f"axis `{axis}` is given twice; expected once")
+
+
+def _twice(
+    rules: Mapping[str, tuple[str, ...]],
+    tensors: Mapping[str, tuple[Shape, Names]],
+    activations: Mapping[str, int],
+    sizes: Mapping[str, int | None],
+) -> Iterable[Problem]:
+    """An axis that would shard two dims of one tensor, one problem for each pair of names."""
+    tables: dict[str, Names] = {path: names for path, (_, names) in tensors.items()}
+    for what, names in ACTIVATIONS.items():
+        tables[what] = tuple(n if n in activations or n in _used(tensors, {}) else None for n in names)
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for path, names in tables.items():
+        owner: dict[str, tuple[int, str]] = {}
+        for dim, (name, axes) in enumerate(zip(names, asked(names, rules))):
+            for axis in axes:
+                if sizes[axis] == 1:
+                    continue
+                first, first_name = owner.setdefault(axis, (dim, name or ""))
+                if first != dim:
+                    low, high = sorted((first_name, name or ""))
+                    cause = (axis, low, high)
+                    found.setdefault(cause, []).append(f"{path} (dims {first} and {dim})")
+    for (axis, first_name, name), paths in found.items():
+        who = f"both `{first_name}` and `{name}`" if first_name != name else f"two dims `{name}`"
+        message = f"axis `{axis}` would shard {who} of {_list(paths)}; expected it in one of these rules"
+        yield Problem("", f"rules.{name}", message)
+
+
+def _indivisible(
+    rules: Mapping[str, tuple[str, ...]],
+    tensors: Mapping[str, tuple[Shape, Names]],
+    activations: Mapping[str, int],
+    sizes: Mapping[str, int | None],
+) -> Iterable[Problem]:
+    """Dims whose size the shards do not divide, one problem for each name and size."""
+    found: dict[tuple[str, int, tuple[str, ...]], list[str]] = {}
+    for name, size in activations.items():
+        if (
+            name == "context"
+            and set(rules.get(name, ())) <= set(rules.get("sequence", ()))
+            and "sequence" in activations
+        ):
+            continue  # found with the sequence
+        found.setdefault((name, size, tuple(rules.get(name, ()))), [])
+    for path, (shape, names) in tensors.items():
+        for dim, (name, size, axes) in enumerate(zip(names, shape, asked(names, rules))):
+            if name is not None:
+                found.setdefault((name, size, axes), []).append(f"{path} (dim {dim})")
+    for (name, size, axes), paths in found.items():
+        # An axis of unknown size only multiplies the shards: what the others do not divide stays wrong.
+        counts = {axis: sizes[axis] or 1 for axis in axes if sizes[axis] != 1}
+        shards = prod(counts.values())
+        if size % shards == 0 or (name == LAYERS and axes == (STAGES,)):  # stages may hold unequal numbers of layers
+            continue
+        split = " x ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
+        what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"
+        above = -(-size // shards) * shards
+        nearest = join([above - shards, above] if above > shards else [above])
+        message = (
+            f"{size} {what} cannot be split into {shards} ({split}); sizes that work: {nearest}; shards that work: "
+        )
+        yield Problem("", f"rules.{name}", message + join(divisors(size, shards)))
+
+
+def _idle(
+    rules: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, tuple[Shape, Names]] | None,
+    activations: Mapping[str, int],
+    sizes: Mapping[str, int | None],
+) -> Iterable[Problem]:
+    """Axes with several devices that no rule uses: these would all compute the same."""
+    names = set(rules) if tensors is None else _used(tensors, activations)
+    used = {axis for name, axes in rules.items() if name in names for axis in axes}
+    for axis, size in sizes.items():
+        if size is not None and size > 1 and axis not in used:
+            message = f"{size} devices, but no rule of the layout uses the axis: they would repeat the same work"
+            yield Problem("", f"mesh.{axis}", f"{message}; expected 1, a rule with `{axis}`, or another layout")
+
+
+def _list(paths: Sequence[str]) -> str:
+    """The tensors, all named up to `LISTED`."""
+    if len(paths) <= LISTED:
+        return join(paths, "and")
+    return f"{', '.join(paths[:LISTED])} and {len(paths) - LISTED} more"

@@ -1,0 +1,79 @@
+"""The tracker of a run's own files: metrics.jsonl and events.jsonl."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.io.jsonl import APPEND, append, cut_after, line_of, read_lines
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+
+
+class Files:
+    """RUN_DIR/metrics.jsonl (an object per logged step) and events.jsonl ({time, kind, ...} per event).
+
+    Every line is one write to an appending file: a killed process loses none and leaves at most the last one broken,
+    which the next start removes. A start after step N cuts the lines of later steps, which a dead run had written
+    and this one will write again; the start event says how many (`cut`). Numbers that are not finite become the
+    strings "nan", "inf" and "-inf", which Python's float() reads back: JSON has no others.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._dir, self._files = Path(run_dir), {}
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._dir.mkdir(parents=True, exist_ok=True)
+        step = int(info.get("step", 0))
+        cut = cut_after(self._dir / METRICS, step)
+        cut_after(self._dir / EVENTS, None)
+        for name in (METRICS, EVENTS):
+            self._files[name] = os.open(self._dir / name, APPEND, 0o644)
+        fields = {key: value for key, value in info.items() if key != "config"}
+        self.event("resume" if step else "start", **fields, **({"cut": cut} if cut else {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(METRICS, {"step": step, **values})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._write(EVENTS, stamped(kind, fields))
+
+    def artifact(self, path: Path) -> None:
+        """Artifacts are in the run's folder already."""
+
+    def rewind(self, step: int) -> None:
+        os.close(self._files.pop(METRICS))
+        cut_after(self._dir / METRICS, step)
+        self._files[METRICS] = os.open(self._dir / METRICS, APPEND, 0o644)
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+        append(self._files[name], line_of(record))
+
+
+def stamped(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An event with its time, UTC."""
+    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
+
+
+def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
+    """Appends to events.jsonl by itself, for whoever is not sure that the trackers still work."""
+    file = os.open(run_dir / EVENTS, APPEND, 0o644)
+    try:
+        append(file, line_of(stamped(kind, fields)))
+    finally:
+        os.close(file)
+
+
+def furthest(run_dir: Path) -> int:
+    """The largest step that a run in this folder ever began, as far as its files tell."""
+    steps = [record.get("step", 0) for _, record in read_lines(run_dir / METRICS) if record]
+    events = [event for _, event in read_lines(run_dir / EVENTS) if event]
+    steps += [event.get(name, 0) for event in events for name in ("step", "reached")]
+    return max((step for step in steps if isinstance(step, int)), default=0)

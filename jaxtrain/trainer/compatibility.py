@@ -1,0 +1,210 @@
+"""What a resumed run may rely on: which promise holds, and which config changes it accepts. No JAX at import.
+
+Measured: a resumed run repeats the uninterrupted one bit for bit with the same mesh, process count, XLA flags and
+versions; another mesh or process count moves float32 losses by 1e-7 or so.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from typing import Any, Literal
+
+from jaxtrain.config.schema import Config
+from jaxtrain.io.packages import version
+
+Level = Literal["bitwise", "fp32-tight", "changed"]
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtrain")
+
+# Config keys that do not reach the numbers of a step. The mesh is compared as it is, not as it is written.
+_SILENT = (
+    "name", "dir", "simulate", "compile_cache", "layout", "mesh", "checkpoint", "eval", "log",
+    "data.cache", "data.workers", "faults",
+)  # fmt: skip
+
+# Keys that a run cannot change and go on, with the reason.
+_FIXED = {
+    "model": "the saved weights belong to this model",
+    "data.type": "it changes the order of the data",
+    "data.options": "it changes the order of the data",
+    "data.sources": "it changes the order of the data",
+    "data.tokenizer": "the saved weights belong to this vocabulary",
+    "data.sequence": "it changes the order of the data",
+    "data.global_batch": "it changes the order of the data",
+    "data.validation": "training would see validation documents",
+    "seed": "it changes the order of the data",
+    "optimizer.name": "the saved optimizer state belongs to it",
+}
+# Keys that change the mathematics of the steps to come: then no promise holds, and the run says so.
+_MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "seed", "guard")
+_SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
+
+_FREE = ("model.init_std", "model.from")  # inside a fixed section, but without effect once training has begun
+
+_WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
+
+_XLA_NOISE = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_timeout")
+
+
+def environment(config: dict[str, Any], mesh: Any = None, **extra: Any) -> dict[str, Any]:
+    """The manifest of a checkpoint: all that decides whether a resumed run is bitwise the same.
+
+    Args:
+      config: the resolved config (`Config.model_dump(mode="json")`).
+      mesh: jax.sharding.Mesh of the run.
+      extra: anything JSON-able to keep besides, e.g. the data position.
+    """
+    import jax
+
+    devices = list(mesh.devices.flat) if mesh is not None else jax.devices()
+    platform = devices[0].platform
+    return {
+        "config": config,
+        "mesh": {axis: int(size) for axis, size in mesh.shape.items() if size > 1} if mesh is not None else {},
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind if platform != "cpu" else f"cpu {_processor()}".strip(),
+        "processes": jax.process_count(),
+        "flags": {name: _flags(os.environ.get(name, "")) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "jax": {
+            name: str(getattr(jax.config, name))
+            for name in ("jax_default_matmul_precision", "jax_enable_x64", "jax_default_prng_impl")
+        },
+        "versions": {name: version(name) for name in PACKAGES},
+        **extra,
+    }
+
+
+def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Level, list[str]]:
+    """Which promise holds for a run resumed from manifest `saved` under `environment` `now`, and why not the better.
+
+    Returns: ("bitwise", []) when mesh, devices, processes, flags, versions and every config value that reaches the
+      numbers are equal; ("changed", what differs) when the config now asks for other mathematics, such as another
+      learning rate; else ("fp32-tight", what differs), one line each.
+    """
+    reasons, changed = [], []
+    for part in ("mesh", "devices", "device_kind", "processes", "flags", "jax", "versions"):
+        reasons += _differences(part, saved.get(part), now.get(part))
+    before, after = _keys(saved.get("config") or {}), _keys(now.get("config") or {})
+    same_data = saved.get("data") == now.get("data")
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) == after.get(key) or _under(key, _SILENT) or (same_data and _SAME_DATA.fullmatch(key)):
+            continue
+        line = f"config {key}: {_show(before.get(key))} -> {_show(after.get(key))}"
+        (changed if _matters(key, after) else reasons).append(line)
+    if changed:
+        return "changed", [*changed, *reasons]
+    return ("fp32-tight", reasons) if reasons else ("bitwise", [])
+
+
+def _matters(key: str, after: dict[str, Any]) -> bool:
+    """Whether a changed key changes the mathematics. More steps do, unless the schedule does not look at them."""
+    if key == "steps" and after.get("optimizer.schedule") in ("constant", "inverse_sqrt"):
+        return False
+    return _under(key, _MATHEMATICS)
+
+
+def compare_configs(
+    saved: dict[str, Any], new: dict[str, Any], step: int = 0, same_data: bool = False
+) -> tuple[list[str], list[str]]:
+    """What changed between the config of a checkpoint and the one that resumes it.
+
+    Args:
+      saved, new: `Config.model_dump(mode="json")`.
+      step: step of the checkpoint: mixture weights from this step on may change, earlier ones may not.
+      same_data: the documents and the tokenizer are known to be the same, wherever they lie now.
+
+    Returns: (changes, refused): lines `key: old -> new`. `changes` holds all of them; a run with any in `refused`
+      (these say why) cannot go on and needs a new name. Layout, mesh, rules, precision between fp32 and bf16,
+      accumulation, kernels, learning rate, steps, logging and checkpoints may change.
+    """
+    before, after = _keys(saved), _keys(new)
+    changes, refused = [], []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) == after.get(key):
+            continue
+        change = f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
+        changes.append(change)
+        moved = same_data and _SAME_DATA.fullmatch(key)
+        reason = None if moved else _refusal(key, before.get(key), after.get(key), step)
+        if reason:
+            refused.append(f"{change} cannot be resumed: {reason}")
+    return changes, refused
+
+
+def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
+    """Why this change stops a resume, or None."""
+    weight = _WEIGHT.fullmatch(key)  # a share of the mixture from a step on: free until the run has come there
+    if _under(key, _FREE) or (weight and int(weight[2]) >= step):
+        return None
+    for fixed, reason in _FIXED.items():
+        if _under(key, (fixed,)):
+            return reason
+    if key == "optimizer.ema" and (before is None) != (after is None):
+        return "the checkpoint holds " + ("no average" if before is None else "an average") + " of the weights"
+    if key == "precision" and "bf16_pure" in (before, after):
+        return "the saved parameters have another dtype"
+    if key == "precision" and "fp16" in (before, after):
+        return "the checkpoint holds " + ("a" if before == "fp16" else "no") + " loss scale"
+    return None
+
+
+def _keys(config: dict[str, Any]) -> dict[str, Any]:
+    """`_flat` with every weight of a source under the step from which it holds, and defaults for absent keys."""
+    flat = dict(_defaults())
+    for key, value in _flat(config).items():
+        weight = _WEIGHT.fullmatch(key)
+        if weight:
+            flat.setdefault(f"{weight[1]}.0", 1.0)
+        flat[key if weight is None else f"{weight[1]}.{weight[2] or 0}"] = value
+    return flat
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return {key: value for key, value in _flat(Config().model_dump(mode="json")).items() if value is not None}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"data.sources.0.path": ...}; empty containers are dropped, so that absent and empty compare equal."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, child in items:
+        flat.update(_flat(child, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def _under(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def _differences(part: str, before: Any, after: Any) -> list[str]:
+    if before == after:
+        return []
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted(before.keys() | after.keys())
+        return [line for key in keys for line in _differences(f"{part} {key}", before.get(key), after.get(key))]
+    return [f"{part}: {_show(before)} -> {_show(after)}"]
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None or value == "" else str(value)
+
+
+def _flags(text: str) -> str:
+    return " ".join(sorted(flag for flag in text.split() if not flag.startswith(_XLA_NOISE)))
+
+
+def _processor() -> str:
+    """Model name of the CPU (Linux), because XLA compiles for its vector units; empty elsewhere."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return ""

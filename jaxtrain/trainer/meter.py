@@ -1,0 +1,103 @@
+"""Makes the record of a logged step. No JAX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.models.flops import Flops, utilisation
+from jaxtrain.planning.hardware.peak import Peak
+from jaxtrain.trackers.goodput import STEPS, Ledger
+
+
+class Meter:
+    """Step time, throughput, data wait, utilisation and memory between two records, by the seconds of a ledger.
+
+        meter = Meter(ledger, tokens=global_batch * sequence, devices=8, flops=flops, peak=peak)
+        meter.compiled(1)
+        record = meter.record(step, {"loss": 2.3, ...})
+
+    Only what a step is made of counts: no validation, no save, no compiling. A record that is made before `compiled`
+    has no rates.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        tokens: int,
+        devices: int,
+        *,
+        flops: Flops | None = None,
+        peak: Peak | None = None,
+        memory: Callable[[], int | None] | None = None,
+    ):
+        """
+        Args:
+            ledger: of this process.
+            tokens: positions (items) of a global batch, padding included.
+            devices: devices of all processes.
+            flops, peak: for MFU and HFU, left out of the record without them.
+            memory: bytes in use, see `device_memory`.
+        """
+        self.tokens, self.devices, self.flops, self.peak = tokens, devices, flops, peak
+        self.constants: dict[str, float] = {}  # in every record
+        self._ledger, self._memory = ledger, memory or process_memory
+        self._before: dict[str, float] | None = None  # the ledger's seconds at the last record
+        self._step = 0
+
+    def compiled(self, step: int) -> float:
+        """Ends compiling, at `step` finished steps; returns the seconds it took."""
+        self._ledger.begin("compute")
+        self._before, self._step = self._ledger.seconds(), step
+        return self._before["compile"]
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The record of `step` (steps finished), over the steps since the last one.
+
+        Adds to the metrics: `step`; `constants`; `tokens`, of all steps so far (positions, replacing a metric of that
+        name); `step_time` and `data_wait`, seconds per step; `tokens_per_sec`, `tokens_per_sec_per_device`; `mfu`,
+        `hfu`, 0 to 1; `memory`, bytes: the peak of the fullest local device, or this process's where devices do not
+        tell.
+        """
+        now, before, steps = self._ledger.seconds(), self._before, step - self._step
+        record: dict[str, Any] = {"step": step, **metrics, **self.constants, "tokens": step * self.tokens}
+        elapsed = 0.0 if before is None else sum(now[bucket] - before[bucket] for bucket in STEPS)
+        if before is not None and steps > 0 and elapsed > 0:
+            rate = steps * self.tokens / elapsed
+            record |= {"tokens_per_sec": rate, "tokens_per_sec_per_device": rate / self.devices}
+            record |= {"step_time": elapsed / steps, "data_wait": (now["data"] - before["data"]) / steps}
+            record |= self._utilisation(rate / self.devices)
+        used = self._memory()
+        self._before, self._step = now, step
+        return record if used is None else record | {"memory": used}
+
+    def _utilisation(self, rate: float) -> dict[str, float]:
+        if self.flops is None or self.peak is None:
+            return {}
+        shares = {
+            "mfu": utilisation(self.flops.model, rate, self.peak.flops),
+            "hfu": utilisation(self.flops.hardware, rate, self.peak.flops),
+        }
+        return {name: share for name, share in shares.items() if share is not None}
+
+
+def device_memory(devices: Sequence[Any]) -> Callable[[], int | None]:
+    """A reader of the peak bytes in use on the fullest of these jax.Devices, else of `process_memory`."""
+
+    def read() -> int | None:
+        stats = [device.memory_stats() or {} for device in devices]
+        peaks = [s.get("peak_bytes_in_use", s.get("bytes_in_use")) for s in stats]
+        known = [p for p in peaks if p is not None]
+        return max(known) if known else process_memory()
+
+    return read
+
+
+def process_memory() -> int | None:
+    """Resident bytes of this process, or None where /proc does not exist."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return None
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,68 @@
+"""A config made small enough to compile on every layout in seconds, and the list of what was changed. No JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtrain.config.schema import Config, Model, Moe
+from jaxtrain.config.show import as_dict, flatten
+
+HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 32
+LAYERS = 4  # two for each of two pipeline stages
+EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
+
+
+def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
+    """The config in float32 with sizes that eight devices can split many ways; ratios and options stay.
+
+    A user's own model keeps its options: only its batch shrinks.
+
+    Returns:
+        The small config, and `key: old -> new` of every change.
+    """
+    values = as_dict(config)
+    if config.model.type == "decoder":
+        values["model"] |= _model(config.model)
+        values["data"]["sequence"] = min(config.data.sequence, SEQUENCE)
+    values["data"]["global_batch"] = 2 * devices
+    values["step"] |= {"accumulate": 1, "attention": "auto"}  # the fast kernels need their chips
+    values |= {"precision": "fp32", "steps": 1000, "simulate": devices, "faults": []}
+    values["optimizer"] |= {"schedule": "constant", "warmup": 0, "epsilon": max(EPSILON, config.optimizer.epsilon)}
+    values["eval"]["every"] = values["checkpoint"]["every"] = None
+    values["checkpoint"]["keep_best"] = 0
+    small = Config(**values)
+    before, after = flatten(config), flatten(small)
+    quiet = ("eval.", "checkpoint.", "steps", "simulate")
+    changes = [key for key in after if before.get(key) != after[key] and not key.startswith(quiet)]
+    return small, [f"{key}: {before.get(key)} -> {after[key]}" for key in changes]
+
+
+def _model(model: Model) -> dict[str, Any]:
+    """Sizes of the small decoder: as many query heads per key/value head where that divides."""
+    group = model.heads // (model.kv_heads or model.heads)
+    heads = HEADS if model.heads > HEADS else model.heads
+    kv_heads = max(1, heads // group)
+    if heads % kv_heads:
+        kv_heads = 1
+    sizes: dict[str, Any] = {
+        "heads": heads, "kv_heads": kv_heads, "embed": min(model.embed, EMBED), "mlp": min(model.mlp, MLP),
+        "head_dim": min(model.head_dim or model.embed // model.heads, HEAD_DIM), "vocab": VOCAB,
+        "layers": min(model.layers, -(-LAYERS // model.window_every) * model.window_every),
+    }  # fmt: skip
+    if model.window is not None:
+        sizes["window"] = min(model.window, SEQUENCE // 3)
+    if model.positions is not None:
+        sizes["rope_scaling"] = {"type": "learned", "original_length": min(model.positions, SEQUENCE)}
+    if model.moe is not None:
+        sizes["moe"] = _moe(model.moe, model.mlp)
+    return sizes
+
+
+def _moe(moe: Moe, mlp: int) -> dict[str, Any]:
+    """A small mixture. Of fewer experts a token visits at most half, so that there still is something to select."""
+    experts, capacity = min(moe.experts, EXPERTS), moe.capacity
+    top_k = moe.top_k if experts == moe.experts else min(moe.top_k, experts // 2)
+    if capacity is not None:
+        capacity = min(capacity, experts / top_k)  # more places than a sequence has tokens are refused
+    few = {"experts": experts, "top_k": top_k, "mlp": min(moe.mlp or mlp, MLP // 2), "capacity": capacity}
+    return moe.model_dump() | few

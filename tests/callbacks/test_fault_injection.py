@@ -1,0 +1,129 @@
+"""Faults happen once, where they are asked for; without any nothing is touched."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxtrain.callbacks import fault_injection
+from jaxtrain.checkpoint import Store, orbax
+from jaxtrain.config.guards import Fault, fault
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the package catches it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def test_texts():
+    assert fault("kill@12") == Fault("kill@12", "kill", "step", 12, 0)
+    assert fault("kill@save:8/3") == Fault("kill@save:8/3", "kill", "save", 8, 3)
+    assert fault("corrupt@8").place == "committed"
+    assert fault("full_disk@8").place == "save"
+
+
+def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_listed(tmp_path):
+    config = tiny.config(tmp_path, faults=["kill@3", "nan@5", "kill@3"])
+    assert fault_injection.remaining(config, tmp_path) == config.faults
+    fault_injection.remember(tmp_path, "kill@3")
+    assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
+    with open(tmp_path / fault_injection.FILE, "a") as file:
+        file.write('{"fault": "nan@')  # cut by a kill: it did not happen
+    assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
+    hooks = fault_injection.Hooks(("kill@3",), tmp_path)
+    hooks.at("step", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fault_injection.ENDS, "kill", kill)
+        with pytest.raises(Killed):
+            hooks.after({}, 3)
+        hooks.after({}, 3)
+
+
+@pytest.mark.parametrize("text", ["kill@5", "kill@eval:6", "kill@logged:8", "kill@data:7"])
+def test_a_run_dies_there_once_and_goes_on_as_if_it_had_not(tmp_path, monkeypatch, text):
+    monkeypatch.setitem(fault_injection.ENDS, "kill", kill)
+    whole = tiny.train(tiny.config(tmp_path, name="whole", eval={"every": 6, "batches": 1}))
+    config = tiny.config(tmp_path, eval={"every": 6, "batches": 1}, faults=[text])
+    with pytest.raises(Killed):
+        tiny.train(config)
+    step = int(text.rpartition(":")[2].rpartition("@")[2])
+    assert max(tiny.losses(config.run_dir)) in range(step - 3, step + 1)
+    assert step not in tiny.saved(config.run_dir)
+    assert fault_injection.fired(config.run_dir) == [text]
+    assert tiny.train(config, resume=True).step == 12
+    assert tiny.losses(config.run_dir) == tiny.losses(whole.run_dir)
+
+
+def test_nan_gradients_come_once(tmp_path):
+    config = tiny.config(tmp_path, steps=6, faults=["nan@3", "nan@5"])
+    result = tiny.train(config)
+    assert [record["step"] for record in tiny.records(result.run_dir) if record["skipped"]] == [3, 5]
+    assert np.isfinite(result.metrics["loss"])
+    assert fault_injection.fired(result.run_dir) == ["nan@3", "nan@5"]
+    assert fault_injection.remaining(config, result.run_dir) == ()
+
+
+def test_a_full_disk_costs_a_save_and_a_slow_one_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(fault_injection, "SLOW", 0.3)
+    config = tiny.config(tmp_path, checkpoint={"every": 4, "keep": 10}, faults=["full_disk@4", "slow_disk@8"])
+    result = tiny.train(config)
+    said = [event["text"] for event in tiny.events(result.run_dir, "warning")]
+    assert any("the disk is full" in text for text in said)
+    seconds = {event["step"]: event["seconds"] for event in tiny.events(result.run_dir, "save")}
+    assert seconds[8] > 0.3
+    assert result.step == tiny.saved(result.run_dir)[-1] == 12
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    whole = tiny.train(tiny.config(tmp_path, name="whole"))
+    config = tiny.config(tmp_path, faults=["corrupt@8"])
+    tiny.train(config.model_copy(update={"steps": 8}))
+    assert "has another checksum" in Store(config.run_dir / "checkpoints").problem(8)
+    tiny.train(config, resume=True)
+    assert (config.run_dir / "checkpoints" / "bad-8").is_dir()
+    assert tiny.losses(config.run_dir) == tiny.losses(whole.run_dir)
+
+
+def test_what_writes_checkpoints_is_wrapped_only_meanwhile_and_only_where_asked(tmp_path):
+    real = orbax.write, orbax.start, os.replace
+    with fault_injection.Hooks((), tmp_path) as hooks:
+        assert (orbax.write, orbax.start, os.replace) == real
+        assert hooks.fetch(test_texts) is test_texts
+    with fault_injection.Hooks(("kill@save:3",), tmp_path):
+        assert orbax.write is not real[0]
+    assert (orbax.write, orbax.start, os.replace) == real
+    with fault_injection.Hooks(("kill@save:3/1",), tmp_path):  # another process's
+        assert orbax.write is real[0]
+    assert not (tmp_path / fault_injection.FILE).exists()
+
+
+def test_a_flip_where_nothing_is_replicated_is_refused():
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((8,), ("fsdp",)), jax.sharding.PartitionSpec("fsdp"))
+    with pytest.raises(
+        ValueError, match="no parameter has replicas here; expected a layout with replicas, such as ddp"
+    ):
+        fault_injection.flipped({"w": jax.device_put(np.zeros(8), sharding)}, 3)
+
+
+def test_the_end_of_a_save_waits_for_the_files(tmp_path):
+    """A kill amid a save comes after the first file is there."""
+    begun, seen = time.monotonic(), []
+    folder = tmp_path / "8.orbax-checkpoint-tmp"
+
+    def later():
+        time.sleep(0.1)
+        folder.mkdir()
+        (folder / "data").write_text("x")
+
+    threading.Thread(target=later).start()
+    fault_injection._when_begun(tmp_path / "8", lambda: seen.append(time.monotonic() - begun))
+    assert 0.1 < seen[0] < fault_injection.SLOW / 2

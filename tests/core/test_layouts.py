@@ -1,0 +1,125 @@
+"""The layout never changes the result: every shipped layout, on every mesh of eight devices that fits, against one.
+
+Twenty steps of training, every gradient and every update, in float32, on packed documents with padding and rows of
+very different weight; a dense decoder with the odd options on, a mixture of experts with its losses, and a GPT-2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from jaxtrain import load
+from jaxtrain.config import Config
+from jaxtrain.config.schema import Mesh
+from jaxtrain.core.placement import placer
+from jaxtrain.core.program import build
+from jaxtrain.verification.candidates import Candidate, candidates
+from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, compare
+from jaxtrain.verification.recording import Runner, Seen
+from jaxtrain.verification.shrink import shrunk
+from jaxtrain.verification.verify import Rows
+
+STEPS, DEVICES = 20, 8
+MODELS = {
+    "dense": {
+        "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": "whole",
+                  "attention_bias": True, "window": 20, "window_theta": 500.0, "residual_scale": 0.7,
+                  "logits_softcap": 20.0},
+        "loss": {"z_loss": 1e-3, "label_smoothing": 0.05},
+    },
+    "moe": {
+        "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 32, "tie_embeddings": True,
+                  "moe": {"experts": 8, "top_k": 2, "shared": 1, "capacity": 1.25, "bias_rate": 1e-3}},
+        "loss": {"balance": 0.02, "router_z": 1e-3},
+        # Steps so small that no token's two best experts come within rounding of each other: then a choice would flip.
+        "optimizer": {"lr": 1e-3}, "seed": 2,
+    },
+    "gpt2": {
+        "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "attention_bias": True,
+                  "output_bias": True, "mlp_bias": True, "norm_offset": "layer", "tie_embeddings": True,
+                  "rope_scaling": {"type": "learned", "original_length": 32}},
+        "data": {"sequence": 32},
+    },
+}  # fmt: skip
+# With experts only what is another program than for a dense model, or meets them in another way.
+WITH_EXPERTS = ("ep", "ep_tp", "cp_ring", "cp_ulysses", "zero1")
+# Learned positions and biases: where the sequence and the width are shared out, and where stages begin and end.
+OF_GPT2 = ("cp_ring", "pp_fsdp")
+LAYOUTS = {"dense": ("all",), "moe": WITH_EXPERTS, "gpt2": OF_GPT2}
+MOST = {"dense": 3, "moe": 2, "gpt2": 1}  # meshes of a layout; `make matrix` runs them all
+PIPELINES = 1  # they take long to compile, and test_parity_pipeline has more of them
+MICROBATCHES = ("zero1", "zero2", "zero3", "tp_sp", "cp_ring", "ep")  # with several also where there are no stages
+
+
+def small(name: str) -> Config:
+    base = {"compile_cache": None, "layout": "3d", "optimizer": {"lr": 1e-3}, **MODELS[name]}
+    return shrunk(load(None, base=base), DEVICES)[0]
+
+
+def wanted() -> list:
+    """(model, layout on a mesh) with an id each. Nothing of this needs JAX to run."""
+    found = []
+    for name in MODELS:
+        seen = Counter()
+        for candidate in candidates(small(name), LAYOUTS[name], DEVICES)[0]:
+            key = (candidate.layout, candidate.config.step.accumulate)
+            seen[key] += 1
+            most = PIPELINES if candidate.config.mesh.pipeline > 1 else MOST[name]
+            if candidate.config.step.accumulate == 2 and candidate.layout not in MICROBATCHES:
+                most = 0
+            where = f"{candidate.layout}-{candidate.mesh}-{candidate.config.step.accumulate}".replace(" ", "")
+            marks = [pytest.mark.matrix] if seen[key] > most else []
+            if name != "dense":  # one reference on one device for all
+                marks.append(pytest.mark.xdist_group(f"layouts {name}"))
+            found.append(pytest.param(name, candidate, id=f"{name}-{where}", marks=marks))
+    return found
+
+
+ALL = wanted()
+WANTED = [parameters for parameters in ALL if pytest.mark.matrix not in parameters.marks]  # by `make test`
+
+
+def observed(config: Config, devices: int) -> Seen:
+    program = build(config, config.model.vocab, jax.devices()[:devices])
+    place = placer(Rows(config), program)
+    batches = [place(step) for step in range(STEPS)]
+    return Runner(program, batches[0]).observe(batches)
+
+
+@functools.cache
+def one_device(name: str) -> Seen:
+    alone = {"mesh": Mesh(), "rules": {}, "zero": 0, "context": "auto", "simulate": None}
+    return observed(small(name).model_copy(update=alone), 1)
+
+
+@pytest.mark.parametrize(("name", "candidate"), ALL)
+def test_a_layout_equals_one_device(name: str, candidate: Candidate):
+    want, got = one_device(name), observed(candidate.config, DEVICES)
+    seen = compare((got.losses, want.losses), (got.gradients, want.gradients), (got.updates, want.updates))
+    assert seen.is_equal, seen
+    assert seen.loss <= LOSS == 1e-5
+    assert seen.gradient <= GRADIENT == 1e-5
+    assert seen.update <= UPDATE
+    assert len(got.losses) == STEPS
+    assert want.losses[-1] < want.losses[0] - 0.05
+    assert all(np.isfinite(got.losses))
+
+
+def test_the_suite_covers_every_shipped_layout():
+    names = {parameters.values[1].config.layout for parameters in WANTED}
+    shipped = {path.stem for path in Path(__file__).parents[2].glob("configs/layouts/*.yaml")}
+    same = {"hsdp"}  # the same program as fsdp on a mesh with `data`
+    assert shipped - names == same
+    meshes = {(p.values[0], p.values[1].layout, p.values[1].mesh) for p in WANTED}
+    assert len(meshes) >= 40
+    assert (
+        yaml.safe_load((Path(__file__).parents[2] / "configs/layouts/hsdp.yaml").read_text())["rules"]
+        == (yaml.safe_load((Path(__file__).parents[2] / "configs/layouts/fsdp.yaml").read_text())["rules"])
+    )

@@ -1,0 +1,73 @@
+"""A pipeline that cannot run is refused before JAX starts, in a line that says what would be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxtrain import load
+from jaxtrain.pipeline.check import check_pipeline
+
+PP = ("layout=pp", "mesh.pipeline=4", "mesh.data=1", "step.accumulate=4", "model.layers=8", "model.vocab=256")
+
+
+def problems(*changes: str) -> list[str]:
+    return [str(problem) for problem in check_pipeline(load(None, *PP, *changes), devices=4)]
+
+
+def test_a_legal_pipeline():
+    assert problems() == []
+    assert problems("pipeline.schedule=zb_v") == []
+    assert problems("model.layers=6") == []
+    assert problems("mesh.pipeline=1", "mesh.data=4", "model.layers=7", "pipeline.schedule=nothing") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (["model.layers=3"], "model.layers: 3 layers are too few for 4 stages; expected at least 4"),
+        (["model.layers=7", "pipeline.schedule=interleaved_1f1b"],
+         "model.layers: 7 layers are too few for 4 stages of 2 chunks; expected at least 8"),
+        (["model.window=8", "model.window_every=4"],
+         "model.layers: 8 layers in groups of 4 are too few for 4 stages; expected at least 16"),
+        (["model.layers=17", "model.window=8", "model.window_every=4"],
+         "model.layers: 17 layers are not whole groups of 4, which stages share out; expected e.g. 16 or 20 ("),
+        (["model.layers=7", "model.window=8", "model.window_every=4"],
+         "model.layers: 7 layers are not whole groups of 4, which stages share out; expected e.g. 16 ("),
+        (["pipeline.schedule=1f1bb"], "pipeline.schedule: no schedule `1f1bb` (did you mean `1f1b`"),
+        (["pipeline.schedule=gpipe", "pipeline.chunks=2"], "pipeline.chunks: schedule gpipe: chunks: expected 1"),
+        (["pipeline.schedule=/none/own.csv"], "pipeline.schedule: /none/own.csv: No such file or directory"),
+        (["rules.layers=[]"], "rules.layers: the stages of mesh.pipeline hold layers; expected `layers: pipeline`"),
+        (["rules.mlp=[pipeline]"], "rules.mlp: axis `pipeline` holds layers; expected it in rules.layers"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(changes: list[str], line: str):
+    (found,) = problems(*changes)
+    assert found.startswith(line)
+    assert "\n" not in found
+
+
+def test_a_ring_is_refused():
+    changes = (
+        "rules.context=[context]",
+        "rules.sequence=[context]",
+        "mesh.context=2",
+        "mesh.pipeline=2",
+        "context=ring",
+    )
+    assert problems(*changes) == [
+        "context: stages of mesh.pipeline work by turns, and a ring needs all at once; expected ulysses or gather"
+    ]
+
+
+def test_a_custom_table_with_a_hole_names_stage_and_microbatch(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("F0,F1,,,B0,B1\n,F0,F1,B0,,\n")
+    found = problems("mesh.pipeline=2", "mesh.data=2", "step.accumulate=2", f"pipeline.schedule={path}")
+    assert found
+    assert all(line.startswith("pipeline.schedule: ") and "stage" in line and "microbatch" in line for line in found)
+
+
+def test_a_good_custom_table(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("F0,F1,,,B0,B1\n,F0,F1,B0,B1,\n")
+    assert problems("mesh.pipeline=2", "mesh.data=2", "step.accumulate=2", f"pipeline.schedule={path}") == []

@@ -1,0 +1,124 @@
+"""What `context` asks of a config: refused in one line before JAX starts, with what would work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtrain import load
+from jaxtrain.config import ConfigError, dump_yaml
+from jaxtrain.core.resolve import resolve
+from jaxtrain.models.layout_check import check_config
+
+BASE = {"model": {"heads": 8, "embed": 64}, "simulate": 8, "data": {"sequence": 1024}}
+
+
+def problems(*overrides: str) -> list[str]:
+    try:
+        resolve(None, *overrides, base=BASE, checks=[check_config])
+    except ConfigError as error:
+        return str(error).split("\n")
+    return []
+
+
+@pytest.mark.parametrize("layout", ["cp_ulysses", "cp_ring", "cp_gather"])
+def test_shipped_layouts_say_their_formulation(layout: str) -> None:
+    config, origin = resolve(None, f"layout={layout}", base=BASE, checks=[check_config])
+    assert config.context == layout.removeprefix("cp_")
+    assert origin["context"] == f"layout {layout}"
+    assert config.rules["embed"] == ("fsdp", "context")
+    assert problems(f"layout={layout}", "mesh.context=2") == []
+
+
+def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(dump_yaml(load(None, "layout=cp_ring", base=BASE)))
+    assert load(tmp_path / "run.yaml").context == "ring"
+    assert load(tmp_path / "run.yaml", "layout=fsdp").context == "auto"
+    config, origin = resolve(tmp_path / "run.yaml", "context=gather")
+    assert (config.context, origin["context"]) == ("gather", "command line")
+    assert load(None, "context=gather", "layout=cp_ring").context == "gather"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["layout=cp_ring", "data.sequence=1020"],
+            "command line: data.sequence: 1020 tokens cannot be split into 8 chunks, two for each of the 4 shards of"
+            " context: ring; expected 1016 or 1024, or context: ulysses or gather",
+        ),
+        (
+            ["layout=cp_gather", "data.sequence=1022"],
+            "layout cp_gather: rules.sequence: 1022 tokens per sequence (data.sequence) cannot be split into 4"
+            " (context 4); sizes that work: 1020 or 1024; shards that work: 1, 2 or 7",
+        ),
+        (
+            ["layout=cp_ulysses", "model.heads=6", "model.head_dim=8"],
+            "layout cp_ulysses: context: ulysses hands heads to the 4 shards of context: 6 heads cannot be split;"
+            " expected 2, 3 or 6 shards, or context: ring or gather",
+        ),
+        (
+            ["layout=cp_ulysses", "mesh.model=2", "rules.heads=model", "rules.kv_heads=model", "model.heads=4"],
+            "layout cp_ulysses: context: ulysses hands heads to the 4 shards of context: 4 heads over 2 shards are 2"
+            " each, and these cannot be split; expected 1 or 2 shards, or context: ring or gather",
+        ),
+        (
+            ["layout=fsdp", "context=ring"],
+            "command line: context: ring crosses the shards of a sequence, and the layout makes none; expected auto, or"
+            " a rule `context: context` with mesh.context above 1",
+        ),
+        (
+            ["layout=cp_ring", "mesh.context=1"],
+            "layout cp_ring: context: ring crosses the shards of a sequence, and the layout makes none; expected auto,"
+            " or mesh.context above 1",
+        ),
+        (
+            ["layout=cp_ring", "step.attention=splash"],
+            "command line: step.attention: `splash` needs whole sequences, and context: ring keeps them in shards;"
+            " expected auto or xla, or context: ulysses",
+        ),
+        (
+            ["layout=cp_gather", "step.attention=cudnn"],
+            "command line: step.attention: `cudnn` needs whole sequences, and context: gather keeps them in shards;"
+            " expected auto or xla, or context: ulysses",
+        ),
+        (
+            ["layout=cp_ulysses", "context=auto", "model.heads=6", "model.head_dim=8", "step.attention=cudnn"],
+            "command line: step.attention: `cudnn` needs whole sequences, and context: gather keeps them in shards;"
+            " expected auto or xla, or heads that the 4 shards of context divide",
+        ),
+        (
+            ["layout=cp_ring", "mesh.model=2", "rules.kv_heads=null"],
+            "command line: rules.kv_heads: attention across shards of a sequence needs `heads` and `kv_heads` on the"
+            " same axes; found model, and none",
+        ),
+        (
+            ["context=rign"],
+            'command line: context: expected one of auto, gather, ulysses or ring; found "rign" (did you mean `ring`?)',
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides: list[str], expected: str) -> None:
+    assert problems(*overrides) == [expected]
+
+
+def test_a_users_own_data_for_a_users_own_model_is_not_permuted() -> None:
+    own = ["layout=cp_ring", "model.type='a.b:C'", "data.type='a.b:D'"]
+    base = {"simulate": 8}
+    with pytest.raises(ConfigError, match="ring permutes the tokens of a row"):
+        resolve(None, *own, base=base, checks=[check_config])
+    assert load(None, *own[1:], "layout=cp_gather", base=base).context == "gather"
+
+
+def test_auto_is_never_refused() -> None:
+    assert problems("layout=fsdp", "context=auto") == []
+    assert problems("layout=cp_ulysses", "context=auto", "model.heads=6", "model.head_dim=8") == []
+    assert check_config(load(None, "layout=cp_ring", "mesh={fsdp: 2, context: -1}")) == []  # unknown until it runs
+
+
+def test_no_jax_before_the_answer() -> None:
+    code = "import sys, jaxtrain.sharding.context_parallel; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,88 @@
+"""A real run that fails and goes on: its ledgers add up to the time by the clock, and what was done again is known."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import linear_model
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxtrain
+from jaxtrain.reports.history import read
+from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.goodput import Ledger
+
+
+class Rows:
+    """Data of `linear_model.Linear` that fail, and take their time, at some steps."""
+
+    fails: int | None = None
+    slow = ()
+
+    def __init__(self, split, seed, global_batch):
+        self.rows = global_batch
+
+    def batch(self, step, rows=None):
+        if step == self.fails:
+            raise OSError("the disk is gone")
+        if step in self.slow:
+            time.sleep(0.25)
+        return {name: np.asarray(value)[rows] for name, value in linear_model.batch(self.rows, 4).items()}
+
+
+def train(tmp_path, **options):
+    base = {
+        "dir": str(tmp_path), "steps": 8, "precision": "fp32", "simulate": 8, "compile_cache": None,
+        "mesh": {"data": 8}, "rules": {"batch": "data"}, "log": {"tensorboard": False}, "checkpoint": {"every": 3},
+        "model": {"type": "linear_model:Linear", "options": {"size": 4}},
+        "data": {"type": "test_goodput:Rows", "global_batch": 8},
+    }  # fmt: skip
+    screen = Screen(8, console=Console(file=io.StringIO(), width=100), live=False)
+    return jaxtrain.trainer(jaxtrain.load(None, base=base), tmp_path / "run", screen=screen, **options)
+
+
+def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(Rows, "fails", 5)
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(tmp_path, ledger=Ledger())
+    first = time.monotonic() - begun
+    monkeypatch.setattr(Rows, "fails", None)
+    monkeypatch.setattr(Rows, "slow", (6, 7))
+    time.sleep(0.3)
+    train(tmp_path, resume=True, ledger=Ledger(age=0.2))
+    run = read(tmp_path / "run")
+    failed, finished = run.lives
+    assert failed.cause == "OSError: the disk is gone"
+    assert run.state == "finished"
+    assert (failed.first, failed.last, finished.first, finished.last) == (0, 5, 3, 8)
+    assert first / 2 < failed.elapsed < first  # all of it but what follows the stop event
+    assert finished.seconds["init"] > 0.2
+    assert finished.seconds["data"] >= 0.4
+    assert finished.seconds["replay"] > 0  # steps 4 and 5; the first of them is in `compile`
+    assert failed.seconds["replay"] == 0
+    assert all(life.seconds[name] > 0 for life in run.lives for name in ("compile", "compute", "checkpoint"))
+    assert finished.seconds["restore"] > 0
+    whole = run.lives[-1].ended - run.lives[0].began
+    assert sum(run.seconds.values()) == run.elapsed == pytest.approx(whole, abs=0.05)
+
+
+def test_a_step_done_again_is_a_replay_however_often_the_run_dies(tmp_path, monkeypatch):
+    """The second life dies before it has come to where the first one was."""
+    for fails in (5, 4):
+        monkeypatch.setattr(Rows, "fails", fails)
+        with pytest.raises(OSError, match="gone"):
+            train(tmp_path, resume=fails == 4)
+    monkeypatch.setattr(Rows, "fails", None)
+    train(tmp_path, resume=True)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    reached = [event["reached"] for event in map(json.loads, lines) if event["kind"] == "ledger"]
+    assert reached == sorted(reached)
+    assert reached[-1] == 8
+    lives = read(tmp_path / "run").lives
+    assert [(life.first, life.last) for life in lives] == [(0, 5), (3, 4), (3, 8)]
+    assert lives[1].seconds["compute"] == 0  # step 4 was done before
