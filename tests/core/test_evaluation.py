@@ -52,7 +52,7 @@ def base(tmp_path: Path) -> dict[str, Any]:
 
 def trained(base: dict[str, Any], *overrides: str) -> Any:
     screen = Screen(4, console=Console(file=io.StringIO()), live=False)
-    return jaxtrain.trainer(jaxtrain.load(None, *overrides, base=base), screen=screen)
+    return jaxtrain.train(jaxtrain.load(None, *overrides, base=base), screen=screen)
 
 
 def nats(result: Any, tokenizer: Tokenizer, text: str) -> float:

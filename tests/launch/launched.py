@@ -52,7 +52,7 @@ def undisturbed(place: Path, steps: int) -> dict[int, float]:
     rng = random.Random(1)
     for index in range(60):
         (place / "corpus" / f"{index}.txt").write_text("".join(rng.choices("abcdef ", k=rng.randint(50, 400))))
-    jaxtrain.trainer(jaxtrain.load(write(place, "whole", steps)))
+    jaxtrain.train(jaxtrain.load(write(place, "whole", steps)))
     return losses(place / "runs" / "whole")
 
 
