@@ -94,7 +94,7 @@ def work(config: Any, run_dir: Path) -> int:
 
     from jaxtrain.trainer import loop
 
-    real = loop.open_run
+    real = loop.open_trainer
 
     def noting(*args: Any, **options: Any) -> Any:
         run, state, done = real(*args, **options)
@@ -112,7 +112,7 @@ def work(config: Any, run_dir: Path) -> int:
         run.program = replace(run.program, step=noted)
         return run, state, done
 
-    loop.open_run = noting
+    loop.open_trainer = noting
     loop.train(config, run_dir, resume=(run_dir / "config.yaml").exists())
     return 0
 

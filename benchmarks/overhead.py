@@ -175,7 +175,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         folder = Path(name)
         config = make_config(spec, folder, steps)
         screen = turns_screen(steps, block)
-        run, state, _ = loop.open_run(config, folder / "runs" / "overhead", screen=screen, resume=False)
+        run, state, _ = loop.open_trainer(config, folder / "runs" / "overhead", console=screen, resume=False)
         run.program = replace(run.program, step=screen.step(run.program.step))
         screen.bare = Bare(config, run.program, state["params"], run.data)
         screen.begin()

@@ -6,7 +6,8 @@
 simulated: one small decoder in 26 layouts on 8 simulated CPU devices of this host. The very program that is predicted
 is run, all of them in turns, one step each, in one process. `wall` and `processor` are medians of these rounds,
 processor time over the cores: other programs on the machine lengthen the one and not the other. The rates of the host
-are measured three times in the same process (jaxtrain.planning.hardware.simulated), and the best counts. tau is Kendall's of predicted
+are measured three times in the same process (jaxtrain.planning.hardware.simulated), and the best counts. tau is
+Kendall's of predicted
 against measured seconds, `tau of halves` that of the first half of the steps against the second: what no prediction can
 be expected to beat. Regret is by how much the layout predicted to be the fastest is slower than the one that is.
 Memory: bytes of the live train state per device, exact, and the growth of a process of its own during its second step

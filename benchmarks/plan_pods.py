@@ -3,8 +3,8 @@
     python benchmarks/plan_pods.py [--only zero] [--out FILE]
 
 `jaxtrain plan` compiles up to 32,768 devices as they are; above, one or two pods with fewer replicas or shards
-(`jaxtrain/planning/pods.py`). Here both are done, in processes of their own with nothing cached, for clusters that can be
-compiled whole within minutes and for smaller pods. Ratios are of the plan that pods tell to that of the whole.
+(`jaxtrain/planning/pods.py`). Here both are done, in processes of their own with nothing cached, for clusters that can
+be compiled whole within minutes and for smaller pods. Ratios are of the plan that pods tell to that of the whole.
 Needs the extras `plan-gpu` and `plan-tpu`; a target whose compiler is not installed is left out.
 """
 

@@ -1,6 +1,7 @@
 """Public training runs: hardware, configuration as their sources state it, and tokens/s a device. No JAX.
 
-`known` says what a run is to the constants of `jaxtrain.planning.hardware.calibration`: the shares of its chip were fitted to it, or
+`known` says what a run is to the constants of `jaxtrain.planning.hardware.calibration`: the shares of its chip were
+fitted to it, or
 chosen with it in view (`fitted`), so that agreement proves little, or not (`test`). No `test` of H100 is a blind one:
 all its runs were in view when it was settled which to fit to. No run of A100 was.
 """

@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxtrain.api import train
     from jaxtrain.config import Config, ConfigError
-    from jaxtrain.trainer.loop import train
 
 __all__ = ["Config", "ConfigError", "load", "train"]
 
@@ -33,7 +33,7 @@ def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, A
 
 def __getattr__(name: str) -> Any:
     if name == "train":
-        return import_module("jaxtrain.trainer.loop").train
+        return import_module("jaxtrain.api").train
     if name in ("Config", "ConfigError"):
         return getattr(import_module("jaxtrain.config"), name)
     raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

@@ -146,18 +146,18 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
     def screen() -> Screen:
         return Screen(6, console=Console(file=text, width=400), live=False)
 
-    jaxtrain.train(jaxtrain.load(place / "config.yaml"), screen=screen())
+    jaxtrain.train(jaxtrain.load(place / "config.yaml"), console=screen())
     run, far = place / "runs/run", place / "far/run"
     assert sorted(int(path.name) for path in far.iterdir() if path.name.isdecimal()) == [2, 4]
     assert main(["checkpoint", "verify", str(run), "--durable"]) == 0
     assert main(["checkpoint", "inspect", str(run), "--json"]) == 0
     assert main(["config", str(run / "config.yaml")]) == 0
     with pytest.raises(UserError, match="holds a run already"):
-        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, screen=screen())
+        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match=f"{far} holds a run already"):
-        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, screen=screen())
-    result = jaxtrain.train(jaxtrain.load(run / "config.yaml", "steps=5"), run, resume=True, screen=screen())
+        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
+    result = jaxtrain.train(jaxtrain.load(run / "config.yaml", "steps=5"), run, resume=True, console=screen())
     assert result.step == 5
     said = text.getvalue() + "".join(capsys.readouterr())
     assert f"checkpoint 4 fetched from {far}" in said

@@ -1,7 +1,7 @@
 """Failures on purpose, at named places of a run, each once in a run's folder: what recovery is tested with.
 
 A fault is written to RUN_DIR/faults.jsonl before it happens, so that the restarted run does not meet it again; a text
-that is given twice happens twice. Without faults nothing here is ever called: `Hooks` of no faults does nothing.
+that is given twice happens twice. Without faults nothing here is ever called: `Faults` of no faults does nothing.
 
     kill, stop, hang   SIGKILL, SIGSTOP, or a wait for ever, at a place:
                          step        after that many steps, the last one still running
@@ -39,11 +39,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.callbacks.base import Callback, Fetch, TrainerView
 from jaxtrain.callbacks.patching import patched
 from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.files import MARKER
 from jaxtrain.config.guards import COMMIT, COMMITTED, DATA, SAVE, STEP, Fault, fault
 from jaxtrain.config.schema import Config
+from jaxtrain.core.program import State
 from jaxtrain.errors import UserError
 
 FILE = "faults.jsonl"
@@ -77,7 +79,7 @@ def fired(run_dir: Path) -> list[str]:
     return found
 
 
-class Hooks:
+class Faults:
     """The places at which faults happen. Enter it around training: what writes checkpoints is wrapped meanwhile."""
 
     def __init__(self, texts: tuple[str, ...], run_dir: Path) -> None:
@@ -87,7 +89,7 @@ class Hooks:
         self._left = [one for one in everywhere if one.process == index or one.kind == "nan"]
         self._dir, self._stack, self._lock = run_dir, ExitStack(), threading.Lock()
 
-    def __enter__(self) -> Hooks:
+    def __enter__(self) -> Faults:
         if any(one.place in (SAVE, COMMIT, COMMITTED) for one in self._left):
             self._stack.enter_context(patched(orbax, "write", self._writes))
             self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
@@ -167,6 +169,48 @@ class Hooks:
                     ENDS[one.kind]()
 
         return replace
+
+
+class FaultInjection(Callback):
+    """Makes the faults of the config happen, each once in a run's folder."""
+
+    def __init__(self) -> None:
+        self._faults: Faults | None = None
+
+    def program_config(self, config: Config, run_dir: Path) -> Config:
+        """Returns the config with the faults that have not happened yet."""
+        left = remaining(config, run_dir)
+        self._faults = Faults(left, run_dir)
+        return config.model_copy(update={"faults": left})
+
+    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
+        """Wraps the functions that write checkpoints."""
+        self._get().__enter__()
+
+    def wrap_fetch(self, fetch: Fetch) -> Fetch:
+        """Adds the faults of the loader."""
+        return self._get().fetch(fetch)
+
+    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+        """Lets the faults after a step happen."""
+        return self._get().after(state, step)
+
+    def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
+        """Lets the faults of the validation happen."""
+        self._get().at("eval", step)
+
+    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
+        """Lets the faults between logging and saving happen."""
+        self._get().at("logged", step)
+        return True
+
+    def close(self, trainer: TrainerView) -> None:
+        """Unwraps the functions that write checkpoints."""
+        self._get().__exit__(None, None, None)
+
+    def _get(self) -> Faults:
+        assert self._faults is not None
+        return self._faults
 
 
 class _Full:

@@ -1,140 +1,130 @@
-"""What the loop does about steps that went wrong: goes on, goes back, or ends the run.
+"""Reacts to bad steps: skips them, rolls back to a checkpoint, or ends the run.
 
-Everything follows from the metrics of a step, which are of the whole batch: all processes decide the same.
+Decisions depend only on global metrics, so all processes agree.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.config import guards
+from jaxtrain.callbacks.base import Callback, TrainerView
+from jaxtrain.config.guards import Spikes
+from jaxtrain.core.program import State
 from jaxtrain.data.skipped_batches import Skips, batch_of, merged
 from jaxtrain.distributed.agreement import agreed
 from jaxtrain.errors import DivergedError
 from jaxtrain.precision.loss_scaling import SMALLEST
-from jaxtrain.trackers.base import Observers
 
-PATIENCE = 20  # steps in a row without an update that end a run
-RETURNS = 3  # to one and the same checkpoint
-READ = ("loss", "grad_norm", "skipped", "spike", "loss_scale")
-
-State = dict[str, Any]
+PATIENCE = 20  # consecutive steps without an update that end a run
+MAX_ROLLBACKS = 3  # to the same checkpoint
+REPORTED = ("loss", "grad_norm", "spike")
 
 
-class Guard:
-    """Counts skipped steps, and goes back before a spike.
+class StepGuard(Callback):
+    """Counts steps without an update, ends a diverged run, and rolls back before a spike.
 
-    Attributes:
-      skips: ranges of batches that are passed over; in the manifest of every checkpoint, so that a resumed run passes
-        over the same.
-      skipped: steps without an update since the start.
-      spike: step of a spike that training has to go back for, or None.
+    The batches around a spike are skipped from then on: their ranges are in the manifest of every checkpoint
+    (`skips`), so that a resumed run skips the same.
+
+    Args:
+        spikes: reaction to spikes of the loss or the gradient norm; None: only non-finite steps are counted.
     """
 
-    def __init__(
-        self, spec: guards.Guard, checkpoints: Checkpointer, observers: Observers, manifest: dict[str, Any]
-    ) -> None:
-        self._spikes, self._checkpoints, self._observers = spec.spikes, checkpoints, observers
-        self._manifest, self._patience = manifest, PATIENCE
-        self._in_row, self._returns = 0, dict[int, int]()
-        self.skipped, self.spike = 0, None
+    watched = (*REPORTED, "skipped", "loss_scale")
 
-    @property
-    def skips(self) -> Skips:
-        return merged(self._manifest.get("skips", ()))
+    def __init__(self, spikes: Spikes | None) -> None:
+        self._spikes, self._patience = spikes, PATIENCE
+        self._in_row, self._rollbacks = 0, dict[int, int]()
+        self._spike_step: int | None = None  # a spike that training has to go back for
+        self.skipped = 0  # steps without an update since the start
 
-    def start(self, left: int) -> None:
-        """`left`: steps to come. Where they are few, fewer bad ones in a row end the run."""
-        self._patience = max(1, min(PATIENCE, left))
+    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
+        """Fewer bad steps in a row end a run with few steps left."""
+        self._patience = max(1, min(PATIENCE, trainer.config.steps - step))
 
-    def read(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-        """The few numbers of a finished step that it decides by; waits for that step."""
-        found = jax.device_get({name: metrics[name] for name in READ if name in metrics})
-        return {name: float(value) for name, value in found.items()}
-
-    def see(self, done: int, values: Mapping[str, float]) -> None:
-        """Takes note of a finished step.
-
-        Raises:
-            DivergedError: too many in a row made no update.
-        """
-        if self._spikes and not self._spikes.skips and values["spike"] > self._spikes.threshold and not self.spike:
-            self.spike = done
-            self._say("spike", done, values)
+    def on_metrics(self, trainer: TrainerView, step: int, values: Mapping[str, float]) -> None:
+        """Takes note of a finished step. Raises DivergedError after too many in a row without an update."""
+        limit = math.inf if self._spikes is None or self._spikes.skips else self._spikes.threshold
+        if values.get("spike", 0.0) > limit and not self._spike_step:
+            self._spike_step = step
+            self._report(trainer, "spike", step, values)
         if not values["skipped"]:
             self._in_row = 0
             return
         self.skipped += 1
         if values.get("loss_scale", 0.0) > SMALLEST and math.isfinite(values["loss"]):
-            return  # float16: overflown, and the scale is lowered
+            return  # float16 overflow: the loss scale is lowered
         self._in_row += 1
-        self._say("skipped", done, values)
+        self._report(trainer, "skipped", step, values)
         if self._in_row >= self._patience:
-            said = f"{self._in_row} steps in a row made no update; {_said(values)} at step {done}"
-            raise DivergedError(f"{said}; {self.last_good()}")
+            text = f"{self._in_row} steps in a row made no update; {_describe(values)} at step {step}"
+            raise DivergedError(f"{text}; {trainer.last_good_checkpoint()}")
 
-    def admits(self, must: bool) -> bool:
-        """Whether the state is to be saved: not while training has to go back, nor, unless it must, while steps are
-        being skipped, which may be the end. A state itself is always that of the last good update."""
-        return self.spike is None and (must or not self._in_row)
+    def is_healthy(self) -> bool:
+        """Returns False while a rollback is due or the last step made no update."""
+        return self._spike_step is None and not self._in_row
 
-    def last_good(self) -> str:
-        """What there is to go on from, in words."""
-        self._checkpoints.wait()
-        kept = self._checkpoints.latest()
-        return "no checkpoint was written" if kept is None else f"checkpoint {kept} is the last good one"
+    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
+        """Refuses while a rollback is due and, unless the run ends here, while steps make no update.
 
-    def go_back(self, state: State, done: int, abstract: State) -> tuple[State, int]:
-        """The state of a checkpoint before the spike, and its step; the batches around the spike are passed over now.
+        The state itself is always that of the last good update.
+        """
+        return self._spike_step is None and (is_last or not self._in_row)
 
-        It is the newest one so many steps before, else the oldest; without any training goes on as it is.
+    def rewind(self, trainer: TrainerView, state: State, step: int) -> tuple[State, int] | None:
+        """Restores a checkpoint from before the spike, and skips the batches around the spike from now on.
+
+        The checkpoint is the newest one `rollback_steps` before, else the oldest. Without any, training goes forward.
 
         Raises:
-            DivergedError: it was that checkpoint too often.
+            DivergedError: too many rollbacks to the same checkpoint.
         """
-        spike, self.spike = self.spike, None
+        spike, self._spike_step = self._spike_step, None
         if spike is None or self._spikes is None:
-            return state, done
-        chosen = self._before(spike)
-        if chosen is None:
-            self._observers.event("warning", text=f"no checkpoint before the spike at step {spike}: training goes on")
-            return state, done
-        self._returns[chosen] = self._returns.get(chosen, 0) + 1
-        if self._returns[chosen] > RETURNS:
-            text = f"spikes again at step {spike}, after {RETURNS} returns to checkpoint {chosen}"
+            return None
+        with trainer.ledger.phase("restore"):
+            target = self._checkpoint_before(trainer, spike)
+        if target is None:
+            trainer.trackers.event("warning", text=f"no checkpoint before the spike at step {spike}: training goes on")
+            return None
+        self._rollbacks[target] = self._rollbacks.get(target, 0) + 1
+        if self._rollbacks[target] > MAX_ROLLBACKS:
+            text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} returns to checkpoint {target}"
             raise DivergedError(f"{text}; that is the last good one")
-        middle, over = batch_of(spike - 1, self.skips), self._spikes.over
-        first = max(middle - over // 2, batch_of(chosen, self.skips))
-        passed = (first, middle + over - over // 2)
+        skipped = self._batches_around(spike, target, merged(trainer.manifest.get("skips", ())))
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # room for what takes its place
-        self._checkpoints.rewind(chosen)
-        state, _ = self._checkpoints.restore(None, abstract)
-        self._manifest["skips"] = [list(part) for part in merged(self.skips, passed)]
-        done = int(jax.device_get(state["step"]))
-        self._observers.rewind(done)
-        self._observers.event("rollback", step=done, spike=spike, batches=f"{passed[0]} to {passed[1] - 1} passed over")
-        return state, done
+        with trainer.ledger.phase("restore"):
+            trainer.checkpointer.rewind(target)
+            state, _ = trainer.checkpointer.restore(None, trainer.program.state)
+        trainer.manifest["skips"] = [list(part) for part in merged(trainer.manifest.get("skips", ()), skipped)]
+        step = int(jax.device_get(state["step"]))
+        trainer.trackers.rewind(step)
+        batches = f"{skipped[0]} to {skipped[1] - 1} passed over"
+        trainer.trackers.event("rollback", step=step, spike=spike, batches=batches)
+        return state, step
 
-    def _before(self, spike: int) -> int | None:
-        """The checkpoint to go back to; the same on every process."""
-        self._checkpoints.wait()
-        steps = [info.step for info in self._checkpoints.steps() if info.step < spike]
+    def _batches_around(self, spike: int, target: int, skips: Skips) -> tuple[int, int]:
+        """Range of batches to skip: centred on the spike's batch, not before the checkpoint's."""
+        assert self._spikes is not None
+        middle, count = batch_of(spike - 1, skips), self._spikes.over
+        return max(middle - count // 2, batch_of(target, skips)), middle + count - count // 2
+
+    def _checkpoint_before(self, trainer: TrainerView, spike: int) -> int | None:
+        """Step of the checkpoint to roll back to; the same on every process."""
+        trainer.checkpointer.wait()
+        steps = [info.step for info in trainer.checkpointer.steps() if info.step < spike]
         early = [step for step in steps if self._spikes and step <= spike - self._spikes.back]
         chosen = agreed(early[-1] if early else steps[0] if steps else -1)
         return None if chosen < 0 else chosen
 
-    def _say(self, kind: str, done: int, values: Mapping[str, float]) -> None:
-        self._observers.event(
-            kind, step=done, **{name: values[name] for name in READ[:2] + READ[3:4] if name in values}
-        )
+    def _report(self, trainer: TrainerView, kind: str, step: int, values: Mapping[str, float]) -> None:
+        trainer.trackers.event(kind, step=step, **{name: values[name] for name in REPORTED if name in values})
 
 
-def _said(values: Mapping[str, float]) -> str:
+def _describe(values: Mapping[str, float]) -> str:
     z = f", z-score {values['spike']:.3g}" if math.isfinite(values.get("spike", math.nan)) else ""
     return f"loss {values['loss']}, gradient norm {values['grad_norm']}{z}"

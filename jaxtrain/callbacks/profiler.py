@@ -1,42 +1,37 @@
-"""An XProf trace of some steps of a run."""
+"""Records an XProf trace of some steps of a run."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import jax
 
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.callbacks.base import Callback, TrainerView
 
 
-class Profile:
-    """Traces the steps [start, stop) into RUN_DIR/profile; without a span it does nothing.
+class Profiler(Callback):
+    """Traces the steps [start, stop) into RUN_DIR/profile. Time spent on starting and writing counts as no step's.
 
-    Time spent on starting and writing is no step's.
+    Args:
+        span: (start, stop).
     """
 
-    def __init__(self, run_dir: Path, span: tuple[int, int] | None, ledger: Ledger):
-        self.path, self._span, self._is_on, self._ledger = run_dir / "profile", span, False, ledger
+    def __init__(self, span: tuple[int, int]) -> None:
+        self._start, self._stop = span
+        self._is_on = self._is_done = False
 
-    def at(self, step: int) -> Path | None:
-        """Called before each step. Returns the folder of the trace when it has just been written."""
-        if self._span is None:
-            return None
-        if self._is_on and step >= self._span[1]:
-            return self.close()
-        if not self._is_on and self._span[0] <= step < self._span[1]:
-            import jax
-
-            with self._ledger.phase("eval"):
-                jax.profiler.start_trace(str(self.path))
+    def on_step_begin(self, trainer: TrainerView, step: int) -> None:
+        """Starts or ends the trace."""
+        if self._is_on and step >= self._stop:
+            self.on_train_end(trainer)
+        if not self._is_on and not self._is_done and self._start <= step < self._stop:
+            with trainer.ledger.phase("eval"):
+                jax.profiler.start_trace(str(trainer.dir / "profile"))
             self._is_on = True
-        return None
 
-    def close(self) -> Path | None:
-        """Ends a trace that is still on, and returns its folder."""
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """Ends a trace that is still on, and hands it to the trackers."""
         if not self._is_on:
-            return None
-        import jax
-
-        with self._ledger.phase("eval"):
+            return
+        with trainer.ledger.phase("eval"):
             jax.profiler.stop_trace()
-        self._is_on, self._span = False, None
-        return self.path
+        self._is_on, self._is_done = False, True
+        trainer.trackers.artifact(trainer.dir / "profile")

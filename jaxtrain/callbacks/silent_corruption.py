@@ -1,98 +1,105 @@
-"""The check for silent corruption: a step computed twice gives the same bits, and replicas hold the same."""
+"""Check for silent data corruption: a step computed twice gives the same bits, and replicas hold the same bits."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.callbacks.base import Callback, StepFn, TrainerView
 from jaxtrain.callbacks.bit_digest import digests, odd_ones
+from jaxtrain.core.program import State
 from jaxtrain.errors import CorruptionError
 
-State = dict[str, Any]
-Step = Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
 SHOWN = 3  # tensors and devices that a message names
 
 
-class Check:
-    """Checks every `every`-th step, and replicas also before every save.
+class ReplicaCheck(Callback):
+    """Computes every `every`-th step twice, and compares replicas then and before every save.
 
-    The second computation starts from a copy that waits in host memory, and what came of the first is deleted before
+    The second computation starts from a copy that waits in host memory, and the result of the first is deleted before
     it, so that devices never hold two states. The program is the same one, compiled once. On a GPU it is deterministic
-    where XLA is told so: XLA_FLAGS=--xla_gpu_deterministic_ops=true.
-
-    Args:
-        abstract: of the train state, with shardings of `mesh`.
-        report: `event(kind, **fields)` of the observers.
-        last_good: what there is to go on from, in words.
+    only with XLA_FLAGS=--xla_gpu_deterministic_ops=true. Without a mesh there is nothing to compare.
     """
 
-    def __init__(
-        self, every: int, abstract: State, mesh: Mesh, report: Callable[..., None], last_good: Callable[[], str]
-    ) -> None:
-        self._every, self._abstract, self._mesh = every, abstract, mesh
-        self._report, self._last_good = report, last_good
-        self._sums = digests(abstract, mesh)
-        self._names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in _leaves(abstract)]
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._mesh: Mesh | None = None
 
-    def due(self, done: int) -> bool:
-        """Whether the step after `done` steps is checked."""
-        return (done + 1) % self._every == 0
+    def setup(self, trainer: TrainerView) -> None:
+        """Prepares the digests of the state."""
+        self._mesh, self._abstract = trainer.program.sharder.mesh, trainer.program.state
+        if self._mesh is None:
+            return
+        self._sums = digests(self._abstract, self._mesh)
+        self._names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in _leaves(self._abstract)]
 
-    def step(self, step: Step, state: State, batch: Any, done: int) -> tuple[State, dict[str, jax.Array]]:
-        """The step after `done` steps, computed twice.
+    def run_step(self, trainer: TrainerView, step_fn: StepFn, state: State, batch: Any, step: int) -> Any | None:
+        """Runs the step after `step` twice, if it is due.
 
         Raises:
             CorruptionError: replicas, or both results, differ.
         """
-        self.replicas(state, done)
+        if self._mesh is None or (step + 1) % self._every:
+            return None
+        self._compare_replicas(trainer, state, step)
         held = jax.device_put(state, _on_host(self._abstract), may_alias=False)
         placed = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
         jax.block_until_ready(held)
-        first, _ = step(state, batch)
+        first, _ = step_fn(state, batch)
         before = self._read(first)
         for leaf in jax.tree.leaves(first):
             leaf.delete()
-        second, metrics = step(jax.device_put(held, placed, may_alias=False), batch)
+        second, metrics = step_fn(jax.device_put(held, placed, may_alias=False), batch)
         differs = before != self._read(second)
         if differs.any():
             names = [name for name, column in zip(self._names, differs.T) if column.any()]
-            self._fail(done + 1, "recompute", names, np.flatnonzero(differs.any(axis=1)).tolist(), "computed twice")
+            devices = np.flatnonzero(differs.any(axis=1)).tolist()
+            self._fail(trainer, step + 1, "recompute", names, devices, "computed twice")
         return second, metrics
 
-    def replicas(self, state: State, done: int) -> None:
-        """Compares what should be equal on several devices. Raises CorruptionError where it is not."""
+    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
+        """Compares replicas before a save. Raises CorruptionError if they differ."""
+        if self._mesh is not None:
+            self._compare_replicas(trainer, state, step)
+        return True
+
+    def _compare_replicas(self, trainer: TrainerView, state: State, step: int) -> None:
+        assert self._mesh is not None
         odd = odd_ones(self._read(state), self._abstract, self._mesh)
         if odd:
             devices = sorted({device for _, places in odd for device in places})
-            self._fail(done, "replicas", [name for name, _ in odd], devices, "compared with its replicas")
+            self._fail(trainer, step, "replicas", [name for name, _ in odd], devices, "compared with its replicas")
 
     def _read(self, state: State) -> np.ndarray:
         return np.asarray(jax.device_get(self._sums(state)))
 
-    def _fail(self, step: int, kind: str, names: list[str], places: list[int], how: str) -> None:
-        devices = [self._mesh.devices.flat[place] for place in places]
+    def _fail(
+        self, trainer: TrainerView, step: int, kind: str, names: list[str], positions: list[int], how: str
+    ) -> None:
+        assert self._mesh is not None
+        devices = [self._mesh.devices.flat[position] for position in positions]
         where = _some([_named(device) for device in devices])
-        everywhere = "; all devices are affected, so that none can be blamed" if _all(places, self._mesh) else ""
-        self._report("corruption", step=step, found_by=kind, devices=where, tensors=_some(names))
-        said = f"{_some(names)}, {how}, differs on {where}{everywhere}"
-        raise CorruptionError(f"silent corruption at step {step}: {said}; {self._last_good()}")
+        everywhere = "; all devices are affected, so that none can be blamed" if _all(positions, self._mesh) else ""
+        trainer.trackers.event("corruption", step=step, found_by=kind, devices=where, tensors=_some(names))
+        trainer.callbacks.each(Callback.on_rewind, trainer, -1)  # copies in memory were not checked
+        text = f"{_some(names)}, {how}, differs on {where}{everywhere}"
+        raise CorruptionError(f"silent corruption at step {step}: {text}; {trainer.last_good_checkpoint()}")
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
-def _all(places: list[int], mesh: Mesh) -> bool:
-    return len(places) == mesh.devices.size > 1
+def _all(positions: list[int], mesh: Mesh) -> bool:
+    return len(positions) == mesh.devices.size > 1
 
 
 def _named(device: Any) -> str:
-    """A device, its process, and the host where that is this one."""
+    """A device, its process, and the host if it is this one."""
     host = f" on {socket.gethostname()}" if device.process_index == jax.process_index() else ""
     return f"device {device.id} ({device.device_kind}, process {device.process_index}{host})"
 

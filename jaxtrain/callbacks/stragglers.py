@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.distributed.kv_store import Coordinator
 from jaxtrain.trackers.goodput import STEPS, Ledger
 
@@ -116,6 +117,19 @@ def outliers(values: Mapping[int, float], least: float) -> list[int]:
     return [who for who, value in values.items() if value - middle > max(OUTLIER * spread, least)]
 
 
-def pace(ledger: Ledger) -> Pace | None:
-    """What compares the processes; None where there is only one."""
-    return None if jax.process_count() == 1 else Pace(ledger, jax.process_index(), Coordinator())
+class StragglerDetector(Callback):
+    """Compares the processes of a run every few seconds, and logs a warning that names a slow one."""
+
+    def __init__(self) -> None:
+        self._pace: Pace | None = None
+
+    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
+        """Starts to compare, if there are several processes."""
+        if jax.process_count() > 1:
+            self._pace = Pace(trainer.ledger, jax.process_index(), Coordinator())
+            trainer.ticker.add(self._pace)
+
+    def on_log(self, trainer: TrainerView, step: int) -> None:
+        """Logs the warnings since the last logged step."""
+        for text in self._pace.poll() if self._pace else ():
+            trainer.trackers.event("warning", text=text)

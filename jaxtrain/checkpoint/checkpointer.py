@@ -155,7 +155,8 @@ class Checkpointer(Reader):
 
         One process: the copy to the host is dispatched, not waited for. Several: orbax copies this process's shards
         before it returns. Either way a save still being written is waited for first; one that failed and waits to be
-        tried again gives way to this one. Disk errors come through `poll`, as `Retrying` and `SaveFailed`, and never touch
+        tried again gives way to this one. Disk errors come through `poll`, as `Retrying` and `SaveFailed`, and never
+        touch
         earlier steps. One process tries again by itself, with the same values. Several processes begin together, on
         their main threads: when `saves_again` says so, with the state as it is then.
 

@@ -288,21 +288,23 @@ def _train(resolved: Config, directory: Path | None, args: argparse.Namespace, *
     if args.deadline is not None and not 0 <= args.deadline < float("inf"):
         raise UserError(f"--deadline: expected seconds, or 0 for none; found {args.deadline:g}")
     _before_jax(args, resolved.simulate)
+    from jaxtrain import api
+    from jaxtrain.callbacks.samples import LossPlot, Samples
+    from jaxtrain.errors import TrainingError
     from jaxtrain.exit_codes import SAVED
-    from jaxtrain.inference.runs import finish
     from jaxtrain.trackers.console import Screen
     from jaxtrain.trackers.goodput import Ledger, process_age
-    from jaxtrain.trainer.loop import TrainingError
-    from jaxtrain.trainer.loop import train as run
 
-    screen, ledger = Screen(resolved.steps), Ledger(age=process_age() if args.is_all else 0.0)
-    options = {"profile": _span(args.profile), "screen": screen, "ledger": ledger, "deadline": args.deadline}
+    console, ledger = Screen(resolved.steps), Ledger(age=process_age() if args.is_all else 0.0)
     try:
-        result = run(resolved, directory, resume=resume, **options)
+        result = api.train(
+            resolved, directory, resume=resume, profile=_span(args.profile), console=console, ledger=ledger,
+            deadline=args.deadline, verbose=args.verbose, callbacks=[LossPlot(), Samples()],
+        )  # fmt: skip
     except TrainingError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return 1
-    finish(resolved, result, screen)
+    console.print(f"next  {result.resume_command}")
     return SAVED if result.stopped_by else 0
 
 

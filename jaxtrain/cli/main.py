@@ -26,6 +26,7 @@ def _looking_on(parser: Parser) -> None:
     parser.add_argument("--profile", metavar="START:STOP", help="write an XProf trace of these steps")
     hang = "end the process (exit code 70) when a step or its data hang so long; default: as measured; 0: never"
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help=hang)
+    parser.add_argument("--verbose", action="store_true", help="print the layout of every parameter")
 
 
 def _train(parser: Parser) -> None:

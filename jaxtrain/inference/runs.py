@@ -26,10 +26,8 @@ from jaxtrain.interop.load_weights import load
 from jaxtrain.interop.tensor_map import PLACES
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.definition import define, make_env
-from jaxtrain.reports.loss_plot import loss_plot
 from jaxtrain.trackers.console import Screen
-from jaxtrain.trainer.loop import Result
-from jaxtrain.trainer.trainer import open_data
+from jaxtrain.trainer.setup import open_data
 
 TOGETHER = 32  # prompts of a batch at most
 REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
@@ -131,20 +129,6 @@ def streamer(
         yield from _text(tokenizer, ids, new)
 
     return stream
-
-
-def finish(config: Config, result: Result, screen: Screen) -> None:
-    """The end of a training run: the loss plot, a sample, the command that goes on."""
-    if jax.process_index() != 0:
-        return
-    if "loss" in result.metrics:
-        screen.print(f"plot  {loss_plot(result.run_dir)}")
-    if config.log.sample and not result.stopped_by and jax.process_count() == 1:
-        params = result.state.get("ema", result.state["params"])
-        stream = streamer(result.program, tokenizer_of(config), params)
-        text = "".join(stream(config.log.prompt, config.log.sample, config.seed))
-        screen.print("sample", *("  | " + line for line in text.splitlines()))
-    screen.print(f"next  {result.resume}")
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

@@ -58,7 +58,8 @@ def tensors(folder: Path) -> dict[str, Entry]:
     """name -> tensor of all safetensors files of a model.
 
     Raises:
-        ModelFileError: there are none, one is missing or truncated, or the index names a tensor that its file does not have.
+        ModelFileError: there are none, one is missing or truncated, or the index names a tensor that its file does not
+        have.
     """
     index = folder / INDEX
     if not index.is_file():

@@ -284,9 +284,10 @@ def of_program(
         needs = needs.with_state(sum(state.values()) - sum(memory.state_bytes(pod.state).values()))
     return Report(
         target, str(program.layout), sizes, collectives.report(text, sizes, program.config.mesh.dcn, layout),
-        state, needs, seconds, step_program.held_bytes(program), memory.largest(program.state), step_program.places(program, target),
-        device_kind, step_program.head_again(program), step_program.vocabulary(program), step_program.counted_by_model(program), measured,
-        layout, text,
+        state, needs, seconds, step_program.held_bytes(program), memory.largest(program.state),
+        step_program.places(program, target),
+        device_kind, step_program.head_again(program), step_program.vocabulary(program),
+        step_program.counted_by_model(program), measured, layout, text,
     )  # fmt: skip
 
 

@@ -17,16 +17,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxtrain.callbacks.goodput import Records
 from jaxtrain.errors import UserError, clean
 from jaxtrain.io.jsonl import read_lines
 from jaxtrain.trackers.files import EVENTS, METRICS
-from jaxtrain.trackers.goodput import BUCKETS
+from jaxtrain.trackers.goodput import BUCKETS, LedgerWriter
 
 LAUNCH = "launch.jsonl"
 DOWN = "down"
 ALL = {**BUCKETS, DOWN: "down: between processes, or not written before a kill"}
-SILENT = 3 * Records.MOST  # seconds after which a run that says nothing is taken for dead
+SILENT = 3 * LedgerWriter.MOST  # seconds after which a run that says nothing is taken for dead
 OWN = ("start", "resume", "compiled", "eval", "save", "copy", "stop", "ledger", "warning", "hang", "pipeline")
 Event = Mapping[str, Any]
 

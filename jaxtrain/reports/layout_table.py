@@ -1,4 +1,4 @@
-"""What a run starts with: the mesh, and every parameter with its size and place. No JAX."""
+"""The layout of a model as text: the mesh, and every parameter with its sizes and mesh axes."""
 
 from __future__ import annotations
 
@@ -61,17 +61,28 @@ def tensors(
 
 
 def mesh_line(layout: str, sizes: Mapping[str, int], device: str) -> str:
-    """`mesh  data 2 x fsdp 2 x model 2 = 8 devices (cpu), layout fsdp_tp`: the axes larger than one."""
+    """`devices   16 x cpu, layout fsdp_tp: data 2 x fsdp 2 x model 4`, with the axes larger than one."""
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    devices = prod(sizes.values())
-    total = f"{devices} device{'s' if devices > 1 else ''} ({device}), layout {layout}"
-    return f"mesh  {shape} = {total}" if shape else f"mesh  {total}"
+    return f"devices   {prod(sizes.values())} x {device}, layout {layout}" + (f": {shape}" if shape else "")
+
+
+def model_line(rows: Sequence[Tensor]) -> str:
+    """`model     1,024,000 parameters, 512 KiB of them on each device`."""
+    count, bytes = sum(row.count for row in rows), sum(row.bytes for row in rows)
+    return f"model     {count:,} parameters, {size(bytes)} on each device"
+
+
+def layout_report(
+    rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int], width: int
+) -> list[Table | str]:
+    """The parameter table, the logical names that it has no room for, and why dims are not sharded."""
+    return [parameter_table(rows, width), *logical_names(rows, width), *unsharded_dims(rows, rules, sizes)]
 
 
 def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -> Table:
-    """Parameters by tensor: shape with the mesh axes of every dim, logical names where there is room, sizes, a total.
+    """Parameters by tensor: shape with the mesh axes of every dim, logical names if there is room, sizes, a total.
 
-    Of more than `most` tensors the largest are shown, in the model's order.
+    Shows the `most` largest tensors, in the model's order.
     """
     largest = sorted(rows, key=lambda row: -row.count)[:most]
     shown = [row for row in rows if row in largest]
@@ -94,17 +105,19 @@ def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -
 
 
 def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
-    """The logical names that `parameter_table` has no room for, a line for the tensors of the same ones."""
+    """Logical names that `parameter_table` has no room for: a line for all tensors with the same names."""
     if width >= WIDE:
         return []
     found: dict[tuple[str | None, ...], list[str]] = {}
     for row in rows:
         found.setdefault(row.names, []).append(row.name)
-    return [f"names: {' '.join(name or '-' for name in names)}: {', '.join(who)}" for names, who in found.items()]
+    return [
+        f"logical names: {' '.join(name or '-' for name in names)}: {', '.join(who)}" for names, who in found.items()
+    ]
 
 
-def whole_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
-    """Why dims are not sharded, a line for each reason; nothing on one device.
+def unsharded_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
+    """Reasons why dims are not sharded, a line each; nothing on one device.
 
     Args:
         rows: the parameters.
@@ -118,13 +131,13 @@ def whole_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes
         for dim, (name, axes) in enumerate(zip(row.names, row.axes)):
             if prod(sizes.get(axis, 1) for axis in axes) > 1 or row.shape[dim] == 1:
                 continue
-            reason, who = _why_whole(row, dim, name, rules)
+            reason, who = _reason_unsharded(row, dim, name, rules)
             reasons.setdefault(reason, {})[who] = None
-    return [f"whole: {', '.join(who)}: {reason}" for reason, who in reasons.items()]
+    return [f"unsharded: {', '.join(who)}: {reason}" for reason, who in reasons.items()]
 
 
-def _why_whole(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """The reason why a dim is whole, and what to name: the dim's logical name, or the tensor."""
+def _reason_unsharded(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """(reason why a dim is not sharded, what to name: the dim's logical name, or the tensor)."""
     if name is None:
         return "dims without a logical name", f"{row.name} (dim {dim})"
     if name == LAYERS and rules.get(LAYERS):

@@ -1,40 +1,50 @@
-"""The train loop, one screen long: next batch, step, log the step before, maybe evaluate, maybe save."""
+"""The training loop: next batch, step, log the step before, evaluate and save if due."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain.callbacks.profiler import Profile
-from jaxtrain.checkpoint import Committed
+from jaxtrain.callbacks.base import Callback
 from jaxtrain.config import Config
-from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, State
 from jaxtrain.errors import NotSavedError, TrainingError
 from jaxtrain.trackers.console import Screen
 from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trainer.setup import fresh_directory, open_trainer
 from jaxtrain.trainer.signals import Signals
-from jaxtrain.trainer.trainer import Run, fresh_directory, open_run, resume_command, time_stages
+from jaxtrain.trainer.trainer import Trainer
 
 OUT_OF_MEMORY = (
     "a device ran out of memory; expected less per device: a larger step.accumulate, step.remat=full, a smaller "
     "data.global_batch or data.sequence, or a layout that shards more (fsdp, tp_sp)"
 )
-Reading = tuple[int, dict[str, jax.Array]]  # steps done, and the metrics of the last one, still on the device
+Reading = tuple[int, dict[str, jax.Array]]  # finished steps, and the metrics of the last one, still on the device
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. `metrics` are those of the last step, with the last validation's as `eval/...`."""
+    """Outcome of a run.
+
+    Attributes:
+        metrics: those of the last step, with the last validation's as `eval/...`.
+        stopped_by: name of the signal that ended the run early, or None.
+        resume_command: shell command that continues the run.
+    """
 
     run_dir: Path
     step: int
     metrics: dict[str, float]
     stopped_by: str | None
-    resume: str
+    resume_command: str
     state: State
     program: Program
     data: Any
@@ -45,132 +55,120 @@ def train(
     run_dir: str | Path | None = None,
     *,
     resume: bool = False,
-    profile: tuple[int, int] | None = None,
-    screen: Screen | None = None,
+    console: Screen | None = None,
     ledger: Ledger | None = None,
-    deadline: float | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
 
     Args:
         config: from `jaxtrain.load`.
         run_dir: where to write; default: a new folder DIR/NAME.
-        resume: go on from the newest good checkpoint in `run_dir`.
-        profile: (first, last) steps to trace for XProf into RUN_DIR/profile.
-        screen: where progress is shown; default: the terminal.
-        ledger: of this process's time; default: one that begins now.
-        deadline: seconds a step or its data may hang before the process is ended; default: as measured; 0: never.
+        resume: continue from the newest good checkpoint in `run_dir`.
+        console: shows progress; default: on the terminal.
+        ledger: accounting of this process's time; default: one that begins now.
+        callbacks: called in this order, see `jaxtrain.callbacks`.
 
     Raises:
         ValueError: bad input, in one line for each problem.
         NotSavedError: the last checkpoint could not be written.
         DivergedError: steps stay without an update, because loss or gradients are bad.
-        CorruptionError: a device computes wrongly (`guard: [check@STEPS]`).
+        CorruptionError: a device computes wrong results (`guard: [check@STEPS]`).
     """
     directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
-    screen = screen or Screen(config.steps)
-    run, state, done = open_run(config, directory, screen=screen, resume=resume, ledger=ledger, deadline=deadline)
+    console = console or Screen(config.steps)
+    trainer, state, step = open_trainer(
+        config, directory, console=console, resume=resume, ledger=ledger, callbacks=callbacks
+    )
     try:
-        with Signals() as signals, run.faults:
-            state, done, stopped_by = fit(run, state, done, signals, Profile(directory, profile, run.ledger))
-            run.finish()
-            report_checkpoints(run)
-        if run.checkpoints.latest() != done:
-            raise NotSavedError(f"the last checkpoint (step {done}) could not be written, see above")
-        run.stop(done, stopped_by or "finished")
-        return Result(
-            directory, done, dict(run.latest), stopped_by, resume_command(run, done), state, run.program, run.data
-        )
+        with Signals() as signals:
+            state, step, stopped_by = fit(trainer, state, step, signals)
+            trainer.wait_for_checkpoints()
+            trainer.report_checkpoints()
+        if trainer.checkpointer.latest() != step:
+            raise NotSavedError(f"the last checkpoint (step {step}) could not be written, see above")
+        trainer.stop(step, stopped_by or "finished")
     except BaseException as error:
-        run.stop(run.ledger.step, f"{type(error).__name__}: {error}".strip())
+        trainer.stop(trainer.ledger.step, f"{type(error).__name__}: {error}".strip())
         if "RESOURCE_EXHAUSTED" in str(error):
             raise TrainingError(OUT_OF_MEMORY) from error
         raise
     finally:
-        run.close()
+        trainer.close()
+    trainer.callbacks.each(Callback.on_finish, trainer, state, stopped_by)
+    metrics, command = dict(trainer.latest_metrics), resume_command(trainer, step)
+    return Result(directory, step, metrics, stopped_by, command, state, trainer.program, trainer.data)
 
 
-def fit(run: Run, state: State, done: int, signals: Signals, profile: Profile) -> tuple[State, int, str | None]:
-    """Steps until the config's last one or a signal: (state, steps done, signal or None)."""
-    config, ledger, first = run.config, run.ledger, done
-    before: Reading | None = None
+def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[State, int, str | None]:
+    """Runs steps until the config's last one or a signal: (state, finished steps, signal or None)."""
+    config, ledger, callbacks, first = trainer.config, trainer.ledger, trainer.callbacks, step
+    pending: Reading | None = None  # the step before, whose metrics are read while the next one runs
     stopped_by = None
-    with run.feed() as batches:
-        while done < config.steps and stopped_by is None:
-            report_profile(run, profile.at(done))
+    with trainer.batches() as batches:
+        while step < config.steps and stopped_by is None:
+            callbacks.each(Callback.on_step_begin, trainer, step)
             with ledger.phase("data"):
-                batch = batches.at(done)
-            state, metrics = run.advance(state, batch, done)
-            log(run, before)  # the step before, while this one runs
-            run.share()
-            done += 1
-            before = done, metrics
-            ledger.at(done)
-            state = run.faults.after(state, done)
-            if done == first + 1:
+                batch = batches.at(step)
+            state, metrics = trainer.step(state, batch, step)
+            log(trainer, pending)
+            callbacks.each(Callback.on_step_dispatched, trainer, step)
+            step += 1
+            pending = step, metrics
+            ledger.at(step)
+            state = callbacks.on_step_end(trainer, state, step)
+            if step == first + 1:
                 jax.block_until_ready(metrics)
-                run.observers.event("compiled", step=done, seconds=round(run.meter.compiled(done), 2))
-                time_stages(run, state, batch)
-            stopped_by = signals.stop_at(done)
-            is_end, scores = done == config.steps, {}
-            validates = bool(run.sets) and (is_end or due(config.eval.every, done))
-            saves = is_end or stopped_by is not None or due(config.checkpoint.every, done)
-            saves = saves or run.checkpoints.saves_again(done)
-            if validates:
+                seconds = round(trainer.meter.compiled(step), 2)
+                trainer.trackers.event("compiled", step=step, seconds=seconds)
+                trainer.time_stages(state, batch)
+            stopped_by = signals.stop_at(step)
+            is_last, scores = step == config.steps, {}
+            should_evaluate = bool(trainer.eval_sets) and (is_last or is_due(config.eval.every, step))
+            should_save = is_last or stopped_by is not None or is_due(config.checkpoint.every, step)
+            should_save = should_save or trainer.checkpointer.saves_again(step)
+            if should_evaluate:
                 jax.block_until_ready(metrics)  # the step's time is its own
-                scores = evaluate(run, state, done)
-            if validates or saves:  # nothing is saved while steps are bad
-                before = log(run, before, scores, now=True)
-            if saves and run.admits(state, done, must=is_end or stopped_by is not None):
-                run.save(done, state, scores)
-            run.keep(done, state)
-            report_checkpoints(run)
-            if run.guard.spike is not None:
-                (state, done), before = run.go_back(state, done), None
-    log(run, before, now=True)
-    report_profile(run, profile.close())
-    return state, done, stopped_by
+                scores = trainer.evaluate(state, step)
+            if should_evaluate or should_save:  # the guard must know the step before it is saved
+                pending = log(trainer, pending, scores, now=True)
+            if should_save:
+                trainer.save(state, step, scores, is_last=is_last or stopped_by is not None)
+            callbacks.each(Callback.after_save, trainer, state, step)
+            trainer.report_checkpoints()
+            if (rewound := trainer.rewind(state, step)) is not None:
+                (state, step), pending = rewound, None
+    log(trainer, pending, now=True)
+    callbacks.each(Callback.on_train_end, trainer)
+    return state, step, stopped_by
 
 
-def due(every: int | None, done: int) -> bool:
-    """Whether something happens after `done` steps that happens every so many."""
-    return every is not None and done % every == 0
+def is_due(every: int | None, step: int) -> bool:
+    """Returns whether something that happens every so many steps happens after `step` steps."""
+    return every is not None and step % every == 0
 
 
-def log(run: Run, reading: Reading | None, scores: dict[str, float] | None = None, now: bool = False) -> None:
-    """Reads a finished step's metrics and hands them on with its validation's: every `log.every` steps, and `now`.
+def log(trainer: Trainer, reading: Reading | None, scores: dict[str, float] | None = None, now: bool = False) -> None:
+    """Reads a finished step's metrics and logs them with its scores: every `log.every` steps, and `now`.
 
-    Waits for that step, never for a later one. Raises DivergedError where too many steps are bad.
+    Waits for that step, never for a later one. On other steps only the metrics that callbacks watch are read; that
+    waits too, which bounds the steps in flight.
     """
     if reading is None:
         return
-    done, metrics = reading
-    if not now and not due(run.config.log.every, done):
-        run.guard.see(done, run.guard.read(metrics))  # waits too, which bounds the steps in flight
-        return
-    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    run.log(done, values, scores or {})
-    run.guard.see(done, values)
+    step, metrics = reading
+    is_logged = now or is_due(trainer.config.log.every, step)
+    names = metrics if is_logged else [name for name in trainer.callbacks.watched if name in metrics] or ["loss"]
+    values = {name: float(value) for name, value in jax.device_get({name: metrics[name] for name in names}).items()}
+    if is_logged:
+        trainer.log(step, values, scores or {})
+    trainer.callbacks.each(Callback.on_metrics, trainer, step, values)
 
 
-def evaluate(run: Run, state: State, done: int) -> dict[str, float]:
-    """Metrics of all validation sets, of the averaged weights where there are such."""
-    run.faults.at("eval", done)
-    with run.ledger.phase("eval"):
-        means = validate(run.program, run.sets, state.get("ema", state["params"]), run.config.eval.batches)
-    run.observers.event("eval", step=done, **means)
-    return means
-
-
-def report_checkpoints(run: Run) -> None:
-    """Passes on what became of the checkpoints."""
-    for event in run.checkpoints.poll():
-        run.observers.event(event.kind, **event.shown())
-        if isinstance(event, Committed) and run.config.log.checkpoints:
-            run.observers.artifact(run.checkpoints.store.path(event.step))
-
-
-def report_profile(run: Run, path: Path | None) -> None:
-    """Says where a trace was written."""
-    if path is not None:
-        run.observers.artifact(path)
+def resume_command(trainer: Trainer, step: int) -> str:
+    """The command that continues this run; a finished one needs more steps."""
+    called = sys.argv[0]
+    is_found = Path(called).name != "jaxtrain" or shutil.which("jaxtrain") == os.path.abspath(called)
+    program = "jaxtrain" if is_found else min(os.path.relpath(called), os.path.abspath(called), key=len)
+    more = f" steps={step + trainer.config.steps}" if step >= trainer.config.steps else ""
+    return f"{shlex.quote(program)} resume {shlex.quote(str(trainer.dir))}{more}"

@@ -1,37 +1,35 @@
-"""The state that a run begins with: fresh, of imported weights, of a checkpoint, or of the nodes' memory."""
+"""The state that a run begins with: fresh, imported weights, a checkpoint, or a copy that a callback holds."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointError, read_manifest
-from jaxtrain.config import ConfigError, guards
+from jaxtrain.checkpoint import Checkpointer, read_manifest
+from jaxtrain.config import guards
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.spike_detection import initial as empty_window
-from jaxtrain.errors import Problem, UserError
+from jaxtrain.errors import CheckpointError, ConfigError, Problem, UserError
 from jaxtrain.interop.config_json import opened
 from jaxtrain.interop.load_weights import load as load_weights
 from jaxtrain.interop.tensor_map import PLACES
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
+from jaxtrain.trainer.trainer import Trainer
 
-if TYPE_CHECKING:
-    from jaxtrain.trainer.trainer import Run
-
-PROMISES = {
-    "bitwise": "losses bitwise those of an uninterrupted run",
-    "fp32-tight": "losses those of an uninterrupted run, to float32 rounding",
-    "changed": "none: the config asks for other steps from here on",
+GUARANTEES = {
+    "bitwise": "losses are bitwise those of an uninterrupted run",
+    "fp32-tight": "losses are those of an uninterrupted run, to float32 rounding",
+    "changed": "the config asks for different steps from here on",
 }
 
 
-def initial(program: Program) -> State:
-    """The state of step 0: fresh, or with the weights of `model.from`."""
+def initial_state(program: Program) -> State:
+    """Builds the state of step 0: fresh, or with the weights of `model.from`."""
     state, source = program.init(), program.config.model.from_
     if source is None:
         return state
@@ -45,125 +43,133 @@ def initial(program: Program) -> State:
     return state
 
 
-def restore(run: Run, info: dict[str, Any]) -> tuple[State, int]:
-    """The newest good state, and what the resumed run may promise; that of step 0 where there is no other."""
-    checkpoints = run.checkpoints
-    with run.ledger.phase("restore"):
-        checkpoints.fetch()
-    _report(run)
-    if (found := _from_peers(run, info)) is not None:
+def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
+    """Restores the newest good state: (state, step); that of step 0 if there is none.
+
+    Adds to the fields of the start event what the resumed run guarantees.
+    """
+    checkpointer = trainer.checkpointer
+    with trainer.ledger.phase("restore"):
+        checkpointer.fetch()
+    _print_warnings(trainer)
+    newest = checkpointer.latest()
+    if (found := _from_callbacks(trainer, -1 if newest is None else newest, info)) is not None:
         return found
-    if (newest := checkpoints.latest()) is not None:
-        _look_at(run, newest)
-    with run.ledger.phase("restore"):
-        step = checkpoints.choose()
-    _report(run)
-    if step is None:
-        return _afresh(run)
-    with run.ledger.phase("restore"):
-        state, saved = restored(checkpoints, run.program.state, step)
-    done = int(jax.device_get(state["step"]))
-    _go_on(run, info, done, saved, ("checkpoint", checkpoints.origin(done)))
-    return state, done
+    if newest is not None:
+        _check_manifest(trainer, newest)
+    with trainer.ledger.phase("restore"):
+        chosen = checkpointer.choose()
+    _print_warnings(trainer)
+    if chosen is None:
+        return _start_again(trainer)
+    with trainer.ledger.phase("restore"):
+        state, saved = restore_checkpoint(checkpointer, trainer.program.state, chosen)
+    step = int(jax.device_get(state["step"]))
+    _resume(trainer, info, step, saved, f"checkpoint {step} of {checkpointer.origin(step)}", checkpointer.origin(step))
+    return state, step
 
 
-def _look_at(run: Run, step: int) -> None:
-    """Refuses what cannot go on, before the state is read: a changed model is told by its key, not by its tensors."""
-    _, manifest = read_manifest(run.checkpoints.directory, step)
+def _check_manifest(trainer: Trainer, step: int) -> None:
+    """Refuses a checkpoint that cannot be resumed, before its state is read.
+
+    A changed model is reported by its config key then, not by its tensors.
+    """
+    _, manifest = read_manifest(trainer.checkpointer.directory, step)
     if "imported" in manifest and step == 0:
         source = shlex.quote(manifest["imported"])
         message = f"holds imported weights and no state of training; train from them with model.from={source}"
-        raise UserError(f"{run.dir} {message}")
-    _refuse(run, step, manifest)
+        raise UserError(f"{trainer.dir} {message}")
+    _config_changes(trainer, step, manifest)
 
 
-def _afresh(run: Run) -> tuple[State, int]:
-    """The state of step 0, where nothing was saved yet, or where the first checkpoint is damaged and there is no other.
+def _start_again(trainer: Trainer) -> tuple[State, int]:
+    """The state of step 0, if nothing was saved yet, or if the first checkpoint is the only one and is damaged.
 
-    Raises UserError where a later one is, or the durable tier holds what could not be fetched: that so many steps are
-    done again is for the user to say.
+    Raises:
+        UserError: a later checkpoint is damaged, or the durable tier holds one that could not be fetched: the user
+            must say that so many steps are to be done again.
     """
-    folder, damaged = run.checkpoints.directory, run.checkpoints.damaged()
-    if not run.checkpoints.is_empty():
-        tier = run.config.checkpoint.durable
+    checkpointer = trainer.checkpointer
+    folder, damaged = checkpointer.directory, checkpointer.damaged()
+    if not checkpointer.is_empty():
+        tier = trainer.config.checkpoint.durable
         raise UserError(f"no usable checkpoint in {folder}, and those in {tier} could not be fetched; see the warnings")
     if damaged is None:
-        why = f"no checkpoint in {folder} yet"
-    elif damaged <= (run.config.checkpoint.every or 0):
-        why = f"no checkpoint in {folder} but one of step {damaged}, which is damaged"
+        reason = f"no checkpoint in {folder} yet"
+    elif damaged <= (trainer.config.checkpoint.every or 0):
+        reason = f"no checkpoint in {folder} but one of step {damaged}, which is damaged"
     else:
         found = f"{damaged} is damaged (bad-{damaged}), and there is no other"
-        begin = f"jaxtrain checkpoint prune {shlex.quote(str(run.dir))} --set-aside"
-        expected = f"give a good copy back, or delete what is damaged ({begin}) to begin again at step 0"
+        prune = f"jaxtrain checkpoint prune {shlex.quote(str(trainer.dir))} --set-aside"
+        expected = f"give a good copy back, or delete what is damaged ({prune}) to begin again at step 0"
         raise UserError(f"no usable checkpoint in {folder}: {found}; {expected}")
-    run.screen.print(f"{why}: starting from step 0")
-    return initial(run.program), 0
+    trainer.console.print(f"{reason}: starting from step 0")
+    return initial_state(trainer.program), 0
 
 
-def _from_peers(run: Run, info: dict[str, Any]) -> tuple[State, int] | None:
-    """What the nodes' memory has of a later step than the newest checkpoint."""
-    if run.peers is None:
-        return None
-    kept = run.checkpoints.latest()
-    with run.ledger.phase("restore"):
-        found = run.peers.newest(after=-1 if kept is None else kept)
-        if found is None:
+def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tuple[State, int] | None:
+    """A state later than checkpoint `newest` that a callback holds, such as a copy in the memory of the nodes."""
+    with trainer.ledger.phase("restore"):
+        source = trainer.callbacks.find_state(trainer, newest)
+        if source is None:
             return None
-        _refuse(run, found.step, found.manifest)
-        state = run.peers.restore(found, run.program.state)
+        _config_changes(trainer, source.step, source.manifest)
+        state = source.load(trainer.program.state)
     if state is None:
         return None
-    _go_on(run, info, found.step, found.manifest, ("step", "the memory of the nodes"))
-    return state, found.step
+    _resume(trainer, info, source.step, source.manifest, f"step {source.step} of {source.name}", source.name)
+    return state, source.step
 
 
-def _go_on(run: Run, info: dict[str, Any], done: int, saved: dict[str, Any], source: tuple[str, str]) -> None:
-    """Says where a state came from, what the config changed since, and what the resumed run may promise."""
-    run.manifest["skips"] = saved.get("skips", [])
-    for line in _refuse(run, done, saved):
-        run.screen.print(f"changed  {line}")
-    level, reasons = resume_guarantee(saved, run.manifest)
-    info |= {"promise": level, "reasons": reasons, "restored": source[1]}
-    run.screen.print(f"restored {source[0]} {done} of {source[1]}")
-    run.screen.print(f"promise  {PROMISES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+def _resume(
+    trainer: Trainer, info: dict[str, Any], step: int, saved: dict[str, Any], restored: str, origin: str
+) -> None:
+    """Prints where a state came from, what changed in the config since, and what the resumed run guarantees."""
+    trainer.manifest["skips"] = saved.get("skips", [])
+    for line in _config_changes(trainer, step, saved):
+        trainer.console.print(f"changed   {line}")
+    level, reasons = resume_guarantee(saved, trainer.manifest)
+    info |= {"guarantee": level, "reasons": reasons, "restored": origin}
+    trainer.console.print(f"restored  {restored}")
+    trainer.console.print(f"guarantee {GUARANTEES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
 
 
-def _report(run: Run) -> None:
-    """Says what restoring came across."""
-    for event in run.checkpoints.poll():
-        run.screen.print(f"warning  {event}")
+def _print_warnings(trainer: Trainer) -> None:
+    """Prints what happened to checkpoints while they were looked for."""
+    for event in trainer.checkpointer.poll():
+        trainer.console.print(f"warning   {event}")
 
 
-def _refuse(run: Run, step: int, saved: dict[str, Any]) -> list[str]:
-    """What the config changed since a checkpoint. Raises ConfigError where the run cannot go on with it."""
-    same_data = saved.get("data") == run.manifest.get("data")
-    changes, refused = compare_configs(saved["config"], run.manifest["config"], step, same_data)
+def _config_changes(trainer: Trainer, step: int, saved: dict[str, Any]) -> list[str]:
+    """Changes of the config since a checkpoint, a line each. Raises ConfigError if the run cannot resume with them."""
+    same_data = saved.get("data") == trainer.manifest.get("data")
+    changes, refused = compare_configs(saved["config"], trainer.manifest["config"], step, same_data)
     if not same_data and not refused:
         refused = ["data: the documents or the tokenizer are not those the run began with; give them back"]
     if refused:
-        raise ConfigError([Problem(str(run.dir), "", f"{line}; or train under a new name") for line in refused])
+        raise ConfigError([Problem(str(trainer.dir), "", f"{line}; or train under a new name") for line in refused])
     return changes
 
 
-def restored(checkpoints: Checkpointer, abstract: State, step: int) -> tuple[State, dict[str, Any]]:
-    """(state, manifest) of a checkpoint, also where `guard` began or ceased to look for spikes since.
+def restore_checkpoint(checkpointer: Checkpointer, abstract: State, step: int) -> tuple[State, dict[str, Any]]:
+    """Restores (state, manifest), also if `guard` began or ceased to look for spikes since.
 
     Args:
-        abstract: of the state that is wanted; a window that the checkpoint does not have is empty.
+        abstract: the wanted state; a window of recent losses that the checkpoint does not have starts empty.
         step: as `Checkpointer.choose` found it: its files are not checked again.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: the checkpoint does not fit.
     """
-    _, saved = read_manifest(checkpoints.directory, step)
+    _, saved = read_manifest(checkpointer.directory, step)
     try:
         had = guards.guard(saved["config"].get("guard", ())).spikes is not None
     except ValueError as error:
         raise CheckpointError(f"the config of checkpoint {step} is not valid: guard: {error}") from None
     if had == ("spikes" in abstract):
-        return checkpoints.restore(step, abstract, verify=False)
+        return checkpointer.restore(step, abstract, verify=False)
     others = {name: leaf for name, leaf in abstract.items() if name != "spikes"}
-    state, manifest = checkpoints.restore(step, others, partial=True, verify=False)
+    state, manifest = checkpointer.restore(step, others, partial=True, verify=False)
     if "spikes" in abstract:
         placed = {name: leaf.sharding for name, leaf in abstract["spikes"].items()}
         state["spikes"] = jax.jit(empty_window, out_shardings=placed)()

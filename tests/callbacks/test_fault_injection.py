@@ -39,7 +39,7 @@ def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_list
     with open(tmp_path / fault_injection.FILE, "a") as file:
         file.write('{"fault": "nan@')  # cut by a kill: it did not happen
     assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
-    hooks = fault_injection.Hooks(("kill@3",), tmp_path)
+    hooks = fault_injection.Faults(("kill@3",), tmp_path)
     hooks.at("step", 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fault_injection.ENDS, "kill", kill)
@@ -95,13 +95,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
 
 def test_what_writes_checkpoints_is_wrapped_only_meanwhile_and_only_where_asked(tmp_path):
     real = orbax.write, orbax.start, os.replace
-    with fault_injection.Hooks((), tmp_path) as hooks:
+    with fault_injection.Faults((), tmp_path) as hooks:
         assert (orbax.write, orbax.start, os.replace) == real
         assert hooks.fetch(test_texts) is test_texts
-    with fault_injection.Hooks(("kill@save:3",), tmp_path):
+    with fault_injection.Faults(("kill@save:3",), tmp_path):
         assert orbax.write is not real[0]
     assert (orbax.write, orbax.start, os.replace) == real
-    with fault_injection.Hooks(("kill@save:3/1",), tmp_path):  # another process's
+    with fault_injection.Faults(("kill@save:3/1",), tmp_path):  # another process's
         assert orbax.write is real[0]
     assert not (tmp_path / fault_injection.FILE).exists()
 

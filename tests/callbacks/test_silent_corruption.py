@@ -90,7 +90,7 @@ def test_no_wrong_bit_is_saved(tmp_path):
 
 
 def test_a_step_that_does_not_repeat_itself_ends_the_run(tmp_path, monkeypatch):
-    real = loop.open_run
+    real = loop.open_trainer
     calls = []
 
     def opened(config, directory, **options):
@@ -107,7 +107,7 @@ def test_a_step_that_does_not_repeat_itself_ends_the_run(tmp_path, monkeypatch):
         run.program = dataclasses.replace(run.program, step=wrong)
         return run, state, done
 
-    monkeypatch.setattr(loop, "open_run", opened)
+    monkeypatch.setattr(loop, "open_trainer", opened)
     config = tiny.config(tmp_path, guard=["check@6"])
     text = r"at step 6: params/w, computed twice, differs on device 2 \(cpu, process 0 on .*; checkpoint 4 is the last"
     with pytest.raises(CorruptionError, match=text):

@@ -15,12 +15,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain.callbacks import watchdog
 from jaxtrain.callbacks import watchdog as watch
-from jaxtrain.callbacks.watchdog import DEADLINES, LEAST, Watchdog
 from jaxtrain.exit_codes import HUNG
 from jaxtrain.hlo.collectives import report, summary
+from jaxtrain.io import watchdog
 from jaxtrain.io.ticker import Ticker
+from jaxtrain.io.watchdog import DEADLINES, LEAST, Watchdog
 from jaxtrain.trackers.goodput import BUCKETS, Ledger
 
 
@@ -177,8 +177,9 @@ STOPPED = """
 import time, sys
 from pathlib import Path
 from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.io import watchdog
 from jaxtrain.io.ticker import Ticker
-from jaxtrain.callbacks.watchdog import Watchdog
+from jaxtrain.io.watchdog import Watchdog
 ledger = Ledger()
 ticker = Ticker(Watchdog(ledger, Path(sys.argv[1]), print, limit=0.6, period=0.05), period=0.05)
 with ledger.phase("data"):
@@ -209,7 +210,6 @@ def test_the_collectives_of_the_running_step_are_named(tmp_path):
 
     options = {"type": "linear_model:Linear", "options": {"size": 8}}
     config = Config(model=options, mesh={"data": 4, "fsdp": 2}, rules={"batch": ["data", "fsdp"], "features": "fsdp"})
-    sys.path.append(os.fspath(Path(__file__).parents[1] / "train"))
     import linear_model
 
     program = build(config, None, jax.devices()[:8])

@@ -94,7 +94,7 @@ def test_killed_twice_and_resumed_is_bitwise_the_same(place: Path, whole: dict[i
         process.wait()
         process = start(place, "resume", "runs/killed")
     output = finish(process)
-    assert "losses bitwise those of an uninterrupted run" in output
+    assert "losses are bitwise those of an uninterrupted run" in output
     assert losses(run) == whole
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import numpy_decoder
 import pytest
 from rich.console import Console
 
@@ -18,9 +18,6 @@ import jaxtrain
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxtrain.inference.runs import evaluate
 from jaxtrain.trackers.console import Screen
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))  # the NumPy decoder of the model's own tests
-import numpy_decoder
 
 METRICS = {"loss", "cross_entropy", "perplexity", "bits_per_byte"}
 TEXTS = {  # shorter than a row, so that each is read as one piece
@@ -52,7 +49,7 @@ def base(tmp_path: Path) -> dict[str, Any]:
 
 def trained(base: dict[str, Any], *overrides: str) -> Any:
     screen = Screen(4, console=Console(file=io.StringIO()), live=False)
-    return jaxtrain.train(jaxtrain.load(None, *overrides, base=base), screen=screen)
+    return jaxtrain.train(jaxtrain.load(None, *overrides, base=base), console=screen)
 
 
 def nats(result: Any, tokenizer: Tokenizer, text: str) -> float:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import hf_models
 import numpy as np
 import pytest
 
 from jaxtrain.cli.main import main
 from jaxtrain.data.tokenizer import EOS, ByteTokenizer, load_tokenizer, train_bpe
 from jaxtrain.inference.runs import _text
-
-sys.path.append(str(Path(__file__).parents[1] / "interop"))  # the tiny models of the tests of interop
-import hf_models
 
 TEXT = "the quick brown fox runs over the lazy dog and then it sleeps on a red mat in the house "
 PROMPTS = ["the cat", "a", "dogs and cats run over the house", "why not"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import jax
 import pytest
 
@@ -18,9 +18,6 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import EOS, load_tokenizer, train_bpe
 from jaxtrain.inference import harness
 from jaxtrain.inference.runs import weights
-
-sys.path.append(str(Path(__file__).parents[1] / "interop"))  # the tiny models of the tests of interop
-import hf_models
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval (jaxtrain[lm-eval])")

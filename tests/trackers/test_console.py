@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxtrain.reports.layout_table import logical_names, mesh_line, parameter_table, tensors, whole_dims
+from jaxtrain.reports.layout_table import logical_names, mesh_line, parameter_table, tensors, unsharded_dims
 from jaxtrain.trackers.console import (
     Screen,
     Status,
@@ -191,23 +191,23 @@ def test_parameter_table():
     assert "393,216" in narrow
     assert "layers embed heads head_dim" in wide
     assert logical_names(rows(), 120) == []
-    assert "names: layers embed heads head_dim: layers.q" in logical_names(rows(), 80)
+    assert "logical names: layers embed heads head_dim: layers.q" in logical_names(rows(), 80)
     total = 512 * 256 + 4 * 256 * 6 * 64 + 4 * 256
     assert re.fullmatch(rf"total +{total:,} +162 KiB *", narrow.splitlines()[-1])
 
 
 def test_the_reason_of_every_whole_dim():
-    assert whole_dims(rows(), RULES, SIZES) == [
-        "whole: layers: a scan takes the layers one by one",
-        "whole: head_dim: no rule in the layout",
-        "whole: layers.norm (dim 1): dims without a logical name",
+    assert unsharded_dims(rows(), RULES, SIZES) == [
+        "unsharded: layers: a scan takes the layers one by one",
+        "unsharded: head_dim: no rule in the layout",
+        "unsharded: layers.norm (dim 1): dims without a logical name",
     ]
-    assert whole_dims(rows(), RULES, {"data": 1, "fsdp": 1, "model": 1}) == []
+    assert unsharded_dims(rows(), RULES, {"data": 1, "fsdp": 1, "model": 1}) == []
     (shared,) = tensors({"k": Leaf(8, 2)}, {"k": (None, "kv_shared")}, lambda names, shape: [("fsdp",), ()], SIZES)
-    assert "repeated for use" in whole_dims([shared], RULES, SIZES)[0]
+    assert "repeated for use" in unsharded_dims([shared], RULES, SIZES)[0]
     (unequal,) = tensors({"w": Leaf(6, 8)}, {"w": ("layers", "embed")}, lambda names, shape: [(), ("fsdp",)], SIZES)
-    (line,) = whole_dims([unequal], RULES | {"layers": ("pipeline",)}, SIZES)
-    assert line == "whole: layers: the stages of pipeline do not divide them, and spread another dim"
+    (line,) = unsharded_dims([unequal], RULES | {"layers": ("pipeline",)}, SIZES)
+    assert line == "unsharded: layers: the stages of pipeline do not divide them, and spread another dim"
 
 
 def test_many_tensors_show_the_largest():
@@ -218,8 +218,5 @@ def test_many_tensors_show_the_largest():
 
 
 def test_mesh_line():
-    assert (
-        mesh_line("tp", SIZES | {"replica": 1}, "cpu")
-        == "mesh  data 2 x fsdp 2 x model 4 = 16 devices (cpu), layout tp"
-    )
-    assert mesh_line("single", {"data": 1}, "cpu") == "mesh  1 device (cpu), layout single"
+    assert mesh_line("tp", SIZES | {"replica": 1}, "cpu") == "devices   16 x cpu, layout tp: data 2 x fsdp 2 x model 4"
+    assert mesh_line("single", {"data": 1}, "cpu") == "devices   1 x cpu, layout single"

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.callbacks.goodput import Records
 from jaxtrain.trackers.base import Observers
 from jaxtrain.trackers.files import Files, furthest
-from jaxtrain.trackers.goodput import BUCKETS, Ledger
+from jaxtrain.trackers.goodput import BUCKETS, Ledger, LedgerWriter
 
 
 class Clock:
@@ -152,7 +151,7 @@ def test_another_thread_may_look_at_any_time():
 def test_records_come_often_at_first_and_seldom_later(tmp_path):
     clock, said, at = Clock(), [], []
     ledger = Ledger(clock=clock)
-    records = Records(ledger, lambda kind, **fields: (said.append((kind, fields)), at.append(clock.now - 1000)))
+    records = LedgerWriter(ledger, lambda kind, **fields: (said.append((kind, fields)), at.append(clock.now - 1000)))
     ledger.begin("compile")
     for _ in range(4000):
         records()
@@ -178,7 +177,7 @@ def test_records_reach_the_file_and_nobody_else(tmp_path):
     observers = Observers([Files(tmp_path), Loud()])
     observers.start({"step": 0})
     ledger = Ledger()
-    Records(ledger, observers.record).write()
+    LedgerWriter(ledger, observers.record).write()
     observers.close()
     start, record = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
     assert (start["kind"], record["kind"]) == ("start", "ledger")

@@ -22,7 +22,7 @@ from jaxtrain.pipeline.schedules.cost import Costs, price
 from jaxtrain.pipeline.schedules.shipped import make
 from jaxtrain.trackers.console import Screen
 from jaxtrain.trainer import loop, trainer
-from jaxtrain.trainer.trainer import open_run
+from jaxtrain.trainer.setup import open_trainer
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def read(folder, name) -> list[dict]:
 
 
 def test_a_run_writes_what_it_promises(tmp_path, corpus):
-    result = jaxtrain.train(config(tmp_path, corpus), screen=quiet())
+    result = jaxtrain.train(config(tmp_path, corpus), console=quiet())
     assert result.step == 8
     assert result.stopped_by is None
     assert result.metrics["eval/loss"] > 0
@@ -82,7 +82,7 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
     assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)  # paths were absolute already
     screen = quiet()
     again = jaxtrain.train(
-        config(tmp_path, corpus, "steps=2", "optimizer.warmup=0", "log.checkpoints=true"), screen=screen
+        config(tmp_path, corpus, "steps=2", "optimizer.warmup=0", "log.checkpoints=true"), console=screen
     )
     assert f"wrote {again.run_dir}/checkpoints/2" in screen.console.file.getvalue()  # what every tracker is given
     assert again.run_dir != result.run_dir  # a run is never written over another
@@ -92,7 +92,7 @@ def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
     changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "pipeline.schedule=zb_h1", "steps=3")
     # an mlp whose W takes longer than what a busy machine adds to it
     cfg = config(tmp_path, corpus, *changes, "eval.every=3", "step.remat=full", "model.mlp=1024")
-    run_dir = jaxtrain.train(cfg, screen=quiet()).run_dir
+    run_dir = jaxtrain.train(cfg, console=quiet()).run_dir
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (found,) = (event for event in events if event["kind"] == "pipeline")
@@ -108,7 +108,7 @@ def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch)
 
     def trained(folder, *changes):
         cfg = config(tmp_path, corpus, "model.layers=3", "optimizer.schedule=constant", *changes)
-        return jaxtrain.train(cfg, folder, resume=folder is not None, screen=quiet()).run_dir
+        return jaxtrain.train(cfg, folder, resume=folder is not None, console=quiet()).run_dir
 
     folder = trained(None, *stages, "steps=4")
     (event,) = (event for event in read(folder, "events") if event["kind"] == "pipeline")
@@ -125,7 +125,7 @@ def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch)
 def test_actions_too_short_to_be_timed_end_no_run(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(trainer, "stage_costs", lambda *_: Costs(0.0, 0.0, 0.0))
     changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "steps=2")
-    folder = jaxtrain.train(config(tmp_path, corpus, *changes), screen=quiet()).run_dir
+    folder = jaxtrain.train(config(tmp_path, corpus, *changes), console=quiet()).run_dir
     assert all("bubble" not in record for record in read(folder, "metrics"))
     assert any("too short to be timed" in event.get("text", "") for event in read(folder, "events"))
 
@@ -139,7 +139,7 @@ def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):
             return real(*args)
 
     monkeypatch.setattr(loop, "fit", guarded)
-    assert jaxtrain.train(config(tmp_path, corpus), screen=quiet()).step == 8
+    assert jaxtrain.train(config(tmp_path, corpus), console=quiet()).step == 8
 
 
 def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
@@ -152,7 +152,7 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
         return real(trainer, reading, scores, now)
 
     def counted(config, directory, **kwargs):
-        trainer, state, done = open_run(config, directory, **kwargs)
+        trainer, state, done = open_trainer(config, directory, **kwargs)
         step = trainer.program.step
 
         def dispatch(state, batch):
@@ -162,23 +162,23 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
         trainer.dispatched, trainer.program = done, dataclasses.replace(trainer.program, step=dispatch)
         return trainer, state, done
 
-    open_run = loop.open_run
+    open_trainer = loop.open_trainer
     monkeypatch.setattr(loop, "log", spy)
-    monkeypatch.setattr(loop, "open_run", counted)
-    jaxtrain.train(config(tmp_path, corpus, "eval.every=null", "checkpoint.every=null"), screen=quiet())
+    monkeypatch.setattr(loop, "open_trainer", counted)
+    jaxtrain.train(config(tmp_path, corpus, "eval.every=null", "checkpoint.every=null"), console=quiet())
     assert order[:-1] == [(n + 1, n) for n in range(1, 8)]
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "cp_ring"])
 def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     same = "optimizer.schedule=constant"  # so that the number of steps does not matter
-    whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", same), screen=quiet())
-    half = jaxtrain.train(config(tmp_path, corpus, "name=half", "steps=4", same), screen=quiet())
+    whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", same), console=quiet())
+    half = jaxtrain.train(config(tmp_path, corpus, "name=half", "steps=4", same), console=quiet())
     again = jaxtrain.load(half.run_dir / "config.yaml", f"layout={layout}", "steps=8")
     screen = quiet()
-    jaxtrain.train(again, half.run_dir, resume=True, screen=screen)
+    jaxtrain.train(again, half.run_dir, resume=True, console=screen)
     shown = screen.console.file.getvalue()
-    assert "changed  layout: 3d ->" in shown
+    assert "changed   layout: 3d ->" in shown
     assert "to float32 rounding" in shown
     expected, got = losses(whole.run_dir), losses(half.run_dir)
     assert got.keys() == expected.keys()
@@ -194,7 +194,7 @@ def test_resume_under_stages_of_two_chunks_and_without_any(tmp_path, corpus):
     def trained(folder, *changes):
         same = ("optimizer.schedule=constant", "model.layers=4", "step.accumulate=2", *devices)
         cfg = config(tmp_path, corpus, *same, *changes)
-        return jaxtrain.train(cfg, folder, resume=folder is not None, screen=quiet()).run_dir
+        return jaxtrain.train(cfg, folder, resume=folder is not None, console=quiet()).run_dir
 
     whole, half = trained(None, "name=whole"), trained(None, "name=half", *stages, "steps=2")
     trained(half, "name=half", "steps=4")
@@ -211,7 +211,7 @@ def test_a_users_own_model_trains_on_any_layout(tmp_path):
             "configs/recipes/spirals.yaml", f"layout={layout}", f"dir={tmp_path}", f"name={layout}", "steps=60",
             "checkpoint.every=null", "compile_cache=null",
         )  # fmt: skip
-        found.append(jaxtrain.train(cfg, screen=quiet(60)).metrics)
+        found.append(jaxtrain.train(cfg, console=quiet(60)).metrics)
     assert found[0]["eval/loss"] < 0.4
     assert found[0]["eval/loss"] == pytest.approx(found[1]["eval/loss"], rel=1e-3)
 
@@ -226,39 +226,39 @@ def test_rates_and_flops_count_the_same_items(tmp_path, corpus, own):
     else:
         values["model"], per_token = model.model_dump(), decoder_flops(model, 256, 64).model
         values["data"] = {"type": "linear_model:Packed", "sequence": 64, "global_batch": 8}
-    trainer, *_ = open_run(Config(**values), tmp_path / own, screen=quiet(), resume=False)
-    trainer.observers.close()
-    trainer.checkpoints.close()
+    trainer, *_ = open_trainer(Config(**values), tmp_path / own, console=quiet(), resume=False)
+    trainer.trackers.close()
+    trainer.checkpointer.close()
     assert trainer.meter.tokens == 8 * 64
     assert trainer.meter.flops.model == per_token
 
 
 def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):
-    first = jaxtrain.train(config(tmp_path, corpus, "seed=1"), screen=quiet())
+    first = jaxtrain.train(config(tmp_path, corpus, "seed=1"), console=quiet())
     before = (first.run_dir / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match="holds a run already"):
-        jaxtrain.train(config(tmp_path, corpus, "seed=2"), first.run_dir, screen=quiet())
+        jaxtrain.train(config(tmp_path, corpus, "seed=2"), first.run_dir, console=quiet())
     assert (first.run_dir / "metrics.jsonl").read_text() == before
     again = jaxtrain.load(first.run_dir / "config.yaml", "steps=3")
     with pytest.raises(ValueError, match="steps: 3 is less than the 8 already done"):
-        jaxtrain.train(again, first.run_dir, resume=True, screen=quiet())
+        jaxtrain.train(again, first.run_dir, resume=True, console=quiet())
     # A refusal frees the folder: the same process may go on with it.
     changed = jaxtrain.load(first.run_dir / "config.yaml", "steps=9", "optimizer.lr=0.5")
     screen = quiet()
-    assert jaxtrain.train(changed, first.run_dir, resume=True, screen=screen).step == 9
-    assert "promise  none" in screen.console.file.getvalue()
+    assert jaxtrain.train(changed, first.run_dir, resume=True, console=screen).step == 9
+    assert "guarantee the config asks for different steps" in screen.console.file.getvalue()
 
 
 def test_a_run_whose_first_checkpoint_is_damaged_begins_again(tmp_path, corpus):
     same = ("optimizer.schedule=constant", "layout=ddp", "eval.every=null")
-    whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", *same), screen=quiet())
-    part = jaxtrain.train(config(tmp_path, corpus, "name=part", "steps=4", *same), screen=quiet()).run_dir
+    whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", *same), console=quiet())
+    part = jaxtrain.train(config(tmp_path, corpus, "name=part", "steps=4", *same), console=quiet()).run_dir
     shutil.copytree(part, tmp_path / "other")
     for folder, file in ((part, "state/_METADATA"), (tmp_path / "other", "jaxtrain.json")):
         (folder / "checkpoints/4" / file).write_bytes(b"{")
         screen = quiet()
         again = jaxtrain.load(folder / "config.yaml", "steps=8")
-        assert jaxtrain.train(again, folder, resume=True, screen=screen).step == 8
+        assert jaxtrain.train(again, folder, resume=True, console=screen).step == 8
         shown = " ".join(screen.console.file.getvalue().split())
         assert "but one of step 4, which is damaged: starting from step 0" in shown
         assert losses(folder) == losses(whole.run_dir)
@@ -267,35 +267,35 @@ def test_a_run_whose_first_checkpoint_is_damaged_begins_again(tmp_path, corpus):
 
 def test_a_run_whose_later_checkpoints_are_damaged_is_the_users_to_begin_again(tmp_path, corpus):
     keys = ("layout=ddp", "eval.every=null", "checkpoint.every=2", "checkpoint.keep=1", "steps=4")
-    part = jaxtrain.train(config(tmp_path, corpus, *keys), screen=quiet())
+    part = jaxtrain.train(config(tmp_path, corpus, *keys), console=quiet())
     (part.run_dir / "checkpoints/4/state/_METADATA").unlink()
     again = jaxtrain.load(part.run_dir / "config.yaml")
     for _ in range(2):  # also when it is set aside
         with pytest.raises(ValueError, match=r"4 is damaged .* --set-aside\) to begin again at step 0"):
-            jaxtrain.train(again, part.run_dir, resume=True, screen=quiet())
+            jaxtrain.train(again, part.run_dir, resume=True, console=quiet())
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}  # nothing is cut
 
 
 def test_a_run_whose_only_copy_cannot_be_fetched_does_not_begin_again(tmp_path, corpus):
     keys = ("layout=ddp", "eval.every=null", "steps=4", f"checkpoint.durable={tmp_path / 'copies'}")
-    part = jaxtrain.train(config(tmp_path, corpus, *keys), screen=quiet())
+    part = jaxtrain.train(config(tmp_path, corpus, *keys), console=quiet())
     shutil.rmtree(part.run_dir / "checkpoints/4")
     (copy,) = (tmp_path / "copies").rglob("_METADATA")
     copy.write_bytes(b"{")
     again = jaxtrain.load(part.run_dir / "config.yaml")
     with pytest.raises(ValueError, match=r"no usable checkpoint in .* could not be fetched"):
-        jaxtrain.train(again, part.run_dir, resume=True, screen=quiet())
+        jaxtrain.train(again, part.run_dir, resume=True, console=quiet())
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}
 
 
 def test_every_step_is_known_at_the_end_whatever_the_log_interval(tmp_path, corpus):
-    result = jaxtrain.train(config(tmp_path, corpus, "log.every=5", "seed=3000000000"), screen=quiet())
+    result = jaxtrain.train(config(tmp_path, corpus, "log.every=5", "seed=3000000000"), console=quiet())
     assert result.metrics["loss"] > 0
     assert losses(result.run_dir).keys() == {4, 5, 8}  # 4 and 8 because they were saved
 
 
 def test_losses_that_stay_bad_stop_the_run_and_are_never_saved(tmp_path, corpus, monkeypatch):
-    real = loop.open_run
+    real = loop.open_trainer
 
     def poisoned(config, directory, **kwargs):
         trainer, state, done = real(config, directory, **kwargs)
@@ -310,10 +310,10 @@ def test_losses_that_stay_bad_stop_the_run_and_are_never_saved(tmp_path, corpus,
         trainer.program = dataclasses.replace(trainer.program, step=poison)
         return trainer, state, done
 
-    monkeypatch.setattr(loop, "open_run", poisoned)
+    monkeypatch.setattr(loop, "open_trainer", poisoned)
     cfg = config(tmp_path, corpus, "steps=40", "eval.every=null", "log.every=3")
     with pytest.raises(DivergedError, match=r"20 steps in a row .* at step 25; checkpoint 4 is the last good one"):
-        jaxtrain.train(cfg, screen=quiet())
+        jaxtrain.train(cfg, console=quiet())
     saved = [path.name for path in (cfg.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
     assert saved == ["4"]
 
@@ -323,7 +323,7 @@ def test_the_loss_contract_and_options_of_a_users_model_are_checked_in_one_line(
         "configs/recipes/spirals.yaml", "model.options.width=8", f"dir={tmp_path}", "compile_cache=null"
     )
     with pytest.raises(ValueError, match="unexpected keyword argument 'width'"):
-        jaxtrain.train(cfg, screen=quiet())
+        jaxtrain.train(cfg, console=quiet())
     from jaxtrain.losses.terms import checked
 
     for bad in (1.0, {}, {"a": 1.0}, {"a": (1.0, jax.numpy.ones(2))}):
@@ -338,6 +338,6 @@ def test_a_full_device_is_told_in_one_line(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("jaxtrain.core.placement.Placer.__call__", full)
     cfg = config(tmp_path, corpus)
     with pytest.raises(TrainingError, match="ran out of memory"):
-        jaxtrain.train(cfg, tmp_path / "full", screen=quiet())
+        jaxtrain.train(cfg, tmp_path / "full", console=quiet())
     stop = json.loads((tmp_path / "full" / "events.jsonl").read_text().splitlines()[-1])
     assert (stop["kind"], stop["step"]) == ("stop", 0)

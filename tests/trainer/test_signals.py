@@ -16,7 +16,8 @@ from jaxtrain.trainer.signals import Signals
 
 LOOP = """
 import sys, time
-from jaxtrain.checkpoint import SAVED, Signals
+from jaxtrain.exit_codes import SAVED
+from jaxtrain.trainer.signals import Signals
 with Signals() as signals:
     print("ready", flush=True)
     for step in range(400):

@@ -50,7 +50,8 @@ def nodes(environ: Mapping[str, str] = os.environ) -> Nodes | None:
 
 
 class Client:
-    """A connection to one node's stock. Everything raises PeerMemoryError where the node is gone or has no such part."""
+    """A connection to one node's stock. Everything raises PeerMemoryError where the node is gone or has no such
+    part."""
 
     def __init__(self, address: Address, token: str) -> None:
         self._token, self._where = token, f"the memory of {address[0]}:{address[1]}"

@@ -1,8 +1,8 @@
-"""A process that tokenizes shards: `python -m jaxtrain.data.token_cache.worker`, driven by `builder` over its standard streams.
+"""A process that tokenizes shards: `python -m jaxtrain.data.token_cache.worker`.
 
-It is started as a program of its own rather than by multiprocessing: no fork of a process that runs JAX, and no
-second import of the user's main script. One JSON object per line comes in (first the job, then shards), one per
-shard goes out. When the driver dies its standard input ends, and so does it.
+`build` drives it over its standard streams. It is started as a program of its own rather than by multiprocessing: no
+fork of a process that runs JAX, and no second import of the user's main script. One JSON object per line comes in
+(first the job, then shards), one per shard goes out. When the driver dies its standard input ends, and so does it.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def attention(
         scale: factor of the scores; default head_dim ** -0.5.
         kernel: one of `KERNELS`, or `auto`: the fastest that can do the case on the platform of the mesh.
         context: how self-attention crosses the shards of a sequence: `gather`, `ulysses`, `ring`, or `auto` (see
-            `context.choose`). For `ring` rows must lie in the order of `jaxtrain.sharding.context_parallel.zigzag`, as the host
-            puts them. No effect where the rules do not shard `context`.
+            `context.choose`). For `ring` rows must lie in the order of `jaxtrain.sharding.context_parallel.zigzag`, as
+            the host puts them. No effect where the rules do not shard `context`.
         sharder: `cudnn` and `splash` run on the shards of batch, heads and kv_heads that its rules give. Segments
             and positions are best whole on all shards of a sequence, or every layer gathers them.
 

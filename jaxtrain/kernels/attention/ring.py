@@ -1,8 +1,8 @@
 """Ring attention over rows in zig-zag order: keys and values travel, every shard meets all of them in turn.
 
 Ring attention is of Liu et al. 2023, arXiv:2310.01889. A shard holds an early and a late chunk of the row (see
-`jaxtrain.sharding.context_parallel.zigzag`), so that with causal attention every meeting of two shards is two whole chunk-by-chunk
-blocks: equal work everywhere and no branch. The next keys are on their way while a block is computed.
+`jaxtrain.sharding.context_parallel.zigzag`), so that with causal attention every meeting of two shards is two whole
+chunk-by-chunk blocks: equal work everywhere and no branch. The next keys are on their way while a block is computed.
 
 The derivative is written out, because the blocks' softmax must be that over all keys, and because autodiff would keep
 the keys of every hop. In the backward pass keys and values go round again and their gradients travel with them, all

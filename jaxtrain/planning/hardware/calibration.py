@@ -1,6 +1,7 @@
 """How much of a chip's figures programs achieve: a prediction's only constants neither counted nor published.
 
-Each is a share of the figure in `jaxtrain.planning.hardware.chips`, with where it comes from, or that it is an estimate. No JAX.
+Each is a share of the figure in `jaxtrain.planning.hardware.chips`, with where it comes from, or that it is an
+estimate. No JAX.
 """
 
 from __future__ import annotations

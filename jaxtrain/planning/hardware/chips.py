@@ -1,8 +1,8 @@
 """What chips can do: arithmetic, memory and networks, each figure with where it is published. No JAX.
 
 A figure that nobody publishes is marked as an assumption. What a program achieves of these is another matter, see
-`jaxtrain.planning.hardware.calibration`. FLOP/s are dense: NVIDIA prints most of its figures with sparsity, twice as much. All is
-per JAX device: a TPU v7 chip is two devices, any other chip is one.
+`jaxtrain.planning.hardware.calibration`. FLOP/s are dense: NVIDIA prints most of its figures with sparsity, twice as
+much. All is per JAX device: a TPU v7 chip is two devices, any other chip is one.
 """
 
 from __future__ import annotations

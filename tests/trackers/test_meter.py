@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.models.flops import Flops
 from jaxtrain.planning.hardware.peak import Peak
 from jaxtrain.trackers.goodput import Ledger
-from jaxtrain.trainer.meter import Meter, device_memory, process_memory
+from jaxtrain.trackers.meter import Meter, device_memory, process_memory
 
 
 class Clock:

@@ -1,0 +1,49 @@
+"""Public functions of the package, which the commands call too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain.callbacks.base import Callback
+from jaxtrain.callbacks.default import default_callbacks
+from jaxtrain.config import Config
+from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trainer import loop
+from jaxtrain.trainer.loop import Result
+
+
+def train(
+    config: Config,
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = False,
+    profile: tuple[int, int] | None = None,
+    console: Screen | None = None,
+    ledger: Ledger | None = None,
+    deadline: float | None = None,
+    verbose: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Trains to `config.steps` and returns when the last checkpoint is on disk.
+
+    Args:
+        config: from `jaxtrain.load`.
+        run_dir: where to write; default: a new folder DIR/NAME.
+        resume: continue from the newest good checkpoint in `run_dir`.
+        profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
+        console: shows progress; default: on the terminal.
+        ledger: accounting of this process's time; default: one that begins now.
+        deadline: seconds that a step or its data may hang before the process is ended; None: as measured; 0: never.
+        verbose: print the layout of every parameter when the run begins.
+        callbacks: called after the default ones.
+
+    Raises:
+        ValueError: bad input, in one line for each problem.
+        NotSavedError: the last checkpoint could not be written.
+        DivergedError: steps stay without an update, because loss or gradients are bad.
+        CorruptionError: a device computes wrong results (`guard: [check@STEPS]`).
+    """
+    default = default_callbacks(config, profile=profile, deadline=deadline, verbose=verbose)
+    return loop.train(config, run_dir, resume=resume, console=console, ledger=ledger, callbacks=[*default, *callbacks])

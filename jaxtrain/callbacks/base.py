@@ -1,0 +1,196 @@
+"""Base of all callbacks: objects that watch a run, or act on it between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config.schema import Config
+from jaxtrain.core.program import Program, State
+from jaxtrain.io.ticker import Ticker
+from jaxtrain.trackers.base import Observers
+from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.meter import Meter
+
+Fetch = Callable[[int], Any]  # batch index -> device batch
+StepFn = Callable[[State, Any], tuple[State, Any]]
+
+
+class TrainerView(Protocol):
+    """The parts of a `jaxtrain.trainer.trainer.Trainer` that callbacks use."""
+
+    config: Config
+    dir: Path
+    program: Program
+    data: Any
+    checkpointer: Checkpointer
+    trackers: Observers
+    console: Screen
+    ledger: Ledger
+    meter: Meter
+    ticker: Ticker
+    manifest: dict[str, Any]
+    callbacks: CallbackList
+    latest_metrics: dict[str, float]
+
+    def last_good_checkpoint(self) -> str:
+        """The newest checkpoint, in words, for an error message."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """A state outside of the checkpoints that a run can resume from.
+
+    Attributes:
+        step: finished steps.
+        manifest: as in a checkpoint.
+        name: for the log, such as `the memory of the nodes`.
+        load: abstract state -> state in its shardings, or None if it cannot be read after all.
+    """
+
+    step: int
+    manifest: dict[str, Any]
+    name: str
+    load: Callable[[State], State | None]
+
+
+class Callback:
+    """Watches a run, or acts on it between steps. Every method does nothing unless a subclass overrides it.
+
+    The training thread of every process calls the methods, for each callback in the order of the list. `step` counts
+    finished optimizer steps. A method that raises ends the run. A callback that communicates must do so on all
+    processes alike; decisions follow from global metrics, which are equal everywhere.
+
+    Attributes:
+        watched: metrics that `on_metrics` gets after every step, also after steps that are not logged.
+    """
+
+    watched: tuple[str, ...] = ()
+
+    def program_config(self, config: Config, run_dir: Path) -> Config:
+        """Returns the config that the program is built from."""
+        return config
+
+    def setup(self, trainer: TrainerView) -> None:
+        """Called once the program is built, before a state exists."""
+
+    def find_state(self, trainer: TrainerView, newer_than: int) -> StateSource | None:
+        """Returns a state later than step `newer_than` to resume from, if there is one."""
+        return None
+
+    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
+        """Called with the state at hand, before the first step."""
+
+    def wrap_fetch(self, fetch: Fetch) -> Fetch:
+        """Returns the function that makes device batches; it runs in the prefetching thread."""
+        return fetch
+
+    def on_step_begin(self, trainer: TrainerView, step: int) -> None:
+        """Called before the batch of the next step is taken."""
+
+    def run_step(self, trainer: TrainerView, step_fn: StepFn, state: State, batch: Any, step: int) -> Any | None:
+        """Runs the step after `step` in place of the trainer: (state, metrics). None leaves it to the others."""
+        return None
+
+    def on_step_dispatched(self, trainer: TrainerView, step: int) -> None:
+        """Called when the step after `step` runs on the devices and the one before it is logged."""
+
+    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+        """Called when step `step` is dispatched; returns the state to continue with."""
+        return state
+
+    def on_metrics(self, trainer: TrainerView, step: int, values: Mapping[str, float]) -> None:
+        """Called with the metrics of every step: all of a logged step, else those in `watched`."""
+
+    def on_log(self, trainer: TrainerView, step: int) -> None:
+        """Called after a step's record went to the trackers."""
+
+    def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
+        """Called before validation."""
+
+    def is_healthy(self) -> bool:
+        """Returns False while steps go wrong: no state is kept meanwhile."""
+        return True
+
+    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
+        """Returns False for a state that is not to be saved. Later callbacks are not asked then.
+
+        Args:
+            is_last: the run ends here, so the alternative is to lose the steps since the last checkpoint.
+        """
+        return True
+
+    def after_save(self, trainer: TrainerView, state: State, step: int) -> None:
+        """Called at the end of each iteration, when a checkpoint that was due has begun."""
+
+    def rewind(self, trainer: TrainerView, state: State, step: int) -> tuple[State, int] | None:
+        """Returns (state, step) of an earlier step to continue from, or None to go forward."""
+        return None
+
+    def on_rewind(self, trainer: TrainerView, step: int) -> None:
+        """Called when states after `step` are not to be used any more; -1 discards all that were not verified."""
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """Called after the last step, before the last checkpoint is on disk. Not called after an error."""
+
+    def close(self, trainer: TrainerView) -> None:
+        """Called at the end, after errors too."""
+
+    def on_finish(self, trainer: TrainerView, state: State, stopped_by: str | None) -> None:
+        """Called after a run that ended without an error was saved and closed."""
+
+
+class CallbackList:
+    """Callbacks, called in order. Hooks are given as methods of `Callback`: `each(Callback.on_log, trainer, step)`."""
+
+    def __init__(self, members: Sequence[Callback] = ()) -> None:
+        self.members = list(members)
+        self.watched = tuple(dict.fromkeys(name for member in self.members for name in member.watched))
+
+    def each(self, hook: Callable[..., Any], *args: Any) -> None:
+        """Calls a hook of every callback."""
+        for member in self.members:
+            getattr(member, hook.__name__)(*args)
+
+    def first(self, hook: Callable[..., Any], *args: Any) -> Any | None:
+        """Returns what the first callback returns that does not return None; later ones are not called."""
+        for member in self.members:
+            result = getattr(member, hook.__name__)(*args)
+            if result is not None:
+                return result
+        return None
+
+    def find_state(self, trainer: TrainerView, newer_than: int) -> StateSource | None:
+        """Returns a state later than step `newer_than`, of the first callback that has one."""
+        return self.first(Callback.find_state, trainer, newer_than)
+
+    def program_config(self, config: Config, run_dir: Path) -> Config:
+        """Returns the config that the program is built from, as every callback leaves it."""
+        for member in self.members:
+            config = member.program_config(config, run_dir)
+        return config
+
+    def wrap_fetch(self, fetch: Fetch) -> Fetch:
+        """Returns the function that makes device batches, wrapped by every callback."""
+        for member in self.members:
+            fetch = member.wrap_fetch(fetch)
+        return fetch
+
+    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+        """Returns the state to continue with, as every callback leaves it."""
+        for member in self.members:
+            state = member.on_step_end(trainer, state, step)
+        return state
+
+    def is_healthy(self) -> bool:
+        """Returns whether no callback objects to keeping states."""
+        return all(member.is_healthy() for member in self.members)
+
+    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
+        """Returns whether the state may be saved; the first callback that objects ends the question."""
+        return all(member.allows_save(trainer, state, step, is_last) for member in self.members)

@@ -1,0 +1,35 @@
+"""The callbacks that every training run has."""
+
+from __future__ import annotations
+
+from jaxtrain.callbacks.base import Callback
+from jaxtrain.callbacks.fault_injection import FaultInjection
+from jaxtrain.callbacks.goodput import GoodputRecorder
+from jaxtrain.callbacks.guard import StepGuard
+from jaxtrain.callbacks.memory_checkpoint import MemoryCheckpoint
+from jaxtrain.callbacks.profiler import Profiler
+from jaxtrain.callbacks.run_summary import RunSummary
+from jaxtrain.callbacks.silent_corruption import ReplicaCheck
+from jaxtrain.callbacks.stragglers import StragglerDetector
+from jaxtrain.callbacks.watchdog import HangWatchdog
+from jaxtrain.config import Config, guards
+
+
+def default_callbacks(
+    config: Config, *, profile: tuple[int, int] | None = None, deadline: float | None = None, verbose: bool = False
+) -> list[Callback]:
+    """Builds the callbacks of a run, in the order in which they are called.
+
+    Args:
+        profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
+        deadline: seconds that a step or its data may hang before the process is ended; None: as measured; 0: never.
+        verbose: print the layout of every parameter.
+    """
+    guard = guards.guard(config.guard)
+    callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]
+    if profile is not None:
+        callbacks.append(Profiler(profile))
+    callbacks += [FaultInjection(), StepGuard(guard.spikes)]  # faults happen before a state is judged
+    if guard.check is not None:
+        callbacks.append(ReplicaCheck(guard.check))  # compares the replicas of states that the guard lets pass only
+    return [*callbacks, MemoryCheckpoint()]

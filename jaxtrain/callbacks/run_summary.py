@@ -1,0 +1,71 @@
+"""Prints how a run begins: folder, devices and mesh, model, precision, batch and data."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+from rich.console import Console
+
+from jaxtrain.callbacks.base import Callback, TrainerView
+from jaxtrain.data.dataset import TextDataset
+from jaxtrain.pipeline.schedules.cost import summary
+from jaxtrain.precision.policy import POLICIES
+from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, tensors
+from jaxtrain.sharding.context_parallel import has_tokens
+
+TABLE_WIDTH = 160  # columns of the table in the run folder
+
+
+class RunSummary(Callback):
+    """Prints the opening lines, and writes the layout of every parameter to RUN_DIR/layout.txt.
+
+    Args:
+        verbose: print that table too, and how FLOPs and the peak rate are counted.
+    """
+
+    def __init__(self, verbose: bool = False) -> None:
+        self._verbose = verbose
+
+    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
+        """Prints the lines; on process 0 only."""
+        if jax.process_index() != 0:
+            return
+        program, console = trainer.program, trainer.console
+        sizes, rules = program.layout.sizes, program.sharder.rules or {}
+        rows = tensors(program.definition.params, program.definition.names, program.sharder.stored, sizes)
+        console.print(f"run       {trainer.dir}", mesh_line(program.layout.name, sizes, self._device_kind(trainer)))
+        if program.gradients.pipeline:
+            console.print(f"pipeline  {summary(program.gradients.pipeline.table)}")
+        console.print(model_line(rows), self._precision_line(trainer), self._batch_line(trainer))
+        if isinstance(trainer.data, TextDataset):
+            counts = f"{trainer.data.documents:,} documents, {trainer.data.tokens:,} tokens"
+            console.print(f"data      {counts}; unigram entropy {trainer.data.unigram_entropy:.4f} nats per token")
+        file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True)
+        file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), sep="\n")
+        (trainer.dir / "layout.txt").write_text(file.file.getvalue(), encoding="utf-8")  # pyright: ignore
+        if self._verbose:
+            console.print(*layout_report(rows, rules, sizes, console.console.width))
+            meter = trainer.meter
+            if meter.flops is not None and meter.peak is not None:
+                console.print(f"flops     {meter.flops.model:.4g} per token ({meter.flops.convention})")
+                console.print(f"peak      {meter.peak}")
+
+    def _device_kind(self, trainer: TrainerView) -> str:
+        device = jax.devices()[0]
+        if device.platform != "cpu":
+            return device.device_kind
+        return "simulated cpu" if trainer.config.simulate else "cpu"
+
+    def _precision_line(self, trainer: TrainerView) -> str:
+        name = trainer.config.precision
+        policy = POLICIES[name]
+        return f"precision {name}: {policy.params} parameters, {policy.compute} compute"
+
+    def _batch_line(self, trainer: TrainerView) -> str:
+        config = trainer.config
+        rows, steps = config.data.global_batch, config.steps
+        if not has_tokens(config):
+            return f"batch     {rows:,} rows per step, {steps:,} steps"
+        tokens = rows * config.data.sequence
+        return f"batch     {rows:,} x {config.data.sequence:,} = {tokens:,} tokens per step, {steps:,} steps"

@@ -1,0 +1,32 @@
+"""Ends a run with the plot of its loss and a sample of text."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxtrain.callbacks.base import Callback, TrainerView
+from jaxtrain.core.program import State
+from jaxtrain.inference.runs import streamer, tokenizer_of
+from jaxtrain.reports.loss_plot import loss_plot
+
+
+class LossPlot(Callback):
+    """Draws RUN_DIR/loss.png when a run ends."""
+
+    def on_finish(self, trainer: TrainerView, state: State, stopped_by: str | None) -> None:
+        """Draws the plot and prints where it is."""
+        if jax.process_index() == 0 and "loss" in trainer.latest_metrics:
+            trainer.console.print(f"plot  {loss_plot(trainer.dir)}")
+
+
+class Samples(Callback):
+    """Generates `log.sample` tokens after `log.prompt` when a run of one process ends."""
+
+    def on_finish(self, trainer: TrainerView, state: State, stopped_by: str | None) -> None:
+        """Generates and prints the sample."""
+        log = trainer.config.log
+        if not log.sample or stopped_by or jax.process_count() > 1:
+            return
+        stream = streamer(trainer.program, tokenizer_of(trainer.config), state.get("ema", state["params"]))
+        text = "".join(stream(log.prompt, log.sample, trainer.config.seed))
+        trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -1,0 +1,186 @@
+"""Puts a trainer together: data, program, checkpoints, trackers, and the state to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.callbacks.base import Callback, CallbackList
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint.durable import place_of
+from jaxtrain.config import Config
+from jaxtrain.config.run_dir import absolute, free_directory, write_config
+from jaxtrain.config.show import as_dict
+from jaxtrain.core.program import Program, State, build
+from jaxtrain.data.dataset import open_datasets, open_sets
+from jaxtrain.distributed import runtime
+from jaxtrain.errors import UserError
+from jaxtrain.hlo.collectives import without_divergent_permutes
+from jaxtrain.io.ticker import Ticker
+from jaxtrain.kernels.cross_entropy import recomputes
+from jaxtrain.models.decoder_params import vocabulary
+from jaxtrain.models.flops import Flops, decoder_flops, user_flops
+from jaxtrain.planning.hardware.peak import Peak, device_peak
+from jaxtrain.precision.policy import POLICIES
+from jaxtrain.sharding import layout as layouts
+from jaxtrain.sharding.context_parallel import has_tokens
+from jaxtrain.trackers.base import Observers
+from jaxtrain.trackers.build import trackers
+from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.files import furthest
+from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.meter import Meter, device_memory
+from jaxtrain.trainer.compatibility import environment
+from jaxtrain.trainer.restore import initial_state, restore
+from jaxtrain.trainer.trainer import Trainer
+
+
+def open_trainer(
+    config: Config,
+    directory: Path,
+    *,
+    console: Screen,
+    resume: bool,
+    ledger: Ledger | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> tuple[Trainer, State, int]:
+    """Builds a trainer that is ready for its next step: (trainer, state, finished steps).
+
+    Args:
+        ledger: accounting of this process's time; default: it begins now.
+
+    Raises:
+        UserError: bad input, a folder that holds another run, or a config that the checkpoint of a resumed run does
+            not accept.
+    """
+    ledger = ledger or Ledger()
+    devices = runtime.start(config)
+    layouts.resolve(config, len(devices))  # before hours of tokenizing
+    is_main = jax.process_index() == 0
+    console.console.quiet = not is_main
+    data, eval_sets = open_data(config, console)
+    called = CallbackList(callbacks)
+    program = build(called.program_config(config, directory), vocabulary(config, getattr(data, "vocab", None)), devices)
+    if program.gradients.pipeline:
+        program = replace(program, step=without_divergent_permutes(program.step))
+    if is_main:
+        directory.mkdir(parents=True, exist_ok=True)
+    checkpointer, ticker = open_checkpointer(config, directory), Ticker()
+    try:
+        if not resume and not checkpointer.is_empty():
+            where = directory if checkpointer.store.marked() else place_of(config.checkpoint.durable, directory)
+            raise UserError(f"{where} holds a run already; resume it, or give another name")
+        trainer = _assemble(config, directory, program, data, eval_sets, checkpointer, console, ledger, ticker, called)
+        called.each(Callback.setup, trainer)
+        info = start_info(trainer)
+        state, step = restore(trainer, info) if resume else (initial_state(program), 0)
+        if step > config.steps:
+            raise UserError(f"steps: {config.steps} is less than the {step} already done in {directory}")
+        if is_main:
+            write_config(directory, config)
+        _begin(trainer, info, step)
+    except BaseException:
+        ticker.close()
+        checkpointer.close()
+        raise
+    return trainer, state, step
+
+
+def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
+    """Notifies trackers and callbacks of the start."""
+    trainer.ledger.reached = max(furthest(trainer.dir), step)
+    trainer.ledger.at(step)
+    trainer.trackers.start(info | {"step": step})
+    trainer.callbacks.each(Callback.on_train_begin, trainer, step)
+    trainer.ledger.begin("compile")
+
+
+def open_data(config: Config, console: Screen) -> tuple[Any, dict[str, Any]]:
+    """Opens the training data, and the sets to validate on by the prefix of their metrics.
+
+    A missing token cache is built.
+    """
+    progress = _cache_progress(console)
+    data, held_out = open_datasets(config.data, config.seed, progress)
+    sets = {"eval/": held_out} if held_out is not None else {}
+    named = open_sets(config.data, config.eval.sets, config.seed, progress)
+    return data, sets | {f"eval/{name}/": split for name, split in named.items()}
+
+
+def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
+    """Opens the checkpoints of a run, local and durable."""
+    options = config.checkpoint
+    return Checkpointer(
+        directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best,
+        durable=place_of(options.durable, directory), durable_every=options.durable_every,
+    )  # fmt: skip
+
+
+def _assemble(
+    config: Config, directory: Path, program: Program, data: Any, eval_sets: Any, checkpointer: Checkpointer,
+    console: Screen, ledger: Ledger, ticker: Ticker, callbacks: CallbackList,
+) -> Trainer:  # fmt: skip
+    is_main = jax.process_index() == 0
+    saved = as_dict(absolute(config))
+    manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
+    observers = Observers(trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
+    items = config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
+    flops, peak = _flops(config, program, data, items), _peak(config)
+    memory = device_memory(jax.local_devices())
+    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
+    return Trainer(
+        config, directory, program, data, eval_sets, checkpointer, observers, console, ledger, meter, ticker, manifest,
+        callbacks,
+    )  # fmt: skip
+
+
+def fresh_directory(config: Config) -> Path:
+    """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another.
+
+    With several processes it is DIR/NAME and must be new, which `open_trainer` checks: they could not agree on a
+    number before they have met.
+    """
+    return config.run_dir if runtime.processes() > 1 else free_directory(config)
+
+
+def start_info(trainer: Trainer) -> dict[str, Any]:
+    """Fields of the start event."""
+    config, manifest, meter = trainer.config, trainer.manifest, trainer.meter
+    info: dict[str, Any] = {"name": config.name, "steps": config.steps, "config": manifest["config"]}
+    info["unigram_entropy"] = getattr(trainer.data, "unigram_entropy", None)
+    if meter.flops is not None and meter.peak is not None:
+        flops = f"{meter.flops.model:.4g} per token ({meter.flops.convention})"
+        info |= {"flops": flops, "peak": str(meter.peak)}
+    return info | {key: manifest[key] for key in ("mesh", "versions", "processes")}
+
+
+def _cache_progress(console: Screen) -> Any:
+    shown = {"tenth": -1}
+
+    def progress(done: int, total: int) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth != shown["tenth"]:
+            shown["tenth"] = tenth
+            console.print(f"data  building the token cache: {10 * tenth}% of {total / 2**20:.1f} MiB")
+
+    return progress
+
+
+def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | None:
+    """FLOPs of each of the `items` of a global batch: tokens of a token model, else rows."""
+    if config.model.type == "decoder":
+        vocab = program.definition.params["embed"]["table"].shape[0]
+        again = recomputes(vocab, config.loss.chunks, program.sharder)
+        return decoder_flops(config.model, vocab, config.data.sequence, config.step.saves, again)
+    host = data.batch(0, slice(0, 1))
+    shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
+    return user_flops(program.definition.bind(program.definition.params), shapes, items)
+
+
+def _peak(config: Config) -> Peak | None:
+    compute = POLICIES[config.precision].compute
+    return device_peak(jax.local_devices()[0], jax.local_device_count(), compute, config.log.peak_tflops)
