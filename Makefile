@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LOCK := requirements.lock
 EXTRAS ?= test
 
-.PHONY: train test matrix extras chaos lint clean
+.PHONY: train test matrix extras chaos lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -36,6 +36,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python jaxtrain
 	$(BIN)/lint-imports --no-cache
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python tests/support/draw_docs.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

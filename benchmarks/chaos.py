@@ -92,6 +92,7 @@ def work(config: Any, run_dir: Path) -> int:
     import jax
     import numpy as np
 
+    import jaxtrain
     from jaxtrain.trainer import loop
 
     real = loop.open_trainer
@@ -113,7 +114,7 @@ def work(config: Any, run_dir: Path) -> int:
         return run, state, done
 
     loop.open_trainer = noting
-    loop.train(config, run_dir, resume=(run_dir / "config.yaml").exists())
+    jaxtrain.train(config, run_dir, resume=(run_dir / "config.yaml").exists())
     return 0
 
 

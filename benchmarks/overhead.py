@@ -4,7 +4,7 @@
                                   [--blocks 12] [--precision fp32] [--out overhead.json]
 
 One process trains both, in turns of `--block` steps, from the same weights on the same batches: jaxtrain's whole loop
-(`train.loop.fit`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, screen; no validation, no
+(`trainer.loop.fit`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, screen; no validation, no
 checkpoint before the end) and benchmarks/bare.py in the plainest loop. The turns are given by a screen, which the loop
 tells of every step; each turn ends when its last step is finished on the device. Losses must agree at every step, or
 the comparison fails: it would not be the same model.
@@ -165,8 +165,9 @@ def turns_screen(steps: int, block: int) -> Any:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """One point, in this process."""
-    from jaxtrain.callbacks.profiler import Profile
+    from jaxtrain.callbacks.default import default_callbacks
     from jaxtrain.trainer import loop
+    from jaxtrain.trainer.setup import open_trainer
     from jaxtrain.trainer.signals import Signals
 
     block, blocks = spec["block"], spec["blocks"]
@@ -175,14 +176,16 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         folder = Path(name)
         config = make_config(spec, folder, steps)
         screen = turns_screen(steps, block)
-        run, state, _ = loop.open_trainer(config, folder / "runs" / "overhead", console=screen, resume=False)
-        run.program = replace(run.program, step=screen.step(run.program.step))
-        screen.bare = Bare(config, run.program, state["params"], run.data)
+        directory, callbacks = folder / "runs" / "overhead", default_callbacks(config)
+        trainer, state, _ = open_trainer(config, directory, console=screen, resume=False, callbacks=callbacks)
+        trainer.program = replace(trainer.program, step=screen.step(trainer.program.step))
+        screen.bare = Bare(config, trainer.program, state["params"], trainer.data)
         screen.begin()
         with Signals() as signals:
-            loop.fit(run, state, 0, signals, Profile(folder, None, run.ledger))
-        run.close()
-        count = run.program.definition.params
+            loop.fit(trainer, state, 0, signals)
+        trainer.stop(steps, "finished")
+        trainer.close()
+        count = trainer.program.definition.params
     return summary(spec, screen, count)
 
 

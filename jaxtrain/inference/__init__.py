@@ -1,0 +1,1 @@
+"""Generation and scoring with the checkpoints of a run."""

@@ -1,0 +1,1 @@
+"""Files, subprocesses, HTML and SVG: what needs neither JAX nor the config."""

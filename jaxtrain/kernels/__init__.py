@@ -1,0 +1,1 @@
+"""Kernels: attention, cross-entropy and mixture-of-experts dispatch, each with a plain reference."""

@@ -1,0 +1,1 @@
+"""Models: the shipped decoder, parameter definitions, FLOP counts."""

@@ -1,0 +1,1 @@
+"""Dtype policies and loss scaling."""

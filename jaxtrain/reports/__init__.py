@@ -1,0 +1,1 @@
+"""Reports on runs: histories, tables, plots and HTML pages."""

@@ -1,0 +1,1 @@
+"""Layouts: mesh axes, sharding rules, their checks, and the constraints they put on arrays."""

@@ -1,0 +1,1 @@
+"""Where metrics and events go: files, the console, TensorBoard, W&B, MLflow."""

@@ -1,0 +1,1 @@
+"""Token cache: documents tokenized once, in shards on disk."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules: tables of what each stage does at each tick."""

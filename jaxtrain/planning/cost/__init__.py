@@ -1,0 +1,1 @@
+"""Cost model of a step: memory, communication, matmuls, overlap, pipeline bubble."""

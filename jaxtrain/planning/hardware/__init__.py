@@ -1,0 +1,1 @@
+"""Chips, networks and targets, and what programs achieve of their figures."""

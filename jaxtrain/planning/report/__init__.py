@@ -1,0 +1,1 @@
+"""Plans as text, HTML pages, plots and differences."""

@@ -1,0 +1,1 @@
+"""Search for the fastest layout of a model on a target: candidates, costs, ranking."""

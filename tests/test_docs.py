@@ -1,0 +1,29 @@
+"""Pages that are drawn from the code are as the code is."""
+
+from __future__ import annotations
+
+import pytest
+from draw_docs import DOCS, ROOT, imports, packages
+
+
+@pytest.mark.parametrize("file", DOCS)
+def test_drawn_pages_are_not_stale(file: str):
+    assert (ROOT / "docs" / file).read_text() == DOCS[file](), "run `make docs`"
+
+
+def test_every_package_is_in_the_import_contract():
+    present = {path.name.removesuffix(".py") for path in (ROOT / "jaxtrain").iterdir() if path.name[0] not in "_."}
+    assert present - {"types", "py.typed"} == {name for name in packages() if "." not in name}
+
+
+def test_no_public_function_has_the_name_of_a_package():
+    import jaxtrain
+
+    assert not set(jaxtrain.__all__) & set(packages())
+
+
+def test_packages_import_only_what_is_listed_below_them():
+    order = packages()
+    for name, found in imports().items():
+        for other in found:
+            assert order.index(other) > order.index(name), (name, other)
