@@ -25,8 +25,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address = f"127.0.0.1:{port}"
 jax.distributed.initialize(address, 2, index, coordinator_bind_address=address, initialization_timeout=60)
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from jaxtrain.checkpoint import Checkpointer, Committed, SetAside, Signals, SlowSave
+from jaxtrain.checkpoint import Checkpointer, Committed, SetAside, SlowSave
 from jaxtrain.distributed.agreement import agreed
+from jaxtrain.trainer.signals import Signals
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
 specs = {"w": NamedSharding(mesh, P("fsdp", "model")), "scale": NamedSharding(mesh, P())}
 

@@ -84,7 +84,7 @@ def test_the_compiler_takes_every_gpu(kind: str):
     if problem := targets.missing(targets.parse(kind), "xla"):
         pytest.skip(problem)
     program = (
-        "from jaxtrain.planning import targets; import jax, jax.numpy as jnp; from jax.sharding import *\n"
+        "from jaxtrain.planning.hardware import targets; import jax, jax.numpy as jnp; from jax.sharding import *\n"
         f"devices = targets.devices('{kind}:2', attention='xla')\n"
         "mesh = jax.sharding.Mesh(devices, ('x',)); x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16,"
         " sharding=NamedSharding(mesh, PartitionSpec('x')))\n"
