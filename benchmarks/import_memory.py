@@ -126,7 +126,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
 def imported(spec: dict[str, Any]) -> dict[str, Any]:
     """Runs `jaxtrain import` in this process."""
     from jaxtrain.checkpoint import Store
-    from jaxtrain.cli.import_export import import_model
+    from jaxtrain.cli.hf_conversion import import_model
 
     target = Path(spec["folder"]).with_name("run")
     with Peak() as peak:

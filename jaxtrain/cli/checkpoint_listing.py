@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, for people: every step and its state. No JAX, no lock, nothing is changed."""
+"""Listing of a checkpoint folder: every step and its state. Takes no lock and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A folder of a step.
+class CheckpointRow:
+    """Folder of one step.
 
     Attributes:
-      name: of the folder: the step, or `bad-N` and `old-N` where it was set aside.
-      state: `good` as far as marker and sizes tell (`verify` reads every byte), `damaged`, `set aside`, or
-        `unfinished`: without a marker, being written right now or left by a killed run.
+      name: name of the folder: the step, or `bad-N` or `old-N` if it was set aside.
+      state: `good` by its marker and file sizes (`verify` reads every byte), `damaged`, `set aside`, or
+        `unfinished`: without a marker, either being written or left by a killed run.
       reason: why it is damaged.
-      content: of the marker; empty where there is none that can be read.
+      content: content of the marker; empty if it is missing or unreadable.
     """
 
     name: str
@@ -34,25 +34,25 @@ class Row:
     content: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """What a machine may want to know."""
+        """Returns the row for `--json`."""
         manifest = self.content.get("manifest", {})
-        known = {key: self.content.get(key) for key in ("time", "bytes", "metrics")}
-        wrote = {key: manifest.get(key) for key in ("processes", "devices", "mesh")}
-        return {"name": self.name, "step": self.step, "state": self.state, "reason": self.reason, **known, **wrote}
+        recorded = {key: self.content.get(key) for key in ("time", "bytes", "metrics")}
+        writers = {key: manifest.get(key) for key in ("processes", "devices", "mesh")}
+        return {"name": self.name, "step": self.step, "state": self.state, "reason": self.reason, **recorded, **writers}
 
 
-def survey(store: Store) -> list[Row]:
-    """All steps of a folder, ascending, then what was set aside."""
+def list_checkpoints(store: Store) -> list[CheckpointRow]:
+    """Lists all steps of a folder, ascending, then the folders that were set aside."""
     rows = [_row(store, step) for step in store.folders()]
-    return rows + [Row(name, step, ASIDE, content=_content(store, name)) for step, name in store.aside()]
+    return rows + [CheckpointRow(name, step, ASIDE, content=_content(store, name)) for step, name in store.aside()]
 
 
-def _row(store: Store, step: int) -> Row:
+def _row(store: Store, step: int) -> CheckpointRow:
     content = _content(store, str(step))
     if not (store.path(step) / MARKER).exists():
-        return Row(str(step), step, UNFINISHED)
+        return CheckpointRow(str(step), step, UNFINISHED)
     problem = store.quick_problem(step)
-    return Row(str(step), step, DAMAGED if problem else GOOD, problem or "", content)
+    return CheckpointRow(str(step), step, DAMAGED if problem else GOOD, problem or "", content)
 
 
 def _content(store: Store, name: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _content(store: Store, name: str) -> dict[str, Any]:
 
 
 def tensor_bytes(shape: list[int], dtype: str) -> int:
-    """Bytes of a tensor by the name of its dtype: `float32`, `bfloat16`, `float8_e4m3fn`, `bool`..."""
+    """Bytes of a tensor, by the name of its dtype such as `float32`, `float8_e4m3fn` or `bool`."""
     bits = _BITS.search(dtype)
     size = max(int(bits[1]) // 8, 1) if bits else 1
     for dim in shape:
@@ -71,29 +71,30 @@ def tensor_bytes(shape: list[int], dtype: str) -> int:
     return size
 
 
-def chosen(store: Store, keep: int | None, steps: Collection[int]) -> list[int]:
-    """The steps that `prune` is asked to delete, ascending: those named, and all beyond the newest `keep`.
+def steps_to_prune(store: Store, keep: int | None, steps: Collection[int]) -> list[int]:
+    """Returns the steps to delete, ascending: `steps`, and all but the newest `keep`.
 
-    With `keep`, the best ones stay that the run's own config keeps (`checkpoint.keep_best`). Steps whose marker is
-    damaged are not counted by `keep`; they go when they are named.
+    With `keep`, the best checkpoints stay too if the run's config says so (`checkpoint.keep_best`). `keep` does not
+    count steps whose marker is damaged; they are deleted only if `steps` has them.
 
-    Raises CheckpointError: a step named is not there, or `keep` is less than 1.
+    Raises:
+        CheckpointError: a step does not exist, or `keep` is less than 1.
     """
-    have = store.folders()
+    existing = store.folders()
     for step in steps:
-        if step not in have:
-            raise CheckpointError(f"no checkpoint {step} in {store.directory}: there is {_listed(have)}")
-    gone = set(steps)
+        if step not in existing:
+            raise CheckpointError(f"no checkpoint {step} in {store.directory}; it has {_join(existing)}")
+    chosen = set(steps)
     if keep is not None:
         if keep < 1:
             raise CheckpointError(f"expected --keep of at least 1; found {keep}")
-        known = store.steps()
-        gone |= set(surplus(known, keep, *_best(store, known[-1].step if known else -1)))
-    return sorted(gone)
+        complete = store.steps()
+        chosen |= set(surplus(complete, keep, *_best(store, complete[-1].step if complete else -1)))
+    return sorted(chosen)
 
 
 def _best(store: Store, step: int) -> tuple[int, str | None]:
-    """`checkpoint.keep_best` and `checkpoint.best` of the config in a step's manifest."""
+    """Returns `checkpoint.keep_best` and `checkpoint.best` of the config in a step's manifest."""
     try:
         options = _content(store, str(step))["manifest"]["config"]["checkpoint"]
         return int(options["keep_best"]), str(options["best"])
@@ -101,13 +102,13 @@ def _best(store: Store, step: int) -> tuple[int, str | None]:
         return 0, None
 
 
-def last_good(store: Store, gone: Collection[int]) -> int | None:
-    """The newest step outside of `gone` whose every byte is good, or None."""
+def newest_intact(store: Store, excluded: Collection[int]) -> int | None:
+    """Returns the newest step outside of `excluded` whose every byte is intact, or None."""
     for step in reversed(store.marked()):
-        if step not in gone and store.problem(step) is None:
+        if step not in excluded and store.problem(step) is None:
             return step
     return None
 
 
-def _listed(steps: Collection[int]) -> str:
+def _join(steps: Collection[int]) -> str:
     return ", ".join(map(str, steps)) or "none"

@@ -1,4 +1,4 @@
-"""`jaxtrain checkpoint ls|inspect|verify|prune RUN_DIR`. No JAX: it answers at once, beside a live run too."""
+"""`jaxtrain checkpoint ls|inspect|verify|prune RUN_DIR`, also for a run that is still training."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from jaxtrain.cli.checkpoint_listing import (
     DAMAGED,
     GOOD,
     UNFINISHED,
-    Row,
-    chosen,
-    last_good,
-    survey,
+    CheckpointRow,
+    list_checkpoints,
+    newest_intact,
+    steps_to_prune,
     tensor_bytes,
 )
-from jaxtrain.cli.spinner import ProgressBar
+from jaxtrain.cli.progress import ProgressBar
 from jaxtrain.errors import CheckpointError, UserError, clean
 
-WIDE = 200  # columns where the output is no terminal
+WIDE = 200  # columns if the output is not a terminal
 
 
 def run(args: argparse.Namespace) -> int:
-    """One action on a folder of checkpoints; returns the exit code."""
-    _check(args)
+    """Runs the command; exit code 1 if `verify` finds damage."""
+    _check_options(args)
     return ACTIONS[args.action](_store(args.run), args)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Options belong to actions."""
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises UserError for options of another action."""
     allowed = {
         "ls": ("json", "durable"),
         "inspect": ("step", "json"),
@@ -49,26 +49,27 @@ def _check(args: argparse.Namespace) -> None:
     }
     for name in sorted({name for names in allowed.values() for name in names} - {*allowed[args.action]}):
         if getattr(args, name):
-            raise UserError(f"checkpoint {args.action}: --{name.replace('_', '-')} is not for it; see --help")
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"checkpoint {args.action}: {option} belongs to another action; see --help")
     if args.action == "inspect" and len(args.step) > 1:
-        raise UserError("checkpoint inspect: expected one --step")
+        raise UserError(f"checkpoint inspect: expected one --step; found {len(args.step)}")
     if args.action == "prune" and not args.step and args.keep is None and not args.set_aside:
         raise UserError("checkpoint prune: expected --keep N, --step N or --set-aside")
 
 
 def _store(directory: str) -> Store:
-    """The checkpoints of a run's folder; a folder of steps itself will do, such as a durable copy."""
+    """Opens the checkpoints of a run directory, or a folder of steps itself, such as a durable copy."""
     folder = Path(directory).expanduser()
     inner = folder / "checkpoints"
     store = Store(inner if inner.is_dir() else folder)
-    if not store.directory.is_dir() or not survey(store):
-        raise UserError(f"{directory}: no checkpoints there; expected the folder of a run")
+    if not store.directory.is_dir() or not list_checkpoints(store):
+        raise UserError(f"{directory}: no checkpoints found; expected a run directory")
     return store
 
 
 def ls(store: Store, args: argparse.Namespace) -> int:
-    """A line per step."""
-    rows = _copies(_durable(store, args)) if args.durable else survey(store)
+    """Prints one line per step."""
+    rows = _durable_rows(_durable_tier(args)) if args.durable else list_checkpoints(store)
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
         return 0
@@ -81,28 +82,29 @@ def ls(store: Store, args: argparse.Namespace) -> int:
     return 0
 
 
-def _copies(tier: Tier) -> list[Row]:
-    """The steps of the durable tier, as far as their markers tell."""
+def _durable_rows(tier: Tier) -> list[CheckpointRow]:
+    """Lists the steps of the durable tier by their markers."""
     rows = []
     for step in tier.steps():
         try:
-            rows.append(Row(str(step), step, GOOD, content=content_at(tier, step)))
+            rows.append(CheckpointRow(str(step), step, GOOD, content=content_at(tier, step)))
         except CheckpointError as error:
-            rows.append(Row(str(step), step, DAMAGED, str(error)))
+            rows.append(CheckpointRow(str(step), step, DAMAGED, str(error)))
     return rows
 
 
-def _cells(row: Row) -> list[str]:
-    found = row.content
-    when = f"{datetime.fromtimestamp(found['time']):%Y-%m-%d %H:%M:%S}" if found else ""
-    metrics = " ".join(f"{name} {value:.5g}" for name, value in (found.get("metrics") or {}).items())
+def _cells(row: CheckpointRow) -> list[str]:
+    content = row.content
+    time = f"{datetime.fromtimestamp(content['time']):%Y-%m-%d %H:%M:%S}" if content else ""
+    metrics = " ".join(f"{name} {value:.5g}" for name, value in (content.get("metrics") or {}).items())
     state = f"{row.state}: {row.reason}" if row.reason else row.state
-    writers = _writers(found.get("manifest", {}))
-    return [clean(cell) for cell in (row.name, when, size(found["bytes"]) if found else "", state, metrics, writers)]
+    writers = _writers(content.get("manifest", {}))
+    stored = size(content["bytes"]) if content else ""
+    return [clean(cell) for cell in (row.name, time, stored, state, metrics, writers)]
 
 
 def _writers(manifest: dict[str, Any]) -> str:
-    """`2 processes, data 2 x fsdp 4`."""
+    """Returns e.g. `2 processes, data 2 x fsdp 4`."""
     processes = manifest.get("processes")
     if processes is None:
         return ""
@@ -112,10 +114,10 @@ def _writers(manifest: dict[str, Any]) -> str:
 
 
 def inspect(store: Store, args: argparse.Namespace) -> int:
-    """One step: what its marker says, and its tensors."""
+    """Prints the marker and the tensors of one step."""
     step = args.step[0] if args.step else store.latest()
     if step is None:
-        raise CheckpointError(f"no good checkpoint in {store.directory}; `checkpoint ls` tells more")
+        raise CheckpointError(f"no good checkpoint in {store.directory}; `jaxtrain checkpoint ls` shows why")
     content = store.marker(step)
     if args.json:
         print(json.dumps(content, indent=1))
@@ -125,7 +127,7 @@ def inspect(store: Store, args: argparse.Namespace) -> int:
 
 
 def _lines(content: dict[str, Any]) -> Iterator[str]:
-    """A step in words."""
+    """Describes a step for the terminal."""
     manifest, tensors = content["manifest"], content["tensors"]
     yield f"step      {content['step']}"
     yield f"time      {datetime.fromtimestamp(content['time']):%Y-%m-%d %H:%M:%S}"
@@ -155,66 +157,66 @@ def _plain(value: Any) -> str:
 
 
 def verify(store: Store, args: argparse.Namespace) -> int:
-    """Reads every byte; 1 where one is not what was written."""
-    tier = _durable(store, args) if args.durable else Folder(store.directory)
+    """Reads every byte; returns 1 if one differs from what was written."""
+    tier = _durable_tier(args) if args.durable else Folder(store.directory)
     steps = tier.steps()
     for step in args.step:
         if step not in steps:
-            raise CheckpointError(f"no checkpoint {step} in {tier.place}: there is {steps or 'none'}")
+            raise CheckpointError(f"no checkpoint {step} in {tier.place}; it has {steps or 'none'}")
     is_good = True
     for step in args.step or steps:
-        found = _problems(tier, step)
-        if found and step not in tier.steps():  # by the run, which may be going on
+        problems = _problems(tier, step)
+        if problems and step not in tier.steps():  # by the run, which may still be training
             print(f"{step}: deleted meanwhile")
             continue
-        is_good &= not found
-        print("\n".join(clean(f"{step}: damaged: {problem}") for problem in found) or f"{step}: good, every byte read")
-    for row in survey(store) if not args.durable and not args.step else ():
+        is_good &= not problems
+        lines = [clean(f"{step}: damaged: {problem}") for problem in problems]
+        print("\n".join(lines) or f"{step}: good, every byte read")
+    for row in list_checkpoints(store) if not args.durable and not args.step else ():
         if row.state in (ASIDE, UNFINISHED):
             print(f"{row.name}: {row.state}, not read")
     return 0 if is_good else 1
 
 
 def _problems(tier: Tier, step: int) -> list[str]:
-    """All that is wrong with a step, with a progress bar while it is read."""
+    """Returns all problems of a step; shows a progress bar while it reads."""
     try:
-        content, found, done = content_at(tier, step), [], 0
+        content, results, done = content_at(tier, step), [], 0
     except FileNotFoundError:
         return [f"{MARKER} is missing"]
     except CheckpointError as error:
         return [str(error)]
     with ProgressBar(f"checkpoint {step}") as progress:
         for name, expected in by_size(content["files"]):
-            found.append(problem_at(tier, step, name, expected))
+            results.append(problem_at(tier, step, name, expected))
             done += expected[0]
             progress(done, content["bytes"])
-    return [problem for problem in found if problem]
+    return [problem for problem in results if problem]
 
 
-def _durable(store: Store, args: argparse.Namespace) -> Tier:
-    """The durable tier that the run's config names. Raises UserError where it names none."""
+def _durable_tier(args: argparse.Namespace) -> Tier:
+    """Opens the durable tier of the run's config. Raises UserError if it has none."""
     from jaxtrain.core.resolve import resolve
 
     directory = Path(args.run)
     config, _ = resolve(str(directory / "config.yaml"), paths=False)
     place = place_of(config.checkpoint.durable, directory)
     if place is None:
-        raise UserError(f"{directory}: its config has no checkpoint.durable; leave out --durable")
+        raise UserError(f"{directory}: the config sets no checkpoint.durable; expected no --durable")
     return open_tier(place)
 
 
 def prune(store: Store, args: argparse.Namespace) -> int:
-    """Deletes steps, whole or not at all, and never the last good one."""
+    """Deletes steps atomically, never the last good one."""
     lock = None if args.dry_run else Lock(store.directory / ".lock", "its own checkpoint.keep prunes; stop it first")
     try:
-        gone = chosen(store, args.keep, args.step)
-        kept = last_good(store, gone)
-        if gone and kept is None:
-            last = last_good(store, ())
-            what = "none of them is good" if last is None else f"{last} is the last good one"
-            raise CheckpointError(f"{store.directory}: not deleted, {what}; expected a good checkpoint to stay")
-        names = [str(step) for step in gone]
-        names += [row.name for row in survey(store) if args.set_aside and row.state == ASIDE]
+        chosen = steps_to_prune(store, args.keep, args.step)
+        if chosen and newest_intact(store, chosen) is None:
+            last = newest_intact(store, ())
+            why = "none of them is good" if last is None else f"{last} is the last good one"
+            raise CheckpointError(f"{store.directory}: not deleted, {why}; expected a good checkpoint to stay")
+        names = [str(step) for step in chosen]
+        names += [row.name for row in list_checkpoints(store) if args.set_aside and row.state == ASIDE]
         files = (path for name in names for path in (store.directory / name).rglob("*") if path.is_file())
         freed = sum(path.stat().st_size for path in files)
         if not args.dry_run:
@@ -228,7 +230,7 @@ def prune(store: Store, args: argparse.Namespace) -> int:
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Formats bytes, e.g. `1.5 GiB`."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

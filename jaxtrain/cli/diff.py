@@ -1,7 +1,8 @@
-"""Two configs side by side, with where their values came from. No JAX."""
+"""`jaxtrain diff A B`: compares the configs of two files or runs."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +13,17 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import clean
 
 
+def run(args: argparse.Namespace) -> int:
+    """Prints the keys whose values differ."""
+    print("\n".join(diff_lines(args.a, args.b)) or "no difference")
+    return 0
+
+
 def diff_lines(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str]:
-    """What differs between two configs: `key: a -> b  # place in a -> place in b`.
+    """Lines `key: value in a -> value in b  # source in a -> source in b` for keys whose values differ.
 
     Args:
-        a: a config file, or the folder of a run.
+        a: a config file or a run directory.
         b: the other.
 
     Raises:
@@ -27,11 +34,11 @@ def diff_lines(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str
         inside = os.path.join(path, "config.yaml")
         return resolve(inside if os.path.isdir(path) else path, paths=False)
 
-    (left, left_from), (right, right_from) = read(a), read(b)
+    (left, left_sources), (right, right_sources) = read(a), read(b)
     lines = []
     for key, (old, new) in diff(left, right).items():
-        places = f"{left_from.get(key, 'absent')} -> {right_from.get(key, 'absent')}"
-        lines.append(f"{key}: {_value(key, old, left_from)} -> {_value(key, new, right_from)}  # {places}")
+        sources = f"{left_sources.get(key, 'absent')} -> {right_sources.get(key, 'absent')}"
+        lines.append(f"{key}: {_value(key, old, left_sources)} -> {_value(key, new, right_sources)}  # {sources}")
     return [clean(line) for line in lines]
 
 

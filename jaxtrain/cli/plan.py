@@ -1,10 +1,15 @@
-"""`jaxtrain plan`: from arguments to plans and their reports. No JAX here: another process compiles."""
+"""`jaxtrain plan CONFIG --target T`: prints a plan, compares two, or searches for the best layout.
+
+Other processes compile; this one does not import JAX.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
-from jaxtrain.cli.spinner import spinner
+from jaxtrain.cli.output import check_output_files, write_file
+from jaxtrain.cli.progress import spinner
 from jaxtrain.config import Config, ConfigError
+from jaxtrain.config.schema import LAYOUT_KEYS
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.errors import Problem, UserError
+from jaxtrain.errors import Problem, UserError, join
+from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.pipeline.check import check_pipeline
@@ -28,78 +37,155 @@ from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.planning.report import diff, page, terminal
 from jaxtrain.planning.result import Plan
+from jaxtrain.planning.search import ranking
+from jaxtrain.planning.search.search import search
+
+SEARCH_OPTIONS = ("objective", "devices", "budget", "top", "jobs", "out")
+ESTIMATING = "estimating layouts: {done:,}"
+COMPILING = "compiling the best: {done} of {of}, last {text}"
 
 
-def show(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
-    """Prints the plan of a config, and writes the files asked for; 1 where it does not fit, 2 where it did not compile.
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; exit code 1 if the config does not fit, 2 if it does not compile.
 
     Raises:
-        UserError: an unknown target, a config that does not fit it, or a file that cannot be written.
+        UserError: an unknown target or objective, a config that does not fit it, or a file that cannot be written.
     """
-    target = target_of(args)
-    check_folders(args.json, args.html, args.hlo)
-    found = plan(path, overrides, target, hlo=Path(args.hlo) if args.hlo else None, whole=args.whole)
+    _check_options(args)
+    overrides = list(args.overrides)
+    if args.diff:  # then the first positional argument is an override, too
+        overrides[:0] = [args.config] if args.config is not None else []
+        a, b = args.diff
+        return _show_diff(a, b, overrides, args)
+    if args.config is None:
+        raise UserError("plan: expected a config, or --diff A B")
+    return (_show_search if args.search else _show_plan)(args.config, overrides, args)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raises UserError for options that do not go together."""
+    if args.search:
+        if args.html or args.hlo or args.whole or args.diff:
+            raise UserError("plan: --html, --hlo, --whole and --diff do not go with --search; expected --json")
+        if args.out and not args.out.endswith((".yaml", ".yml")):
+            raise UserError(f"plan: --out {args.out}: a layout file ends in .yaml or .yml; expected {args.out}.yaml")
+        return
+    given = [f"--{name}" for name in SEARCH_OPTIONS if getattr(args, name) is not None]
+    if given:
+        raise UserError(f"plan: {join(given, 'and')} {'needs' if len(given) == 1 else 'need'} --search")
+
+
+def _show_plan(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
+    target = _target(args)
+    check_output_files(args.json, args.html, args.hlo)
+    plan = _plan(path, overrides, target, hlo=Path(args.hlo) if args.hlo else None, whole=args.whole)
     title = " ".join([path, *overrides])
     console = Console(highlight=False)
-    console.print(terminal.report(found, title, console.width))
+    console.print(terminal.report(plan, title, console.width))
     if args.json:
-        write(args.json, json.dumps({"title": title, **found.as_dict()}, indent=1))
+        write_file(args.json, json.dumps({"title": title, **plan.as_dict()}, indent=1))
     if args.html:
-        write(args.html, page.page(found, title))
-    return 2 if not found.compiled else 1 if found.fits is False else 0
+        write_file(args.html, page.page(plan, title))
+    return USAGE if not plan.compiled else ERROR if plan.fits is False else OK
 
 
-def compare(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
+def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
     """Prints what changes from one plan to another, and writes it.
 
     Args:
         a, b: each a config, `CONFIG key=value ...` as one text, or the JSON of a plan.
         overrides: of both configs.
+        args: options.
     """
     if args.html or args.hlo:
-        raise UserError("plan: --html and --hlo are of one plan, not of --diff")
+        raise UserError("plan: --html and --hlo do not go with --diff; expected --json")
     sides = [_side(text, overrides) for text in (a, b)]
-    target = None if all(side.is_plan for side in sides) else target_of(args)
-    check_folders(args.json)
-    for side in sides:  # both, before the first is compiled
+    target = None if all(side.is_plan for side in sides) else _target(args)
+    check_output_files(args.json)
+    for side in sides:  # checks both before the first is compiled
         if side.is_plan or target is None:
-            _load(side.path)
+            _read_plan(side.path)
         else:
             _resolve(side.path, side.overrides, target)
     left, right = (
-        _load(side.path)
+        _read_plan(side.path)
         if side.is_plan or target is None
-        else plan(side.path, side.overrides, target, whole=args.whole)
+        else _plan(side.path, side.overrides, target, whole=args.whole)
         for side in sides
     )
     titles = sides[0].title, sides[1].title
     Console(highlight=False).print(diff.report(left, right, titles))
     if args.json:
-        write(args.json, json.dumps(diff.as_dict(left, right, titles), indent=1))
-    return 0
+        write_file(args.json, json.dumps(diff.as_dict(left, right, titles), indent=1))
+    return OK
 
 
-def plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | None = None, whole: bool = False) -> Plan:
-    """The plan of a config on a target; a line on stderr tells how long it takes.
+def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
+    """Prints the ranking of layouts for a config and writes the best one as a layout file.
+
+    Returns 1 if no layout fits, 130 after Ctrl-C before the first result.
+    """
+    target = _target(args)
+    file = args.out or f"{re.sub(r'[^a-z0-9]+', '-', str(target))}.yaml"
+    check_output_files(args.json, file)
+    if not args.out and not ranking.is_free(file):
+        raise UserError(f"{file}: already exists, and no search wrote it; expected --out FILE")
+    config, _ = resolve(path, *overrides, paths=False)
+    given = {name: getattr(args, name) for name in ("objective", "devices", "top", "jobs")}
+    options = {name: value for name, value in given.items() if value is not None}
+    _add_working_folder()
+    with spinner(f"estimating layouts for {target}") as progress:
+
+        def report(stage: str, done: int, of: int, text: str) -> None:
+            line = (ESTIMATING if stage == "formula" else COMPILING).format(done=done, of=of, text=text)
+            progress.update(progress.task_ids[0], description=line)
+
+        # Ctrl-C ends the search, not the command: the results so far are shown.
+        try:
+            with _interruptible():
+                vocab, budget = _vocabulary(config), _seconds(args.budget)
+                result = search(config, vocab, str(target), budget=budget, progress=report, **options)
+        except KeyboardInterrupt:
+            print("jaxtrain: interrupted before the first layout was estimated", file=sys.stderr)
+            return INTERRUPTED
+    console = Console(highlight=False)
+    console.print(ranking.table(result), "", ranking.losers_table(result), "", Text(result.summary()), sep="\n")
+    if args.json:
+        write_file(args.json, json.dumps(result.as_dict(), indent=1))
+    if result.winner is None:
+        return ERROR
+    ranking.write_layout(result, file)
+    kept = _without_layout(overrides)
+    command = ["jaxtrain", "train", path, *kept, f"layout={os.path.join('.', file)}", *result.winner.keys]
+    print(f"written: {file}", file=sys.stderr)
+    console.print(f"use it: {shlex.join(command)}", soft_wrap=True, markup=False)
+    return OK
+
+
+def _plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | None = None, whole: bool = False) -> Plan:
+    """Plans a config on a target; a line on stderr shows the elapsed time.
 
     Args:
-        hlo: file to write the compiled program's text to.
+        path: config file.
+        overrides: `key=value`.
+        target: hardware to plan for.
+        hlo: file to which the text of the compiled program is written.
         whole: never extrapolate from smaller pods.
 
     Raises:
-        UserError: before anything is compiled, where the config does not fit the target or an extra is missing.
+        UserError: before anything is compiled, if the config does not fit the target or an extra is missing.
     """
     config, vocab = _resolve(path, overrides, target)
     if problem := targets.missing(target, config.step.attention):
         raise UserError(problem)
-    find_own_classes()
-    with interruptible(), spinner(f"compiling {path} for {target}"):
+    _add_working_folder()
+    with _interruptible(), spinner(f"compiling {path} for {target}"):
         return predict.predict(config, vocab, str(target), hlo=hlo, largest=None if whole else pods.LARGEST)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt: the processes that compile are ended, and their files deleted, before this one."""
+def _interruptible() -> Iterator[None]:
+    """Turns Ctrl-C into KeyboardInterrupt, so that compiling processes end and their files go before this process."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -107,15 +193,15 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def find_own_classes() -> None:
-    """Puts the working folder on the path: a user's own `package.module:Class`, for the process that compiles."""
+def _add_working_folder() -> None:
+    """Adds the working folder to the module path: the compiling process may need a user's `package.module:Class`."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 @dataclass(frozen=True)
-class Side:
-    """One of two that are compared: a config, or the file of a plan."""
+class _Side:
+    """One side of a comparison: a config, or the file of a plan."""
 
     path: str
     overrides: list[str]
@@ -123,72 +209,70 @@ class Side:
 
     @property
     def title(self) -> str:
-        """What to call it."""
         return " ".join([self.path, *self.overrides])
 
 
-def _side(text: str, overrides: Sequence[str]) -> Side:
+def _side(text: str, overrides: Sequence[str]) -> _Side:
     if text.endswith(".json"):
-        return Side(text, [], True)
+        return _Side(text, [], True)
     words = [text] if os.path.exists(text) else text.split() or [text]
-    return Side(words[0], [*overrides, *words[1:]], False)
+    return _Side(words[0], [*overrides, *words[1:]], False)
 
 
-def target_of(args: argparse.Namespace) -> Target:
-    """The target asked for. Raises UserError for none, or one that does not exist."""
+def _target(args: argparse.Namespace) -> Target:
+    """Returns the target of --target. Raises UserError if it is missing or unknown."""
     if not args.target:
         raise UserError(f"plan: expected --target, such as {targets.SHAPES}")
     return targets.parse(args.target, args.slices)
 
 
 def _resolve(path: str, overrides: Sequence[str], target: Target) -> tuple[Config, int | None]:
-    """The config, checked against the devices of the target, and the vocabulary of its decoder.
+    """Returns the config, checked against the devices of the target, and the vocabulary size of its decoder.
 
-    The data need not be there; the tokenizer only where `model.vocab` does not say how large it is.
+    Does not need the data; needs the tokenizer only if `model.vocab` is not set.
     """
 
     def check(config: Config) -> list[Problem]:
-        there = config.model_copy(update={"simulate": None})  # the target says which devices there are
-        devices, vocab = target.devices, vocabulary_of(config)
-        problems = check_config(there, devices, vocab) + check_pipeline(there, devices)
-        if not problems and (wrong := compile.across_slices(config, target)):
-            problems.append(Problem("", "mesh.dcn", wrong.removeprefix("mesh.dcn: ")))
+        on_target = config.model_copy(update={"simulate": None})  # the target decides which devices there are
+        devices, vocab = target.devices, _vocabulary(config)
+        problems = check_config(on_target, devices, vocab) + check_pipeline(on_target, devices)
+        if not problems and (problem := compile.across_slices(config, target)):
+            problems.append(Problem("", "mesh.dcn", problem.removeprefix("mesh.dcn: ")))
         return problems
 
     config, _ = resolve(path, *overrides, paths=False, checks=[check])
-    return config, vocabulary_of(config)
+    return config, _vocabulary(config)
 
 
-def vocabulary_of(config: Config) -> int | None:
-    """Vocabulary of the decoder: the config's, else the tokenizer's."""
+def _vocabulary(config: Config) -> int | None:
+    """Returns the vocabulary size of the decoder: `model.vocab`, else the tokenizer's."""
     if config.model.vocab is not None or config.model.type != "decoder" or config.data.type != "text":
         return config.model.vocab
     return vocabulary(config, load_tokenizer(config.data.tokenizer).vocab)
 
 
-def _load(path: str) -> Plan:
-    """A plan that `--json` wrote."""
+def _read_plan(path: str) -> Plan:
+    """Reads a plan that `--json` wrote."""
     try:
         values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        found = Plan.from_dict(values)
-        targets.parse(found.target)
+        plan = Plan.from_dict(values)
+        targets.parse(plan.target)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = "expected a plan that `jaxtrain plan --json` wrote"
         raise ConfigError([Problem(path, "", f"not a plan ({type(error).__name__}); {message}")]) from error
-    return found
+    return plan
 
 
-def check_folders(*files: str | None) -> None:
-    """Raises UserError where a file could not be written, before minutes of compiling."""
-    for file in filter(None, files):
-        folder = Path(file).parent
-        if not folder.is_dir() or Path(file).is_dir():
-            raise UserError(f"{file}: {'is a folder' if folder.is_dir() else f'no folder {folder}'}; expected a file")
+def _without_layout(overrides: Sequence[str]) -> list[str]:
+    """Drops the overrides that would change keys of the layout file."""
+    return [text for text in overrides if re.split(r"[.=]", text)[0].strip() not in ("layout", *LAYOUT_KEYS)]
 
 
-def write(file: str, text: str) -> None:
-    """Writes a file and says so."""
-    Path(file).write_text(text + "\n", encoding="utf-8")
-    print(f"written: {file}", file=sys.stderr)
+def _seconds(text: str | None) -> float:
+    """Parses `90`, `90s`, `5m` or `1h`; default: five minutes. Raises UserError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text or "5m")
+    if not match or float(match[1]) <= 0:
+        raise UserError(f"plan: --budget {text}: expected a time such as 90s, 5m or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]

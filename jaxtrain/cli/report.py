@@ -1,4 +1,4 @@
-"""`jaxtrain report RUN_DIR`: where a run's time went, its curves and its restarts, on the terminal. No JAX."""
+"""`jaxtrain report RUN_DIR`: prints the time accounting, curves and restarts of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from jaxtrain.cli.plan import check_folders, write
+from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.io.jsonl import valid
 from jaxtrain.planning.report.terminal import bar, plain, section
 from jaxtrain.reports import tables
@@ -22,28 +22,28 @@ from jaxtrain.reports.page import page
 from jaxtrain.trackers.console import count, number, percent
 
 STYLES = {"compute": "green", "replay": "magenta", "down": "red", "data": "yellow"}
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille letter, by row and column
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille character, by row and column
 
 
-def show(args: argparse.Namespace) -> int:
-    """Prints the report, and writes the files asked for.
+def run(args: argparse.Namespace) -> int:
+    """Prints the report and writes the requested files.
 
     Raises:
-        UserError: the folder holds no run, or a file cannot be written.
+        UserError: the folder is not a run, or a file cannot be written.
     """
-    check_folders(args.json, args.html)
-    run = read(Path(args.run))
+    check_output_files(args.json, args.html)
+    history = read(Path(args.run))
     console = Console(highlight=False)
-    console.print(report(run, console.width))
+    console.print(report(history, console.width))
     if args.json:
-        write(args.json, json.dumps(valid(as_dict(run)), indent=1, default=str))
+        write_file(args.json, json.dumps(valid(as_dict(history)), indent=1, default=str))
     if args.html:
-        write(args.html, page(run))
+        write_file(args.html, page(history))
     return 0
 
 
 def report(run: History, width: int) -> RenderableType:
-    """All of it, for a terminal of `width` columns."""
+    """Builds the report for a terminal of `width` columns."""
     parts = [
         _headline(run), _goodput(run, width), _curve(run, "loss", "loss", width, 8, number),
         _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _lives(run), _scores(run), _checkpoints(run),
@@ -61,7 +61,7 @@ def _headline(run: History) -> RenderableType:
 
 def _goodput(run: History, width: int) -> RenderableType | None:
     if run.goodput is None:
-        return Text("goodput unknown: the run wrote no ledger")
+        return Text("goodput unknown: the run recorded no time accounting")
     table = plain("", "time", "share", "", right=("time", "share"))
     for name, what, seconds, share in tables.buckets(run):
         drawn = bar(share, STYLES.get(name, "blue"), max(8, min(24, width - 64)))
@@ -85,22 +85,23 @@ def _curve(
     return section(title, ends, *drawn)
 
 
-def columns(points: Sequence[tuple[int, float]], many: int) -> list[float]:
-    """The values at so many places from the first step to the last: means of (step, value), or between neighbours."""
+def columns(points: Sequence[tuple[int, float]], total: int) -> list[float]:
+    """Resamples (step, value) points to `total` evenly spaced values: means, and linear interpolation in gaps."""
     first, span = points[0][0], max(1, points[-1][0] - points[0][0])
     groups: dict[int, list[float]] = {}
     for step, value in points:
-        groups.setdefault((step - first) * (many - 1) // span, []).append(value)
-    known = {place: sum(values) / len(values) for place, values in groups.items()}
-    found, places = [], sorted(known)
-    for left, right in pairwise(places):
-        slope = (known[right] - known[left]) / (right - left)
-        found += [known[left] + slope * (place - left) for place in range(left, right)]
-    return [*found, known[places[-1]]]
+        groups.setdefault((step - first) * (total - 1) // span, []).append(value)
+    means = {column: sum(values) / len(values) for column, values in groups.items()}
+    filled = sorted(means)
+    values = []
+    for left, right in pairwise(filled):
+        slope = (means[right] - means[left]) / (right - left)
+        values += [means[left] + slope * (column - left) for column in range(left, right)]
+    return [*values, means[filled[-1]]]
 
 
 def braille(values: Sequence[float], height: int) -> list[str]:
-    """A curve in `height` lines, of letters of 2 x 4 dots: a column of dots for each value."""
+    """Draws a curve in `height` lines of braille characters (2 x 4 dots each), one column of dots per value."""
     low, high = min(values), max(values)
     cells = [[0] * math.ceil(len(values) / 2) for _ in range(height)]
     for column, value in enumerate(values):

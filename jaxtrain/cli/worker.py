@@ -1,4 +1,4 @@
-"""One process of a launched run, started by an agent: `python -m jaxtrain.cli.worker AGENT_PID RUN_DIR [OPTIONS]`."""
+"""Worker process of a launched run. An agent starts it: `python -m jaxtrain.cli.worker AGENT_PID RUN_DIR [OPTIONS]`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jaxtrain.launch.exit_reasons import is_clean
 
 
 def main(agent: int, directory: str, *options: str) -> NoReturn:
-    """Goes on with a run, from step 0 where nothing is saved yet, and leaves with the command's exit code.
+    """Resumes a run, from step 0 if no checkpoint exists, and exits with the exit code of `jaxtrain resume`.
 
-    A process that failed leaves at once: at a usual exit JAX waits for the others, who wait for it.
+    After a failure the process exits at once: a normal exit would wait inside JAX for the other processes, which
+    wait for this one.
     """
     die_with(agent)
     from jaxtrain.cli.main import main as command
@@ -32,5 +33,5 @@ def main(agent: int, directory: str, *options: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "jaxtrain"  # what the run says to go on with
+    sys.argv[0] = "jaxtrain"  # the name in the command that the run prints for resuming
     main(int(sys.argv[1]), *sys.argv[2:])

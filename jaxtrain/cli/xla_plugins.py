@@ -1,7 +1,7 @@
-"""Keeps JAX from loading compilers for absent devices as if the devices were here. No JAX here.
+"""Hides the XLA plugins of TPUs and GPUs that this machine does not have.
 
-The packages that compile for a TPU or GPU are those that run on one. Loaded where there is none, they complain for
-pages and look for one over the network.
+The packages that compile for a TPU or GPU also run on one. On a machine without the device they log pages of warnings
+and search for one over the network.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-GOOGLE = "0x1ae0"  # PCI vendor, by which JAX too looks for TPUs
+GOOGLE = "0x1ae0"  # PCI vendor id; JAX looks for TPUs by it too
 DEVICES = Path("/sys/bus/pci/devices")
 
 
-def set_aside() -> None:
-    """To be called before JAX is imported: to it, a plugin whose devices are not here is not installed."""
-    hidden: dict[str, Any] = sys.modules  # to Python None is a module that cannot be imported
+def hide_absent() -> None:
+    """Makes the plugins of absent devices look uninstalled. Call it before JAX is imported."""
+    hidden: dict[str, Any] = sys.modules  # a module that is None here cannot be imported
     if not has_tpu():
         hidden.setdefault("libtpu", None)
-        os.environ.pop("TPU_LIBRARY_PATH", None)  # libtpu's import sets it, for all children of the importing process
+        os.environ.pop("TPU_LIBRARY_PATH", None)  # importing libtpu sets it, also for child processes
     if not has_nvidia_driver():
         quiet: Any = ModuleType("jax_plugins.xla_cuda13")
         quiet.initialize = lambda: None
@@ -31,7 +31,7 @@ def set_aside() -> None:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether there is what JAX needs to find a GPU of NVIDIA at all, in containers and WSL too."""
+    """Returns whether the NVIDIA driver library loads, which JAX needs to find a GPU (also in containers and WSL)."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -40,7 +40,7 @@ def has_nvidia_driver() -> bool:
 
 
 def has_tpu(devices: Path = DEVICES) -> bool:
-    """Whether there may be a TPU: a device of Google's on the PCI bus, or the user says that there is one."""
+    """Returns whether a TPU may be present: a Google device on the PCI bus, or an environment variable names TPUs."""
     if "JAX_FORCE_TPU_INIT" in os.environ or "tpu" in os.environ.get("JAX_PLATFORMS", ""):
         return True
     return any(vendor.read_text().strip() == GOOGLE for vendor in devices.glob("*/vendor"))

@@ -100,7 +100,7 @@ class Agent:
                 if time.monotonic() > until:
                     why = error.strerror or error
                     waited = f"within {self._place.join_timeout:g} s"
-                    self._terminal.say(
+                    self._terminal.show(
                         f"jaxtrain: launch: the leader at {host}:{port} was not reached {waited} ({why}); expected "
                         "the agent of node 0 there",
                         error=True,
@@ -124,7 +124,7 @@ class Agent:
             self._loop(channel, wake)
         except (Closed, ProtocolError) as error:
             if self._crew is not None and self._code is None:
-                self._terminal.say(f"launch  the leader is lost ({error}): ending the workers here", error=True)
+                self._terminal.show(f"launch  the leader is lost ({error}): ending the workers here", error=True)
         finally:
             self._selector.unregister(channel)
             channel.close()
@@ -135,7 +135,7 @@ class Agent:
             return StockServer(host)
         except OSError as error:
             why = f"nothing can be listened on at {host} ({error.strerror or error})"
-            self._terminal.say(f"launch  no state is kept in this node's memory: {why}", error=True)
+            self._terminal.show(f"launch  no state is kept in this node's memory: {why}", error=True)
             return None
 
     def _loop(self, channel: Channel, wake: socket.socket) -> None:
@@ -189,7 +189,7 @@ class Agent:
                 is_there = os.path.isdir(start["run"])
                 why = error.strerror or error if is_there else "expected a folder that all nodes share"
                 where = error.filename if is_there else f"{start['run']} is not on this node"
-                self._terminal.say(f"jaxtrain: launch: {where}: {why}", error=True)
+                self._terminal.show(f"jaxtrain: launch: {where}: {why}", error=True)
                 channel.send("exit", generation=self._crew.generation, rank=rank, pid=0, code=USAGE)
 
     def _report(self, channel: Channel) -> None:

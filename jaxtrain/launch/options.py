@@ -43,7 +43,7 @@ class Options:
     deadline: float | None = None
 
 
-def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Options:
+def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Options:
     """Checked options. Raises UserError, in one line, for what is missing or wrong."""
     is_local = args.where == "local"
     at = {"nodes": 1, "node": 0} if is_local else {name: _number(args, name, environ) for name in ("nodes", "node")}
@@ -79,7 +79,7 @@ def options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     return Options(args.where, args.config, tuple(args.overrides), devices, fallbacks, place, policy, args.deadline)
 
 
-def again(chosen: Options, directory: str) -> str:
+def resume_command(chosen: Options, directory: str) -> str:
     """The command line that goes on with the run."""
     given = [f"--processes={chosen.place.slots}"]
     given += [f"--devices-per-process={chosen.devices}"] if chosen.devices is not None else []

@@ -40,7 +40,7 @@ def supervise(chosen: Options, terminal: Terminal) -> tuple[int, str | None]:
     policy = chosen.policy
     total = policy.nodes * chosen.place.slots
     job = open_job(chosen.source, chosen.overrides, total - policy.spares, chosen.devices, chosen.fallbacks)
-    terminal.say(f"launch  {job.directory}")
+    terminal.show(f"launch  {job.directory}")
     return lead(job, policy, chosen, worker, terminal), str(job.directory)
 
 
@@ -48,7 +48,7 @@ def lead(job: Run, policy: Policy, chosen: Options, worker: Command, terminal: T
     """The leader of a job and the agent of node 0, until the job ends: its exit code."""
     host, port = chosen.place.leader
     leader = Leader(job, policy, generation=last_generation(job.directory))
-    server = Server(leader, host, port, terminal.say)
+    server = Server(leader, host, port, terminal.show)
     server.start()
     place = replace(chosen.place, leader=(host, server.port), join_timeout=NEAR)
     code = Agent(place, worker, terminal).run()

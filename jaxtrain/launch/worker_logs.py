@@ -60,7 +60,7 @@ class Terminal:
         """A new generation: what was said may be said again."""
         self._seen.clear()
 
-    def say(self, line: str, *, error: bool = False) -> None:
+    def show(self, line: str, *, error: bool = False) -> None:
         """Shows a line."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait((line, error))
@@ -69,7 +69,7 @@ class Terminal:
         """Shows a line of another process than 0, unless one like it was shown."""
         if line not in self._seen and len(self._seen) < _SHOWN:
             self._seen.add(line)
-            self.say(f"[{rank}] {line}", error=True)
+            self.show(f"[{rank}] {line}", error=True)
 
     def _write(self) -> None:
         while (item := self._lines.get()) is not None:
@@ -123,7 +123,7 @@ class Log:
         if self.is_quiet or is_nothing or _LEFT_OUT.search(line):
             return
         if self._rank == 0:
-            self._terminal.say(line, error=stream == "err")
+            self._terminal.show(line, error=stream == "err")
         elif self._matters(line):
             self._terminal.other(self._rank, line)
 

@@ -159,9 +159,9 @@ def test_a_step_that_the_run_deletes_meanwhile_is_no_damage(run, capsys, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ls", "nowhere"), "nowhere: no checkpoints there; expected the folder of a run"),
+        (("ls", "nowhere"), "nowhere: no checkpoints found; expected a run directory"),
         (("prune", "RUN"), "expected --keep N, --step N or --set-aside"),
-        (("ls", "RUN", "--keep", 2), "checkpoint ls: --keep is not for it"),
+        (("ls", "RUN", "--keep", 2), "checkpoint ls: --keep belongs to another action"),
         (("inspect", "RUN", "--step", 10, "--step", 20), "expected one --step"),
         (("prune", "RUN", "--step", 11), "no checkpoint 11 in"),
         (("verify", "RUN", "--durable"), "config.yaml"),

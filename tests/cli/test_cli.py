@@ -22,8 +22,8 @@ def jaxtrain(*arguments: str, cwd=None) -> subprocess.CompletedProcess:
 @pytest.mark.skipif(has_nvidia_driver() or has_tpu(), reason="this machine may have a GPU or TPU")
 def test_compilers_of_absent_devices_are_silent():
     code = (
-        "from argparse import Namespace; from jaxtrain.cli.commands import _before_jax;"
-        "_before_jax(Namespace(simulate=None)); import jax; print(jax.default_backend())"
+        "from jaxtrain.cli.setup import prepare_jax_import;"
+        "prepare_jax_import(None); import jax; print(jax.default_backend())"
     )
     import jax  # noqa: F401  # with it comes libtpu, whose import names the library to all children
 

@@ -11,7 +11,7 @@ import hf_models
 import jax
 import pytest
 
-from jaxtrain.cli.import_export import export_model, import_model
+from jaxtrain.cli.hf_conversion import export_model, import_model
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.program import build
 from jaxtrain.core.resolve import resolve

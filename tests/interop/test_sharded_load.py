@@ -164,11 +164,11 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
     capfd.readouterr()
 
     for arguments, words in (
-        (["export", str(run), "--to", str(out)], "out exists already"),
+        (["export", str(run), "--to", str(out)], "out already exists"),
         (["export", str(run), "--to", str(tmp_path / "new"), "--step", "3"], "no checkpoint 3"),
         (["export", str(run), "--to", str(tmp_path / "new"), "--shard-size", "many"], "--shard-size"),
         (["export", str(tmp_path), "--to", str(tmp_path / "new")], "not a run"),
-        (["import", str(folder), "--to", str(run)], "run exists already"),
+        (["import", str(folder), "--to", str(run)], "run already exists"),
     ):
         assert main(arguments) == 2
         error = capfd.readouterr().err

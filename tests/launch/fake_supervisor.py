@@ -7,10 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from jaxtrain.cli.launch import arrange
+from jaxtrain.cli.arguments import COMMANDS
 from jaxtrain.config import Config
 from jaxtrain.launch.agent import Agent
-from jaxtrain.launch.options import options
+from jaxtrain.launch.options import parse_options
 from jaxtrain.launch.policy import Placement
 from jaxtrain.launch.supervisor import lead
 from jaxtrain.launch.worker_logs import Terminal
@@ -66,8 +66,8 @@ def command(directory: str) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    arrange(parser)
-    chosen, terminal = options(parser.parse_args(sys.argv[2:])), Terminal()
+    COMMANDS["launch"].add_arguments(parser)
+    chosen, terminal = parse_options(parser.parse_args(sys.argv[2:])), Terminal()
     if chosen.place.node == 0:
         code = lead(Run(Path(sys.argv[1])), chosen.policy, chosen, command, terminal)
     else:

@@ -6,16 +6,16 @@ import argparse
 
 import pytest
 
-from jaxtrain.cli.launch import arrange
+from jaxtrain.cli.arguments import COMMANDS
 from jaxtrain.errors import UserError
-from jaxtrain.launch.options import again, options
+from jaxtrain.launch.options import parse_options, resume_command
 from jaxtrain.launch.supervisor import command
 
 
 def parsed(*arguments: str, **environ: str):
     parser = argparse.ArgumentParser()
-    arrange(parser)
-    return options(parser.parse_intermixed_args(arguments), environ)
+    COMMANDS["launch"].add_arguments(parser)
+    return parse_options(parser.parse_intermixed_args(arguments), environ)
 
 
 def test_local_listens_on_loopback_alone():
@@ -68,7 +68,7 @@ def test_workers_hear_of_a_deadline_only_where_one_is_given():
 def test_the_command_that_goes_on():
     more = ("--fallback", "mesh.model=1 zero=1", "--deadline=60")
     found = parsed("local", "c.yaml", "--processes=2", "--devices-per-process=3", *more)
-    assert again(found, "/runs/a b") == (
+    assert resume_command(found, "/runs/a b") == (
         "jaxtrain launch local --processes=2 --devices-per-process=3 --deadline=60 '--fallback=mesh.model=1 zero=1' "
         "'/runs/a b'"
     )

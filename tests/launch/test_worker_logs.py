@@ -56,7 +56,7 @@ import os, sys
 from jaxtrain.launch.worker_logs import Terminal
 terminal = Terminal()
 for line in ("run   here", "step 1/9  eta 0:09  loss 3", "step 3  save  size 1", "step 4/9  eta 0:05  loss 2"):
-    terminal.say(line)
+    terminal.show(line)
 terminal.close()
 """
 
@@ -81,7 +81,7 @@ import os
 from jaxtrain.launch.worker_logs import Terminal
 terminal = Terminal()
 for _ in range(20_000):
-    terminal.say("x" * 100)
+    terminal.show("x" * 100)
 terminal.close()
 os._exit(7)
 """

@@ -89,13 +89,19 @@ def compiler(monkeypatch) -> Compiler:
         (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: No such file"),
         (["--diff", "CONFIG", "nowhere.yaml", "--target", "h100:2"], "nowhere.yaml: no such file"),
         (["--diff", "CONFIG", "CONFIG mesh.fsdp=4", "--target", "h100:2"], "mesh: fsdp 4 needs 4 devices"),
-        (["--diff", "CONFIG", "CONFIG", "--target", "h100:2", "--html", "x.html"], "--html and --hlo are of one plan"),
-        (["CONFIG", "--target", "h100:2", "--top", "3", "--jobs", "1"], "plan: --top and --jobs are of --search"),
+        (
+            ["--diff", "CONFIG", "CONFIG", "--target", "h100:2", "--html", "x.html"],
+            "--html and --hlo do not go with --diff",
+        ),
+        (["CONFIG", "--target", "h100:2", "--top", "3", "--jobs", "1"], "plan: --top and --jobs need --search"),
         (
             ["CONFIG", "--target", "h100:2", "--search", "--html", "x.html"],
-            "--html, --hlo, --whole and --diff are not of --search",
+            "--html, --hlo, --whole and --diff do not go with --search",
         ),
-        (["--search", "--diff", "CONFIG", "CONFIG", "--target", "h100:2"], "--whole and --diff are not of --search"),
+        (
+            ["--search", "--diff", "CONFIG", "CONFIG", "--target", "h100:2"],
+            "--whole and --diff do not go with --search",
+        ),
         (["CONFIG", "--target", "h100:2", "--search", "--out", "best"], "--out best: a layout file ends in .yaml"),
         (["CONFIG", "--target", "h100:2", "--search", "--jobs", "0"], "jobs: expected 1 or more; found 0"),
         (["CONFIG", "--target", "h100:2", "--search", "--devices", "-2"], "devices: expected 1 or more; found -2"),
@@ -274,7 +280,7 @@ def test_a_search_overwrites_its_own_files_alone(compiler, config, capsys, tmp_p
     capsys.readouterr()
     assert search(config) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "h100-1x4.yaml: is there already, and no search wrote it" in line
+    assert "h100-1x4.yaml: already exists, and no search wrote it" in line
     assert (tmp_path / "h100-1x4.yaml").read_text() == "mine: 1\n"
 
 
@@ -294,7 +300,7 @@ def test_an_early_ctrl_c_is_one_line(compiler, config, capsys, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Space, "__iter__", interrupted)
     assert search(config) == 130
-    assert capsys.readouterr() == ("", "jaxtrain: interrupted before any layout was looked at\n")
+    assert capsys.readouterr() == ("", "jaxtrain: interrupted before the first layout was estimated\n")
 
 
 def until(check: Callable[[], Any], seconds: float) -> Any:

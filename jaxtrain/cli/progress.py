@@ -1,4 +1,4 @@
-"""Progress of commands that do one long thing, on stderr; nothing is drawn where that is no terminal."""
+"""Spinner and progress bar on stderr for long commands. Nothing is drawn if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 def spinner(title: str) -> Progress:
-    """A context that shows what goes on and for how long already."""
+    """Returns a context manager that shows the title and the elapsed time."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     progress = _progress(*columns)
     progress.add_task(title, total=None)
@@ -31,7 +31,7 @@ def _progress(*columns: ProgressColumn) -> Progress:
 
 
 class ProgressBar:
-    """`progress(done, total)` as a bar with ETA."""
+    """Progress bar with ETA, updated by calling it."""
 
     def __init__(self, title: str):
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -39,7 +39,7 @@ class ProgressBar:
         self._task = self._progress.add_task(title, total=None)
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` units."""
+        """Shows that `done` of `total` units are done."""
         self._progress.update(self._task, completed=done, total=total)
 
     def __enter__(self) -> ProgressBar:

@@ -1,4 +1,4 @@
-"""Runs from Hugging Face models and back: what a folder of either kind holds besides tensors."""
+"""Conversion between run directories and Hugging Face model folders: weights, config, tokenizer files."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from jaxtrain.interop.tensor_map import PLACES
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.trainer.compatibility import environment
 
-ORIGIN = "huggingface"  # folder of a run with what its model came with
-BESIDE = (  # what is copied as it is
+ORIGIN = "huggingface"  # folder in an imported run with the files of the original model
+AUXILIARY_FILES = (  # copied unchanged
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-SEQUENCE = 1024  # tokens of a sequence at most, where the overrides do not say
+MAX_SEQUENCE = 1024  # tokens; limits the default `data.sequence` of an imported run
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the architecture, the step of the checkpoint, bytes of the tensors and their dtype."""
+    """Result of an export: the architecture, the step of the checkpoint, bytes of the tensors and their dtype."""
 
     family: str
     step: int
@@ -55,22 +55,22 @@ class Exported:
 
 
 def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config:
-    """Writes a run's folder with the weights of a Hugging Face model as step 0. Returns its config.
+    """Creates a run directory with the weights of a Hugging Face model as step 0. Returns its config.
 
     Raises:
-        UserError: not a model, an architecture that is not covered, weights that do not fit it, or `target` exists.
+        UserError: not a model, an unsupported architecture, weights that do not fit it, or `target` exists.
     """
     family, section = opened(source)
-    with _fresh(target) as folder:
-        base = {"model": section, **_surroundings(source, target)}
+    with _new_folder(target) as folder:
+        base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build(config, section["vocab"], _devices(config))
         params = load(source, PLACES[family.name], program.state["params"])
-        _copy(source, folder / ORIGIN, ("config.json", *BESIDE))
+        _copy(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
         state = {"params": params, "step": jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)}
-        with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing goes on meanwhile
+        with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing else is logged meanwhile
             checkpoints.save(0, state, manifest=manifest, copied=False)
             checkpoints.wait()
             failed = [event for event in checkpoints.poll() if isinstance(event, SaveFailed)]
@@ -89,21 +89,21 @@ def export_model(
     family: str | None,
     overrides: Sequence[str],
 ) -> Exported:
-    """Writes the weights of a run's checkpoint, averaged ones where it keeps them, as a Hugging Face model.
+    """Writes the weights of a checkpoint, the EMA weights if it has any, as a Hugging Face model.
 
     Args:
-        directory: of the run.
-        target: folder to make.
-        step: of the checkpoint; default: the newest good one.
-        dtype: name of the files' dtype; default: that of storage.
-        shard_size: of a file at most, such as 5GB.
+        directory: run directory.
+        target: folder to create.
+        step: step of the checkpoint; default: the newest good one.
+        dtype: name of the files' dtype; default: as stored.
+        shard_size: largest size of a file, such as 5GB.
         family: `model_type` to write; default: that of the imported model, else the first that fits.
         overrides: `key=value`, such as another layout.
 
     Raises:
-        UserError: not a run, no usable checkpoint, no architecture that can express the model, or `target` exists.
+        UserError: not a run, no usable checkpoint, no architecture fits the model, or `target` exists.
     """
-    most = _size(shard_size)
+    max_bytes = _bytes(shard_size)
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
     if config.model.type != "decoder":
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
@@ -111,25 +111,25 @@ def export_model(
     newest = store.latest() if step is None else step
     vocab = store.marker(0 if newest is None else newest)["tensors"]["params/embed/table"][0][0]
     origin = directory / ORIGIN
-    before = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
-    chosen, content = choose(config.model, vocab, family, before)
-    with _fresh(target) as folder:
+    original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
+    architecture, content = choose(config.model, vocab, family, original)
+    with _new_folder(target) as folder:
         program = build(config, vocab, _devices(config))
         params, done = weights(directory, step, program)
         flat = {path: _get(params, path) for path in program.definition.tensors()}
         kind = np.dtype(dtype or flat["embed/table"].dtype)
-        size = save(folder, PLACES[chosen.name], flat, kind, most)
+        size = save(folder, PLACES[architecture.name], flat, kind, max_bytes)
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": kind.name}, indent=2) + "\n")
         tokenizer = Path(config.data.tokenizer) if config.data.type == "text" else Path("bytes")
-        _copy(origin if origin.is_dir() else tokenizer.parent, folder, _wanted(origin, tokenizer))
-    return Exported(chosen.name, done, size, kind.name)
+        _copy(origin if origin.is_dir() else tokenizer.parent, folder, _copied_names(origin, tokenizer))
+    return Exported(architecture.name, done, size, kind.name)
 
 
-def _surroundings(source: Path, target: Path) -> dict[str, Any]:
-    """What a run's config says besides the model."""
-    given = read_json(source / "config.json")
-    longest = given.get("max_position_embeddings", given.get("n_positions"))
-    sequence = min(SEQUENCE, longest) if isinstance(longest, int) and longest > 0 else SEQUENCE
+def _run_settings(source: Path, target: Path) -> dict[str, Any]:
+    """Returns the config of an imported run without its `model` section."""
+    settings = read_json(source / "config.json")
+    longest = settings.get("max_position_embeddings", settings.get("n_positions"))
+    sequence = min(MAX_SEQUENCE, longest) if isinstance(longest, int) and longest > 0 else MAX_SEQUENCE
     data: dict[str, Any] = {"sequence": sequence}
     if (source / "tokenizer.json").is_file():
         data["tokenizer"] = str(target.absolute() / ORIGIN / "tokenizer.json")
@@ -137,11 +137,13 @@ def _surroundings(source: Path, target: Path) -> dict[str, Any]:
     return {"name": name, "dir": str(target.absolute().parent), "data": data}
 
 
-def _wanted(origin: Path, tokenizer: Path) -> tuple[str, ...]:
-    """Files of an exported model that are copied: those it came with, else those of the tokenizer."""
+def _copied_names(origin: Path, tokenizer: Path) -> tuple[str, ...]:
+    """Names of the files to copy into an export: those of the original model, else those of the tokenizer."""
     if origin.is_dir():
-        return BESIDE
-    return () if str(tokenizer) == "bytes" else tuple(name for name in BESIDE if name != "generation_config.json")
+        return AUXILIARY_FILES
+    return (
+        () if str(tokenizer) == "bytes" else tuple(name for name in AUXILIARY_FILES if name != "generation_config.json")
+    )
 
 
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
@@ -152,15 +154,15 @@ def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _fresh(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes it, or disappears after an error."""
+def _new_folder(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder that is renamed to `target` at the end, or deleted after an error."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"{target} exists already; give another name")
+        raise UserError(f"{target} already exists; expected the name of a new folder")
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
     folder = target.absolute().with_name(f".{target.name}.{os.getpid()}.tmp")
     folder.mkdir()
     try:
-        with _cleared_by_signals(folder):
+        with _deleted_on_signals(folder):
             yield folder
         os.replace(folder, target)
     except BaseException:
@@ -169,15 +171,15 @@ def _fresh(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _cleared_by_signals(folder: Path) -> Iterator[None]:
-    """Deletes the folder on SIGINT and SIGTERM too, which end the process at once."""
+def _deleted_on_signals(folder: Path) -> Iterator[None]:
+    """Deletes the folder also on SIGINT and SIGTERM, which end the process at once."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def ended(number: int, frame: Any) -> None:
-        for _ in range(100):  # threads that write a checkpoint may make more files
+    def delete_and_exit(number: int, frame: Any) -> None:
+        for _ in range(100):  # threads that write a checkpoint may create more files
             shutil.rmtree(folder, ignore_errors=True)
             time.sleep(0.01)
             if not folder.exists():
@@ -188,7 +190,7 @@ def _cleared_by_signals(folder: Path) -> Iterator[None]:
         os._exit(128 + number)
 
     for number in before:
-        signal.signal(number, ended)
+        signal.signal(number, delete_and_exit)
     try:
         yield
     finally:
@@ -198,16 +200,18 @@ def _cleared_by_signals(folder: Path) -> Iterator[None]:
 
 def _devices(config: Config) -> list[Any]:
     if runtime.processes() > 1:
-        raise UserError(f"import and export run as one process; {runtime.PROCESSES} says {runtime.processes()}")
+        raise UserError(
+            f"import and export run in one process; expected {runtime.PROCESSES}=1, found {runtime.processes()}"
+        )
     return runtime.start(config)
 
 
-def _size(text: str) -> int:
-    """Bytes of `5GB`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", text.strip().upper())
-    if found is None or float(found[1]) == 0:
+def _bytes(text: str) -> int:
+    """Parses a size such as `5GB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", text.strip().upper())
+    if match is None or float(match[1]) == 0:
         raise UserError(f"--shard-size: expected a size such as 5GB or 500MB; found {shown(text)}")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _get(tree: Any, path: str) -> Any:

@@ -1,0 +1,35 @@
+"""`jaxtrain eval RUN_DIR`: prints the validation metrics of a checkpoint, or its scores on tasks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from jaxtrain.cli.setup import config_overrides, prepare_jax_import
+from jaxtrain.errors import UserError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"eval: --{name.replace('_', '-')}: expected at least {least}; found {value}")
+    prepare_jax_import(args.simulate)
+    from jaxtrain.inference import harness
+    from jaxtrain.inference.runs import evaluate
+
+    run_dir, overrides = Path(args.run), config_overrides(args)
+    if args.tasks is None:
+        scores = evaluate(run_dir, args.step, args.batches, overrides)
+        lines = [json.dumps(scores)]
+    else:
+        tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
+        options = {"include_path": args.include_path, "limit": args.limit, "num_fewshot": args.num_fewshot}
+        scores = harness.evaluate_tasks(run_dir, args.step, overrides, tasks, **options)
+        lines = harness.lines(scores)
+    if args.out:
+        harness.write(Path(args.out), scores)
+    print("\n".join(lines))
+    return 0

@@ -1,0 +1,56 @@
+"""`jaxtrain train CONFIG`: trains from a config."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxtrain.cli.setup import config_overrides, prepare_jax_import
+from jaxtrain.config import Config, ConfigError, Problem
+from jaxtrain.core.resolve import resolve
+from jaxtrain.errors import UserError
+from jaxtrain.exit_codes import ERROR, OK, SAVED
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    config, _ = resolve(args.config, *config_overrides(args))
+    return train(config, None, args, resume=False)
+
+
+def train(config: Config, directory: Path | None, args: argparse.Namespace, *, resume: bool) -> int:
+    """Trains a config, new or resumed, and returns the exit code."""
+    if args.deadline is not None and not 0 <= args.deadline < float("inf"):
+        raise UserError(f"--deadline: expected seconds, or 0 for none; found {args.deadline:g}")
+    prepare_jax_import(config.simulate or args.simulate)
+    from jaxtrain import api
+    from jaxtrain.callbacks.samples import LossPlot, Samples
+    from jaxtrain.errors import TrainingError
+    from jaxtrain.trackers.console import Screen
+    from jaxtrain.trackers.goodput import Ledger, process_age
+
+    console, ledger = Screen(config.steps), Ledger(age=process_age() if args.owns_process else 0.0)
+    try:
+        result = api.train(
+            config, directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,
+            deadline=args.deadline, verbose=args.verbose, callbacks=[LossPlot(), Samples()],
+        )  # fmt: skip
+    except TrainingError as error:
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return ERROR
+    console.print(f"next  {result.resume_command}")
+    return SAVED if result.stopped_by else OK
+
+
+def _step_range(text: str | None) -> tuple[int, int] | None:
+    """Parses START:STOP."""
+    if text is None:
+        return None
+    try:
+        start, stop = map(int, text.split(":"))
+    except ValueError:
+        start, stop = 0, 0
+    if not 0 <= start < stop:
+        raise ConfigError([Problem("command line", "--profile", f"expected START:STOP such as 10:13; found {text!r}")])
+    return start, stop
