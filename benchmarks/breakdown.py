@@ -148,7 +148,7 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
     tx = optimizer(config.optimizer, config.steps, definition.names, definition.params)
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        return tx.update(clip(grads, config.optimizer.clip)[0], opt_state, params)
+        return tx.update(clip(grads, config.optimizer.grad_clip_norm)[0], opt_state, params)
 
     forward = jax.jit(loss)
     both = jax.jit(jax.grad(loss))

@@ -77,14 +77,30 @@ def config(folder: Path, name: str, steps: int, faults: list[str]) -> Any:
 
     base = {
         "name": name, "dir": str(folder / "runs"), "steps": steps, "precision": "fp32", "simulate": 1,
-        "compile_cache": str(folder / "xla"), "model": {"embed": 32, "layers": 2, "heads": 2, "mlp": 64},
-        "data": {"sources": [{"path": str(folder / "text")}], "sequence": 64, "global_batch": 4, "validation": 0.1,
-                 "cache": str(folder / "cache"), "workers": 1},
-        "optimizer": {"lr": 1e-3, "schedule": "constant"}, "loss": {"chunks": 1},
+        "model": {"embed": 32, "layers": 2, "heads": 2, "mlp": 64},
+        "data": {"sources": [{"path": str(folder / "text")}], "sequence": 64, "global_batch": 4, "validation_fraction": 0.1,
+                 "cache_dir": str(folder / "cache"), "workers": 1},
+        "optimizer": {"lr": 1e-3}, "schedule": {"name": "constant"}, "loss": {"vocab_chunks": 1},
         "checkpoint": {"every": SAVES}, "eval": {"every": EVALS, "batches": 1}, "log": {"tensorboard": False},
-        "faults": faults,
+        "debug": {"faults": [fault(text) for text in faults]},
     }  # fmt: skip
     return jaxtrain.load(None, base=base)
+
+
+def fault(text: str) -> dict[str, Any]:
+    """One of `debug.faults`, from a text such as `kill@save:8/1`."""
+    kind, _, rest = text.partition("@")
+    rest, _, process = rest.partition("/")
+    at, _, step = rest.rpartition(":")
+    return {"kind": kind, "at": at or None, "step": int(step), "process": int(process or 0)}
+
+
+def recorded(text: str) -> str:
+    """The name of a fault in faults.jsonl."""
+    from jaxtrain.callbacks.fault_injection import describe
+    from jaxtrain.config.schema import FaultConfig
+
+    return describe(FaultConfig(**fault(text)))
 
 
 def work(config: Any, run_dir: Path) -> int:
@@ -238,7 +254,7 @@ def compare(whole: Path, run_dir: Path, outcome: Outcome) -> None:
     if stream(run_dir) != stream(whole):
         outcome.wrong.append("another stream of tokens")
     if sorted(record["fault"] for record in read(run_dir / "faults.jsonl")) != sorted(
-        text for text in outcome.plan if text != "any"
+        recorded(text) for text in outcome.plan if text != "any"
     ):
         outcome.wrong.append("not all faults came")
     outcome.wrong += litter(run_dir)

@@ -78,9 +78,9 @@ def config(folder: Path, name: str, steps: int, faults: list[str]) -> Path:
         "layout": "fsdp", "model": {"embed": 32, "layers": 2, "heads": 2, "mlp": 64},
         "data": {"type": "recorded_data:Recorded", "options": options | {"sequence": SEQUENCE},
                  "sequence": SEQUENCE, "global_batch": ROWS},
-        "optimizer": {"lr": 1e-3, "schedule": "constant"}, "loss": {"chunks": 1},
+        "optimizer": {"lr": 1e-3}, "schedule": {"name": "constant"}, "loss": {"vocab_chunks": 1},
         "checkpoint": {"every": chaos.SAVES}, "eval": {"every": chaos.EVALS, "batches": 1},
-        "log": {"tensorboard": False, "peak_tflops": 1}, "faults": faults,
+        "log": {"tensorboard": False, "peak_tflops": 1}, "debug": {"faults": [chaos.fault(text) for text in faults]},
     }  # fmt: skip
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(text))
@@ -209,7 +209,12 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int,
     resumes = records(launch.run_dir, "resume", "events.jsonl")
     sources = (str(event.get("restored", "nothing")).removeprefix(f"{folder}/") for event in resumes)
     outcome.restored = dict(Counter(sources))
-    passed = Counter(faults) - Counter(record["fault"] for record in came)
+    happened = Counter(record["fault"] for record in came)
+    passed = Counter[str]()
+    for text in faults:
+        name = chaos.recorded(text)
+        passed[text] += not happened[name]
+        happened[name] -= happened[name] > 0
     outcome.passed_over = [*passed.elements(), *launch.outside]
     outcome.plan = list((Counter(plan) - Counter(outcome.passed_over)).elements())
     if passed and not memory:

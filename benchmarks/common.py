@@ -169,3 +169,10 @@ def reset_peak_rss() -> bool:
     except OSError:
         return False
     return True
+
+
+def remat(policy: str | Sequence[str]) -> dict[str, Any]:
+    """Keys of `step` for `none`, `full`, `dots` or the names of the values to save."""
+    if isinstance(policy, str):
+        return {"remat": policy}
+    return {"remat": "full", "remat_save": dict.fromkeys(policy, "device")}

@@ -60,7 +60,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     done("imports")
     base = {
-        "precision": "fp32", "simulate": spec["devices"], "compile_cache": spec["cache"],
+        "precision": "fp32", "simulate": spec["devices"],
         "layout": LAYOUTS[spec["devices"]], "mesh": MESHES[spec["devices"]],
         "model": SHAPE | {"layers": spec["layers"], "vocab": 1024},
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},

@@ -23,7 +23,7 @@ from typing import Any
 import common
 import numpy as np
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.data.order import permute
 from jaxtrain.data.token_cache.build import build_cache
@@ -67,7 +67,7 @@ def evict(folder: Path) -> bool:
 
 
 def dataset(folder: Path, args: argparse.Namespace) -> TextDataset:
-    data = Data(sources=(Source(path="synthetic"),), sequence=args.sequence, global_batch=args.batch)
+    data = DataConfig(sources=(SourceConfig(path="synthetic"),), sequence=args.sequence, global_batch=args.batch)
     return TextDataset(data, 0, "train", [open_cache(folder)], SyntheticTokenizer())
 
 
@@ -131,7 +131,7 @@ def tokenizing(folder: Path, quick: bool) -> dict[str, float]:
     """On the standard library's source text; the BPE is trained on a part of it."""
     from jaxtrain.data.sources import documents
 
-    texts = [d.text for d in documents(Source())][:: 400 if quick else 8]
+    texts = [d.text for d in documents(SourceConfig())][:: 400 if quick else 8]
     out = {}
     path = train_bpe(iter(texts[::4]), 512 if quick else 8192, folder)
     encoders: dict[str, Tokenizer] = {"bytes": load_tokenizer("bytes"), "BPE of 8192": load_tokenizer(str(path))}
@@ -142,9 +142,9 @@ def tokenizing(folder: Path, quick: bool) -> dict[str, float]:
         out[f"{name}, tokens/s"] = tokens / seconds
         out[f"{name}, bytes/s"] = sum(len(t.encode()) for t in texts) / seconds
     out["cache build of the standard library, bytes, s"] = timed(
-        lambda: build_cache(Source(), "bytes", 0.01, folder, 1)
+        lambda: build_cache(SourceConfig(), "bytes", 0.01, folder, 1)
     )
-    out["the same again, s"] = timed(lambda: build_cache(Source(), "bytes", 0.01, folder, 1))
+    out["the same again, s"] = timed(lambda: build_cache(SourceConfig(), "bytes", 0.01, folder, 1))
     return out
 
 

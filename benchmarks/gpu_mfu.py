@@ -78,8 +78,8 @@ def make_config(spec: dict[str, Any]) -> Any:
     base = {
         "precision": spec["precision"], "steps": 1000,
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
-        "optimizer": {"lr": 1e-4, "schedule": "constant"}, "loss": {"chunks": spec["chunks"]},
-        "step": {"remat": spec["remat"], "accumulate": spec["accumulate"], "attention": spec["attention"],
+        "optimizer": {"lr": 1e-4}, "schedule": {"name": "constant"}, "loss": {"vocab_chunks": spec["chunks"]},
+        "step": {**common.remat(spec["remat"]), "microbatches": spec["accumulate"], "attention": spec["attention"],
                  "unroll": spec["unroll"]},
         "model": {"vocab": VOCAB},
     }  # fmt: skip

@@ -39,19 +39,22 @@ QUICK = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "n
 PARTS = ("one device", "import", "64 devices")
 PROCESSES = 8
 ALL_LAYERS = ("precision=bf16_pure", "layout=fsdp_tp", "mesh.model=8")
-ONE = ("precision=bf16_pure", "layout=ddp", "compile_cache=null")
+ONE = (
+    "precision=bf16_pure",
+    "layout=ddp",
+)
 
 
 def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
     """Writes a checkpoint whose tensors are holes. Returns the bytes of its largest tensor."""
-    from jaxtrain.config.schema import Model
+    from jaxtrain.config.schema import ModelConfig
     from jaxtrain.interop import safetensors_io
     from jaxtrain.interop.config_json import decode
     from jaxtrain.interop.tensor_map import PLACES
     from jaxtrain.interop.tensor_slices import parts, whole_shapes
     from jaxtrain.models.decoder_params import decoder_tensors
 
-    model = Model.model_validate(decode(config, "")[1])
+    model = ModelConfig.model_validate(decode(config, "")[1])
     table = decoder_tensors(model, config["vocab_size"])
     shapes = whole_shapes(parts(PLACES["llama"], {path: shape for path, (shape, _) in table.items()}))
     folder.mkdir()

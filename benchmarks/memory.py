@@ -25,7 +25,7 @@ from typing import Any
 import common
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
-FIXED = ("data.validation=0", "step.remat=full", "loss.chunks=8")
+FIXED = ("data.validation_fraction=0", "step.remat=full", "loss.vocab_chunks=8")
 SMALL = (
     "model.embed=1024", "model.layers=8", "model.heads=8", "model.kv_heads=8", "model.mlp=4096", "model.vocab=4096",
     "data.sequence=128",
@@ -56,7 +56,7 @@ def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
     """The config of a stage with one row a device and microbatch."""
     from jaxtrain.core.resolve import resolve
 
-    own = (f"mesh.data={devices}", f"step.accumulate={microbatches}", f"data.global_batch={devices * microbatches}")
+    own = (f"mesh.data={devices}", f"step.microbatches={microbatches}", f"data.global_batch={devices * microbatches}")
     model = None if more else "configs/models/llama_1b.yaml"
     return resolve(model, *FIXED, *own, f"layout={layout}", *more, paths=False)[0]
 

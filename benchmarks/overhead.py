@@ -69,10 +69,10 @@ def make_config(spec: dict[str, Any], folder: Path, steps: int) -> Any:
     rows, length = size.pop("rows"), size.pop("length")
     base = {
         "name": "overhead", "dir": str(folder / "runs"), "steps": steps, "precision": spec["precision"],
-        "layout": spec["layout"], "compile_cache": None, "model": size,
+        "layout": spec["layout"], "model": size,
         "data": {"sources": [{"path": str(corpus(folder))}], "sequence": length, "global_batch": rows,
-                 "validation": 0.0, "cache": str(folder / "cache"), "workers": 1},
-        "optimizer": {"lr": LR[spec["precision"]], "schedule": "constant"}, "step": {"remat": spec["remat"]},
+                 "validation_fraction": 0.0, "cache_dir": str(folder / "cache"), "workers": 1},
+        "optimizer": {"lr": LR[spec["precision"]]}, "schedule": {"name": "constant"}, "step": {"remat": spec["remat"]},
     }  # fmt: skip
     return jaxtrain.load(None, base=base)
 
@@ -87,9 +87,9 @@ class Bare:
         from jaxtrain.precision.policy import POLICIES
 
         opt = config.optimizer
-        tx = bare.Optimizer(opt.lr, opt.beta1, opt.beta2, opt.epsilon, opt.weight_decay, opt.clip).make()
+        tx = bare.Optimizer(opt.lr, *opt.betas, opt.epsilon, opt.weight_decay, opt.grad_clip_norm).make()
         dtype = POLICIES[config.precision].compute
-        shape = bare.Shape(config.model.rope_theta, config.model.norm_epsilon, config.loss.chunks,
+        shape = bare.Shape(config.model.rope_theta, config.model.norm_epsilon, config.loss.vocab_chunks,
                            config.step.remat == "full", dtype)  # fmt: skip
         self.step = bare.make_step(shape, tx, program.sharder, gathered=config.layout == "fsdp")
         params = bare.from_framework(params)

@@ -67,8 +67,7 @@ class Ours:
         config = Config(**{
             "steps": 1000, "precision": spec["precision"], "model": size,
             "data": {"sequence": length, "global_batch": rows},
-            "optimizer": {"lr": LR, "schedule": "constant", "beta1": BETAS[0], "beta2": BETAS[1], "epsilon": EPSILON,
-                          "weight_decay": DECAY, "decay_all": True, "clip": CLIP},
+            "optimizer": {"lr": LR, "betas": BETAS, "epsilon": EPSILON, "weight_decay": DECAY, "decay_all_parameters": True, "grad_clip_norm": CLIP}, "schedule": {"name": "constant"},
         })  # fmt: skip
         self.program = build(config, vocab, jax.devices()[:1])
         self.state = self.program.init()

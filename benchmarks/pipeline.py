@@ -38,7 +38,7 @@ SMALL = (
 QUICK = ("data.sequence=32", "model.embed=32", "model.heads=2", "model.kv_heads=2", "model.mlp=64", "model.vocab=64")
 LARGE = (
     "data.sequence=1024", "model.embed=1024", "model.heads=8", "model.kv_heads=8", "model.mlp=3072",
-    "model.vocab=8192", "loss.chunks=8",
+    "model.vocab=8192", "loss.vocab_chunks=8",
 )  # fmt: skip
 
 
@@ -57,8 +57,8 @@ def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int =
     layout = ("layout=ddp", "mesh.data=1") if stages == 1 else (
         "layout=pp", f"mesh.pipeline={stages}", "mesh.data=1", f"pipeline.schedule={schedule}",
     )  # fmt: skip
-    own = (f"model.layers={layers}", f"step.accumulate={microbatches}", f"data.global_batch={rows * microbatches}")
-    fixed = ("data.validation=0", "step.attention=xla", "precision=fp32")
+    own = (f"model.layers={layers}", f"step.microbatches={microbatches}", f"data.global_batch={rows * microbatches}")
+    fixed = ("data.validation_fraction=0", "step.attention=xla", "precision=fp32")
     return resolve(None, *layout, *fixed, *own, *sizes, paths=False)[0]
 
 
@@ -141,7 +141,7 @@ def waiting(spec: dict[str, Any]) -> list[dict[str, Any]]:
         return Config(
             precision="fp32", mesh=mesh, rules={"batch": "data", **rules}, steps=10,
             data={"global_batch": many, "sequence": 1}, model={"type": "waiting:Waiting", "options": options},
-            step={"accumulate": many}, pipeline={"schedule": schedule}, optimizer={"name": "sgd"},
+            step={"microbatches": many}, pipeline={"schedule": schedule}, optimizer={"name": "sgd"},
         )  # fmt: skip
 
     programs = {n: built(n, config(n), jax.devices()[: 1 if n == "none" else stages]) for n in ("none", *spec["names"])}

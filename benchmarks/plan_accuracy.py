@@ -51,19 +51,19 @@ ROOT = Path(__file__).resolve().parent.parent
 VOCAB = {"simulated": 2048, "gpu": 32000}
 SMALL = (
     "model.embed=256", "model.layers=4", "model.heads=8", "model.kv_heads=8", "model.mlp=1024",
-    "data.sequence=64", "data.global_batch=16", "data.validation=0", "precision=fp32",
+    "data.sequence=64", "data.global_batch=16", "data.validation_fraction=0", "precision=fp32",
 )  # fmt: skip
 CASES = (
-    "ddp data=8", "ddp data=8 step.remat=full", "ddp data=8 step.accumulate=2",
-    "fsdp fsdp=8", "fsdp fsdp=8 step.remat=full", "fsdp fsdp=8 step.accumulate=2", "fsdp fsdp=4 data=2",
+    "ddp data=8", "ddp data=8 step.remat=full", "ddp data=8 step.microbatches=2",
+    "fsdp fsdp=8", "fsdp fsdp=8 step.remat=full", "fsdp fsdp=8 step.microbatches=2", "fsdp fsdp=4 data=2",
     "tp model=8", "tp model=4 data=2", "tp model=2 data=4",
     "tp_sp model=2 fsdp=4", "tp_sp model=4 fsdp=2 step.remat=full",
-    "fsdp_tp fsdp=4 model=2", "fsdp_tp fsdp=2 model=4 step.accumulate=2",
-    "zero1 data=8", "zero2 data=8 step.accumulate=2", "zero3 data=8",
+    "fsdp_tp fsdp=4 model=2", "fsdp_tp fsdp=2 model=4 step.microbatches=2",
+    "zero1 data=8", "zero2 data=8 step.microbatches=2", "zero3 data=8",
     "cp_gather fsdp=4 context=2", "cp_gather context=8", "cp_ring context=4 fsdp=2",
     "cp_ulysses context=4 fsdp=2", "cp_ulysses context=8",
-    "pp pipeline=2 data=4 step.accumulate=4", "pp pipeline=4 data=2 step.accumulate=4",
-    "pp_fsdp pipeline=2 fsdp=4 step.accumulate=2", "3d data=2 fsdp=2 model=2",
+    "pp pipeline=2 data=4 step.microbatches=4", "pp pipeline=4 data=2 step.microbatches=4",
+    "pp_fsdp pipeline=2 fsdp=4 step.microbatches=2", "3d data=2 fsdp=2 model=2",
 )  # fmt: skip
 RESIDENT = (0, 1, 2, 3, 10, 18)  # of these, whose memory is measured in a process of its own
 LARGER = ("data.sequence=256", "data.global_batch=64")
@@ -71,10 +71,10 @@ AXES = ("data", "fsdp", "model", "context", "pipeline")
 REMAT = ("none", "full", "dots", "[attention,q,k,v,gate,up,residual]")
 GPU_MODELS = {"0.4b": "llama_400m.yaml", "1.3b": "llama_1b.yaml"}
 GPU_CASES = tuple(
-    f"{model} ddp data=1 data.global_batch={rows} step.remat={remat} step.accumulate={accumulate} {more}".strip()
+    f"{model} ddp data=1 data.global_batch={rows} step.remat={remat} step.microbatches={accumulate} {more}".strip()
     for model, rows, accumulate, more in (
         ("0.4b", 2, 1, ""), ("0.4b", 8, 1, ""), ("0.4b", 8, 2, ""),
-        ("1.3b", 4, 1, ""), ("1.3b", 4, 1, "step.unroll=all"),
+        ("1.3b", 4, 1, ""), ("1.3b", 4, 1, "step.unroll=0"),
     ) for remat in REMAT
 )  # fmt: skip
 
@@ -188,7 +188,7 @@ def resident(spec: Mapping[str, Any]) -> dict[str, Any]:
 def gpu_config(case: str) -> Any:
     """The config of `MODEL LAYOUT axis=size ... key=value ...`."""
     model, rest = case.split(" ", 1)
-    return configured(rest, GPU_MODELS[model], ("data.sequence=2048", "data.validation=0", "precision=bf16"))
+    return configured(rest, GPU_MODELS[model], ("data.sequence=2048", "data.validation_fraction=0", "precision=bf16"))
 
 
 def on_gpu(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ EXAMPLES = {  # name -> target, config and keys
     "70B, 256 chips": ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
     CARRIED: ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
     "405B, 512 GPUs": ("h100:64x8", "recipes/llama3_405b.yaml"),
-    "405B, 512 GPUs, 16 microbatches of 2": ("h100:64x8", "recipes/llama3_405b.yaml", "step.accumulate=16"),
+    "405B, 512 GPUs, 16 microbatches of 2": ("h100:64x8", "recipes/llama3_405b.yaml", "step.microbatches=16"),
     "405B, 512 GPUs, ZeRO 1 for FSDP": (
         "h100:64x8", "recipes/llama3_405b.yaml", "layout=pp", "mesh={pipeline: 8, data: 8, fsdp: 1, model: 8}",
         "zero=1", "rules.sequence=model", "pipeline.schedule=interleaved_1f1b",
@@ -48,11 +48,11 @@ EXAMPLES = {  # name -> target, config and keys
     ),
     "8B, 512 GPUs": ("h100:64x8", "models/llama3_8b.yaml", *SHORT, "layout=fsdp", "mesh.fsdp=512"),
     "405B, 16384 GPUs": (
-        "h100:2048x8", "recipes/llama3_405b.yaml", "data.global_batch=2048", "step.accumulate=16",
+        "h100:2048x8", "recipes/llama3_405b.yaml", "data.global_batch=2048", "step.microbatches=16",
         "mesh={pipeline: 16, fsdp: 128, model: 8}",
     ),
     "405B, 131072 GPUs": (
-        "h100:16384x8", "recipes/llama3_405b.yaml", "data.global_batch=16384", "step.accumulate=16",
+        "h100:16384x8", "recipes/llama3_405b.yaml", "data.global_batch=16384", "step.microbatches=16",
         "rules.batch=[data,fsdp]", "mesh={pipeline: 16, data: 8, fsdp: 128, model: 8}",
     ),
 }  # fmt: skip

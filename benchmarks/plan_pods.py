@@ -24,7 +24,7 @@ from jaxtrain.planning.hardware import targets
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ("step.remat=full", "precision=bf16", "data.sequence=4096")
 R405, M70, M8 = "recipes/llama3_405b.yaml", "models/llama3_70b.yaml", "models/llama3_8b.yaml"
-PARTS = "step.accumulate=16"
+PARTS = "step.microbatches=16"
 CASES = {  # name -> devices of the largest pod, target, config and keys
     "8B, hsdp": (1024, "h100:256x8", M8, *STEP, "data.global_batch=4096", "layout=hsdp", "mesh.data=32",
                  "mesh.fsdp=64"),

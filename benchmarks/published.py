@@ -51,8 +51,8 @@ def _keys(
     """FSDP over all devices, with so many rows a device in a microbatch."""
     return (
         *model, "layout=fsdp", f"mesh.fsdp={devices}", f"data.sequence={length}",
-        f"data.global_batch={rows * devices * accumulate}", "data.validation=0", "precision=bf16",
-        f"step.remat={remat}", f"step.accumulate={accumulate}", *more,
+        f"data.global_batch={rows * devices * accumulate}", "data.validation_fraction=0", "precision=bf16",
+        f"step.remat={remat}", f"step.microbatches={accumulate}", *more,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ _LLAMA2_70B = (*_shape(8192, 80, 64, 28672), "model.kv_heads=8")
 _DOTS = "[q,k,v,attention,gate,up,residual]"  # what MaxText's minimal_flash saves
 _405B = (  # weights are gathered once a step there, for all microbatches: whole in every replica of a stage here
     "configs/recipes/llama3_405b.yaml", "layout=pp", "mesh={pipeline: 8, data: 8, fsdp: 1, model: 8}", "zero=1",
-    "rules.sequence=model", "data.validation=0",
+    "rules.sequence=model", "data.validation_fraction=0",
 )  # fmt: skip
 _APART_405B = "Float8 and asynchronous tensor parallelism there, bfloat16 here; their H100 has 500 W and 2.4 TB/s"
 
@@ -138,19 +138,19 @@ TPUS = (
     ),
     Run(
         "Llama 3.1 8B, MaxText", "v6e:16x16", 7207, 128256,
-        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.offload=[input,q,k,v,residual]"), _MAXTEXT, "fitted",
+        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.remat_save={input: host, q: host, k: host, v: host, residual: host}"), _MAXTEXT, "fitted",
     ),
     Run(
         "Llama 3.1 70B, MaxText", "v6e:16x16", 960, 128256,
-        _keys(_LLAMA3_70B, 256, 8192, 5, "full", "step.offload=[input,q,k,v]"), _MAXTEXT,
+        _keys(_LLAMA3_70B, 256, 8192, 5, "full", "step.remat_save={input: host, q: host, k: host, v: host}"), _MAXTEXT,
     ),
     Run(
         "Llama 2 70B, MaxText", "v6e:16x16", 900, 32000,
-        _keys(_LLAMA2_70B, 256, 4096, 2, "full", "step.offload=[q,k,v]"), _MAXTEXT,
+        _keys(_LLAMA2_70B, 256, 4096, 2, "full", "step.remat_save={q: host, k: host, v: host}"), _MAXTEXT,
     ),
     Run(
         "Llama 3.1 405B, MaxText", "v6e:16x16", 123, 128256,
-        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.offload=[input,q,k,v,residual]"), "layout=fsdp_tp",
+        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.remat_save={input: host, q: host, k: host, v: host, residual: host}"), "layout=fsdp_tp",
          "mesh.model=4"),
         _MAXTEXT, flags="--xla_tpu_scheduler_percent_shared_memory_limit=90",  # without, 5% too much memory
     ),

@@ -29,7 +29,7 @@ import common
 
 OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 LONG = 131072
-MOE = "model.moe={experts: 8, top_k: 2, capacity: 1.25}"
+MOE = "model.moe={num_experts: 8, top_k: 2, capacity: 1.25}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
         count = nodes * gpus
         mesh = [f"mesh.fsdp={count}"] if self.axis is None else [f"mesh.fsdp={nodes}", f"mesh.{self.axis}={gpus}"]
         rows = nodes if self.axis == "context" else 2 * count
-        data = [f"data.sequence={self.sequence}", f"data.global_batch={rows}", "data.validation=0"]
+        data = [f"data.sequence={self.sequence}", f"data.global_batch={rows}", "data.validation_fraction=0"]
         return [f"layout={self.layout}", *mesh, *data, "step.remat=full", *self.changes]
 
 
@@ -66,7 +66,7 @@ def theory(config: Any, sizes: dict[str, int], vocab: int) -> float:
 
     model, moe = config.model, config.model.moe
     tokens = config.data.sequence * config.data.global_batch // prod(sizes.values())
-    experts = 0 if moe is None else 3 * model.layers * moe.experts * model.embed * (moe.mlp or model.mlp)
+    experts = 0 if moe is None else 3 * model.layers * moe.num_experts * model.embed * (moe.mlp or model.mlp)
     dense = parameter_count(model, vocab) - vocab * model.embed - experts
     storage = [sizes[axis] for axis in ("fsdp", "context", "expert")]
     weights = 3 * 2 * (dense * _ring(prod(storage)) + experts / sizes["expert"] * _ring(sizes["fsdp"])) / sizes["model"]
@@ -97,8 +97,11 @@ def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
     sent = 3 * (2 * queries + keys) * _ring(context)
     if moe is None:
         return sent
-    rows, room = tokens // config.data.sequence, places(config.data.sequence, moe.experts, moe.top_k, moe.capacity)
-    return sent + 3 * 2 * 2 * rows * moe.experts * room * model.embed * _ring(sizes["expert"])
+    rows, room = (
+        tokens // config.data.sequence,
+        places(config.data.sequence, moe.num_experts, moe.top_k, moe.capacity_factor),
+    )
+    return sent + 3 * 2 * 2 * rows * moe.num_experts * room * model.embed * _ring(sizes["expert"])
 
 
 def measure(case: Case, nodes: int, gpus: int, target: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -113,7 +113,6 @@ data:
   workers: 1
 checkpoint: {{every: 1, keep: 2, durable: {place}/far, durable_every: 2}}
 eval: {{batches: 1}}
-compile_cache: null
 """)
     return place
 

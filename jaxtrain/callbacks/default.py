@@ -12,7 +12,7 @@ from jaxtrain.callbacks.run_summary import RunSummary
 from jaxtrain.callbacks.silent_corruption import ReplicaCheck
 from jaxtrain.callbacks.stragglers import StragglerDetector
 from jaxtrain.callbacks.watchdog import HangWatchdog
-from jaxtrain.config import Config, guards
+from jaxtrain.config import Config
 
 
 def default_callbacks(
@@ -25,11 +25,12 @@ def default_callbacks(
         deadline: seconds that a step or its data may hang before the process is ended; None: as measured; 0: never.
         verbose: print the layout of every parameter.
     """
-    guard = guards.guard(config.guard)
     callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]
     if profile is not None:
         callbacks.append(Profiler(profile))
-    callbacks += [FaultInjection(), StepGuard(guard.spikes)]  # faults happen before a state is judged
-    if guard.check is not None:
-        callbacks.append(ReplicaCheck(guard.check))  # compares the replicas of states that the guard lets pass only
+    callbacks += [FaultInjection(), StepGuard(config.guard.spike)]  # faults happen before a state is judged
+    if config.guard.replica_check_every is not None:
+        callbacks.append(
+            ReplicaCheck(config.guard.replica_check_every)
+        )  # compares the replicas of states that the guard lets pass only
     return [*callbacks, MemoryCheckpoint()]

@@ -1,21 +1,21 @@
-"""Failures on purpose, at named places of a run, each once in a run's folder: what recovery is tested with.
+"""Causes failures on purpose, each once in a run's folder, to test recovery (`debug.faults`).
 
-A fault is written to RUN_DIR/faults.jsonl before it happens, so that the restarted run does not meet it again; a text
-that is given twice happens twice. Without faults nothing here is ever called: `Faults` of no faults does nothing.
+A fault is written to RUN_DIR/faults.jsonl before it happens, so that the restarted run does not meet it again; a fault
+that is given twice happens twice.
 
-    kill, stop, hang   SIGKILL, SIGSTOP, or a wait for ever, at a place:
+    kill, stop, hang   SIGKILL, SIGSTOP, or a wait for ever, at a moment:
                          step        after that many steps, the last one still running
                          data        in the loader, while it makes the batch of that step
                          eval        in the validation after that step
                          logged      metrics are written, the checkpoint is not begun
                          save        some of the checkpoint's files are written
                          commit      all is written but the rename of its marker
-                         committed   the marker is there, nobody has been told
+                         committed   the marker is written, nothing is logged yet
     slow_disk          writing that checkpoint takes SLOW seconds more
     full_disk          writing it raises ENOSPC (one of several processes: after its part is written)
     corrupt            bytes of a file are flipped after its commit
-    nan                all gradients of that step are NaN, in the graph (`train.step`)
-    flip               one bit of one replica of a replicated parameter, after that step
+    nan                all gradients of that step are NaN, in the graph (`core.step`)
+    flip               one bit of one replica of a replicated parameter is flipped after that step
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -43,8 +43,8 @@ from jaxtrain.callbacks.base import Callback, Fetch, TrainerView
 from jaxtrain.callbacks.patching import patched
 from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.files import MARKER
-from jaxtrain.config.guards import COMMIT, COMMITTED, DATA, SAVE, STEP, Fault, fault
-from jaxtrain.config.schema import Config
+from jaxtrain.config.checks import FAULT_MOMENTS
+from jaxtrain.config.schema import Config, DebugConfig, FaultConfig
 from jaxtrain.core.program import State
 from jaxtrain.errors import UserError
 
@@ -53,20 +53,31 @@ SLOW = 2.0
 FLIPPED = 64  # bytes
 
 
-def remaining(config: Config, run_dir: Path) -> tuple[str, ...]:
-    """The faults of a config that have not happened in this folder."""
+def moment(fault: FaultConfig) -> str:
+    """Returns when within its step a fault happens."""
+    return fault.at or FAULT_MOMENTS[fault.kind][0]
+
+
+def describe(fault: FaultConfig) -> str:
+    """Returns the name of a fault in faults.jsonl, such as `kill@save:8/0`."""
+    return f"{fault.kind}@{moment(fault)}:{fault.step}/{fault.process}"
+
+
+def remaining(faults: Sequence[FaultConfig], run_dir: Path) -> tuple[FaultConfig, ...]:
+    """Returns the faults that have not happened in this folder."""
     counts = Counter(fired(run_dir))
     left = []
-    for text in config.faults:
-        if counts[text] > 0:
-            counts[text] -= 1
+    for fault in faults:
+        name = describe(fault)
+        if counts[name] > 0:
+            counts[name] -= 1
         else:
-            left.append(text)
+            left.append(fault)
     return tuple(left)
 
 
 def fired(run_dir: Path) -> list[str]:
-    """The faults that happened in this folder, in their order; a line that a kill broke never happened."""
+    """Returns the names of the faults that happened in this folder; a line that a kill broke never happened."""
     path = run_dir / FILE
     if not path.exists():
         return []
@@ -80,17 +91,20 @@ def fired(run_dir: Path) -> list[str]:
 
 
 class Faults:
-    """The places at which faults happen. Enter it around training: what writes checkpoints is wrapped meanwhile."""
+    """Pending faults of this process. Entered around training: functions that write checkpoints are wrapped meanwhile.
 
-    def __init__(self, texts: tuple[str, ...], run_dir: Path) -> None:
-        """`texts`: what `remaining` says. `run_dir`: where they are remembered."""
+    Args:
+        faults: see `remaining`.
+        run_dir: folder of the run, in which they are recorded.
+    """
+
+    def __init__(self, faults: Sequence[FaultConfig], run_dir: Path) -> None:
         index = jax.process_index()
-        everywhere = [fault(text) for text in texts]
-        self._left = [one for one in everywhere if one.process == index or one.kind == "nan"]
+        self._left = [one for one in faults if one.process == index or one.kind == "nan"]
         self._dir, self._stack, self._lock = run_dir, ExitStack(), threading.Lock()
 
     def __enter__(self) -> Faults:
-        if any(one.place in (SAVE, COMMIT, COMMITTED) for one in self._left):
+        if any(moment(one) in ("save", "commit", "committed") for one in self._left):
             self._stack.enter_context(patched(orbax, "write", self._writes))
             self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
             self._stack.enter_context(patched(os, "replace", self._renames))
@@ -99,47 +113,47 @@ class Faults:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._stack.close()
 
-    def at(self, place: str, step: int) -> None:
-        """Whatever happens at a place of a step."""
-        for one in self._take(place, step):
+    def trigger(self, when: str, step: int) -> None:
+        """Causes the faults of a moment of a step."""
+        for one in self._take(when, step):
             if one.kind in ENDS:
                 ENDS[one.kind]()
 
     def fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
-        """A loader's `fetch(batch index)` with its place; itself without faults there."""
-        if not any(one.place == DATA for one in self._left):
+        """Returns a loader's `fetch(batch index)` with its faults."""
+        if not any(moment(one) == "data" for one in self._left):
             return fetch
 
         def hooked(index: int) -> Any:
-            self.at(DATA, index + 1)
+            self.trigger("data", index + 1)
             return fetch(index)
 
         return hooked
 
-    def after(self, state: Any, done: int) -> Any:
-        """The state after a step, flipped where it is its turn; other faults at a step happen here."""
-        for one in self._take(STEP, done):
+    def after_step(self, state: Any, done: int) -> Any:
+        """Causes the faults after a step. Returns its state, with a flipped bit if that is due."""
+        for one in self._take("step", done):
             if one.kind == "flip":
                 state = {**state, "params": flipped(state["params"], done)}
             elif one.kind in ENDS:
                 ENDS[one.kind]()
         return state
 
-    def _take(self, place: str, step: int) -> list[Fault]:
-        """The faults of a place and step, which happen now: taken off the list, and remembered on disk first."""
+    def _take(self, when: str, step: int) -> list[FaultConfig]:
+        """Returns the faults that happen now. They leave the list, and are recorded on disk first."""
         with self._lock:
-            here = {one.text: one for one in self._left if one.place == place and one.step == step}
+            here = {describe(one): one for one in self._left if moment(one) == when and one.step == step}
             due = list(here.values())  # of equal ones the next comes next time
             for one in due:
                 self._left.remove(one)
-                remember(self._dir, one.text)
+                remember(self._dir, describe(one))
         return due
 
     def _writes(self, real: Callable, together: bool = False) -> Callable:
-        """`together`: all processes begin, and only who waits for the end learns that a disk is full."""
+        """Wraps a function that writes a checkpoint. `together`: a full disk shows only when the end is waited for."""
 
         def write(path: Path, *args: Any) -> Any:
-            due, is_full = self._take(SAVE, _step_of(path)), False
+            due, is_full = self._take("save", _step_of(path)), False
             for one in due:
                 if one.kind == "slow_disk":
                     time.sleep(SLOW)
@@ -151,7 +165,7 @@ class Faults:
                     threading.Thread(target=_when_begun, args=(path, ENDS[one.kind]), daemon=True).start()
             out = real(path, *args)
             if any(one.kind in ENDS for one in due):
-                time.sleep(SLOW)  # if the disk was faster than the thread that looks on
+                time.sleep(SLOW)  # the disk may have been faster than the thread that kills
             return _Full(out) if is_full else out
 
         return write
@@ -160,9 +174,9 @@ class Faults:
         def replace(source: Any, target: Any, **options: Any) -> None:
             path = Path(target)
             step = _step_of(path.parent) if path.name == MARKER else -1
-            self.at(COMMIT, step)
+            self.trigger("commit", step)
             real(source, target, **options)
-            for one in self._take(COMMITTED, step):
+            for one in self._take("committed", step):
                 if one.kind == "corrupt":
                     corrupt(path.parent, one.step)
                 else:
@@ -179,9 +193,9 @@ class FaultInjection(Callback):
 
     def program_config(self, config: Config, run_dir: Path) -> Config:
         """Returns the config with the faults that have not happened yet."""
-        left = remaining(config, run_dir)
+        left = remaining(config.debug.faults, run_dir)
         self._faults = Faults(left, run_dir)
-        return config.model_copy(update={"faults": left})
+        return config.model_copy(update={"debug": DebugConfig(faults=left)})
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
         """Wraps the functions that write checkpoints."""
@@ -193,15 +207,15 @@ class FaultInjection(Callback):
 
     def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
         """Lets the faults after a step happen."""
-        return self._get().after(state, step)
+        return self._get().after_step(state, step)
 
     def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
         """Lets the faults of the validation happen."""
-        self._get().at("eval", step)
+        self._get().trigger("eval", step)
 
     def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
         """Lets the faults between logging and saving happen."""
-        self._get().at("logged", step)
+        self._get().trigger("logged", step)
         return True
 
     def close(self, trainer: TrainerView) -> None:
@@ -214,7 +228,7 @@ class FaultInjection(Callback):
 
 
 class _Full:
-    """What waits for a save that found the disk full."""
+    """Pending save that fails because the disk is full."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -229,7 +243,7 @@ def _full_disk() -> OSError:
 
 
 def remember(run_dir: Path, text: str) -> None:
-    """Notes on disk that a fault happens."""
+    """Records on disk that a fault happens."""
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "fault": text, "pid": os.getpid()}
     file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -267,7 +281,7 @@ def flipped(params: Any, seed: int) -> Any:
         if copies[str(last.index)] > 1:
             leaves[index] = _with_flipped(leaf, seed)
             return jax.tree.unflatten(tree, leaves)
-    raise UserError("faults: flip: no parameter has replicas here; expected a layout with replicas, such as ddp")
+    raise UserError("debug.faults: flip: no parameter has replicas here; expected a layout with replicas, such as ddp")
 
 
 def _with_flipped(leaf: jax.Array, seed: int) -> jax.Array:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.callbacks.base import Callback, TrainerView
-from jaxtrain.config.guards import Spikes
+from jaxtrain.config.schema import SpikeConfig
 from jaxtrain.core.program import State
 from jaxtrain.data.skipped_batches import Skips, batch_of, merged
 from jaxtrain.distributed.agreement import agreed
@@ -30,13 +30,13 @@ class StepGuard(Callback):
     (`skips`), so that a resumed run skips the same.
 
     Args:
-        spikes: reaction to spikes of the loss or the gradient norm; None: only non-finite steps are counted.
+        spike: reaction to spikes of the loss or the gradient norm; with action none only non-finite steps count.
     """
 
     watched = (*REPORTED, "skipped", "loss_scale")
 
-    def __init__(self, spikes: Spikes | None) -> None:
-        self._spikes, self._patience = spikes, PATIENCE
+    def __init__(self, spike: SpikeConfig) -> None:
+        self._config, self._patience = spike, PATIENCE
         self._in_row, self._rollbacks = 0, dict[int, int]()
         self._spike_step: int | None = None  # a spike that training has to go back for
         self.skipped = 0  # steps without an update since the start
@@ -47,7 +47,7 @@ class StepGuard(Callback):
 
     def on_metrics(self, trainer: TrainerView, step: int, values: Mapping[str, float]) -> None:
         """Takes note of a finished step. Raises DivergedError after too many in a row without an update."""
-        limit = math.inf if self._spikes is None or self._spikes.skips else self._spikes.threshold
+        limit = self._config.threshold if self._config.action == "rollback" else math.inf
         if values.get("spike", 0.0) > limit and not self._spike_step:
             self._spike_step = step
             self._report(trainer, "spike", step, values)
@@ -83,12 +83,14 @@ class StepGuard(Callback):
             DivergedError: too many rollbacks to the same checkpoint.
         """
         spike, self._spike_step = self._spike_step, None
-        if spike is None or self._spikes is None:
+        if spike is None:
             return None
         with trainer.ledger.phase("restore"):
             target = self._checkpoint_before(trainer, spike)
         if target is None:
-            trainer.trackers.event("warning", text=f"no checkpoint before the spike at step {spike}: training goes on")
+            trainer.trackers.event(
+                "warning", text=f"no checkpoint before the spike at step {spike}: training continues"
+            )
             return None
         self._rollbacks[target] = self._rollbacks.get(target, 0) + 1
         if self._rollbacks[target] > MAX_ROLLBACKS:
@@ -96,28 +98,27 @@ class StepGuard(Callback):
             raise DivergedError(f"{text}; that is the last good one")
         skipped = self._batches_around(spike, target, merged(trainer.manifest.get("skips", ())))
         for leaf in jax.tree.leaves(state):
-            leaf.delete()  # room for what takes its place
+            leaf.delete()  # frees its memory for the restored state
         with trainer.ledger.phase("restore"):
             trainer.checkpointer.rewind(target)
             state, _ = trainer.checkpointer.restore(None, trainer.program.state)
         trainer.manifest["skips"] = [list(part) for part in merged(trainer.manifest.get("skips", ()), skipped)]
         step = int(jax.device_get(state["step"]))
         trainer.trackers.rewind(step)
-        batches = f"{skipped[0]} to {skipped[1] - 1} passed over"
+        batches = f"{skipped[0]} to {skipped[1] - 1} skipped"
         trainer.trackers.event("rollback", step=step, spike=spike, batches=batches)
         return state, step
 
     def _batches_around(self, spike: int, target: int, skips: Skips) -> tuple[int, int]:
         """Range of batches to skip: centred on the spike's batch, not before the checkpoint's."""
-        assert self._spikes is not None
-        middle, count = batch_of(spike - 1, skips), self._spikes.over
+        middle, count = batch_of(spike - 1, skips), self._config.skip_batches
         return max(middle - count // 2, batch_of(target, skips)), middle + count - count // 2
 
     def _checkpoint_before(self, trainer: TrainerView, spike: int) -> int | None:
         """Step of the checkpoint to roll back to; the same on every process."""
         trainer.checkpointer.wait()
         steps = [info.step for info in trainer.checkpointer.steps() if info.step < spike]
-        early = [step for step in steps if self._spikes and step <= spike - self._spikes.back]
+        early = [step for step in steps if step <= spike - self._config.rollback_steps]
         chosen = agreed(early[-1] if early else steps[0] if steps else -1)
         return None if chosen < 0 else chosen
 

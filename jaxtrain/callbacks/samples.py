@@ -19,14 +19,17 @@ class LossPlot(Callback):
             trainer.console.print(f"plot  {loss_plot(trainer.dir)}")
 
 
+PROMPT = "\n"
+
+
 class Samples(Callback):
-    """Generates `log.sample` tokens after `log.prompt` when a run of one process ends."""
+    """Generates `log.sample_tokens` tokens when a run of one process ends."""
 
     def on_finish(self, trainer: TrainerView, state: State, stopped_by: str | None) -> None:
         """Generates and prints the sample."""
         log = trainer.config.log
-        if not log.sample or stopped_by or jax.process_count() > 1:
+        if not log.sample_tokens or stopped_by or jax.process_count() > 1:
             return
         stream = streamer(trainer.program, tokenizer_of(trainer.config), state.get("ema", state["params"]))
-        text = "".join(stream(log.prompt, log.sample, trainer.config.seed))
+        text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -94,7 +94,7 @@ def steps_to_prune(store: Store, keep: int | None, steps: Collection[int]) -> li
 
 
 def _best(store: Store, step: int) -> tuple[int, str | None]:
-    """Returns `checkpoint.keep_best` and `checkpoint.best` of the config in a step's manifest."""
+    """Returns `checkpoint.keep_best` and `checkpoint.best_metric` of the config in a step's manifest."""
     try:
         options = _content(store, str(step))["manifest"]["config"]["checkpoint"]
         return int(options["keep_best"]), str(options["best"])

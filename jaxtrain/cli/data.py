@@ -15,8 +15,8 @@ def run(args: argparse.Namespace) -> int:
     config, _ = resolve(args.config, *args.overrides, paths=args.action == "build")
     with ProgressBar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":
-            sources, validation = prepare.text_sources(config.data), config.data.validation
-            made = prepare.train_tokenizer(sources, args.vocab, args.out, progress, validation, config.data.cache)
+            sources, validation = prepare.text_sources(config.data), config.data.validation_fraction
+            made = prepare.train_tokenizer(sources, args.vocab, args.out, progress, validation, config.data.cache_dir)
             lines = [f"{made.path}: {made.vocab:,} tokens, from {made.documents:,} documents in {made.seconds:.1f} s"]
         else:
             lines = [

@@ -52,7 +52,7 @@ def absolute(config: Config) -> Config:
     if data.type != "text":
         return config
     sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)
-    paths = {"sources": sources, "tokenizer": whole(data.tokenizer, "bytes"), "cache": whole(data.cache)}
+    paths = {"sources": sources, "tokenizer": whole(data.tokenizer, "bytes"), "cache": whole(data.cache_dir)}
     sets = {name: s.model_copy(update={"path": whole(s.path, "stdlib")}) for name, s in config.eval.sets.items()}
     sections = {"data": data.model_copy(update=paths), "eval": config.eval.model_copy(update={"sets": sets})}
     return config.model_copy(update=sections)

@@ -15,7 +15,7 @@ from pydantic_core import PydanticKnownError
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
-LAYOUT_KEYS = ("mesh", "rules", "context", "zero", "pipeline")  # what a layout file holds
+LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
 
@@ -72,6 +72,31 @@ Axes = Annotated[
 ]
 
 
+def _by_step(value: Any) -> Any:
+    """A weight may be written `0.5`; it is kept as a dict from steps to weights, in which step 0 has one."""
+    if isinstance(value, dict):
+        return value if any(str(step) == "0" for step in value) else {0: 1.0, **value}
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    if value <= 0:
+        raise PydanticKnownError("greater_than", {"gt": 0})
+    return {0: value}
+
+
+Weights = Annotated[
+    dict[int, NonNegative],
+    BeforeValidator(_by_step),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
+            ]
+        }
+    ),
+]
+
+
 def key(default: Any, description: str, **kwargs: Any) -> Any:
     """A config field with its default and its one-line description."""
     return Field(default=default, description=description, **kwargs)
@@ -90,7 +115,7 @@ class Section(BaseModel):
     )
 
 
-class Mesh(Section):
+class MeshConfig(Section):
     """Sizes of the mesh axes, slowest network first. One of them may be -1: it takes what is left."""
 
     replica: AxisSize = key(1, "islands that may synchronise loosely")
@@ -103,43 +128,40 @@ class Mesh(Section):
     dcn: dict[str, PositiveInt] = key({}, "part of an axis that spans slices or nodes, e.g. {data: 2}")
 
 
-class Pipeline(Section):
-    """How the stages of the mesh axis `pipeline` share out the microbatches (`step.accumulate`) of a step."""
+class PipelineConfig(Section):
+    """Order in which the stages of the mesh axis `pipeline` run the microbatches (`step.microbatches`) of a step."""
 
     schedule: str = key("1f1b_aligned", "name of a schedule (see `jaxtrain schedule`), or a .csv or .yaml table")
-    chunks: PositiveInt | None = key(None, "parts of the model a stage holds; default: the schedule's")
-    timing: bool = key(
-        True, "time the stages' actions after the first step, for the bubble in the log; compiles once more"
-    )
+    virtual_stages: PositiveInt | None = key(None, "parts of the model that a stage holds; default: the schedule's")
 
 
-class RopeScaling(Section):
-    """Frequency scaling of the rotary embedding, with the field names of Hugging Face configs; or what stands in for
-    it: a learned embedding of each position."""
+class RopeScalingConfig(Section):
+    """Frequency scaling of the rotary embedding, as in Hugging Face configs."""
 
-    type: Literal["linear", "llama3", "learned"] = key(
-        "linear", "kind of scaling; learned: no rotary embedding, a table of `original_length` positions (GPT-2)"
-    )
+    type: Literal["linear", "llama3"] = key("linear", "kind of scaling")
     factor: PositiveFloat = key(1.0, "context length multiplier")
     low_freq_factor: PositiveFloat = key(1.0, "llama3: below this no scaling is undone")
     high_freq_factor: PositiveFloat = key(4.0, "llama3: above this frequencies are kept")
-    original_length: PositiveInt = key(8192, "llama3: sequence length before scaling; learned: the longest there is")
+    original_length: PositiveInt = key(8192, "llama3: sequence length before scaling")
 
 
-class Moe(Section):
-    """Mixture of experts: in every layer each token is sent to its `top_k` best of `experts` feed-forward layers."""
+class MoeConfig(Section):
+    """Mixture of experts: every layer sends each token to `top_k` of `num_experts` experts, each `model.mlp` wide."""
 
-    experts: PositiveInt = key(8, "feed-forward layers to choose from")
+    num_experts: PositiveInt = key(8, "experts of a layer")
     top_k: PositiveInt = key(2, "experts of each token; 1 is Switch")
-    mlp: PositiveInt | None = key(None, "width of one expert; default: model.mlp")
-    shared: Count = key(0, "experts that every token visits besides: one layer of so many times the width")
-    capacity: PositiveFloat | None = key(None, "places per expert over an even share of a sequence; null: none dropped")
-    normalize: Bool | None = key(None, "a token's gates sum to one (Mixtral); default: where top_k is above 1")
-    bias_rate: PositiveFloat | None = key(None, "step of a selection bias that evens the load without a loss")
+    shared_experts: Count = key(0, "experts that every token visits besides, as one layer of so many times the width")
+    capacity_factor: PositiveFloat | None = key(
+        None, "slots of an expert over an even share of a sequence; null: no token is dropped"
+    )
+    normalize_gates: Bool | None = key(None, "a token's gates sum to one (Mixtral); default: if top_k is above 1")
+    bias_update_rate: PositiveFloat | None = key(None, "step of a selection bias that evens the load without a loss")
+    load_balance_loss: NonNegative = key(0.0, "weight of the load-balancing loss, which is 1 when the load is even")
+    router_z_loss: NonNegative = key(0.0, "weight of log(Z)^2 of the router")
 
 
-class Model(Section):
-    """The model. Sizes carry the logical names of the dims they set."""
+class ModelConfig(Section):
+    """Model. Sizes have the logical names of the dims that they set."""
 
     type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
@@ -153,28 +175,33 @@ class Model(Section):
     kv_heads: PositiveInt | None = key(None, "key/value heads (GQA); default: heads")
     head_dim: PositiveInt | None = key(None, "size of a head; default: embed / heads")
     mlp: PositiveInt = key(1024, "width of the feed-forward layer")
-    moe: Moe | None = key(None, "mixture of experts in place of the feed-forward layer")
+    moe: MoeConfig | None = key(None, "mixture of experts in place of the feed-forward layer")
     activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "feed-forward activation; *glu are gated")
-    attention_bias: Bool = key(False, "biases on the q, k, v projections")
-    output_bias: Bool = key(False, "bias on the attention output projection")
-    mlp_bias: Bool = key(False, "biases in the feed-forward layer")
-    qk_norm: Bool | Literal["whole"] = key(False, "a norm on each query and key head; whole: over all of them (OLMo 2)")
+    biases: tuple[Literal["qkv", "output", "mlp"], ...] = key(
+        (), "layers with a bias: projections of q, k and v, of attention's output, the feed-forward layer"
+    )
+    norm: Literal["rmsnorm", "gemma_rmsnorm", "layernorm"] = key(
+        "rmsnorm", "kind of norm; gemma_rmsnorm: the scale is 1 + weight; layernorm: with mean and bias (GPT-2)"
+    )
+    norm_placement: Literal["pre", "post", "sandwich"] = key(
+        "pre", "norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)"
+    )
     norm_epsilon: PositiveFloat = key(1e-6, "epsilon of the norms")
-    norm_offset: Bool | Literal["layer"] = key(
-        False, "norm scale is 1 + weight (Gemma); layer: LayerNorm, which takes the mean off and adds a bias (GPT-2)"
+    qk_norm: Literal["none", "per_head", "full"] = key(
+        "none", "norm of queries and keys: of each head (Qwen 3), or over all heads (OLMo 2)"
     )
-    post_norm: Bool | Literal["only"] = key(
-        False, "a second norm after attention and feed-forward (Gemma 2); only: and none before (OLMo 2)"
-    )
-    embed_scale: Bool | PositiveFloat = key(False, "embeddings times this; true: sqrt(embed) (Gemma)")
-    residual_scale: PositiveFloat = key(1.0, "what attention and feed-forward add, times this (Granite)")
-    logits_divisor: PositiveFloat = key(1.0, "output logits over this (Granite)")
+    embed_multiplier: PositiveFloat = key(1.0, "factor of the embeddings (Granite); Gemma's is sqrt(embed)")
+    residual_multiplier: PositiveFloat = key(1.0, "factor of what attention and feed-forward add (Granite)")
+    logits_divisor: PositiveFloat = key(1.0, "divisor of the output logits (Granite)")
     tie_embeddings: Bool = key(False, "the head is the embedding table")
+    learned_positions: PositiveInt | None = key(
+        None, "size of a table of learned position embeddings (GPT-2); default: rotary embeddings instead"
+    )
     rope_theta: PositiveFloat = key(10_000.0, "base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = key(None, "rotary frequency scaling for long contexts, or learned positions")
-    window: PositiveInt | None = key(None, "sliding attention window in tokens")
-    window_every: PositiveInt = key(1, "1: every layer has the window; n: every n-th layer attends globally")
-    window_theta: PositiveFloat | None = key(
+    rope_scaling: RopeScalingConfig | None = key(None, "rotary frequency scaling for long contexts")
+    sliding_window: PositiveInt | None = key(None, "sliding attention window in tokens")
+    sliding_window_pattern: PositiveInt = key(1, "1: every layer has the window; n: every n-th layer attends globally")
+    sliding_window_rope_theta: PositiveFloat | None = key(
         None, "rotary base of layers with the window, never scaled (Gemma 3); default: as all layers"
     )
     attention_scale: PositiveFloat | None = key(None, "softmax scale; default: head_dim ** -0.5")
@@ -182,14 +209,8 @@ class Model(Section):
     logits_softcap: PositiveFloat | None = key(None, "tanh cap of the output logits")
     init_std: PositiveFloat = key(0.02, "standard deviation of weight initialisation")
 
-    @property
-    def positions(self) -> int | None:
-        """Positions that have a learned embedding; None with a rotary one, which has no bound."""
-        scaling = self.rope_scaling
-        return scaling.original_length if scaling is not None and scaling.type == "learned" else None
 
-
-class Documents(Section):
+class DocumentsConfig(Section):
     """Where documents are."""
 
     path: str = key("stdlib", "`stdlib`, a file, a folder, a glob, a URL (s3://...), hf://OWNER/NAME[/CONFIG][:SPLIT]")
@@ -200,107 +221,155 @@ class Documents(Section):
     include: tuple[str, ...] = key((), "text folders: file patterns, e.g. [*.py, *.md]; default: text-like files")
 
 
-class Source(Documents):
+class SourceConfig(DocumentsConfig):
     """One source of documents in a mixture."""
 
-    weight: PositiveFloat | dict[int, NonNegative] = key(
-        1.0, "share in the mixture; or from which step on it is what, e.g. {0: 1.0, 1000: 0.5}"
+    weight: Weights = key(
+        {0: 1.0}, "weight in the mixture by the step from which it holds, e.g. {0: 1.0, 1000: 0.5}; a number: always"
     )
 
-    @property
-    def shares(self) -> dict[int, float]:
-        """Step -> share from it on; that of step 0 is always there, 1 where it is not given."""
-        return {0: 1.0, **self.weight} if isinstance(self.weight, dict) else {0: self.weight}
 
-
-class Data(Section):
+class DataConfig(Section):
     """What is read, how it is tokenized, packed and ordered. Order is a pure function of (seed, step)."""
 
     type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
-    sources: tuple[Source, ...] = key((Source(),), "documents; several make a mixture")
+    sources: tuple[SourceConfig, ...] = key((SourceConfig(),), "documents; several make a mixture")
     tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
     sequence: PositiveInt = key(1024, "tokens per sequence")
     global_batch: PositiveInt = key(8, "sequences per step, over all devices")
-    validation: Share = key(0.01, "share of documents kept for validation, by hash of the name")
-    cache: str = key("~/.cache/jaxtrain", "folder of token caches")
+    validation_fraction: Share = key(0.01, "share of documents kept for validation, by hash of the name")
+    cache_dir: str = key("~/.cache/jaxtrain", "folder of token caches")
     workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
 
 
-class Optimizer(Section):
-    """Optimizer and learning-rate schedule."""
+class OptimizerConfig(Section):
+    """Optimizer."""
 
     name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = key("adamw", "update rule")
     lr: NonNegative = key(3e-4, "peak learning rate")
-    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = key("cosine", "shape after warm-up")
-    warmup: Count = key(0, "steps of linear warm-up")
-    final: Fraction = key(0.1, "last learning rate as a share of the peak (cosine, linear, wsd)")
-    decay: Fraction = key(0.2, "wsd: share of the steps spent decaying at the end")
-    beta1: Share = key(0.9, "first moment (momentum for sgd and muon)")
-    beta2: Share = key(0.95, "second moment")
+    betas: tuple[Share, Share] = key((0.9, 0.95), "decay of the first moment (momentum of sgd and muon) and the second")
     epsilon: PositiveFloat = key(1e-8, "added to the denominator")
     weight_decay: NonNegative = key(0.1, "decoupled weight decay")
-    decay_all: Bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
-    clip: PositiveFloat | None = key(1.0, "global gradient norm at most")
-    ema: Fraction | None = key(None, "decay of an exponential moving average of the weights")
+    decay_all_parameters: Bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
+    grad_clip_norm: PositiveFloat | None = key(1.0, "gradients of a larger global norm are scaled down to it")
+    ema_decay: Fraction | None = key(None, "decay of an exponential moving average of the weights")
 
 
-class Loss(Section):
+class ScheduleConfig(Section):
+    """Learning rate by step, relative to `optimizer.lr`."""
+
+    name: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = key("cosine", "shape after warm-up")
+    warmup_steps: Count = key(0, "steps of linear warm-up; a shorter run warms up to its end")
+    min_lr_ratio: Fraction = key(0.1, "last learning rate over the peak (cosine, linear, wsd)")
+    decay_fraction: Fraction = key(0.2, "wsd: fraction of the steps spent decaying at the end")
+
+
+class LossConfig(Section):
     """Terms of the language-model loss."""
 
     z_loss: NonNegative = key(0.0, "weight of log(Z)^2")
-    balance: NonNegative = key(0.0, "weight of the load-balancing loss of experts, 1 when even")
-    router_z: NonNegative = key(0.0, "weight of log(Z)^2 of the router")
     label_smoothing: Share = key(0.0, "probability mass spread over the vocabulary")
-    chunks: PositiveInt = key(8, "vocabulary chunks; full logits never exist")
+    vocab_chunks: PositiveInt = key(8, "vocabulary chunks; full logits never exist")
 
 
-class Step(Section):
+class StepConfig(Section):
     """How one optimizer step is computed."""
 
-    accumulate: PositiveInt = key(1, "microbatches per step")
-    remat: Literal["none", "full", "dots"] | tuple[str, ...] = key("none", "what is recomputed; a list: what is saved")
-    offload: tuple[str, ...] = key((), "values that wait for the backward pass in host memory")
-    unroll: PositiveInt | Literal["all"] = key(1, "layers compiled as one turn of the loop; all: no loop")
+    microbatches: PositiveInt = key(1, "microbatches per step, whose gradients are accumulated")
+    remat: Literal["none", "full", "dots"] = key("none", "values recomputed in the backward pass: dots keeps matmuls'")
+    remat_save: dict[str, Literal["device", "host"]] = key(
+        {}, "with remat=full: values kept for the backward pass, and where, e.g. {q: device, input: host}"
+    )
+    unroll: Count = key(1, "layers compiled as one turn of the loop over layers; 0: all, no loop")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
     @property
-    def saves(self) -> str | tuple[str, ...]:
-        """`remat` with what is offloaded, which is not computed again either."""
-        listed = self.remat if isinstance(self.remat, tuple) else ()
-        return (*listed, *self.offload) if self.offload else self.remat
+    def remat_policy(self) -> str | tuple[str, ...]:
+        """`remat`, or the names of the values that stay on the device."""
+        return tuple(name for name, where in self.remat_save.items() if where == "device") or self.remat
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Names of the values that wait for the backward pass in the host's memory."""
+        return tuple(name for name, where in self.remat_save.items() if where == "host")
+
+    @property
+    def kept(self) -> str | tuple[str, ...]:
+        """`remat`, or the names of all values that are not recomputed, wherever they are."""
+        return tuple(self.remat_save) or self.remat
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """Asynchronous sharded checkpoints."""
 
     every: PositiveInt | None = key(None, "steps between checkpoints; default: only at the end and on signals")
     keep: PositiveInt = key(3, "newest checkpoints kept")
     keep_best: Count = key(0, "best checkpoints kept besides")
-    best: str = key("eval/loss", "metric that ranks `keep_best`, lower is better")
+    best_metric: str = key("eval/loss", "metric that ranks `keep_best`, lower is better")
     durable: str | None = key(None, "second tier: folder or URL (s3://...) whose NAME/STEP are checked copies")
     durable_every: PositiveInt | None = key(None, "steps between these copies; default: every checkpoint, and the last")
 
 
-class Eval(Section):
+class EvalConfig(Section):
     """Validation during training."""
 
     every: PositiveInt | None = key(None, "steps between validations; default: only at the end")
     batches: PositiveInt = key(8, "batches of each validation")
-    sets: dict[str, Documents] = key({}, "validation sets by name, beside what data.validation keeps")
+    sets: dict[str, DocumentsConfig] = key({}, "validation sets by name, beside what data.validation_fraction keeps")
 
 
-class Log(Section):
+class LogConfig(Section):
     """What is written and shown."""
 
     every: PositiveInt = key(1, "steps between logged steps")
     tensorboard: Bool = key(True, "write TensorBoard events")
-    wandb: str | None = key(None, "Weights & Biases project; needs jaxtrain[wandb]")
-    mlflow: str | None = key(None, "MLflow experiment; needs jaxtrain[mlflow]")
-    checkpoints: Bool = key(False, "hand every checkpoint to W&B and MLflow, as an artifact of the run")
+    wandb: Bool = key(False, "log to Weights & Biases, project $WANDB_PROJECT or jaxtrain; needs jaxtrain[wandb]")
+    mlflow: Bool = key(False, "log to MLflow, experiment $MLFLOW_EXPERIMENT_NAME or jaxtrain; needs jaxtrain[mlflow]")
+    upload_checkpoints: Bool = key(False, "upload every checkpoint to W&B and MLflow, as an artifact of the run")
     peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: known chips, measured on CPU")
-    sample: Count = key(0, "tokens generated at the end")
-    prompt: str = key("\n", "prompt of that sample", min_length=1)
+    sample_tokens: Count = key(0, "tokens generated at the end")
+
+
+class SpikeConfig(Section):
+    """Response to a spike of the loss or the gradient norm."""
+
+    action: Literal["none", "skip", "rollback"] = key(
+        "none", "skip: no update by that batch; rollback: restore an earlier checkpoint and skip batches"
+    )
+    threshold: Annotated[float, Field(ge=1, allow_inf_nan=False, strict=True)] = key(
+        6.0, "robust z-score over the last steps above which a loss or gradient norm is a spike"
+    )
+    rollback_steps: Count = key(100, "steps to go back, at least (PaLM, arXiv 2204.02311, 5.1)")
+    skip_batches: PositiveInt = key(200, "batches skipped after a rollback, the spike amid them")
+
+
+class GuardConfig(Section):
+    """Checks of a run's health."""
+
+    spike: SpikeConfig = section(SpikeConfig, "spikes of the loss or the gradient norm")
+    replica_check_every: PositiveInt | None = key(
+        None, "steps between checks for silent corruption: a step is computed twice, and replicas are compared"
+    )
+
+
+class FaultConfig(Section):
+    """Failure caused on purpose, to test recovery."""
+
+    kind: Literal["kill", "stop", "hang", "slow_disk", "full_disk", "corrupt", "nan", "flip"] = key(
+        "kill", "what happens"
+    )
+    at: Literal["step", "save", "commit", "committed", "logged", "data", "eval"] | None = key(
+        None, "when within the step; default: the first that the kind can have"
+    )
+    step: PositiveInt = key(1, "step in which it happens")
+    process: Count = key(0, "process to which it happens")
+
+
+class DebugConfig(Section):
+    """Tests of the training system itself."""
+
+    faults: tuple[FaultConfig, ...] = key((), "failures caused on purpose, e.g. [{kind: kill, at: save, step: 8}]")
 
 
 class Config(Section):
@@ -314,34 +383,28 @@ class Config(Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = key(
         "bf16", "dtype policy; bf16 and fp16 keep float32 masters, fp16 scales its loss"
     )
-    compile_cache: str | None = key(
-        "~/.cache/jaxtrain/xla", "folder of the persistent compilation cache; simulated devices do without"
-    )
     layout: str = key("ddp", "name in configs/layouts or path: gives all from `mesh` to `pipeline`")
-    mesh: Mesh = section(Mesh, "sizes of the mesh axes; refines the layout's")
+    mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes; refines the layout's")
     rules: dict[str, Axes] = key(
         {}, "logical name -> mesh axes; refines the layout's. `table`, an embedding's width, follows vocab and embed"
     )
-    context: Literal["auto", "gather", "ulysses", "ring"] = key(
+    context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
-        "how attention crosses the shards of a sequence; auto: ulysses where they divide a device's heads, else gather",
+        "how attention crosses the shards of a sequence; auto: ulysses if they divide a device's heads, else gather",
     )
     zero: Stage = key(0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters")
-    pipeline: Pipeline = section(Pipeline, "the schedule of pipeline stages")
-    model: Model = section(Model, "the model")
-    data: Data = section(Data, "the data")
-    loss: Loss = section(Loss, "loss terms")
-    optimizer: Optimizer = section(Optimizer, "the optimizer")
-    step: Step = section(Step, "one step")
-    checkpoint: Checkpoint = section(Checkpoint, "checkpoints")
-    eval: Eval = section(Eval, "validation")
-    log: Log = section(Log, "logging")
-    guard: tuple[str, ...] = key(
-        (), "skip@Z or rollback@Z[:BACK:BATCHES]: on spikes above a z-score; check@STEPS: compute a step twice"
-    )
-    faults: tuple[str, ...] = key(
-        (), "failures to test recovery with: KIND@[PLACE:]STEP[/PROCESS], e.g. kill@12, kill@save:8, nan@5, flip@7"
-    )
+    pipeline: PipelineConfig = section(PipelineConfig, "the schedule of pipeline stages")
+    model: ModelConfig = section(ModelConfig, "the model")
+    data: DataConfig = section(DataConfig, "the data")
+    loss: LossConfig = section(LossConfig, "loss terms")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "the optimizer")
+    schedule: ScheduleConfig = section(ScheduleConfig, "learning rate by step")
+    step: StepConfig = section(StepConfig, "one step")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
+    eval: EvalConfig = section(EvalConfig, "validation")
+    log: LogConfig = section(LogConfig, "logging")
+    guard: GuardConfig = section(GuardConfig, "checks of the run's health")
+    debug: DebugConfig = section(DebugConfig, "tests of the training system itself")
 
     @property
     def run_dir(self) -> Path:

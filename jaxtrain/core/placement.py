@@ -80,4 +80,4 @@ def row_order(config: Config, sharder: Sharder) -> np.ndarray | None:
     `segments` alone.
     """
     shards = sharder.size(CONTEXT)
-    return zigzag(config.data.sequence, shards) if config.context == "ring" and shards > 1 else None
+    return zigzag(config.data.sequence, shards) if config.context_parallel == "ring" and shards > 1 else None

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import guards
-from jaxtrain.config.schema import Config, Loss
+from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.core import state as states
 from jaxtrain.core.gradients import Gradients
 from jaxtrain.core.step import eval_step, train_step, without_gradients
@@ -61,22 +60,24 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
     env = make_env(config, sharder)
     definition = define(config, env, vocab)
     check_layout(config, definition, len(devices))
-    bias_rate = None if config.model.moe is None else config.model.moe.bias_rate
-    tx = optimizer(config.optimizer, config.steps, definition.names, definition.params, bias_rate)
+    bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
+    rate, options = schedule(config.optimizer.lr, config.schedule, config.steps), config.optimizer
+    tx = optimizer(options, rate, definition.names, definition.params, bias_rate)
     abstract = states.abstract(definition, tx, config)
     placed = states.shardings(abstract, definition, tx, sharder)
-    accumulate, everywhere = config.step.accumulate, sharder.sharding(())
+    accumulate, everywhere = config.step.microbatches, sharder.sharding(())
     local, own = local_definition(config, sharder, vocab), sharder.without(REPLICAS)
     gradients = Gradients(
         definition, sharder, accumulate, local,
         executor(config, sharder, definition, vocab), local and executor(config, own, local, vocab),
     )  # fmt: skip
-    rate, options = schedule(config.optimizer, config.steps), config.optimizer
-    poisoned = tuple(sorted(fault.step for fault in map(guards.fault, config.faults) if fault.kind == "nan"))
-    guarded = {"spikes": guards.guard(config.guard).spikes, "poisoned": poisoned}
-    whole_step = precise(train_step(gradients, tx, rate, max_norm=options.clip, ema=options.ema, **guarded), config)
+    poisoned = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
+    guarded = {"spike": config.guard.spike, "poisoned": poisoned}
+    whole_step = precise(
+        train_step(gradients, tx, rate, max_norm=options.grad_clip_norm, ema=options.ema_decay, **guarded), config
+    )
     # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
-    plain = config.model_copy(update={"loss": Loss(chunks=config.loss.chunks)})
+    plain = config.model_copy(update={"loss": LossConfig(vocab_chunks=config.loss.vocab_chunks)})
     measured = define(plain, env, vocab)
     evaluate = eval_step(measured, sharder, accumulate, executor(plain, sharder, measured, vocab))
     return Program(
@@ -91,7 +92,7 @@ def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
 
 def local_definition(config: Config, sharder: Sharder, vocab: int | None) -> Definition | None:
     """The model on one slice of the replicas, where these add up whole gradients by themselves (see `Gradients`)."""
-    if config.zero > 1 or config.step.accumulate == 1 or REPLICAS not in sharder.axes(BATCH):
+    if config.zero > 1 or config.step.microbatches == 1 or REPLICAS not in sharder.axes(BATCH):
         return None
     if sharder.mesh is None or sharder.mesh.shape[REPLICAS] == 1:
         return None
@@ -111,7 +112,7 @@ def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | N
     period = getattr(model, "period", 1)
     if not isinstance(period, int) or period < 1:
         raise UserError(f"model.type {config.model.type}: its `period` is {period!r}; expected a number of layers")
-    table = load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
+    table = load(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
     inside = define(config, make_env(config, sharder.without(STAGES)), vocab)
     return Executor(table, sharder, whole, inside, period)
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.config import guards
 from jaxtrain.config.schema import Config
 from jaxtrain.core import spike_detection
 from jaxtrain.models.definition import Definition
@@ -63,9 +62,9 @@ def init(definition: Definition, optimizer: optax.GradientTransformation, config
 def _extras(config: Config) -> frozenset[str]:
     """What the state holds besides: an average of the weights, a loss scale, a window of the last steps."""
     wanted = {
-        "ema": config.optimizer.ema is not None,
+        "ema": config.optimizer.ema_decay is not None,
         "scaling": POLICIES[config.precision].scales,
-        "spikes": guards.guard(config.guard).spikes is not None,
+        "spikes": config.guard.spike.action != "none",
     }
     return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.guards import Spikes
+from jaxtrain.config.schema import SpikeConfig
 from jaxtrain.core import spike_detection as windows
 from jaxtrain.core.gradients import Batch, Gradients, microbatches, statistics, summed, weigh
 from jaxtrain.errors import UserError
@@ -32,7 +32,7 @@ def train_step(
     *,
     max_norm: float | None = None,
     ema: float | None = None,
-    spikes: Spikes | None = None,
+    spike: SpikeConfig | None = None,
     poisoned: tuple[int, ...] = (),
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
     """One optimizer update on one global batch: (state, batch) -> (state, metrics, gradients before clipping).
@@ -43,7 +43,7 @@ def train_step(
     1, and only `step` moves on, in one branch on every device, because both numbers are of the whole batch.
 
     A state that holds `scaling` has its loss scaled; of a skipped step `grad_norm` is 0 and the scale is lowered. One
-    that holds `spikes` gives `spike`, the robust z-score of loss and norm; where `spikes` says so it skips, too. The
+    that holds `spikes` gives `spike`, the robust z-score of loss and norm; a `spike` of action skip skips, too. The
     gradients of the `poisoned` steps (from 1) are NaN, for tests.
     """
 
@@ -70,7 +70,7 @@ def train_step(
             "grad_norm": norm,
             "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
         }
-        is_good, apart, said = _judged(state, metrics, spikes)
+        is_good, apart, said = _judged(state, metrics, spike)
         new = _where(is_good, {"params": params, "opt_state": opt_state}, state)
         if ema is not None:  # of the parameters that are kept
             new |= _where(is_good, {"ema": ema_update(state["ema"], new["params"], ema)}, state)
@@ -95,17 +95,17 @@ def _of_counts(model: Any, counts: Any) -> Metrics:
     return {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(counts).items()}
 
 
-def _judged(old: State, metrics: Metrics, spikes: Spikes | None) -> tuple[jax.Array, State, Metrics]:
+def _judged(old: State, metrics: Metrics, spike: SpikeConfig | None) -> tuple[jax.Array, State, Metrics]:
     """Whether a step is to be kept, what of the state changes anyhow, and what there is to say."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
     # The loss first: XLA then adds it up over devices with the gradients, not with the weights amid the step, where all
     # devices would wait for one another.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     is_good, apart, said = is_finite, {}, {}
-    if spikes is not None:
+    if spike is not None and spike.action != "none":
         said["spike"] = windows.score(old["spikes"], loss, norm)
         apart["spikes"] = windows.pushed(old["spikes"], loss, norm)
-        is_good = is_finite & (said["spike"] <= spikes.threshold) if spikes.skips else is_finite
+        is_good = is_finite & (said["spike"] <= spike.threshold) if spike.action == "skip" else is_finite
     if "scaling" in old:
         apart["scaling"] = scaling = updated(old["scaling"], is_finite)
         said |= {"grad_norm": jnp.where(is_finite, norm, 0.0), "loss_scale": scaling["scale"]}

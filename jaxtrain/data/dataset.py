@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxtrain.config.schema import Data, Documents, Source
+from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, groups
@@ -66,7 +66,7 @@ class TextDataset:
     """
 
     def __init__(
-        self, data: Data, seed: int, split: str, caches: Sequence[Tokens], tokenizer: Tokenizer | None = None
+        self, data: DataConfig, seed: int, split: str, caches: Sequence[Tokens], tokenizer: Tokenizer | None = None
     ) -> None:
         self.sequence, self.global_batch, self.name = data.sequence, data.global_batch, split
         self.tokenizer = tokenizer or load_tokenizer(data.tokenizer)
@@ -75,7 +75,7 @@ class TextDataset:
         train = split == "train"
         for source, part, cache in zip(data.sources, self.splits, caches):
             if not part.documents and (train or not any(s.documents for s in self.splits)):
-                raise _nothing_in(split, source.path, cache, data.validation)
+                raise _nothing_in(split, source.path, cache, data.validation_fraction)
         self._packers = [
             Packer(part.lengths, data.sequence, seed if train else VALIDATION_SEED) if part.documents else None
             for part in self.splits
@@ -91,7 +91,7 @@ class TextDataset:
         self.batches: int | None = None
         self._mixture: Mixture | None = None
         if train:
-            segments = weight_segments([s.shares for s in data.sources], data.global_batch)
+            segments = weight_segments([s.weight for s in data.sources], data.global_batch)
             self._mixture = Mixture(segments)
             shares = np.array(segments[0][1])
         else:
@@ -172,10 +172,14 @@ def _nothing_in(split: str, path: str, cache: Tokens, validation: float) -> Data
     if validation == 1:
         return DataError(f"{path}: has no documents; a set of eval.sets needs at least one")
     if split == "train":
-        right = "set a smaller data.validation, or give more documents"
+        right = "set a smaller data.validation_fraction, or give more documents"
     else:
-        right = "set data.validation=0, or give more documents" if validation else "set data.validation above 0"
-    found = f"none of its {total} documents is in the {split} split (data.validation is {validation:g})"
+        right = (
+            "set data.validation_fraction=0, or give more documents"
+            if validation
+            else "set data.validation_fraction above 0"
+        )
+    found = f"none of its {total} documents is in the {split} split (data.validation_fraction is {validation:g})"
     return DataError(f"{path}: {found}; {right}")
 
 
@@ -269,7 +273,7 @@ def _copy(
         out[b:e] = tokens[s:t]
 
 
-def open_dataset(data: Data, seed: int, split: str = "train", progress: Progress | None = None) -> Any:
+def open_dataset(data: DataConfig, seed: int, split: str = "train", progress: Progress | None = None) -> Any:
     """The dataset of a config: `TextDataset`, its caches built if missing, or the user's class that `data.type` names.
 
     Args:
@@ -287,22 +291,22 @@ def open_dataset(data: Data, seed: int, split: str = "train", progress: Progress
     return TextDataset(data, seed, split, _caches(data, progress))
 
 
-def open_datasets(data: Data, seed: int, progress: Progress | None = None) -> tuple[Any, Any | None]:
+def open_datasets(data: DataConfig, seed: int, progress: Progress | None = None) -> tuple[Any, Any | None]:
     """(train, validation) of a config, as `open_dataset` gives each, but the input is listed and checked once.
 
-    Validation is None where text has `data.validation` 0; a user's class is always made for both.
+    Validation is None where text has `data.validation_fraction` 0; a user's class is always made for both.
     """
     if data.type != "text":
         return _user_dataset(data, seed, "train"), _user_dataset(data, seed, "validation")
     caches = _caches(data, progress)
     train = TextDataset(data, seed, "train", caches)
-    if data.validation == 0:
+    if data.validation_fraction == 0:
         return train, None
     return train, TextDataset(data, seed, "validation", caches, train.tokenizer)
 
 
 def open_sets(
-    data: Data, sets: Mapping[str, Documents], seed: int, progress: Progress | None = None
+    data: DataConfig, sets: Mapping[str, DocumentsConfig], seed: int, progress: Progress | None = None
 ) -> dict[str, TextDataset]:
     """The validation sets by name: all documents of each, tokenized, cached, packed and batched as those of `data`.
 
@@ -318,17 +322,20 @@ def open_sets(
     return found
 
 
-def as_source(data: Data, one: Documents) -> Data:
+def as_source(data: DataConfig, one: DocumentsConfig) -> DataConfig:
     """`data` with a validation set as its only source, all of whose documents are kept for validation."""
-    return data.model_copy(update={"sources": (Source(**one.model_dump()),), "validation": 1.0})
+    return data.model_copy(update={"sources": (SourceConfig(**one.model_dump()),), "validation": 1.0})
 
 
-def _caches(data: Data, progress: Progress | None) -> list[Tokens]:
+def _caches(data: DataConfig, progress: Progress | None) -> list[Tokens]:
     """The cache of each source, built where it is missing."""
-    return [build_cache(s, data.tokenizer, data.validation, data.cache, data.workers, progress) for s in data.sources]
+    return [
+        build_cache(s, data.tokenizer, data.validation_fraction, data.cache_dir, data.workers, progress)
+        for s in data.sources
+    ]
 
 
-def _user_dataset(data: Data, seed: int, split: str) -> Dataset:
+def _user_dataset(data: DataConfig, seed: int, split: str) -> Dataset:
     if ":" not in data.type:
         raise DataError(f"data.type: `{data.type}` is neither `text` nor `package.module:Class`")
     cls = load_class(data.type, "data.type")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtrain.config.schema import Data, Documents, Source
+from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
 from jaxtrain.data.dataset import as_source
 from jaxtrain.data.sources import Span, list_files, plan_shards, read_shard, split_of
 from jaxtrain.data.token_cache.build import Progress, build_cache
@@ -42,7 +42,7 @@ class TokenizerResult:
     seconds: float
 
 
-def text_sources(data: Data) -> tuple[Source, ...]:
+def text_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
     """`data.sources`. Raises DataError where `data.type` is a user's own class, which has none."""
     if data.type != "text":
         message = "is a class of its own, without documents to tokenize; only `text` has token caches and a tokenizer"
@@ -50,14 +50,16 @@ def text_sources(data: Data) -> tuple[Source, ...]:
     return data.sources
 
 
-def build(data: Data, progress: Progress | None = None, sets: Iterable[Documents] = ()) -> list[BuildResult]:
+def build(
+    data: DataConfig, progress: Progress | None = None, sets: Iterable[DocumentsConfig] = ()
+) -> list[BuildResult]:
     """Build or check the cache of each source and validation set; damaged shards are written anew. Raises DataError."""
     results = []
-    wanted = [(source, data.validation) for source in text_sources(data)]
-    wanted += [(whole.sources[0], whole.validation) for whole in (as_source(data, one) for one in sets)]
+    wanted = [(source, data.validation_fraction) for source in text_sources(data)]
+    wanted += [(whole.sources[0], whole.validation_fraction) for whole in (as_source(data, one) for one in sets)]
     for source, validation in wanted:
         begin = time.perf_counter()
-        cache = build_cache(source, data.tokenizer, validation, data.cache, data.workers, progress, check=True)
+        cache = build_cache(source, data.tokenizer, validation, data.cache_dir, data.workers, progress, check=True)
         splits = {"train": cache.train, "validation": cache.validation}
         results.append(
             BuildResult(
@@ -74,7 +76,7 @@ def build(data: Data, progress: Progress | None = None, sets: Iterable[Documents
 
 
 def train_tokenizer(
-    sources: Sequence[Source],
+    sources: Sequence[SourceConfig],
     vocab: int,
     out: str | Path,
     progress: Progress | None = None,
@@ -90,8 +92,8 @@ def train_tokenizer(
       vocab: vocabulary size, the 256 bytes and the end token included.
       out: path of the tokenizer.json, or a folder for it.
       progress: called with (bytes read, bytes in all); the merges are found after the last call.
-      validation: `data.validation`.
-      cache: `data.cache`, for copies from object stores.
+      validation: `data.validation_fraction`.
+      cache: `data.cache_dir`, for copies from object stores.
 
     Raises:
       DataError: bad input, no documents, vocabulary too small.
@@ -121,7 +123,7 @@ def train_tokenizer(
 
 
 def _texts(
-    source: Source, plan: Sequence[Sequence[Span]], validation: float, report: Callable[[int], None]
+    source: SourceConfig, plan: Sequence[Sequence[Span]], validation: float, report: Callable[[int], None]
 ) -> Iterator[str]:
     """The documents of a source that are for training; `report` is called with the bytes of each shard read."""
     for shard in plan:

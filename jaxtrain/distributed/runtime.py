@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 
 # Names that JAX itself and cluster launchers use.
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+COMPILE_CACHE = Path("~/.cache/jaxtrain/xla")
 HEARTBEAT = 30  # seconds without a sign of life after which JAX gives a process up; more than a busy machine's pauses
 SHUTDOWN = 60  # seconds that a process waits at its end for the others
 
@@ -44,7 +45,7 @@ def start(config: Config) -> list[Any]:
             f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {config.simulate} "
             "simulated ones; set simulate before anything else uses JAX"
         )
-    _cache(config.compile_cache, devices)
+    _cache(devices)
     return devices
 
 
@@ -56,13 +57,14 @@ def processes() -> int:
     return int(text)
 
 
-def _cache(folder: str | None, devices: list[Any]) -> None:
+def _cache(devices: list[Any]) -> None:
+    """Sets where XLA keeps compiled programs, unless JAX_COMPILATION_CACHE_DIR does."""
     # A program for several CPU devices that XLA (jaxlib 0.10) reads back from the cache has forgotten the order of its
     # collectives: the devices meet them in different orders and wait for each other until XLA aborts the process.
     if devices[0].platform == "cpu" and len(devices) > 1:
         jax.config.update("jax_enable_compilation_cache", False)
-    elif folder is not None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    elif jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_compilation_cache_dir", str(COMPILE_CACHE.expanduser()))
     compilation_cache.reset_cache()  # otherwise what the process compiled before has decided
 
 

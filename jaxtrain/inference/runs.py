@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxtrain.checkpoint import Reader
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, build
 from jaxtrain.core.resolve import resolve
@@ -46,7 +46,7 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     devices = runtime.start(config)
     data, sets = open_data(config, Screen(config.steps, console=Console(stderr=True)))
     if not sets:
-        message = "data.validation is 0 and eval.sets is empty, so there is nothing to evaluate on"
+        message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
     params, done = weights(directory, step, program)
@@ -76,7 +76,7 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
         raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
     file = folder / "tokenizer.json"
     data: dict[str, Any] = {"tokenizer": str(file.absolute())} if file.is_file() else {}
-    positions = Model.model_validate(section).positions
+    positions = ModelConfig.model_validate(section).learned_positions
     base = {"model": section, "data": data if positions is None else {**data, "sequence": positions}}
     config, origin = resolve(None, *overrides, base=base, paths=False)
     if origin["data.tokenizer"] == "default":

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.errors import ModelConfigError, close, join, shown
 from jaxtrain.interop.families import FAMILIES, Family
 
@@ -36,11 +36,20 @@ LLAMA3 = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_length",
 }
-USED = {"linear": ("factor",), "llama3": tuple(LLAMA3.values()), "learned": ("original_length",)}  # of rope_scaling
+USED = {
+    "linear": ("factor",),
+    "llama3": tuple(LLAMA3.values()),
+}  # of rope_scaling
 FULL, SLIDING = "full_attention", "sliding_attention"
 LEARNED = ("learned",)  # positions of a family without rotary ones
+BIASES = ("qkv", "output", "mlp")
 LOCAL = "rope_local_base_freq"  # the rotary base of layers with a window
-TRAINING = ("init_std", "moe.capacity")  # of the `model` section, but without a meaning for its function
+TRAINING = (
+    "init_std",
+    "moe.capacity_factor",
+    "moe.load_balance_loss",
+    "moe.router_z_loss",
+)  # of the `model` section, but without a meaning for its function
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -88,14 +97,16 @@ def decode(config: Json, where: str) -> tuple[Family, Json]:
             values |= dict.fromkeys(keys, given[name])
         values["activation"] = _activation(given, family)
         values |= _rope(given, family) | _window(given, family) | _scale(given) | _width(given, family)
-        if "window" not in values:  # then no layer has the other base
-            values.pop("window_theta", None)
+        if family.multiplies_by_sqrt_embed and isinstance(values["embed"], int):
+            values["embed_multiplier"] = math.sqrt(values["embed"])
+        if "sliding_window" not in values:  # then no layer has the other base
+            values.pop("sliding_window_rope_theta", None)
     except ModelConfigError as error:
         raise ModelConfigError(f"{where}: {error}") from None
     return family, _validated(values, family, where)
 
 
-def encode(model: Model, vocab: int, family: Family, before: Json | None = None) -> Json:
+def encode(model: ModelConfig, vocab: int, family: Family, before: Json | None = None) -> Json:
     """The config.json of a model as this architecture.
 
     Args:
@@ -115,7 +126,7 @@ def encode(model: Model, vocab: int, family: Family, before: Json | None = None)
     return config
 
 
-def choose(model: Model, vocab: int, name: str | None, before: Json | None) -> tuple[Family, Json]:
+def choose(model: ModelConfig, vocab: int, name: str | None, before: Json | None) -> tuple[Family, Json]:
     """The family to write a model as: the one named, else that of `before`, else the first that can express it.
 
     Raises:
@@ -133,57 +144,61 @@ def choose(model: Model, vocab: int, name: str | None, before: Json | None) -> t
     return family, config
 
 
-def _encoded(model: Model, vocab: int, family: Family, before: Json | None) -> tuple[Json, Json]:
+def _encoded(model: ModelConfig, vocab: int, family: Family, before: Json | None) -> tuple[Json, Json]:
     """A config.json, and the keys of the model, with their values, that are others when it is read again."""
     plain = canonical(model, vocab)
     config: Json = {"model_type": family.name, "architectures": [family.architecture], **family.written}
     config |= {name: plain.get(keys[0], family.defaults.get(name)) for name, keys in family.fields.items()}
-    if "moe_intermediate_size" in family.fields:
-        config["intermediate_size"] = model.mlp  # of its dense layers, of which it has none
     config[family.activation] = _activation_field(model, family, before or {})
-    kind = "default" if model.rope_scaling is None else model.rope_scaling.type
+    kind = _positions(model)
     is_covered = kind in family.rope
     config |= _rope_fields(model) if is_covered else {}
     config |= _window_fields(model, family)
     if LOCAL in family.fields:
-        config[LOCAL] = model.window_theta or model.rope_theta
+        config[LOCAL] = model.sliding_window_rope_theta or model.rope_theta
     if "query_pre_attn_scalar" in family.defaults:
         scalar = plain["attention_scale"] ** -2
         config["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
     config |= {name: before[name] for name in (*KEPT, *family.written) if name in before} if before else {}
-    read = canonical(Model.model_validate(decode(config, family.name)[1]), vocab)
+    read = canonical(ModelConfig.model_validate(decode(config, family.name)[1]), vocab)
     keys = [key for key in {**plain, **read} if key not in TRAINING and (is_covered or not key.startswith("rope_"))]
     lost = {key: shown(plain.get(key)) for key in keys if not _same(plain.get(key), read.get(key))}
     return config, lost if is_covered else {"rope_scaling.type": kind, **lost}
 
 
-def canonical(model: Model, vocab: int) -> Json:
+def canonical(model: ModelConfig, vocab: int) -> Json:
     """Dotted key -> value of all options, defaults that depend on others filled in."""
     head_dim = model.head_dim or model.embed // model.heads
     values: Json = {key: value for key, value in model.model_dump().items() if key not in ("type", "options", "from")}
-    moe, scaling = values.pop("moe"), values.pop("rope_scaling")
+    moe, scaling, biases = (values.pop(key) for key in ("moe", "rope_scaling", "biases"))
+    values |= {f"biases.{name}": name in biases for name in BIASES}
     values |= {
         "vocab": vocab, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim,
         "attention_scale": model.attention_scale or head_dim**-0.5,
-        "window_every": model.window_every if model.window and model.window_every <= model.layers else 1,
-        "window_theta": _own_theta(model),
-        "embed_scale": math.sqrt(model.embed) if model.embed_scale is True else model.embed_scale or 1.0,
+        "sliding_window_pattern": model.sliding_window_pattern if model.sliding_window and model.sliding_window_pattern <= model.layers else 1,
+        "sliding_window_rope_theta": _own_theta(model),
     }  # fmt: skip
     if moe is not None:
-        moe["normalize"] = moe["top_k"] > 1 if moe["normalize"] is None else moe["normalize"]
-        values["mlp"] = moe["mlp"] = moe["mlp"] or model.mlp
+        moe["normalize_gates"] = moe["top_k"] > 1 if moe["normalize_gates"] is None else moe["normalize_gates"]
     scaling = scaling or {}
     used = ("type", *USED[scaling["type"]]) if scaling else ()
     values |= {f"moe.{key}": value for key, value in (moe or {}).items()}
-    if model.positions is not None:
+    if model.learned_positions is not None:
         del values["rope_theta"]
     return values | {f"rope_scaling.{key}": scaling[key] for key in used}
 
 
-def _own_theta(model: Model) -> float | None:
+def _positions(model: ModelConfig) -> str:
+    """Returns the kind of positions of a model: learned, or that of its rotary embedding."""
+    if model.learned_positions is not None:
+        return "learned"
+    return "default" if model.rope_scaling is None else model.rope_scaling.type
+
+
+def _own_theta(model: ModelConfig) -> float | None:
     """The rotary base of layers with a window, where it is another than that of all."""
-    is_same = model.rope_scaling is None and model.window_theta == model.rope_theta
-    return None if model.window is None or is_same else model.window_theta
+    is_same = model.rope_scaling is None and model.sliding_window_rope_theta == model.rope_theta
+    return None if model.sliding_window is None or is_same else model.sliding_window_rope_theta
 
 
 def _family(config: Json, where: str) -> Family:
@@ -218,7 +233,7 @@ def _activation(given: Json, family: Family) -> str:
     return family.activations[name]
 
 
-def _activation_field(model: Model, family: Family, before: Json) -> str:
+def _activation_field(model: ModelConfig, family: Family, before: Json) -> str:
     """As before where that is the same function: names of one function are rounded differently. Else the first name
     for it, or of all."""
     same = [name for name, ours in family.activations.items() if ours == model.activation]
@@ -239,7 +254,7 @@ def _rope(given: Json, family: Family) -> Json:
     near = _turn({"rope_theta": given[LOCAL]} | inner[SLIDING], family)
     if near["rope_scaling"] is not None:
         raise ModelConfigError(f"rope_parameters.{SLIDING} of type {near['rope_scaling']['type']} is not covered")
-    return _turn({**given, **inner[FULL]}, family) | {"window_theta": near["rope_theta"]}
+    return _turn({**given, **inner[FULL]}, family) | {"sliding_window_rope_theta": near["rope_theta"]}
 
 
 def _turn(given: Json, family: Family) -> Json:
@@ -271,9 +286,9 @@ def _turn(given: Json, family: Family) -> Json:
     return {"rope_theta": theta, "rope_scaling": None if kind == "default" else scaling}
 
 
-def _rope_fields(model: Model) -> Json:
+def _rope_fields(model: ModelConfig) -> Json:
     scaling = model.rope_scaling
-    if model.positions is not None:
+    if model.learned_positions is not None:
         return {}
     if scaling is None:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
@@ -283,7 +298,7 @@ def _rope_fields(model: Model) -> Json:
 
 
 def _window(given: Json, family: Family) -> Json:
-    """`window` and `window_every`."""
+    """Returns `sliding_window` and `sliding_window_pattern`."""
     size = given.get("sliding_window")
     if family.window == "none" or size is None:
         return {}
@@ -291,7 +306,7 @@ def _window(given: Json, family: Family) -> Json:
     if family.window == "used" or (family.window == "layers" and not given.get("layer_types")):
         size = size if given["use_sliding_window"] else None
     if family.window in ("all", "used") or size is None:
-        return {} if size is None else {"window": size}
+        return {} if size is None else {"sliding_window": size}
     types = given.get("layer_types")
     if types is None and family.window == "layers":
         types = [FULL if layer < given["max_window_layers"] else SLIDING for layer in range(layers)]
@@ -305,13 +320,13 @@ def _window(given: Json, family: Family) -> Json:
             "layer_types (or max_window_layers) is not covered: expected a window in every layer, in none, or in all "
             f"but every n-th; found {shown(','.join(str(kind).split('_')[0] for kind in types))}"
         )
-    return {"window": size, "window_every": every}
+    return {"sliding_window": size, "sliding_window_pattern": every}
 
 
-def _window_fields(model: Model, family: Family) -> Json:
+def _window_fields(model: ModelConfig, family: Family) -> Json:
     if family.window == "none":
         return {}
-    size, every = model.window, model.window_every
+    size, every = model.sliding_window, model.sliding_window_pattern
     if family.window == "all":
         return {"sliding_window": size}
     if family.window == "used":
@@ -354,10 +369,12 @@ def _validated(values: Json, family: Family, where: str) -> Json:
             section.setdefault(outer, {})[inner] = value
         else:
             section[key] = value
+    biases = section.pop("biases", {})
+    section["biases"] = [name for name in BIASES if biases.get(name)]
     if section["vocab"] is None:
         raise ModelConfigError(f"{where}: vocab_size: expected a number; found nothing (null)")
     try:
-        model = Model.model_validate(section)
+        model = ModelConfig.model_validate(section)
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key = ".".join(map(str, detail["loc"]))

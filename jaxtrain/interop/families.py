@@ -38,6 +38,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
+    multiplies_by_sqrt_embed: bool = False
 
     def name_of(self, key: str) -> str:
         """The field that says what our key is, or the key."""
@@ -58,7 +59,7 @@ FIELDS = {
     "tie_word_embeddings": ("tie_embeddings",),
     "initializer_range": ("init_std",),
 }
-BIAS = {"attention_bias": ("attention_bias", "output_bias")}
+BIAS = {"attention_bias": ("biases.qkv", "biases.output")}
 CAPS = {"final_logit_softcapping": ("logits_softcap",), "attn_logit_softcapping": ("attention_softcap",)}
 DEFAULTS = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
@@ -69,7 +70,7 @@ QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers"
 _ALL = (
     Family(
         "llama", "LlamaForCausalLM",
-        FIELDS | BIAS | {"mlp_bias": ("mlp_bias",)}, DEFAULTS | {"attention_bias": False, "mlp_bias": False},
+        FIELDS | BIAS | {"mlp_bias": ("biases.mlp",)}, DEFAULTS | {"attention_bias": False, "mlp_bias": False},
     ),
     Family(
         "mistral", "MistralForCausalLM", FIELDS,
@@ -77,12 +78,12 @@ _ALL = (
     ),
     Family(
         "qwen2", "Qwen2ForCausalLM", FIELDS, DEFAULTS | QWEN | {"num_key_value_heads": 32},
-        fixed={"attention_bias": True}, window="layers",
+        fixed={"biases.qkv": True}, window="layers",
     ),
     Family(
         "qwen3", "Qwen3ForCausalLM", FIELDS | BIAS,
         DEFAULTS | QWEN | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
-        fixed={"qk_norm": True}, window="layers",
+        fixed={"qk_norm": "per_head"}, window="layers",
     ),
     Family(
         "gemma2", "Gemma2ForCausalLM",
@@ -92,30 +93,31 @@ _ALL = (
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "layer_types": None, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
         },
-        fixed={"norm_offset": True, "post_norm": True, "embed_scale": True},
+        fixed={"norm": "gemma_rmsnorm", "norm_placement": "sandwich"}, multiplies_by_sqrt_embed=True,
         window="period", activation="hidden_activation", ignored=("hidden_act", "sliding_window_size"),
     ),
     Family(
         "gemma3_text", "Gemma3ForCausalLM",
-        FIELDS | BIAS | CAPS | {"rope_local_base_freq": ("window_theta",)},
+        FIELDS | BIAS | CAPS | {"rope_local_base_freq": ("sliding_window_rope_theta",)},
         DEFAULTS | {
             "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "attention_bias": False,
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "layer_types": None, "sliding_window_pattern": 6, "final_logit_softcapping": None,
             "attn_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
-        fixed={"norm_offset": True, "post_norm": True, "embed_scale": True, "qk_norm": True},
+        fixed={"norm": "gemma_rmsnorm", "norm_placement": "sandwich", "qk_norm": "per_head"},
+        multiplies_by_sqrt_embed=True,
         window="period", activation="hidden_activation", ignored=("hidden_act", "_sliding_window_pattern"),
     ),
     Family(
         "olmo2", "Olmo2ForCausalLM", FIELDS | BIAS, DEFAULTS | {"rms_norm_eps": 1e-5, "attention_bias": False},
-        fixed={"qk_norm": "whole", "post_norm": "only"},
+        fixed={"qk_norm": "full", "norm_placement": "post"},
     ),
     Family(
         "granite", "GraniteForCausalLM",
         FIELDS | BIAS | {
-            "mlp_bias": ("mlp_bias",), "embedding_multiplier": ("embed_scale",), "logits_scaling": ("logits_divisor",),
-            "residual_multiplier": ("residual_scale",), "attention_multiplier": ("attention_scale",),
+            "mlp_bias": ("biases.mlp",), "embedding_multiplier": ("embed_multiplier",), "logits_scaling": ("logits_divisor",),
+            "residual_multiplier": ("residual_multiplier",), "attention_multiplier": ("attention_scale",),
         },
         DEFAULTS | {"attention_bias": False, "mlp_bias": False} | dict.fromkeys(
             ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0
@@ -123,25 +125,25 @@ _ALL = (
     ),
     Family(
         "mixtral", "MixtralForCausalLM",
-        FIELDS | {"num_local_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",)},
+        FIELDS | {"num_local_experts": ("moe.num_experts",), "num_experts_per_tok": ("moe.top_k",)},
         DEFAULTS | {
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
             "num_local_experts": 8, "num_experts_per_tok": 2,
         },
-        fixed={"moe.normalize": True}, window="all",
+        fixed={"moe.normalize_gates": True}, window="all",
     ),
     Family(
         "qwen3_moe", "Qwen3MoeForCausalLM",
         FIELDS | BIAS | {
-            "num_experts": ("moe.experts",), "num_experts_per_tok": ("moe.top_k",),
-            "moe_intermediate_size": ("moe.mlp",), "norm_topk_prob": ("moe.normalize",),
+            "num_experts": ("moe.num_experts",), "num_experts_per_tok": ("moe.top_k",),
+            "moe_intermediate_size": ("mlp",), "norm_topk_prob": ("moe.normalize_gates",),
         },
         DEFAULTS | {
             "num_key_value_heads": 4, "attention_bias": False, "sliding_window": 4096, "use_sliding_window": False,
             "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
             "decoder_sparse_step": 1,
         },
-        fixed={"qk_norm": True}, window="used",
+        fixed={"qk_norm": "per_head"}, window="used",
         ignored=("max_window_layers",), aliases={"num_local_experts": "num_experts"},
     ),
     Family(
@@ -152,7 +154,7 @@ _ALL = (
         "gpt2", "GPT2LMHeadModel",
         {
             "vocab_size": ("vocab",), "n_embd": ("embed",), "n_layer": ("layers",), "n_head": ("heads",),
-            "n_inner": ("mlp",), "n_positions": ("rope_scaling.original_length",),
+            "n_inner": ("mlp",), "n_positions": ("learned_positions",),
             "layer_norm_epsilon": ("norm_epsilon",), "tie_word_embeddings": ("tie_embeddings",),
             "initializer_range": ("init_std",),
         },
@@ -162,8 +164,7 @@ _ALL = (
             "activation_function": "gelu_new",
         },
         fixed={
-            "norm_offset": "layer", "attention_bias": True, "output_bias": True, "mlp_bias": True,
-            "rope_scaling.type": "learned",
+            "norm": "layernorm", "biases.qkv": True, "biases.output": True, "biases.mlp": True,
         },
         activation="activation_function", activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
         rope=("learned",),

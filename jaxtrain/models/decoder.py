@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import Loss, Model
+from jaxtrain.config.schema import LossConfig, ModelConfig
 from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.kernels.moe.routing import Load
 from jaxtrain.losses.load_balancing import balance, load_metrics, router_z
@@ -34,40 +34,40 @@ Counts = dict[str, jax.Array]
 Turn = tuple[jax.Array, jax.Array] | None  # cosine and sine of every position; None where positions are learned
 
 
-def norm_of(model: Model) -> Callable[..., nnx.Module]:
+def norm_of(model: ModelConfig) -> Callable[..., nnx.Module]:
     """The norm that a model has everywhere: called with its size, `env` and `rngs`."""
-    if model.norm_offset == "layer":
+    if model.norm == "layernorm":
         return partial(LayerNorm, epsilon=model.norm_epsilon)
-    return partial(RMSNorm, epsilon=model.norm_epsilon, offset=model.norm_offset)
+    return partial(RMSNorm, epsilon=model.norm_epsilon, offset=model.norm == "gemma_rmsnorm")
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); norms after the branches, besides or instead, and a factor on
     them where configured."""
 
-    def __init__(self, model: Model, *, env: Env, rngs: nnx.Rngs):
-        self.env, self.scale = env, model.residual_scale
+    def __init__(self, model: ModelConfig, *, env: Env, rngs: nnx.Rngs):
+        self.env, self.scale = env, model.residual_multiplier
         kv_heads, head_dim = model.kv_heads or model.heads, model.head_dim or model.embed // model.heads
         norm = norm_of(model)
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.layers)
-        if model.post_norm != "only":
+        if model.norm_placement != "post":
             self.attention_norm = norm(model.embed, env=env, rngs=rngs)
         self.attention = Attention(
             model.embed, model.heads, kv_heads, head_dim,
-            bias=model.attention_bias, output_bias=model.output_bias, norm=norm if model.qk_norm else None,
-            norm_whole=model.qk_norm == "whole",
+            bias="qkv" in model.biases, output_bias="output" in model.biases,
+            norm=norm if model.qk_norm != "none" else None, norm_whole=model.qk_norm == "full",
             scale=model.attention_scale, softcap=model.attention_softcap, std=std, out_std=out_std, env=env, rngs=rngs,
         )  # fmt: skip
-        if model.post_norm != "only":
+        if model.norm_placement != "post":
             self.mlp_norm = norm(model.embed, env=env, rngs=rngs)
         if model.moe is None:
             self.mlp = MLP(
                 model.embed, model.mlp,
-                activation=model.activation, bias=model.mlp_bias, std=std, out_std=out_std, env=env, rngs=rngs,
+                activation=model.activation, bias="mlp" in model.biases, std=std, out_std=out_std, env=env, rngs=rngs,
             )  # fmt: skip
         else:
             self.moe = MoE(model, model.moe, std=std, out_std=out_std, env=env, rngs=rngs)
-        if model.post_norm:
+        if model.norm_placement != "pre":
             self.attention_post_norm = norm(model.embed, env=env, rngs=rngs)
             self.mlp_post_norm = norm(model.embed, env=env, rngs=rngs)
 
@@ -108,11 +108,13 @@ class Decoder(nnx.Module):
     `loss` is `begin`, `through` and `finish`, of which a pipeline's stages each have a part.
     """
 
-    def __init__(self, model: Model, loss: Loss, vocab: int, *, env: Env, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, loss: LossConfig, vocab: int, *, env: Env, rngs: nnx.Rngs):
         self.env, self.model, self.terms, self.vocab = env, model, loss, vocab
         self.embed = Embed(vocab, model.embed, tied=model.tie_embeddings, std=model.init_std, env=env, rngs=rngs)
-        if model.positions is not None:
-            self.positions = Embed(model.positions, model.embed, tied=False, std=model.init_std, env=env, rngs=rngs)
+        if model.learned_positions is not None:
+            self.positions = Embed(
+                model.learned_positions, model.embed, tied=False, std=model.init_std, env=env, rngs=rngs
+            )
         self.layers = stacked(lambda rngs: Block(model, env=env, rngs=rngs), model.layers, rngs)
         self.final_norm = norm_of(model)(model.embed, env=env, rngs=rngs)
         if not model.tie_embeddings:
@@ -159,13 +161,13 @@ class Decoder(nnx.Module):
         del key
         return cross_entropy(
             self._normed(x_BTD), self._head(), batch["targets"], batch["weights"],
-            tied=self.model.tie_embeddings, chunks=self.terms.chunks, z_loss=self.terms.z_loss,
+            tied=self.model.tie_embeddings, chunks=self.terms.vocab_chunks, z_loss=self.terms.z_loss,
             label_smoothing=self.terms.label_smoothing, softcap=self.model.logits_softcap, sharder=self.env.sharder,
         )  # fmt: skip
 
     def statistics(self, batch: dict[str, Any], key: jax.Array) -> Counts | None:
         """What `loss` must know of the whole global batch: choices [layers, experts], for the balance loss."""
-        if self.model.moe is None or not self.terms.balance:
+        if self.model.moe is None or not self.model.moe.load_balance_loss:
             return None
         return self.statistics_of(self.through(self.begin(batch, key), batch, key)[2])
 
@@ -178,11 +180,9 @@ class Decoder(nnx.Module):
         return load_metrics(counts["chosen"], counts["placed"])
 
     def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        x_BTD, scale = self.embed(tokens_BT), self.model.embed_scale
-        if scale is True:
-            scale = math.sqrt(self.model.embed)
-        x_BTD = x_BTD * jnp.asarray(scale, x_BTD.dtype) if scale else x_BTD
-        return x_BTD if self.model.positions is None else x_BTD + self.positions(positions_BT)
+        x_BTD, factor = self.embed(tokens_BT), self.model.embed_multiplier
+        x_BTD = x_BTD * jnp.asarray(factor, x_BTD.dtype) if factor != 1 else x_BTD
+        return x_BTD if self.model.learned_positions is None else x_BTD + self.positions(positions_BT)
 
     def _normed(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = self.final_norm(x_BTD)
@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
     @property
     def period(self) -> int:
         """Layers that only go together."""
-        return self.model.window_every
+        return self.model.sliding_window_pattern
 
     def _blocks(
         self,
@@ -214,7 +214,7 @@ class Decoder(nnx.Module):
 
         def step(block: Block, x_BTD: jax.Array, cache: Cache | None, index: int) -> tuple:
             last_of_group = period > 1 and index == period - 1
-            window = None if last_of_group else model.window
+            window = None if last_of_group else model.sliding_window
             x_BTD, *rest = block(x_BTD, near if window else turn, whole_BT, segments_BT, window, cache, order_BT)
             return x_BTD, tuple(rest)
 
@@ -224,25 +224,27 @@ class Decoder(nnx.Module):
     def _turns(self, positions_BT: jax.Array) -> tuple[Turn, Turn]:
         """The rotations of layers without and with a window."""
         model = self.model
-        if model.positions is not None:
+        if model.learned_positions is not None:
             return None, None
         head_dim = model.head_dim or model.embed // model.heads
         turn = rotation(positions_BT, frequencies(head_dim, model.rope_theta, model.rope_scaling))
-        if model.window_theta is None:
+        if model.sliding_window_rope_theta is None:
             return turn, turn
-        return turn, rotation(positions_BT, frequencies(head_dim, model.window_theta, None))
+        return turn, rotation(positions_BT, frequencies(head_dim, model.sliding_window_rope_theta, None))
 
     def _load_terms(self, load: Load, batch: dict[str, Any], layers: Layers | None) -> tuple[Terms, Counts]:
         """Terms and counts of these layers' experts."""
         terms: Terms = {}
         tokens = jnp.sum(batch["segments"] > 0, dtype=jnp.int32).astype(jnp.float32)
-        if self.terms.balance:
+        moe = self.model.moe
+        assert moe is not None
+        if moe.load_balance_loss:
             chosen_LE = batch["statistics"]["chosen"] if "statistics" in batch else load.chosen_E
             if layers is not None:
                 chosen_LE = chosen_LE[layers.number]
-            terms["balance"] = (self.terms.balance * balance(load, chosen_LE, self.model.layers), tokens)
-        if self.terms.router_z:
-            terms["router_z"] = (self.terms.router_z * router_z(load, self.model.layers), tokens)
+            terms["balance"] = (moe.load_balance_loss * balance(load, chosen_LE, self.model.layers), tokens)
+        if moe.router_z_loss:
+            terms["router_z"] = (moe.router_z_loss * router_z(load, self.model.layers), tokens)
         return terms, {"chosen": load.chosen_E, "placed": load.placed}
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:

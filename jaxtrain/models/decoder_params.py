@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from jaxtrain.config.schema import Config, Model, Moe
+from jaxtrain.config.schema import Config, ModelConfig, MoeConfig
 from jaxtrain.errors import ConfigError, Problem
 from jaxtrain.sharding.rules import KV_SHARED, kv_copies, table_names
 
@@ -17,7 +17,7 @@ Table = dict[str, tuple[tuple[int, ...], Names]]
 VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it divides over devices and fills tiles
 
 
-def head_dim(model: Model) -> int:
+def head_dim(model: ModelConfig) -> int:
     """Size of one head."""
     return model.head_dim or model.embed // model.heads
 
@@ -37,7 +37,7 @@ def vocabulary(config: Config, known: int | None) -> int | None:
     return given
 
 
-def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1, table_shards: int = 1) -> Table:
+def decoder_tensors(model: ModelConfig, vocab: int, kv_shards: int = 1, table_shards: int = 1) -> Table:
     """Every parameter of the decoder.
 
     Args:
@@ -54,19 +54,19 @@ def decoder_tensors(model: Model, vocab: int, kv_shards: int = 1, table_shards: 
     for path, (shape, names) in {**_attention(model, kv_shards), **_feed_forward(model), **_norms(model)}.items():
         table[f"layers/{path}"] = ((model.layers, *shape), ("layers", *names))
     table |= _norm("final_norm", (D,), (None,), model)
-    if model.positions is not None:
-        table["positions/table"] = ((model.positions, D), table_names(D, False, table_shards))
+    if model.learned_positions is not None:
+        table["positions/table"] = ((model.learned_positions, D), table_names(D, False, table_shards))
     if not model.tie_embeddings:
         table["head"] = ((D, V), ("embed", "vocab"))
     return table
 
 
-def parameter_count(model: Model, vocab: int) -> int:
+def parameter_count(model: ModelConfig, vocab: int) -> int:
     """Number of parameters of the decoder, embeddings included."""
     return sum(prod(shape) for shape, _ in decoder_tensors(model, vocab).values())
 
 
-def _attention(model: Model, kv_shards: int) -> Table:
+def _attention(model: ModelConfig, kv_shards: int) -> Table:
     """Projections of one layer, without the `layers` dim."""
     D, H, K, h = model.embed, model.heads, model.kv_heads or model.heads, head_dim(model)
     kv = "kv_heads" if kv_copies(H, K, kv_shards) == 1 else KV_SHARED
@@ -76,61 +76,61 @@ def _attention(model: Model, kv_shards: int) -> Table:
         "attention/v": ((D, K, h), ("embed", kv, "head_dim")),
         "attention/o": ((D, H, h), ("embed", "heads", "head_dim")),
     }
-    if model.attention_bias:
+    if "qkv" in model.biases:
         table["attention/q_bias"] = ((H, h), ("heads", "head_dim"))
         table["attention/k_bias"] = ((K, h), (kv, "head_dim"))
         table["attention/v_bias"] = ((K, h), (kv, "head_dim"))
-    if model.output_bias:
+    if "output" in model.biases:
         table["attention/o_bias"] = ((D,), (None,))
-    if model.qk_norm:
-        whole = model.qk_norm == "whole"
+    if model.qk_norm != "none":
+        whole = model.qk_norm == "full"
         for name, count, own in (("q", H, "heads"), ("k", K, kv)):
             shape, names = ((count, h), (own, "head_dim")) if whole else ((h,), (None,))
             table |= _norm(f"attention/{name}_norm", shape, names, model)
     return table
 
 
-def _feed_forward(model: Model) -> Table:
+def _feed_forward(model: ModelConfig) -> Table:
     """Feed-forward of one layer, or its experts."""
     return _mlp(model, model.mlp) if model.moe is None else _moe(model, model.moe)
 
 
-def _moe(model: Model, moe: Moe) -> Table:
+def _moe(model: ModelConfig, moe: MoeConfig) -> Table:
     """Router, experts and shared experts of one layer; the router is too small to shard its experts."""
-    D, E, F = model.embed, moe.experts, moe.mlp or model.mlp
+    D, E, F = model.embed, moe.num_experts, model.mlp
     table: Table = {"moe/router": ((D, E), ("embed", None))}
-    if moe.bias_rate is not None:
+    if moe.bias_update_rate is not None:
         table["moe/bias"] = ((E,), ("balance",))
     for path, (shape, names) in (_mlp(model, F) | {"mlp/down": ((F, D), ("mlp", "embed"))}).items():
         table[path.replace("mlp/", "moe/")] = ((E, *shape), ("expert", *names))
-    if moe.shared:
-        shared = _mlp(model, moe.shared * F)
+    if moe.shared_experts:
+        shared = _mlp(model, moe.shared_experts * F)
         table |= {path.replace("mlp/", "moe/shared/"): entry for path, entry in shared.items()}
     return table
 
 
-def _mlp(model: Model, mlp: int) -> Table:
+def _mlp(model: ModelConfig, mlp: int) -> Table:
     """Feed-forward layer of this width; `gelu` has no gate."""
     D, F = model.embed, mlp
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
     table["mlp/down"] = ((D, F), ("embed", "mlp"))
-    if model.mlp_bias:
+    if "mlp" in model.biases:
         table |= {f"mlp/{name}_bias": ((F,), ("mlp",)) for name in inner}
         table["mlp/down_bias"] = ((D,), (None,))
     return table
 
 
-def _norms(model: Model) -> Table:
+def _norms(model: ModelConfig) -> Table:
     """Norms of one layer on the residual stream; never sharded."""
-    names = [] if model.post_norm == "only" else ["attention_norm", "mlp_norm"]
-    if model.post_norm:
+    names = [] if model.norm_placement == "post" else ["attention_norm", "mlp_norm"]
+    if model.norm_placement != "pre":
         names += ["attention_post_norm", "mlp_post_norm"]
     tables = [_norm(name, (model.embed,), (None,), model) for name in names]
     return {path: entry for table in tables for path, entry in table.items()}
 
 
-def _norm(path: str, shape: tuple[int, ...], names: Names, model: Model) -> Table:
+def _norm(path: str, shape: tuple[int, ...], names: Names, model: ModelConfig) -> Table:
     """A norm: its scale, and the bias of a LayerNorm."""
-    parts = ("scale", "bias") if model.norm_offset == "layer" else ("scale",)
+    parts = ("scale", "bias") if model.norm == "layernorm" else ("scale",)
     return {f"{path}/{part}": (shape, names) for part in parts}

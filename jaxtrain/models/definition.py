@@ -88,9 +88,9 @@ def make_env(config: Config, sharder: Any) -> Env:
         sharder,
         POLICIES[config.precision],
         config.step.attention,
-        config.context,
-        config.step.remat,
-        config.step.offload,
+        config.context_parallel,
+        config.step.remat_policy,
+        config.step.offloaded,
         config.step.unroll,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 
 CONVENTION = "matmuls 2mnk, causal attention as causal, window respected, head counted, backward 2x forward"
 
@@ -29,7 +29,7 @@ class Flops:
 
 
 def decoder_flops(
-    model: Model, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none", head_again: bool = True
+    model: ModelConfig, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none", head_again: bool = True
 ) -> Flops:
     """FLOPs of a train step of the decoder, per token.
 
@@ -49,10 +49,10 @@ def decoder_flops(
     return Flops(3 * forward, 3 * forward + again)
 
 
-def layer_windows(model: Model) -> list[tuple[int, int | None]]:
+def layer_windows(model: ModelConfig) -> list[tuple[int, int | None]]:
     """(number of layers, their window): of every `window_every` layers the last attends globally."""
-    everywhere = 0 if model.window_every == 1 else model.layers // model.window_every
-    return [(model.layers - everywhere, model.window), (everywhere, None)]
+    everywhere = 0 if model.sliding_window_pattern == 1 else model.layers // model.sliding_window_pattern
+    return [(model.layers - everywhere, model.sliding_window), (everywhere, None)]
 
 
 def attended(sequence: int, window: int | None) -> float:
@@ -61,12 +61,12 @@ def attended(sequence: int, window: int | None) -> float:
     return (near * (near + 1) / 2 + (sequence - near) * near) / sequence
 
 
-def mean_attended(model: Model, sequence: int) -> float:
+def mean_attended(model: ModelConfig, sequence: int) -> float:
     """`attended`, averaged over the layers."""
     return sum(layers * attended(sequence, window) for layers, window in layer_windows(model)) / model.layers
 
 
-def layer_matmuls(model: Model, keys: float) -> dict[str, float]:
+def layer_matmuls(model: ModelConfig, keys: float) -> dict[str, float]:
     """Forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query.
 
     Of experts those that a token visits, whatever their capacity.
@@ -82,20 +82,20 @@ def layer_matmuls(model: Model, keys: float) -> dict[str, float]:
         "attention": 2.0 * queries * keys,
         "o": 2.0 * queries * model.embed,
     }
-    terms |= _feed_forward(model, model.mlp if moe is None else moe.shared * (moe.mlp or model.mlp))
+    terms |= _feed_forward(model, model.mlp if moe is None else moe.shared_experts * model.mlp)
     if moe is None:
         return terms
-    routed = _feed_forward(model, moe.top_k * (moe.mlp or model.mlp))
-    return terms | {"router": 2.0 * model.embed * moe.experts} | {f"experts_{k}": v for k, v in routed.items()}
+    routed = _feed_forward(model, moe.top_k * model.mlp)
+    return terms | {"router": 2.0 * model.embed * moe.num_experts} | {f"experts_{k}": v for k, v in routed.items()}
 
 
-def _feed_forward(model: Model, width: int) -> dict[str, float]:
+def _feed_forward(model: ModelConfig, width: int) -> dict[str, float]:
     """The matrix multiplications of a feed-forward layer of this width; `gelu` has no gate."""
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     return dict.fromkeys((*inner, "down"), 2.0 * model.embed * width)
 
 
-def recomputed(model: Model, remat: str | tuple[str, ...]) -> set[str]:
+def recomputed(model: ModelConfig, remat: str | tuple[str, ...]) -> set[str]:
     """The matrix multiplications of a layer that backward computes again.
 
     Whatever backward needs and is not saved: the outputs of o and down are needed by a following norm only (the
@@ -104,7 +104,7 @@ def recomputed(model: Model, remat: str | tuple[str, ...]) -> set[str]:
     # Dropless experts compute their hidden activations again by themselves, those with a capacity if told to.
     inner = {"experts_up"} if model.activation == "gelu" else {"experts_gate", "experts_up"}
     if remat == "none":
-        return inner if model.moe is not None and model.moe.capacity is None else set()
+        return inner if model.moe is not None and model.moe.capacity_factor is None else set()
     experts = set() if model.moe is None else {*inner, "experts_down"}
     if remat == "dots":  # matmuls with batch dims are not saved
         return {"scores", "attention"} | experts
@@ -112,10 +112,10 @@ def recomputed(model: Model, remat: str | tuple[str, ...]) -> set[str]:
     needed = {"q", "k", "v", "scores", "attention", "o", "up"} | experts | ({"router"} if experts else set())
     if model.activation != "gelu":
         needed.add("gate")
-    needed -= saved - ({"q", "k"} if model.qk_norm else set())
+    needed -= saved - ({"q", "k"} if model.qk_norm != "none" else set())
     if "attention" in saved:
         needed.discard("scores")
-    if model.post_norm:
+    if model.norm_placement != "pre":
         return needed | {"o", "down"}
     return needed - {"o"} if "residual" in saved else needed
 

@@ -95,7 +95,7 @@ def _experts(config: Config) -> list[Problem]:
 
 def activations(config: Config) -> dict[str, int]:
     """Logical name -> size of the activation dims of a microbatch."""
-    sizes = {"batch": config.data.global_batch // config.step.accumulate}
+    sizes = {"batch": config.data.global_batch // config.step.microbatches}
     if context_parallel.has_tokens(config):
         sizes |= {"sequence": config.data.sequence, "context": config.data.sequence}
     return sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class Env:
 
     attention: the kernel; context: how attention crosses the shards of a sequence (see `kernels.attention`).
     remat: `none`, `full`, `dots`, or the names of values to save; offload: of values to save in host memory (see
-    `nn.stack`). unroll: layers in one turn of the loop over them; `all`: no loop.
+    `nn.stack`). unroll: layers in one turn of the loop over them; 0: all, no loop.
     """
 
     sharder: Sharder = field(default_factory=Sharder)
@@ -33,7 +33,7 @@ class Env:
     context: str = "auto"
     remat: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
-    unroll: int | Literal["all"] = 1
+    unroll: int = 1
 
     def param(
         self,

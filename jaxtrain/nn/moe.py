@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.schema import Model
-from jaxtrain.config.schema import Moe as Options
+from jaxtrain.config.schema import ModelConfig
+from jaxtrain.config.schema import MoeConfig as Options
 from jaxtrain.kernels.moe import DOWN, INNER, experts
 from jaxtrain.kernels.moe.routing import Load, places, route
 from jaxtrain.nn.env import Env, constant, normal
@@ -23,20 +23,27 @@ BALANCE = "balance"  # dim of the selection bias: marks a parameter that the opt
 class MoE(nnx.Module):
     """sum over a token's choices of gate * expert(x), plus the shared experts. The router computes in float32."""
 
-    def __init__(self, model: Model, moe: Options, *, std: float, out_std: float, env: Env, rngs: nnx.Rngs):
+    def __init__(self, model: ModelConfig, moe: Options, *, std: float, out_std: float, env: Env, rngs: nnx.Rngs):
         self.env, self.moe, self.activation = env, moe, model.activation
-        D, E, F = model.embed, moe.experts, moe.mlp or model.mlp
+        D, E, F = model.embed, moe.num_experts, model.mlp
         self.router = env.param(rngs, ("embed", None), (D, E), normal(std), exact=True)
-        if moe.bias_rate is not None:
+        if moe.bias_update_rate is not None:
             # Stored in float32 by any policy: in bfloat16 the small steps would be lost.
             self.bias = env.param(rngs, (BALANCE,), (E,), constant(0.0), dtype=jnp.float32, exact=True)
         for name in self._inner():
             setattr(self, name, env.param(rngs, INNER, (E, D, F), normal(std)))
         # As the grouped matmul reads it, `mlp` first.
         self.down = env.param(rngs, DOWN, (E, F, D), normal(out_std))
-        if moe.shared:
+        if moe.shared_experts:
             self.shared = MLP(
-                D, moe.shared * F, activation=model.activation, bias=False, std=std, out_std=out_std, env=env, rngs=rngs
+                D,
+                moe.shared_experts * F,
+                activation=model.activation,
+                bias=False,
+                std=std,
+                out_std=out_std,
+                env=env,
+                rngs=rngs,
             )
 
     def __call__(
@@ -53,16 +60,16 @@ class MoE(nnx.Module):
         moe, sharder = self.moe, self.env.sharder
         # Whole on every shard, as attention has them: routing, on shards, would have attention gather its mask.
         is_token_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else self.env.whole(segments_BT) > 0
-        capacity = None if decoding else moe.capacity
+        capacity = None if decoding else moe.capacity_factor
         routing, load = route(
             self._logits(x_BTD), self.bias.get_value() if hasattr(self, "bias") else None, is_token_BT,
-            top_k=moe.top_k, normalize=moe.top_k > 1 if moe.normalize is None else moe.normalize,
+            top_k=moe.top_k, normalize=moe.top_k > 1 if moe.normalize_gates is None else moe.normalize_gates,
             capacity=capacity, order_BT=order_BT, sharder=sharder,
         )  # fmt: skip
         if decoding:
             out_BTD = self._everywhere(x_BTD, routing.expert_BTK, routing.gate_BTK)
         else:
-            of_row = None if capacity is None else places(x_BTD.shape[1], moe.experts, moe.top_k, capacity)
+            of_row = None if capacity is None else places(x_BTD.shape[1], moe.num_experts, moe.top_k, capacity)
             weights = tuple(self._shards(getattr(self, name)) for name in self._inner()), self._shards(self.down)
             hidden = HIDDEN[self.activation]
             out_BTD = experts(x_BTD, routing, weights, hidden=hidden, places=of_row, sharder=sharder)
@@ -83,7 +90,7 @@ class MoE(nnx.Module):
     def _everywhere(self, x_BTD: jax.Array, expert_BTK: jax.Array, gate_BTK: jax.Array) -> jax.Array:
         """Every expert on every token, for the few tokens of decoding: no weight moves, whatever the batch."""
         dtype = self.env.policy.compute
-        gate_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, self.moe.experts) * gate_BTK[..., None], 2)
+        gate_BTE = jnp.sum(jax.nn.one_hot(expert_BTK, self.moe.num_experts) * gate_BTK[..., None], 2)
 
         def columns(name: str) -> jax.Array:
             out_EBTF = jnp.einsum("btd,edf->ebtf", x_BTD, getattr(self, name).get_value().astype(dtype))

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.schema import RopeScaling
+from jaxtrain.config.schema import RopeScalingConfig
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig | None) -> np.ndarray:
     """Angular frequencies [head_dim / 2] in radians per token, float64.
 
     `llama3` scaling keeps high frequencies, divides low ones by `factor` and blends between, as in the

@@ -50,7 +50,7 @@ def scan(
     """Runs `step` over the layers of a stack, in a loop: compile time does not grow with their number.
 
     The loop copies what backward needs of a layer into a buffer of all layers, which it clears first, and the layer's
-    gradient likewise. `env.unroll="all"` does without loop and copies, and compiles every layer.
+    gradient likewise. `env.unroll=0` does without loop and copies, and compiles every layer.
 
     Args:
         stack: a module made by `stacked`.
@@ -75,7 +75,7 @@ def scan(
         return jax.tree.map(partial(jnp.where, is_present), (new, y), (carry, jax.tree.map(jnp.zeros_like, y)))
 
     groups = count // period
-    turn: int | bool = True if env.unroll == "all" else max(1, env.unroll // period)
+    turn: int | bool = True if env.unroll == 0 else max(1, env.unroll // period)
     # JAX makes no loop of a single turn; unless it was asked for, that is compiled as if it were one.
     in_loop = env.unroll == 1 or (turn is not True and turn < groups)
 

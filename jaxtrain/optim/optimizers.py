@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from jaxtrain.config.schema import Optimizer
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.adafactor import scale_by_adafactor
 from jaxtrain.optim.param_dims import contraction, is_matrix, is_selection, map_names
-from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.schedules import Schedule
 from jaxtrain.optim.selection_bias import apart, without_biases
 
 MUON_RMS = 0.2  # RMS of a Muon update, about Adam's (Liu et al. 2025, arXiv 2502.16982)
 
 
 def optimizer(
-    cfg: Optimizer, steps: int, names: Any, params: Any, bias_rate: float | None = None
+    cfg: OptimizerConfig, schedule: Schedule, names: Any, params: Any, bias_rate: float | None = None
 ) -> optax.GradientTransformation:
     """The config's optimizer: direction, then decoupled weight decay, then the learning rate.
 
@@ -37,7 +37,7 @@ def optimizer(
 
     Args:
         cfg: the `optimizer` section.
-        steps: steps of the whole run, for the schedule.
+        schedule: learning rate of a step.
         names: tree of logical-name tuples of the parameters.
         params: the same tree of arrays or ShapeDtypeStructs.
         bias_rate: step of the selection biases of experts, which take no part in any of this (`optim.balance`).
@@ -48,27 +48,27 @@ def optimizer(
     check_names(names, params)
     if bias_rate is not None:
         is_bias = map_names(is_selection, names)
-        others = optimizer(cfg, steps, without_biases(names, is_bias), without_biases(params, is_bias))
+        others = optimizer(cfg, schedule, without_biases(names, is_bias), without_biases(params, is_bias))
         return apart(others, is_bias, bias_rate)
-    mask = None if cfg.decay_all else decayed(names)
+    mask = None if cfg.decay_all_parameters else decayed(names)
     return in_float32(
         optax.chain(
             _direction(cfg, names),
             optax.add_decayed_weights(cfg.weight_decay, mask),
-            optax.scale_by_learning_rate(schedule(cfg, steps)),
+            optax.scale_by_learning_rate(schedule),
         )
     )
 
 
-def _direction(cfg: Optimizer, names: Any) -> optax.GradientTransformation:
-    adam = optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.epsilon)
+def _direction(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(*cfg.betas, cfg.epsilon)
     match cfg.name:
         case "adamw":
             return adam
         case "lion":
-            return optax.scale_by_lion(cfg.beta1, cfg.beta2)
+            return optax.scale_by_lion(*cfg.betas)
         case "sgd":
-            return optax.trace(cfg.beta1)
+            return optax.trace(cfg.betas[0])
         case "adafactor":
             return scale_by_adafactor(names)
         case "muon":
@@ -81,7 +81,7 @@ def is_orthogonal(names: tuple[str | None, ...]) -> bool:
     return is_matrix(names) and "vocab" not in names
 
 
-def _muon(cfg: Optimizer, names: Any) -> optax.GradientTransformation:
+def _muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
     def numbers(n: tuple) -> Any:
         return contrib.MuonDimensionNumbers(*contraction(n)) if is_orthogonal(n) else optax.MaskedNode()
 
@@ -95,7 +95,7 @@ def _muon(cfg: Optimizer, names: Any) -> optax.GradientTransformation:
     def scale(updates: Any, params: Any = None) -> Any:
         return jax.tree.map(same_rms, updates, numbers_tree)
 
-    orthogonal = contrib.scale_by_muon(beta=cfg.beta1, eps=cfg.epsilon, weight_dimension_numbers=numbers_tree)
+    orthogonal = contrib.scale_by_muon(beta=cfg.betas[0], eps=cfg.epsilon, weight_dimension_numbers=numbers_tree)
     return optax.chain(orthogonal, optax.stateless(scale))
 
 

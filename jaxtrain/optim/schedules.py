@@ -7,15 +7,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.schema import Optimizer
+from jaxtrain.config.schema import ScheduleConfig
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
-def schedule(cfg: Optimizer, steps: int) -> Schedule:
-    """The learning rate of step s = 0, 1, .., steps - 1 as a float32 scalar.
+def schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
+    """Returns the learning rate of step s = 0, 1, .., steps - 1 as a float32 scalar; `peak` is its largest value.
 
-    With w = `warmup`, S = `steps`, f = `final`, d = round(`decay` * S):
+    With w = min(`warmup_steps`, S), S = `steps`, f = `min_lr_ratio`, d = round(`decay_fraction` * S), lr = `peak`:
 
         s < w            lr * (s + 1) / (w + 1)        never zero, continuous, the peak is first reached at s = w
         p                clip((s - w) / (S - w), 0, 1)
@@ -25,15 +25,16 @@ def schedule(cfg: Optimizer, steps: int) -> Schedule:
         inverse_sqrt     lr * sqrt((w + 1) / (s + 1))                    Vaswani et al. 2017, arXiv 1706.03762
         constant         lr
 
-    `final` is reached at s = S, one step after the last, so that no step is spent at a rate of zero. In wsd a warm-up
+    `min_lr_ratio` is reached at s = S, one step after the last, so that no step is spent at a rate of zero. In wsd a warm-up
     that reaches into the last d steps goes first and the decay takes what is left.
     """
-    shape = _SHAPES[cfg.schedule](cfg, steps)
+    warmup = min(cfg.warmup_steps, steps)
+    shape = _SHAPES[cfg.name](cfg, warmup, steps)
 
     def lr(step: jax.typing.ArrayLike) -> jax.Array:
         s = jnp.asarray(step, jnp.float32)
-        warm = (s + 1) / (cfg.warmup + 1)
-        return jnp.float32(cfg.lr) * jnp.where(s < cfg.warmup, warm, shape(s))
+        warm = (s + 1) / (warmup + 1)
+        return jnp.float32(peak) * jnp.where(s < warmup, warm, shape(s))
 
     return lr
 
@@ -43,28 +44,28 @@ def _progress(start: int, end: int) -> Schedule:
     return lambda s: jnp.clip((s - start) / max(end - start, 1), 0.0, 1.0)
 
 
-def _cosine(cfg: Optimizer, steps: int) -> Schedule:
-    p = _progress(cfg.warmup, steps)
-    return lambda s: cfg.final + (1 - cfg.final) * 0.5 * (1 + jnp.cos(jnp.pi * p(s)))
+def _cosine(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
+    p = _progress(warmup, steps)
+    return lambda s: cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * p(s)))
 
 
-def _linear(cfg: Optimizer, steps: int) -> Schedule:
-    p = _progress(cfg.warmup, steps)
-    return lambda s: 1 - (1 - cfg.final) * p(s)
+def _linear(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
+    p = _progress(warmup, steps)
+    return lambda s: 1 - (1 - cfg.min_lr_ratio) * p(s)
 
 
-def _wsd(cfg: Optimizer, steps: int) -> Schedule:
-    p = _progress(max(cfg.warmup, steps - round(cfg.decay * steps)), steps)
-    return lambda s: 1 - (1 - cfg.final) * p(s)
+def _wsd(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
+    p = _progress(max(warmup, steps - round(cfg.decay_fraction * steps)), steps)
+    return lambda s: 1 - (1 - cfg.min_lr_ratio) * p(s)
 
 
-def _inverse_sqrt(cfg: Optimizer, steps: int) -> Schedule:
-    del steps
-    return lambda s: jnp.sqrt((cfg.warmup + 1) / (s + 1))
-
-
-def _constant(cfg: Optimizer, steps: int) -> Schedule:
+def _inverse_sqrt(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
     del cfg, steps
+    return lambda s: jnp.sqrt((warmup + 1) / (s + 1))
+
+
+def _constant(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
+    del cfg, warmup, steps
     return jnp.ones_like
 
 

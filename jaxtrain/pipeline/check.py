@@ -21,9 +21,9 @@ def check_pipeline(config: Config, devices: int | None = None, vocab: int | None
         return []
     problems = [Problem("", key, message) for key, message in _rules(config, sizes)]
     try:
-        table = load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
+        table = load(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
     except ScheduleError as error:
-        key = "pipeline.chunks" if "chunks:" in str(error) else "pipeline.schedule"
+        key = "pipeline.virtual_stages" if "chunks:" in str(error) else "pipeline.schedule"
         return [*problems, *(Problem("", key, line.removeprefix("schedule: ")) for line in str(error).splitlines())]
     except OSError as error:
         return [*problems, Problem("", "pipeline.schedule", f"{config.pipeline.schedule}: {error.strerror}")]
@@ -42,7 +42,7 @@ def _rules(config: Config, sizes: dict[str, int | None]) -> Iterator[tuple[str, 
                 f"rules.{name}",
                 f"axis `{STAGES}` holds layers; expected it in rules.{LAYERS} and rules.{VOCAB} alone",
             )
-    if config.context == "ring" and any(sizes[axis] != 1 for axis in axes_of(CONTEXT, config.rules)):
+    if config.context_parallel == "ring" and any(sizes[axis] != 1 for axis in axes_of(CONTEXT, config.rules)):
         # A permutation waits for all devices, and those of another stage are at another action.
         yield (
             "context",
@@ -67,5 +67,8 @@ def misfit(layers: int, period: int, table: Table) -> str | None:
 
 
 def _layers(config: Config, table: Table) -> Iterator[tuple[str, str]]:
-    if problem := misfit(config.model.layers, config.model.window_every, table):
-        yield "model.layers", problem + (" (model.window_every)" if config.model.window_every > 1 else "")
+    if problem := misfit(config.model.layers, config.model.sliding_window_pattern, table):
+        yield (
+            "model.layers",
+            problem + (" (model.sliding_window_pattern)" if config.model.sliding_window_pattern > 1 else ""),
+        )

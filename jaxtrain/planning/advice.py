@@ -109,7 +109,7 @@ def _left(plan: Plan) -> int:
 
 def _less_remat(config: Config, plan: Plan) -> Iterator[Advice]:
     """Keep more activations where memory is left."""
-    now = config.step.remat
+    now = config.step.remat_policy
     again = plan.seconds_by.get("phase", {}).get("remat", 0.0)
     if config.model.type != "decoder" or now in ("none", "dots") or not again or plan.usable is None:
         return
@@ -156,14 +156,16 @@ def _carry(plan: Plan) -> Iterator[Advice]:
 
 def _more_rows(config: Config, plan: Plan) -> Iterator[Advice]:
     """Twice the sequences in a microbatch send the same weights for twice the tokens."""
-    parts = config.step.accumulate
+    parts = config.step.microbatches
     if plan.usable is None or plan.sizes[STAGES] > 1 or (parts > 1 and parts % 2):  # stages would wait longer
         return
     ops, over = ("all-gather", "reduce-scatter", "all-reduce"), {"data", "fsdp", "expert"}
     rows = (row for row in plan.traffic if row.op in ops and set(row.axes.split("+")) <= over)
     weights = sum(row.exposed for row in rows)
     if plan.memory.get("activations", 0) + plan.memory.get("workspace", 0) < 0.95 * _left(plan):
-        change = f"data.global_batch={2 * config.data.global_batch}" if parts == 1 else f"step.accumulate={parts // 2}"
+        change = (
+            f"data.global_batch={2 * config.data.global_batch}" if parts == 1 else f"step.microbatches={parts // 2}"
+        )
         why = f"weights and gradients are sent for more tokens at a time: {weights:.3g} s of them are exposed"
         yield Advice(change, _gain(plan, weights / 2), why)
 
@@ -196,10 +198,10 @@ def _more_microbatches(config: Config, plan: Plan) -> Iterator[Advice]:
     """Twice the microbatches halve the bubble's share."""
     stages = plan.sizes["pipeline"]
     schedule = pipeline_bubble.table(config, stages)
-    change = f"step.accumulate={2 * config.step.accumulate}"
+    change = f"step.microbatches={2 * config.step.microbatches}"
     if schedule is None or not is_legal(config, plan, change):
         return
-    step = config.step.model_copy(update={"accumulate": 2 * config.step.accumulate})
+    step = config.step.model_copy(update={"microbatches": 2 * config.step.microbatches})
     longer = pipeline_bubble.table(config.model_copy(update={"step": step}), stages)
     assert longer is not None
     before, after = (price(one).lockstep_bubble for one in (schedule, longer))
@@ -212,13 +214,13 @@ def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
     """What makes a step fit."""
     if config.step.remat != "full":
         yield Advice("step.remat=full", 0.0, "activations are computed again instead of kept")
-    yield Advice(f"step.accumulate={2 * config.step.accumulate}", 0.0, "a microbatch has half the sequences")
+    yield Advice(f"step.microbatches={2 * config.step.microbatches}", 0.0, "a microbatch has half the sequences")
     replicas = plan.sizes.get(REPLICAS, 1)
     if replicas > 1 and config.zero < 3:
         yield Advice("zero=3", 0.0, f"the train state is split over {REPLICAS} {replicas}")
-    if config.model.type == "decoder" and _has_host(plan) and "input" not in config.step.offload:
-        names = ",".join((*config.step.offload, "input"))
-        yield Advice(f"step.offload=[{names}]", 0.0, "what a layer keeps waits in the host's memory")
+    if config.model.type == "decoder" and _has_host(plan) and "input" not in config.step.remat_save:
+        saved = ", ".join(f"{name}: {where}" for name, where in {**config.step.remat_save, "input": "host"}.items())
+        yield Advice(f"step.remat_save={{{saved}}}", 0.0, "what a layer keeps waits in the host's memory")
     if config.model.type == "decoder" and plan.sizes.get("model", 1) == 1:
         sizes = [size for size in range(_node(plan), 1, -1) if plan.devices % size == 0]
         if change := _first(config, plan, (_tensor_parallel(plan, size) for size in sizes)):

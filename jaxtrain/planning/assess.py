@@ -129,7 +129,7 @@ def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
     vocab = report.vocab
     if vocab is None:
         return None, None
-    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.saves, report.head_again)
+    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.kept, report.head_again)
     return found.model * tokens, None if found.hardware is None else found.hardware * tokens
 
 

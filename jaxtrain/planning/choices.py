@@ -60,8 +60,8 @@ class Choice:
         pipeline, step = config.pipeline, config.step
         return cls(
             tuple(sizes[axis] for axis in AXES), "model" in config.rules.get(SEQUENCE, ()), config.zero,
-            config.context if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.chunks, step.accumulate,
-            step.remat, step.offload,
+            config.context_parallel if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.virtual_stages, step.microbatches,
+            step.remat_policy, step.offloaded,
         )  # fmt: skip
 
     @cached_property
@@ -100,15 +100,18 @@ class Choice:
         if self.zero:
             out["zero"] = self.zero
         if self.context != "auto":
-            out["context"] = self.context
+            out["context_parallel"] = self.context
         if self.size(STAGES) > 1:
-            out["pipeline"] = {"schedule": self.schedule} | ({"chunks": self.chunks} if self.chunks else {})
+            out["pipeline"] = {"schedule": self.schedule} | ({"virtual_stages": self.chunks} if self.chunks else {})
         return out
 
     @property
     def step(self) -> dict[str, Any]:
         """Keys of `step` that go with it."""
-        return {"accumulate": self.accumulate, "remat": self.remat, "offload": self.offload}
+        names = () if isinstance(self.remat, str) else self.remat
+        saved = {**dict.fromkeys(names, "device"), **dict.fromkeys(self.offload, "host")}
+        remat = self.remat if isinstance(self.remat, str) else "full"
+        return {"microbatches": self.accumulate, "remat": remat, "remat_save": saved}
 
     @property
     def options(self) -> str:
@@ -168,10 +171,10 @@ class Space:
         base = self.config
         step = base.step.model_copy(update=choice.step)
         mesh = type(base.mesh)(**sizes, dcn=self._dcn(sizes))
-        pipeline = base.pipeline.model_copy(update={"schedule": choice.schedule, "chunks": choice.chunks})
+        pipeline = base.pipeline.model_copy(update={"schedule": choice.schedule, "virtual_stages": choice.chunks})
         return base.model_copy(update={
             "layout": layout, "mesh": mesh, "rules": {dim: axes for dim, axes in rules.items() if axes},
-            "zero": choice.zero, "context": choice.context, "pipeline": pipeline, "step": step,
+            "zero": choice.zero, "context_parallel": choice.context, "pipeline": pipeline, "step": step,
         })  # fmt: skip
 
     def _dcn(self, sizes: dict[str, int]) -> dict[str, int]:
@@ -209,7 +212,7 @@ class Space:
 
     def _on(self, place: Choice) -> Iterator[Choice]:
         """With and without sequence parallelism, of every context, with every number of microbatches."""
-        own = self.config.context if self.config.context != "auto" else "ulysses"
+        own = self.config.context_parallel if self.config.context_parallel != "auto" else "ulysses"
         contexts = ("auto",) if place.size(CONTEXT) == 1 else tuple(dict.fromkeys((own, "ulysses", "ring", "gather")))
         rows, shards = self.config.data.global_batch, place.size("data", "fsdp", "expert")
         if rows % shards:
@@ -237,8 +240,7 @@ class Space:
 
     def variants(self, place: Choice) -> Iterator[Choice]:
         """A place with every schedule, rematerialisation and offload."""
-        own = self.config.step.remat
-        remats = tuple(dict.fromkeys((*REMAT, own if isinstance(own, str) else tuple(own))))
+        remats = tuple(dict.fromkeys((*REMAT, self.config.step.remat_policy)))
         for schedule, chunks in self._schedules(place):
             for remat in remats:
                 yield Choice(

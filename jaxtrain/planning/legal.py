@@ -35,5 +35,5 @@ def effect(config: Config) -> str:
     rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.rules.items())}
     rules = {name: axes for name, axes in rules.items() if axes}
     zero = config.zero if sizes["data"] > 1 else 0
-    context = config.context if CONTEXT in rules else "auto"
-    return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.accumulate}"
+    context = config.context_parallel if CONTEXT in rules else "auto"
+    return f"{[(a, n) for a, n in sizes.items() if n > 1]} {rules} {zero} {context} {config.step.microbatches}"

@@ -89,7 +89,7 @@ def places(program: Program, target: str) -> list[network.Place]:
 def head_again(program: Program) -> bool:
     """Whether the decoder's loss computes its logits again in the backward pass."""
     config, vocab = program.config, vocabulary(program)
-    return vocab is not None and recomputes(vocab, config.loss.chunks, program.sharder)
+    return vocab is not None and recomputes(vocab, config.loss.vocab_chunks, program.sharder)
 
 
 def vocabulary(program: Program) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from jaxtrain.config.checks import divisors
-from jaxtrain.config.schema import Mesh
+from jaxtrain.config.schema import MeshConfig
 from jaxtrain.errors import Problem, did_you_mean, join
 from jaxtrain.sharding.axes import AXES, shape_text
 from jaxtrain.sharding.rules import BATCH, CONTEXT, EMBED, EXPERT, LAYERS, SEQUENCE, STAGES, TABLE, VOCAB, asked
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Names] = {
     "the logits": ("batch", "context", "vocab"),
 }
 WORDS = {
-    "batch": "sequences per microbatch (data.global_batch / step.accumulate)",
+    "batch": "sequences per microbatch (data.global_batch / step.microbatches)",
     "sequence": "tokens per sequence (data.sequence)",
     "context": "tokens per sequence (data.sequence)",
 }
@@ -36,7 +36,7 @@ LISTED = 24  # tensors that one line names
 
 
 def check(
-    mesh: Mesh,
+    mesh: MeshConfig,
     rules: Mapping[str, Sequence[str]],
     tensors: Mapping[str, tuple[Shape, Names]] | None,
     activations: Mapping[str, int],
@@ -64,7 +64,7 @@ def check(
     return problems
 
 
-def axis_sizes(mesh: Mesh, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
+def axis_sizes(mesh: MeshConfig, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
     """Sizes of all axes, None where not known, and what is wrong with them."""
     given = {axis: int(getattr(mesh, axis)) for axis in AXES}
     free = [axis for axis, size in given.items() if size == -1]
@@ -117,7 +117,7 @@ def _fitting(given: Mapping[str, int], devices: int) -> str:
     return f"set mesh.{largest} to -1 and the others to a divisor of {devices}"
 
 
-def _dcn(mesh: Mesh, sizes: Mapping[str, int | None]) -> Iterable[Problem]:
+def _dcn(mesh: MeshConfig, sizes: Mapping[str, int | None]) -> Iterable[Problem]:
     """The part of an axis that spans slices is a divisor of the axis."""
     for axis, part in mesh.dcn.items():
         if axis not in AXES:

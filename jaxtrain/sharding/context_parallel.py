@@ -53,11 +53,11 @@ def check(config: Config, sizes: Mapping[str, int | None]) -> list[Problem]:
         return []
     own = _own_heads(config, sizes)
     if count == 1:
-        return [] if config.context == "auto" else [_useless(config)]
+        return [] if config.context_parallel == "auto" else [_useless(config)]
     found = [*_kernel(config, count, own), *_kv_heads(config, sizes)]
-    if config.context == "ring":
+    if config.context_parallel == "ring":
         found += _ring(config, count)
-    if config.context == "ulysses" and own is not None and own % count:
+    if config.context_parallel == "ulysses" and own is not None and own % count:
         found.append(_ulysses(config, count, own))
     return found
 
@@ -73,13 +73,13 @@ def _own_heads(config: Config, sizes: Mapping[str, int | None]) -> int | None:
 def _useless(config: Config) -> Problem:
     axes = axes_of(CONTEXT, config.rules)
     more = f"mesh.{axes[0]} above 1" if axes else "a rule `context: context` with mesh.context above 1"
-    message = f"{config.context} crosses the shards of a sequence, and the layout makes none; expected auto, or {more}"
+    message = f"{config.context_parallel} crosses the shards of a sequence, and the layout makes none; expected auto, or {more}"
     return Problem("", "context", message)
 
 
 def _kernel(config: Config, count: int, own: int | None) -> Iterator[Problem]:
     """Ring and gather test the order of queries and keys that lie apart, which the platforms' kernels cannot."""
-    kernel, formulation, other = config.step.attention, config.context, "context: ulysses"
+    kernel, formulation, other = config.step.attention, config.context_parallel, "context: ulysses"
     if formulation == "auto" and own is not None and own % count:
         formulation, other = "gather", f"heads that the {count} shards of context divide"
     if formulation in ("ring", "gather") and kernel not in ANY_KERNEL:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from jaxtrain.config.schema import Config
 from jaxtrain.trackers.base import Tracker
 from jaxtrain.trackers.files import Files
+
+PROJECT = "jaxtrain"
 
 
 def trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
@@ -25,8 +28,8 @@ def trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
     members: list[Tracker] = [Files(run_dir)]
     if log.tensorboard:
         members.append(TensorBoard(run_dir))
-    if log.wandb is not None:
-        members.append(WandB(log.wandb, config.name, run_dir))
-    if log.mlflow is not None:
-        members.append(MLflow(log.mlflow, config.name, run_dir))
+    if log.wandb:
+        members.append(WandB(os.environ.get("WANDB_PROJECT", PROJECT), config.name, run_dir))
+    if log.mlflow:
+        members.append(MLflow(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), config.name, run_dir))
     return members

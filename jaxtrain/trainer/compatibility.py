@@ -20,8 +20,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxt
 
 # Config keys that do not reach the numbers of a step. The mesh is compared as it is, not as it is written.
 _SILENT = (
-    "name", "dir", "simulate", "compile_cache", "layout", "mesh", "checkpoint", "eval", "log",
-    "data.cache", "data.workers", "faults",
+    "name", "dir", "simulate", "layout", "mesh", "checkpoint", "eval", "log",
+    "data.cache_dir", "data.workers", "debug",
 )  # fmt: skip
 
 # Keys that a run cannot change and go on, with the reason.
@@ -33,15 +33,16 @@ _FIXED = {
     "data.tokenizer": "the saved weights belong to this vocabulary",
     "data.sequence": "it changes the order of the data",
     "data.global_batch": "it changes the order of the data",
-    "data.validation": "training would see validation documents",
+    "data.validation_fraction": "training would see validation documents",
     "seed": "it changes the order of the data",
     "optimizer.name": "the saved optimizer state belongs to it",
 }
 # Keys that change the mathematics of the steps to come: then no promise holds, and the run says so.
-_MATHEMATICS = ("optimizer", "loss", "precision", "steps", "model", "data", "seed", "guard")
+_MATHEMATICS = ("optimizer", "schedule", "loss", "precision", "steps", "model", "data", "seed", "guard")
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
-_FREE = ("model.init_std", "model.from")  # inside a fixed section, but without effect once training has begun
+# Keys of a fixed section that say nothing of its weights.
+_FREE = ("model.init_std", "model.from", "model.moe.load_balance_loss", "model.moe.router_z_loss")
 
 _WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
 
@@ -100,7 +101,7 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Level,
 
 def _matters(key: str, after: dict[str, Any]) -> bool:
     """Whether a changed key changes the mathematics. More steps do, unless the schedule does not look at them."""
-    if key == "steps" and after.get("optimizer.schedule") in ("constant", "inverse_sqrt"):
+    if key == "steps" and after.get("schedule.name") in ("constant", "inverse_sqrt"):
         return False
     return _under(key, _MATHEMATICS)
 
@@ -141,7 +142,7 @@ def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
     for fixed, reason in _FIXED.items():
         if _under(key, (fixed,)):
             return reason
-    if key == "optimizer.ema" and (before is None) != (after is None):
+    if key == "optimizer.ema_decay" and (before is None) != (after is None):
         return "the checkpoint holds " + ("no average" if before is None else "an average") + " of the weights"
     if key == "precision" and "bf16_pure" in (before, after):
         return "the saved parameters have another dtype"

@@ -24,7 +24,7 @@ from jaxtrain.trainer.signals import Signals
 from jaxtrain.trainer.trainer import Trainer
 
 OUT_OF_MEMORY = (
-    "a device ran out of memory; expected less per device: a larger step.accumulate, step.remat=full, a smaller "
+    "a device ran out of memory; expected less per device: a larger step.microbatches, step.remat=full, a smaller "
     "data.global_batch or data.sequence, or a layout that shards more (fsdp, tp_sp)"
 )
 Reading = tuple[int, dict[str, jax.Array]]  # finished steps, and the metrics of the last one, still on the device

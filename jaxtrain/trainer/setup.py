@@ -115,7 +115,7 @@ def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
     """Opens the checkpoints of a run, local and durable."""
     options = config.checkpoint
     return Checkpointer(
-        directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best,
+        directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best_metric,
         durable=place_of(options.durable, directory), durable_every=options.durable_every,
     )  # fmt: skip
 
@@ -174,8 +174,8 @@ def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | N
     """FLOPs of each of the `items` of a global batch: tokens of a token model, else rows."""
     if config.model.type == "decoder":
         vocab = program.definition.params["embed"]["table"].shape[0]
-        again = recomputes(vocab, config.loss.chunks, program.sharder)
-        return decoder_flops(config.model, vocab, config.data.sequence, config.step.saves, again)
+        again = recomputes(vocab, config.loss.vocab_chunks, program.sharder)
+        return decoder_flops(config.model, vocab, config.data.sequence, config.step.kept, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
     return user_flops(program.definition.bind(program.definition.params), shapes, items)

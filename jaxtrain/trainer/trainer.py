@@ -103,7 +103,7 @@ class Trainer:
         """Logs what happened to checkpoints since the last call."""
         for event in self.checkpointer.poll():
             self.trackers.event(event.kind, **event.shown())
-            if isinstance(event, Committed) and self.config.log.checkpoints:
+            if isinstance(event, Committed) and self.config.log.upload_checkpoints:
                 self.trackers.artifact(self.checkpointer.store.path(event.step))
 
     def last_good_checkpoint(self) -> str:
@@ -115,7 +115,7 @@ class Trainer:
     def time_stages(self, state: State, batch: Any) -> None:
         """Measures the actions of pipeline stages; every later record has the bubble that follows from them."""
         pipeline = self.program.gradients.pipeline
-        if pipeline is None or not self.config.pipeline.timing:
+        if pipeline is None:
             return
         try:
             with self.ledger.phase("compile"):

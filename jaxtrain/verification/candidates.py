@@ -110,4 +110,4 @@ def _tests(config: Config) -> tuple[int, bool]:
 
 def _accumulated(config: Config, microbatches: int = 2) -> Config:
     """The same with so many microbatches."""
-    return config.model_copy(update={"step": config.step.model_copy(update={"accumulate": microbatches})})
+    return config.model_copy(update={"step": config.step.model_copy(update={"microbatches": microbatches})})

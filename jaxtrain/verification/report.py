@@ -61,7 +61,7 @@ def lines(outcome: Outcome) -> list[str]:
 
 
 def _micro(row: Row) -> str:
-    return str(row.candidate.config.step.accumulate)
+    return str(row.candidate.config.step.microbatches)
 
 
 def _fault(row: Row) -> str:

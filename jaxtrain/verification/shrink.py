@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtrain.config.schema import Config, Model, Moe
+from jaxtrain.config.schema import Config, ModelConfig, MoeConfig
 from jaxtrain.config.show import as_dict, flatten
 
 HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 32
@@ -25,9 +25,10 @@ def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
         values["model"] |= _model(config.model)
         values["data"]["sequence"] = min(config.data.sequence, SEQUENCE)
     values["data"]["global_batch"] = 2 * devices
-    values["step"] |= {"accumulate": 1, "attention": "auto"}  # the fast kernels need their chips
-    values |= {"precision": "fp32", "steps": 1000, "simulate": devices, "faults": []}
-    values["optimizer"] |= {"schedule": "constant", "warmup": 0, "epsilon": max(EPSILON, config.optimizer.epsilon)}
+    values["step"] |= {"microbatches": 1, "attention": "auto"}  # the fast kernels need their chips
+    values |= {"precision": "fp32", "steps": 1000, "simulate": devices, "debug": {}}
+    values["schedule"] = {"name": "constant"}
+    values["optimizer"]["epsilon"] = max(EPSILON, config.optimizer.epsilon)
     values["eval"]["every"] = values["checkpoint"]["every"] = None
     values["checkpoint"]["keep_best"] = 0
     small = Config(**values)
@@ -37,7 +38,7 @@ def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
     return small, [f"{key}: {before.get(key)} -> {after[key]}" for key in changes]
 
 
-def _model(model: Model) -> dict[str, Any]:
+def _model(model: ModelConfig) -> dict[str, Any]:
     """Sizes of the small decoder: as many query heads per key/value head where that divides."""
     group = model.heads // (model.kv_heads or model.heads)
     heads = HEADS if model.heads > HEADS else model.heads
@@ -47,22 +48,22 @@ def _model(model: Model) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "heads": heads, "kv_heads": kv_heads, "embed": min(model.embed, EMBED), "mlp": min(model.mlp, MLP),
         "head_dim": min(model.head_dim or model.embed // model.heads, HEAD_DIM), "vocab": VOCAB,
-        "layers": min(model.layers, -(-LAYERS // model.window_every) * model.window_every),
+        "layers": min(model.layers, -(-LAYERS // model.sliding_window_pattern) * model.sliding_window_pattern),
     }  # fmt: skip
-    if model.window is not None:
-        sizes["window"] = min(model.window, SEQUENCE // 3)
-    if model.positions is not None:
-        sizes["rope_scaling"] = {"type": "learned", "original_length": min(model.positions, SEQUENCE)}
+    if model.sliding_window is not None:
+        sizes["sliding_window"] = min(model.sliding_window, SEQUENCE // 3)
+    if model.learned_positions is not None:
+        sizes["learned_positions"] = min(model.learned_positions, SEQUENCE)
     if model.moe is not None:
-        sizes["moe"] = _moe(model.moe, model.mlp)
+        sizes |= {"moe": _moe(model.moe), "mlp": min(model.mlp, MLP // 2)}
     return sizes
 
 
-def _moe(moe: Moe, mlp: int) -> dict[str, Any]:
+def _moe(moe: MoeConfig) -> dict[str, Any]:
     """A small mixture. Of fewer experts a token visits at most half, so that there still is something to select."""
-    experts, capacity = min(moe.experts, EXPERTS), moe.capacity
-    top_k = moe.top_k if experts == moe.experts else min(moe.top_k, experts // 2)
+    experts, capacity = min(moe.num_experts, EXPERTS), moe.capacity_factor
+    top_k = moe.top_k if experts == moe.num_experts else min(moe.top_k, experts // 2)
     if capacity is not None:
         capacity = min(capacity, experts / top_k)  # more places than a sequence has tokens are refused
-    few = {"experts": experts, "top_k": top_k, "mlp": min(moe.mlp or mlp, MLP // 2), "capacity": capacity}
+    few = {"num_experts": experts, "top_k": top_k, "capacity_factor": capacity}
     return moe.model_dump() | few

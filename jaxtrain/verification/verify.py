@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config import ConfigError, UserError
-from jaxtrain.config.schema import LAYOUT_KEYS, Config, Mesh
+from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program, build
 from jaxtrain.core.resolve import resolve
@@ -103,7 +103,9 @@ def verify(
     every = runtime.start(small)
     split = Rows(small) if small.model.type == "decoder" else open_datasets(small.data, small.seed, progress)[0]
     hosts = [dict(split.batch(step, slice(None))) for step in range(steps)]
-    alone = small.model_copy(update={"mesh": Mesh(), "rules": {}, "zero": 0, "context": "auto", "simulate": None})
+    alone = small.model_copy(
+        update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
+    )
     runner = Reference(build(alone, small.model.vocab, every[:1]), hosts)
     rows: list[Row] = []
     for index, candidate in enumerate(found):
@@ -154,7 +156,7 @@ def _explained(verdict: Verdict, seen: Seen, host: Batch, program: Program, refe
     """The verdict with a cause, where one is recognised."""
     sizes = program.layout.sizes
     shards = {axis: sizes[axis] for axis in program.sharder.axes(BATCH)}
-    faults = variants(reference.gradients, host, shards, program.config.step.accumulate)
+    faults = variants(reference.gradients, host, shards, program.config.step.microbatches)
     text = cause(seen.gradients, reference.seen.gradients, faults, sizes)
     return Verdict(verdict.loss, verdict.gradient, verdict.tensor, verdict.update, verdict.first, text)
 

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from faults import debug, fault
 
 from jaxtrain.callbacks import fault_injection
 from jaxtrain.checkpoint import Store, orbax
-from jaxtrain.config.guards import Fault, fault
+from jaxtrain.config.schema import FaultConfig
 
 
 class Killed(BaseException):
@@ -24,35 +25,40 @@ def kill() -> None:
     raise Killed
 
 
-def test_texts():
-    assert fault("kill@12") == Fault("kill@12", "kill", "step", 12, 0)
-    assert fault("kill@save:8/3") == Fault("kill@save:8/3", "kill", "save", 8, 3)
-    assert fault("corrupt@8").place == "committed"
-    assert fault("full_disk@8").place == "save"
+def configured(*texts):
+    return tuple(FaultConfig(**fault(text)) for text in texts)
+
+
+def test_names():
+    names = [
+        fault_injection.describe(one) for one in configured("kill@12", "kill@save:8/3", "corrupt@8", "full_disk@8")
+    ]
+    assert names == ["kill@step:12/0", "kill@save:8/3", "corrupt@committed:8/0", "full_disk@save:8/0"]
 
 
 def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_listed(tmp_path):
-    config = tiny.config(tmp_path, faults=["kill@3", "nan@5", "kill@3"])
-    assert fault_injection.remaining(config, tmp_path) == config.faults
-    fault_injection.remember(tmp_path, "kill@3")
-    assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
+    kill_, nan = configured("kill@3", "nan@5")
+    faults = (kill_, nan, kill_)
+    assert fault_injection.remaining(faults, tmp_path) == faults
+    fault_injection.remember(tmp_path, "kill@step:3/0")
+    assert fault_injection.remaining(faults, tmp_path) == (nan, kill_)
     with open(tmp_path / fault_injection.FILE, "a") as file:
         file.write('{"fault": "nan@')  # cut by a kill: it did not happen
-    assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
-    hooks = fault_injection.Faults(("kill@3",), tmp_path)
-    hooks.at("step", 2)
+    assert fault_injection.remaining(faults, tmp_path) == (nan, kill_)
+    hooks = fault_injection.Faults((kill_,), tmp_path)
+    hooks.trigger("step", 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fault_injection.ENDS, "kill", kill)
         with pytest.raises(Killed):
-            hooks.after({}, 3)
-        hooks.after({}, 3)
+            hooks.after_step({}, 3)
+        hooks.after_step({}, 3)
 
 
 @pytest.mark.parametrize("text", ["kill@5", "kill@eval:6", "kill@logged:8", "kill@data:7"])
 def test_a_run_dies_there_once_and_goes_on_as_if_it_had_not(tmp_path, monkeypatch, text):
     monkeypatch.setitem(fault_injection.ENDS, "kill", kill)
     whole = tiny.train(tiny.config(tmp_path, name="whole", eval={"every": 6, "batches": 1}))
-    config = tiny.config(tmp_path, eval={"every": 6, "batches": 1}, faults=[text])
+    config = tiny.config(tmp_path, eval={"every": 6, "batches": 1}, debug=debug(text))
     with pytest.raises(Killed):
         tiny.train(config)
     step = int(text.rpartition(":")[2].rpartition("@")[2])
@@ -64,7 +70,7 @@ def test_a_run_dies_there_once_and_goes_on_as_if_it_had_not(tmp_path, monkeypatc
 
 
 def test_nan_gradients_come_once(tmp_path):
-    config = tiny.config(tmp_path, steps=6, faults=["nan@3", "nan@5"])
+    config = tiny.config(tmp_path, steps=6, debug=debug("nan@3", "nan@5"))
     result = tiny.train(config)
     assert [record["step"] for record in tiny.records(result.run_dir) if record["skipped"]] == [3, 5]
     assert np.isfinite(result.metrics["loss"])
@@ -74,7 +80,7 @@ def test_nan_gradients_come_once(tmp_path):
 
 def test_a_full_disk_costs_a_save_and_a_slow_one_time(tmp_path, monkeypatch):
     monkeypatch.setattr(fault_injection, "SLOW", 0.3)
-    config = tiny.config(tmp_path, checkpoint={"every": 4, "keep": 10}, faults=["full_disk@4", "slow_disk@8"])
+    config = tiny.config(tmp_path, checkpoint={"every": 4, "keep": 10}, debug=debug("full_disk@4", "slow_disk@8"))
     result = tiny.train(config)
     said = [event["text"] for event in tiny.events(result.run_dir, "warning")]
     assert any("the disk is full" in text for text in said)
@@ -85,7 +91,7 @@ def test_a_full_disk_costs_a_save_and_a_slow_one_time(tmp_path, monkeypatch):
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     whole = tiny.train(tiny.config(tmp_path, name="whole"))
-    config = tiny.config(tmp_path, faults=["corrupt@8"])
+    config = tiny.config(tmp_path, debug=debug("corrupt@8"))
     tiny.train(config.model_copy(update={"steps": 8}))
     assert "has another checksum" in Store(config.run_dir / "checkpoints").problem(8)
     tiny.train(config, resume=True)

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 KEYS = (
-    "steps=30", "optimizer.warmup=5", "checkpoint.every=10", "checkpoint.keep_best=0", "eval.every=null",
-    "simulate=null", "log.sample=0", "layout=ddp", "precision=bf16", "data.global_batch=16", "data.sequence=256",
-    "data.cache=cache", "compile_cache=xla", "model.embed=256", "model.heads=4", "model.kv_heads=4", "model.mlp=704",
+    "steps=30", "schedule.warmup_steps=5", "checkpoint.every=10", "checkpoint.keep_best=0", "eval.every=null",
+    "simulate=null", "log.sample_tokens=0", "layout=ddp", "precision=bf16", "data.global_batch=16", "data.sequence=256",
+    "data.cache_dir=cache", "model.embed=256", "model.heads=4", "model.kv_heads=4", "model.mlp=704",
 )  # fmt: skip
 
 
@@ -43,7 +43,9 @@ def losses(folder: Path) -> dict[int, float]:
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     config = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
     assert run(tmp_path, "train", config, *KEYS, "name=whole") == 0
-    assert run(tmp_path, "train", config, *KEYS, "name=killed", "faults=[kill@17]") == -signal.SIGKILL
+    assert (
+        run(tmp_path, "train", config, *KEYS, "name=killed", "debug.faults=[{kind: kill, step: 17}]") == -signal.SIGKILL
+    )
     assert run(tmp_path, "resume", "runs/killed") == 0
     whole, killed = (losses(tmp_path / "runs" / name) for name in ("whole", "killed"))
     assert len(whole) == 30

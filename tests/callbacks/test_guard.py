@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tiny
+from faults import debug, override
 
 from jaxtrain.callbacks import fault_injection
 from jaxtrain.config import Config
+from jaxtrain.config.schema import GuardConfig
 from jaxtrain.data.skipped_batches import batch_of, merged
 from jaxtrain.errors import DivergedError
 
@@ -58,7 +60,12 @@ def test_the_batch_of_a_step_passes_over_ranges():
         assert [batch_of(step, merged(ranges)) for step in range(100)] == left[:100]
 
 
-SPIKE = {"steps": 40, "guard": ["rollback@20:4:6"], "data": {"options": {"spikes": [25]}}}
+def rollback(threshold, steps, batches):
+    spike = {"action": "rollback", "threshold": threshold, "rollback_steps": steps, "skip_batches": batches}
+    return {"spike": spike}
+
+
+SPIKE = {"steps": 40, "guard": rollback(20.0, 4, 6), "data": {"options": {"spikes": [25]}}}
 WANTED = [*range(22), *range(28, 46)]  # batches 22 to 27, three to either side of the spike, are passed over
 
 
@@ -123,7 +130,7 @@ def test_killed_after_the_rollback_it_finds_the_spike_again(tmp_path, undisturbe
             raise Killed
 
     monkeypatch.setitem(fault_injection.ENDS, "kill", kill)
-    config = tiny.config(tmp_path, **SPIKE, faults=["kill@22"] * 2)  # the first of them does nothing
+    config = tiny.config(tmp_path, **SPIKE, debug=debug("kill@22", "kill@22"))  # the first of them does nothing
     with pytest.raises(Killed):
         tiny.train(config)
     assert len(tiny.events(config.run_dir, "rollback")) == 1
@@ -134,7 +141,7 @@ def test_killed_after_the_rollback_it_finds_the_spike_again(tmp_path, undisturbe
 
 def test_a_spike_that_comes_back_for_ever_ends_the_run(tmp_path):
     config = tiny.config(
-        tmp_path, steps=60, guard=["rollback@20:40:2"], data={"options": {"spikes": list(range(25, 60))}}
+        tmp_path, steps=60, guard=rollback(20.0, 40, 2), data={"options": {"spikes": list(range(25, 60))}}
     )
     with pytest.raises(
         DivergedError, match=r"spikes again at step 2\d, after 3 returns to checkpoint 4; that is the last"
@@ -145,7 +152,7 @@ def test_a_spike_that_comes_back_for_ever_ends_the_run(tmp_path):
 def test_a_guard_can_be_taken_up_and_laid_down_on_resume(tmp_path):
     config = tiny.config(tmp_path, steps=6)
     tiny.train(config)
-    more = config.model_copy(update={"steps": 8, "guard": ("skip@6",)})
+    more = config.model_copy(update={"steps": 8, "guard": GuardConfig(spike={"action": "skip", "threshold": 6.0})})
     assert "spikes" in tiny.train(more, resume=True).state
     again = config.model_copy(update={"steps": 10})
     assert "spikes" not in tiny.train(again, resume=True).state
@@ -155,29 +162,32 @@ def test_a_guard_can_be_taken_up_and_laid_down_on_resume(tmp_path):
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("guard", "skip", "expected skip@Z, rollback@Z"), ("guard", "skp@6", "did you mean `skip`?"),
-        ("guard", "skip@0.5", "everyday"), ("guard", "skip@6:1:2", "a skip goes nowhere"),
-        ("guard", "rollback@6", "expected checkpoint.every to be set"), ("guard", "check@0", "check@STEPS"),
-        ("faults", "kill", "expected KIND@"), ("faults", "kil@3", "did you mean `kill`?"),
-        ("faults", "kill@sav:3", "did you mean `save`?"), ("faults", "nan@save:3", "nan has no place `save`"),
-        ("faults", "kill@0", "expected KIND@"),
+        ("guard.spike.action", "skp", "did you mean `skip`?"), ("guard.spike.action", "true", "one of none, skip or"),
+        ("guard.spike.threshold", "0.5", "expected a number of at least 1"),
+        ("guard.spike.skip_batches", "0", "expected a whole number of at least 1"),
+        ("guard.spike.action", "rollback", "expected checkpoint.every to be set"),
+        ("guard.replica_check_every", "0", "expected a whole number of at least 1"),
+        ("debug.faults.0.kind", "kil", "did you mean `kill`?"), ("debug.faults.0.at", "sav", "did you mean `save`?"),
+        ("debug.faults.0.step", "0", "expected a whole number of at least 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_line(key, text, said):
     from jaxtrain.config import ConfigError
     from jaxtrain.core.resolve import resolve
 
+    base = {"debug": {"faults": [{"kind": "kill"}]}}
     with pytest.raises(ConfigError) as error:
-        resolve(None, f"{key}=[{text}]", paths=False)
+        resolve(None, f"{key}={text}", base=base, paths=False)
     (line,) = str(error.value).splitlines()
     assert f"{key}: " in line
     assert said in line
 
 
-def test_two_of_a_kind_are_refused():
-    from jaxtrain.config.guards import guard
+def test_a_fault_happens_at_the_moments_of_its_kind():
+    from jaxtrain.config import ConfigError
+    from jaxtrain.core.resolve import resolve
 
-    for texts in (["skip@6", "rollback@6"], ["check@6", "check@7"]):
-        with pytest.raises(ValueError, match="is the second of its kind"):
-            guard(texts)
-    assert Config().guard == Config().faults == ()
+    with pytest.raises(ConfigError, match=r"debug.faults.0.at: nan can not happen at save; expected step"):
+        resolve(None, override("nan@save:3"), paths=False)
+    assert Config().guard.spike.action == "none"
+    assert Config().debug.faults == ()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from faults import debug
 
 from jaxtrain.config import dump_yaml
 
@@ -43,14 +44,24 @@ def launch(place: Path, *names: str) -> list[tuple[str, str]]:
 
 def test_two_processes_decide_alike(tmp_path):
     bad = {"spikes": [25], "broken": [30]}
-    back = {"steps": 40, "guard": ["rollback@20:4:4", "check@8"], "data": {"options": bad}, "simulate": 4}
+    back = {
+        "steps": 40,
+        "guard": {
+            "spike": {"action": "rollback", "threshold": 20.0, "rollback_steps": 4, "skip_batches": 4},
+            "replica_check_every": 8,
+        },
+        "data": {"options": bad},
+        "simulate": 4,
+    }
     small = {"mesh": {"data": 4}}
     until = {"options": {"until": [31, str(tmp_path / "full/checkpoints")]}}
     full = {"steps": 50, "checkpoint": {"every": 30}, "data": until, "simulate": 4}
     configs = {
-        "full": tiny.config(tmp_path, **full, **small, name="full", faults=["full_disk@30/1"]),
+        "full": tiny.config(tmp_path, **full, **small, name="full", debug=debug("full_disk@30/1")),
         "back": tiny.config(tmp_path, **back, **small, name="back"),
-        "flip": tiny.config(tmp_path, **small, simulate=4, name="flip", guard=["check@4"], faults=["flip@7/1"]),
+        "flip": tiny.config(
+            tmp_path, **small, simulate=4, name="flip", guard={"replica_check_every": 4}, debug=debug("flip@7/1")
+        ),
     }
     for name, config in configs.items():
         (tmp_path / f"{name}.yaml").write_text(dump_yaml(config))
@@ -71,7 +82,7 @@ def test_two_processes_decide_alike(tmp_path):
     assert [event["step"] for event in tiny.events(tmp_path / "back", "rollback")] == [20]
     assert [event["step"] for event in tiny.events(tmp_path / "back", "skipped")] == [27]
     assert [json.loads(line)["fault"] for line in (tmp_path / "flip/faults.jsonl").read_text().splitlines()] == [
-        "flip@7/1"
+        "flip@step:7/1"
     ]
     alone = tiny.train(tiny.config(tmp_path, **back | {"simulate": 8}, name="alone"))
     expected, got = (list(tiny.losses(run).values()) for run in (alone.run_dir, tmp_path / "back"))

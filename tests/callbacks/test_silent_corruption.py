@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from faults import debug
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.callbacks.bit_digest import bit_sum, digests, odd_ones
@@ -67,7 +68,9 @@ def test_the_replica_that_differs_is_named(mesh, spec, device, named):
 def test_a_flipped_bit_ends_the_run_and_the_last_good_checkpoint_is_gone_on_from(tmp_path):
     whole = tiny.config(tmp_path, name="whole", steps=16, checkpoint={"every": 3})
     tiny.train(whole)
-    config = tiny.config(tmp_path, steps=16, checkpoint={"every": 3}, guard=["check@4"], faults=["flip@7"])
+    config = tiny.config(
+        tmp_path, steps=16, checkpoint={"every": 3}, guard={"replica_check_every": 4}, debug=debug("flip@7")
+    )
     text = (
         r"silent corruption at step 7: params/\w, compared with its replicas, differs on device 7 \(cpu, process 0 on "
     )
@@ -83,7 +86,7 @@ def test_a_flipped_bit_ends_the_run_and_the_last_good_checkpoint_is_gone_on_from
 
 
 def test_no_wrong_bit_is_saved(tmp_path):
-    config = tiny.config(tmp_path, checkpoint={"every": 4}, guard=["check@100"], faults=["flip@8"])
+    config = tiny.config(tmp_path, checkpoint={"every": 4}, guard={"replica_check_every": 100}, debug=debug("flip@8"))
     with pytest.raises(CorruptionError, match=r"at step 8: .*; checkpoint 4 is the last good one"):
         tiny.train(config)
     assert tiny.saved(config.run_dir) == [4]
@@ -108,7 +111,7 @@ def test_a_step_that_does_not_repeat_itself_ends_the_run(tmp_path, monkeypatch):
         return run, state, done
 
     monkeypatch.setattr(loop, "open_trainer", opened)
-    config = tiny.config(tmp_path, guard=["check@6"])
+    config = tiny.config(tmp_path, guard={"replica_check_every": 6})
     text = r"at step 6: params/w, computed twice, differs on device 2 \(cpu, process 0 on .*; checkpoint 4 is the last"
     with pytest.raises(CorruptionError, match=text):
         tiny.train(config)
@@ -116,5 +119,5 @@ def test_a_step_that_does_not_repeat_itself_ends_the_run(tmp_path, monkeypatch):
 
 def test_a_checked_run_is_the_same_run(tmp_path):
     plain = tiny.config(tmp_path, name="plain")
-    checked = tiny.config(tmp_path, name="checked", guard=["check@2"])
+    checked = tiny.config(tmp_path, name="checked", guard={"replica_check_every": 2})
     assert tiny.losses(tiny.train(checked).run_dir) == tiny.losses(tiny.train(plain).run_dir)

@@ -258,7 +258,7 @@ def read_from_a_dead_disk():
 def test_a_run_whose_data_hang_ends_and_says_where(tmp_path):
     (tmp_path / "hanging.py").write_text(HANGING)
     (tmp_path / "c.yaml").write_text(
-        "{dir: runs, simulate: 1, steps: 9, precision: fp32, model: {type: 'hanging:Line'}, compile_cache: null, "
+        "{dir: runs, simulate: 1, steps: 9, precision: fp32, model: {type: 'hanging:Line'}, "
         "data: {type: 'hanging:Rows', global_batch: 4}, checkpoint: {every: 2}}"
     )
     command = [sys.executable, "-m", "jaxtrain.cli.main", "train", "c.yaml", "--deadline", "3"]

@@ -64,10 +64,10 @@ SEEN: list[int] = []  # batches that were read, in order
 
 def config(tmp_path: Path, **changes) -> Config:
     base = {
-        "dir": str(tmp_path), "steps": 12, "precision": "fp32", "compile_cache": None, "simulate": 8,
+        "dir": str(tmp_path), "steps": 12, "precision": "fp32", "simulate": 8,
         "model": {"type": "tiny:Linear"}, "data": {"type": "tiny:Rows", "global_batch": 8},
-        "optimizer": {"lr": 1e-2, "schedule": "constant"}, "layout": "ddp", "mesh": {"data": 8},
-        "rules": {"batch": "data"},        "checkpoint": {"every": 4, "keep": 10}, "log": {"tensorboard": False},
+        "optimizer": {"lr": 1e-2}, "schedule": {"name": "constant"}, "layout": "ddp", "mesh": {"data": 8},
+        "rules": {"batch": "data"}, "checkpoint": {"every": 4, "keep": 10}, "log": {"tensorboard": False},
     }  # fmt: skip
     return Config(**{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in (base | changes).items()})
 

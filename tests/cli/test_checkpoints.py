@@ -15,7 +15,7 @@ from jaxtrain.cli.checkpoint_listing import tensor_bytes
 from jaxtrain.cli.main import main
 
 MANIFEST = {
-    "config": {"name": "x", "checkpoint": {"keep_best": 1, "best": "eval/loss"}},
+    "config": {"name": "x", "checkpoint": {"keep_best": 1, "best_metric": "eval/loss"}},
     "mesh": {"data": 2, "fsdp": 4}, "devices": 8, "processes": 2, "versions": {"jax": "0.10.2", "flax": ""},
 }  # fmt: skip
 TENSORS = {"params/w": [[4, 25], "float32"], "params/b": [[100], "bfloat16"], "step": [[], "int32"]}

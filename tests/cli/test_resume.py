@@ -30,10 +30,10 @@ data:
   validation: 0.1
   cache: {dir}/cache
   workers: 1
-optimizer: {{lr: 1.0e-3, warmup: 2}}
+optimizer: {{lr: 1.0e-3}}
+schedule: {{warmup_steps: 2}}
 checkpoint: {{every: 3}}
 eval: {{every: 8, batches: 1}}
-compile_cache: null
 """
 
 

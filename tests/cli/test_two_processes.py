@@ -35,16 +35,15 @@ data:
   validation: 0.2
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every: 3}}
-compile_cache: null
 """
-EXPERTS = ("model.moe={experts: 4, top_k: 2, shared: 1, capacity: 1.25}", "loss.balance=0.01")
+EXPERTS = ("model.moe={num_experts: 4, top_k: 2, shared: 1, capacity: 1.25}", "model.moe.load_balance_loss=0.01")
 # What one process trains, and two of which every axis but `model` spans both.
 ALONE = {"dense": ("layout=fsdp_tp", "mesh.model=2"), "experts": ("layout=fsdp", *EXPERTS)}
 TOGETHER = {
     "dense": {
         "fsdp_tp": ("layout=fsdp_tp", "mesh.model=2"),
         "cp_ring": ("layout=cp_ring",),
-        "pp": ("layout=pp", "mesh.pipeline=2", "mesh.data=2", "step.accumulate=2", "pipeline.timing=false"),
+        "pp": ("layout=pp", "mesh.pipeline=2", "mesh.data=2", "step.microbatches=2"),
     },
     "experts": {"ep_tp": ("layout=ep_tp", "mesh.expert=2", *EXPERTS)},
 }

@@ -30,7 +30,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("steps: 9999999999", "steps: expected a whole number of at least 1 and at most 2147483647; found 9999999999"),
         (f"steps: {'9' * 5000}", "steps: the number has more than 40 digits"),
         ("optimizer: {lr: .nan}", "optimizer.lr: expected a number of at least 0; found nan"),
-        ("optimizer: {ema: 1.5}", "optimizer.ema: expected a number from 0 to 1 or null; found 1.5"),
+        ("optimizer: {ema: 1.5}", "optimizer.ema_decay: expected a number from 0 to 1 or null; found 1.5"),
         ("optimizer: {beta1: 1}", "optimizer.beta1: expected a number of at least 0 and below 1; found 1"),
         ("model: {qk_norm: yes}", 'model.qk_norm: expected true or false or whole; found "yes"'),
         (
@@ -115,8 +115,14 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
             "model.heads: rotary embeddings turn pairs, and a head of 5 is odd; expected e.g. 4 or 6",
         ),
         ("model: {embed_scale: 0}", "model.embed_scale: expected true or false or a number above 0; found 0"),
-        ("model: {window_theta: 2.0}", "model.window_theta: is of layers with the window; set model.window too"),
-        ("model: {window_every: 2}", "model.window_every: says which layers have the window; set model.window too"),
+        (
+            "model: {window_theta: 2.0}",
+            "model.sliding_window_rope_theta: is of layers with the window; set model.sliding_window too",
+        ),
+        (
+            "model: {window_every: 2}",
+            "model.sliding_window_pattern: says which layers have the window; set model.sliding_window too",
+        ),
         (
             "model: {rope_scaling: {type: learned, original_length: 512}}",
             "data.sequence: 1024 tokens, and the model has learned positions for 512"
@@ -124,46 +130,46 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ),
         (
             "model: {rope_scaling: {type: learned}}\nlog: {sample: 9000}",
-            "log.sample: 9000 tokens after the prompt are more than the model's 8192 positions"
+            "log.sample_tokens: 9000 tokens after the prompt are more than the model's 8192 positions"
             " (model.rope_scaling.original_length); expected at most 8190",
         ),
         (
             "model: {rope_scaling: {type: llama3, low_freq_factor: 4}}",
             "model.rope_scaling.low_freq_factor: 4 must be below model.rope_scaling.high_freq_factor 4",
         ),
-        ("loss: {balance: 0.1}", "loss.balance: the model has no experts; expected 0, or set model.moe"),
-        ("loss: {router_z: 0.1}", "loss.router_z: the model has no experts; expected 0, or set model.moe"),
+        ("loss: {balance: 0.1}", "model.moe.load_balance_loss: the model has no experts; expected 0, or set model.moe"),
+        ("loss: {router_z: 0.1}", "model.moe.router_z_loss: the model has no experts; expected 0, or set model.moe"),
         (
-            "model: {moe: {experts: 4, top_k: 5}}",
+            "model: {moe: {num_experts: 4, top_k: 5}}",
             "model.moe.top_k: a token cannot choose 5 of 4 experts; expected at most 4",
         ),
         (
-            "model: {moe: {top_k: 1, normalize: true}}",
-            "model.moe.normalize: with one choice every gate would be 1 and the router could not learn;"
+            "model: {moe: {top_k: 1, normalize_gates: true}}",
+            "model.moe.normalize_gates: with one choice every gate would be 1 and the router could not learn;"
             " expected false, or top_k above 1",
         ),
         (
-            "model: {moe: {experts: 4, capacity: 2.5}}",
-            "model.moe.capacity: 2.5 even shares of 2 in 4 are more places than a sequence has tokens;"
+            "model: {moe: {num_experts: 4, capacity_factor: 2.5}}",
+            "model.moe.capacity_factor: 2.5 even shares of 2 in 4 are more places than a sequence has tokens;"
             " expected at most 2, or null to drop none",
         ),
         (
-            "model: {moe: {experts: 2, bias_rate: 0.001}}",
-            "model.moe.bias_rate: every token visits all 2 experts, there is nothing to select;"
+            "model: {moe: {num_experts: 2, bias_update_rate: 0.001}}",
+            "model.moe.bias_update_rate: every token visits all 2 experts, there is nothing to select;"
             " expected null, or a lower top_k",
         ),
         ("model: {moe: {}, mlp_bias: true}", "model.mlp_bias: experts have no biases; expected false"),
         (
             "step: {accumulate: 3}",
-            "step.accumulate: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
+            "step.microbatches: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
         ),
         (
             "steps: 5\noptimizer: {warmup: 6}",
-            "optimizer.warmup: 6 steps of warm-up are more than the 5 steps of the run",
+            "schedule.warmup_steps: 6 steps of warm-up are more than the 5 steps of the run",
         ),
         (
             "steps: 10\noptimizer: {warmup: 9, schedule: wsd}",
-            "optimizer.decay: warm-up 9 and a decay over 0.2 of 10 steps do not fit the run",
+            "schedule.decay_fraction: warm-up 9 and a decay over 0.2 of 10 steps do not fit the run",
         ),
         (
             "model: {type: decodr}",
@@ -197,7 +203,7 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ),
         (
             "data: {validation: 0}\neval: {every: 5}",
-            "data.validation: nothing is kept for validation; set data.validation above 0, or eval.every to null",
+            "data.validation_fraction: nothing is kept for validation; set data.validation_fraction above 0, or eval.every to null",
         ),
     ],
 )
@@ -229,9 +235,9 @@ model:
   headz: 3
   heads: none
   embed: 100
-optimizer: {warmup: 9}
+schedule: {warmup_steps: 9}
 steps: 5
-step: {accumulate: 3}
+step: {microbatches: 3}
 layout: 3d
 """
     found = lines(text, tmp_path, "data.sources.4.weight=1", "seed", "mesh.data=[", checks=[check_config])
@@ -239,8 +245,8 @@ layout: 3d
         "c.yaml:1: lr: unknown key here; `lr` lives at optimizer.lr",
         "c.yaml:3: model.headz: unknown key (did you mean `heads` or `kv_heads`?)",
         'c.yaml:4: model.heads: expected a whole number of at least 1; found "none"',
-        "c.yaml:6: optimizer.warmup: 9 steps of warm-up are more than the 5 steps of the run",
-        "c.yaml:8: step.accumulate: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
+        "c.yaml:6: schedule.warmup_steps: 9 steps of warm-up are more than the 5 steps of the run",
+        "c.yaml:8: step.microbatches: 3 microbatches do not divide data.global_batch 8; expected e.g. 1, 2 or 4",
         'command line: expected key=value; found "seed" (did you mean `seed`?)',
         "command line: mesh.data: is not valid YAML: while parsing a flow node expected the node content, but found"
         " '<stream end>'",

@@ -41,10 +41,11 @@ data:
       include: ["*.py", '*.md']
   sequence: 256
   global_batch: 16
-optimizer: {name: adamw, lr: 3e-4, warmup: 10, schedule: wsd}
-step: {accumulate: 2, remat: [attention, mlp]}
+optimizer: {name: adamw, lr: 3e-4}
+schedule: {name: wsd, warmup_steps: 10}
+step: {microbatches: 2, remat: full, remat_save: {attention: device, up: host}}
 eval: {every: 50}
-log: {prompt: "def main(", sample: 5}
+log: {sample_tokens: 5}
 """
 
 
@@ -184,7 +185,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=6,
 )
-TREE = {**yaml.safe_load(FULL), "optimizer": {"name": "adamw", "lr": 3e-4, "warmup": 10}}
+TREE = {**yaml.safe_load(FULL), "optimizer": {"name": "adamw", "lr": 3e-4}, "schedule": {"warmup_steps": 10}}
 del TREE["extends"]
 
 
@@ -249,9 +250,9 @@ def test_mutated_overrides(overrides: list[str]) -> None:
 # Values that load, for each kind of key: every config built from them that loads also survives a round trip.
 GOOD = {
     "name": st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]{0,8}\Z"),
-    "log.prompt": st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
-    "checkpoint.best": st.text(st.characters(codec="utf-8"), max_size=8),
-    "data.cache": st.one_of(
+    "log.sample_prompt": st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
+    "checkpoint.best_metric": st.text(st.characters(codec="utf-8"), max_size=8),
+    "data.cache_dir": st.one_of(
         st.just("c"), st.sampled_from(["1e3", "null", "yes", "0x1F", "1_0", "~", "2020-01-01", "a: b", "#", ""])
     ),
     "optimizer.lr": st.floats(0, 1e30),

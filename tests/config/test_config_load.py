@@ -118,9 +118,9 @@ def test_overrides_are_yaml_and_reach_into_lists(write) -> None:
         "rules.batch=[data, fsdp]",
         "model.rope_scaling.factor=2",
         "optimizer={lr: 1e-3, warmup: 5}",
-        "optimizer.warmup=6",
+        "schedule.warmup_steps=6",
         "eval.every=",
-        "log.prompt='a=b'",
+        "log.sample_prompt='a=b'",
         "steps=1e4",
         "data.sources.0.weight.10=0.5",
     )
@@ -128,9 +128,9 @@ def test_overrides_are_yaml_and_reach_into_lists(write) -> None:
     assert config.rules["batch"] == ("data", "fsdp")
     assert config.model.rope_scaling is not None
     assert config.model.rope_scaling.factor == 2
-    assert (config.optimizer.lr, config.optimizer.warmup, config.steps) == (1e-3, 6, 10_000)
+    assert (config.optimizer.lr, config.schedule.warmup_steps, config.steps) == (1e-3, 6, 10_000)
     assert config.eval.every is None
-    assert config.log.prompt == "a=b"
+    assert config.log.sample_prompt == "a=b"
     assert load(None, "data.sources.0.include=['*.py']").data.sources[0].include == ("*.py",)
 
 
@@ -260,7 +260,7 @@ def test_config_does_not_import_jax() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("step.remat=[atention]", "did you mean `attention`"),
+        ("step={remat: full, remat_save: {atention: device}}", "did you mean `attention`"),
         ("checkpoint={keep_best: 1, every: 150}", "expected a multiple of eval.every"),
         ("checkpoint={keep_best: 1, best: eval/los}", "validation gives no"),
         ("checkpoint={durable: far, every: 100, durable_every: 150}", "checkpoint.every (100); found 150"),
@@ -278,7 +278,7 @@ def test_what_could_never_take_effect_is_refused(override: str, said: str) -> No
 
 def test_a_sample_needs_a_language_model() -> None:
     with pytest.raises(ConfigError, match=r"only the built-in decoder on text generates"):
-        load(None, "model.type='a.b:C'", "log.sample=5")
+        load(None, "model.type='a.b:C'", "log.sample_tokens=5")
 
 
 @pytest.mark.parametrize("path", ["memory://bucket/corpus/*.jsonl", "s3://bucket/corpus"])

@@ -90,7 +90,7 @@ def test_a_resolved_config_of_a_user_model_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["\x85", "\u2028", "a\r\nb", "\t", " x ", "\ufeff", "- a", "1e3", "0b1", "null", "é"])
 def test_text_of_any_kind_survives_the_dump(tmp_path: Path, text: str) -> None:
-    config = load(None, base={"log": {"prompt": text}})
+    config = load(None, base={"log": {"sample_prompt": text}})
     (tmp_path / "config.yaml").write_bytes(dump_yaml(config).encode())
     assert load(tmp_path / "config.yaml") == config
 
@@ -124,22 +124,25 @@ def test_diff_names_keys_values_and_places(tmp_path: Path) -> None:
 def test_diff_of_configs() -> None:
     a = load(None)
     assert diff(a, a) == {}
-    assert diff(a, load(None, "seed=3", "optimizer.clip=null")) == {"seed": (0, 3), "optimizer.clip": (1.0, None)}
+    assert diff(a, load(None, "seed=3", "optimizer.grad_clip_norm=null")) == {
+        "seed": (0, 3),
+        "optimizer.grad_clip_norm": (1.0, None),
+    }
 
 
 def test_show_gives_every_key_its_place() -> None:
-    config, origin = resolve(None, "layout=3d", base={"log": {"prompt": "a\n\x1b[0mb"}})
+    config, origin = resolve(None, "layout=3d", base={"log": {"sample_prompt": "a\n\x1b[0mb"}})
     lines = show(config, origin)
     assert len(lines) == len(flatten(config))
     found = {line.split(": ")[0]: line.rpartition("  # ")[2] for line in lines}
-    assert found["log.prompt"] == "base"
+    assert found["log.sample_prompt"] == "base"
     assert found["layout"] == "command line"
     assert found["rules.embed"] == "layout 3d"
     assert found["steps"] == "default"
     assert all(line.isprintable() for line in lines)
     values = yaml.safe_load("\n".join(lines))
     assert values["rules.batch"] == ["data", "fsdp"]
-    assert values["log.prompt"] == "a\n\x1b[0mb"
+    assert values["log.sample_prompt"] == "a\n\x1b[0mb"
 
 
 def test_the_shipped_schema_is_up_to_date() -> None:

@@ -38,11 +38,11 @@ def base(tmp_path: Path) -> dict[str, Any]:
         "code": {"path": str(tmp_path / "code.jsonl"), "format": "jsonl", "field": "body"},
     }
     return {
-        "dir": str(tmp_path / "runs"), "steps": 4, "precision": "fp32", "simulate": 8, "compile_cache": None,
+        "dir": str(tmp_path / "runs"), "steps": 4, "precision": "fp32", "simulate": 8, 
         "model": {"embed": 16, "layers": 2, "heads": 2, "mlp": 32, "init_std": 0.3},
         "data": {"sources": [{"path": str(tmp_path / "train")}], "sequence": 64, "global_batch": 8,
-                 "validation": 0.3, "cache": str(tmp_path / "cache"), "workers": 1},
-        "checkpoint": {"every": 2, "keep": 1, "keep_best": 1, "best": "eval/code/bits_per_byte"},
+                 "validation_fraction": 0.3, "cache_dir": str(tmp_path / "cache"), "workers": 1},
+        "checkpoint": {"every": 2, "keep": 1, "keep_best": 1, "best_metric": "eval/code/bits_per_byte"},
         "eval": {"every": 2, "batches": 50, "sets": sets}, "log": {"tensorboard": False}, "layout": "fsdp",
     }  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_each_set_is_measured_whole(tmp_path: Path, base: dict[str, Any], kind: 
 
 def test_a_set_can_stand_alone_and_rank_checkpoints(base: dict[str, Any]):
     base["optimizer"] = {"lr": 0.5, "schedule": "constant"}  # worse from step to step
-    result = trained(base, "data.validation=0", "eval.every=1", "checkpoint.every=1")
+    result = trained(base, "data.validation_fraction=0", "eval.every=1", "checkpoint.every=1")
     records = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     scores = {record["step"]: record["eval/code/bits_per_byte"] for record in records}
     assert "eval/loss" not in result.metrics
@@ -110,8 +110,8 @@ def test_a_set_can_stand_alone_and_rank_checkpoints(base: dict[str, Any]):
         ("eval.sets.web.pth=x", "eval.sets.web.pth: unknown key (did you mean `path`?)"),
         ("eval.sets.web.path=/nope/x", 'eval.sets.web.path: no such file or folder: "/nope/x"'),
         ("eval.sets.web.format=cvs", "expected one of auto, text, jsonl, parquet"),
-        ("checkpoint.best=eval/cod/loss", "did you mean `eval/code/loss`"),
-        ("checkpoint.best=eval/other/loss", "validation gives no"),
+        ("checkpoint.best_metric=eval/cod/loss", "did you mean `eval/code/loss`"),
+        ("checkpoint.best_metric=eval/other/loss", "validation gives no"),
     ],
 )
 def test_what_is_wrong_with_a_set_is_said_before_jax_starts(base: dict[str, Any], change: str, expected: str):

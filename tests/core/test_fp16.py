@@ -28,7 +28,7 @@ def test_gradients_stay_near_float32():
 
 def test_the_scale_does_not_change_the_step():
     """By gradient descent, because Adam's step hardly depends on the scale of its gradients."""
-    program = harness.program(MESH, precision="fp16", optimizer={"name": "sgd", "lr": 1.0, "clip": None})
+    program = harness.program(MESH, precision="fp16", optimizer={"name": "sgd", "lr": 1.0, "grad_clip_norm": None})
     before, (state, metrics) = program.init()["params"], program.step(program.init(), harness.batch(0))
     other = program.init()
     other["scaling"]["scale"] = other["scaling"]["scale"] / 8
@@ -40,7 +40,7 @@ def test_the_scale_does_not_change_the_step():
 
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale():
-    program = harness.program(MESH, precision="fp16", optimizer={"ema": 0.9})
+    program = harness.program(MESH, precision="fp16", optimizer={"ema_decay": 0.9})
     state = program.init()
     state["scaling"]["scale"] = jax.device_put(jnp.float32(2.0**40), state["scaling"]["scale"].sharding)
     before = jax.tree.map(np.asarray, state)

@@ -7,6 +7,7 @@ import jax
 import linear_model
 import numpy as np
 import pytest
+from faults import debug
 
 from jaxtrain.config import Config
 from jaxtrain.core import spike_detection
@@ -14,16 +15,16 @@ from jaxtrain.core import step as steps
 from jaxtrain.core.program import build
 
 SMALL = {
-    "model": {"embed": 16, "heads": 2, "kv_heads": 2, "mlp": 32, "window": None, "window_every": 1, "qk_norm": False,
-              "attention_bias": False, "mlp_bias": False},
-    "loss": {"chunks": 1},
+    "model": {"embed": 16, "heads": 2, "kv_heads": 2, "mlp": 32, "sliding_window": None, "sliding_window_pattern": 1, "qk_norm": "none",
+              "biases": []},
+    "loss": {"vocab_chunks": 1},
 }  # fmt: skip
 LAYOUTS = {
     "data, fsdp, model": {"mesh": {"data": 2, "fsdp": 2, "model": 2}},
-    "zero 2, accumulated": {"mesh": {"data": 4}, "zero": 2, "step": {"accumulate": 2}},
+    "zero 2, accumulated": {"mesh": {"data": 4}, "zero": 2, "step": {"microbatches": 2}},
     "stages": {
         "mesh": {"pipeline": 2, "data": 2}, "rules": harness.RULES | {"layers": "pipeline"},
-        "step": {"accumulate": 2},
+        "step": {"microbatches": 2},
     },
 }  # fmt: skip
 
@@ -38,7 +39,7 @@ def same(a, b) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_with_nan_gradients_updates_nothing_and_counts(layout):
-    program = harness.program(**LAYOUTS[layout], **SMALL, faults=["nan@2"], optimizer={"ema": 0.9})
+    program = harness.program(**LAYOUTS[layout], **SMALL, debug=debug("nan@2"), optimizer={"ema_decay": 0.9})
     state, metrics = program.step(program.init(), harness.placed(program, 0))
     assert float(metrics["skipped"]) == 0
     before = host(state)
@@ -77,7 +78,7 @@ def unguarded(monkeypatch) -> None:
 def test_where_all_is_finite_nothing_changes_by_a_bit(monkeypatch):
     """Operation by operation: a compiler may fuse a multiplication and an addition here and not there."""
     own = {"model": {"type": "linear_model:Linear", "options": {"size": 5}}, "data": {"type": "linear_model:Packed"}}
-    program = build(Config(**own, precision="fp32", optimizer={"lr": 0.1, "ema": 0.9}), None, jax.devices()[:1])
+    program = build(Config(**own, precision="fp32", optimizer={"lr": 0.1, "ema_decay": 0.9}), None, jax.devices()[:1])
 
     def trained():
         state = program.init()
@@ -96,7 +97,7 @@ def test_where_all_is_finite_nothing_changes_by_a_bit(monkeypatch):
 
 def test_compiled_it_changes_no_more_than_fused_multiply_adds_do(monkeypatch):
     def trained():
-        return harness.run(harness.program(**LAYOUTS["zero 2, accumulated"], **SMALL, optimizer={"ema": 0.9}), 3)
+        return harness.run(harness.program(**LAYOUTS["zero 2, accumulated"], **SMALL, optimizer={"ema_decay": 0.9}), 3)
 
     state, rows = trained()
     unguarded(monkeypatch)
@@ -136,7 +137,7 @@ def test_the_score_is_that_of_its_definition():
 
 
 def test_a_spike_is_skipped_before_its_update():
-    program = harness.program({"data": 2, "fsdp": 2}, **SMALL, guard=["skip@8"])
+    program = harness.program({"data": 2, "fsdp": 2}, **SMALL, guard={"spike": {"action": "skip", "threshold": 8.0}})
     state = program.init()
     shuffled = np.random.default_rng(0)
     for index in range(18):

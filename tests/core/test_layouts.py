@@ -17,7 +17,7 @@ import yaml
 
 from jaxtrain import load
 from jaxtrain.config import Config
-from jaxtrain.config.schema import Mesh
+from jaxtrain.config.schema import MeshConfig
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import build
 from jaxtrain.verification.candidates import Candidate, candidates
@@ -29,22 +29,22 @@ from jaxtrain.verification.verify import Rows
 STEPS, DEVICES = 20, 8
 MODELS = {
     "dense": {
-        "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": "whole",
-                  "attention_bias": True, "window": 20, "window_theta": 500.0, "residual_scale": 0.7,
+        "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": "full",
+                  "biases": ["qkv"], "sliding_window": 20, "sliding_window_rope_theta": 500.0, "residual_multiplier": 0.7,
                   "logits_softcap": 20.0},
         "loss": {"z_loss": 1e-3, "label_smoothing": 0.05},
     },
     "moe": {
         "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 32, "tie_embeddings": True,
-                  "moe": {"experts": 8, "top_k": 2, "shared": 1, "capacity": 1.25, "bias_rate": 1e-3}},
-        "loss": {"balance": 0.02, "router_z": 1e-3},
-        # Steps so small that no token's two best experts come within rounding of each other: then a choice would flip.
+                  "moe": {"num_experts": 8, "top_k": 2, "shared_experts": 1, "capacity_factor": 1.25, "bias_update_rate": 1e-3,
+                          "load_balance_loss": 0.02, "router_z_loss": 1e-3}},
+                # Steps so small that no token's two best experts come within rounding of each other: then a choice would flip.
         "optimizer": {"lr": 1e-3}, "seed": 2,
     },
     "gpt2": {
-        "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "attention_bias": True,
-                  "output_bias": True, "mlp_bias": True, "norm_offset": "layer", "tie_embeddings": True,
-                  "rope_scaling": {"type": "learned", "original_length": 32}},
+        "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "biases": ["qkv", "output", "mlp"],
+                  "norm": "layernorm", "tie_embeddings": True,
+                  "learned_positions": 32},
         "data": {"sequence": 32},
     },
 }  # fmt: skip
@@ -59,7 +59,7 @@ MICROBATCHES = ("zero1", "zero2", "zero3", "tp_sp", "cp_ring", "ep")  # with sev
 
 
 def small(name: str) -> Config:
-    base = {"compile_cache": None, "layout": "3d", "optimizer": {"lr": 1e-3}, **MODELS[name]}
+    base = {"layout": "3d", "optimizer": {"lr": 1e-3}, **MODELS[name]}
     return shrunk(load(None, base=base), DEVICES)[0]
 
 
@@ -69,12 +69,12 @@ def wanted() -> list:
     for name in MODELS:
         seen = Counter()
         for candidate in candidates(small(name), LAYOUTS[name], DEVICES)[0]:
-            key = (candidate.layout, candidate.config.step.accumulate)
+            key = (candidate.layout, candidate.config.step.microbatches)
             seen[key] += 1
             most = PIPELINES if candidate.config.mesh.pipeline > 1 else MOST[name]
-            if candidate.config.step.accumulate == 2 and candidate.layout not in MICROBATCHES:
+            if candidate.config.step.microbatches == 2 and candidate.layout not in MICROBATCHES:
                 most = 0
-            where = f"{candidate.layout}-{candidate.mesh}-{candidate.config.step.accumulate}".replace(" ", "")
+            where = f"{candidate.layout}-{candidate.mesh}-{candidate.config.step.microbatches}".replace(" ", "")
             marks = [pytest.mark.matrix] if seen[key] > most else []
             if name != "dense":  # one reference on one device for all
                 marks.append(pytest.mark.xdist_group(f"layouts {name}"))
@@ -95,7 +95,7 @@ def observed(config: Config, devices: int) -> Seen:
 
 @functools.cache
 def one_device(name: str) -> Seen:
-    alone = {"mesh": Mesh(), "rules": {}, "zero": 0, "context": "auto", "simulate": None}
+    alone = {"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     return observed(small(name).model_copy(update=alone), 1)
 
 

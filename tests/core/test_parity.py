@@ -53,14 +53,14 @@ def test_accumulation_is_weighted_by_tokens(mesh, accumulate: int):
     """Rows carry very different numbers of targets: a mean of microbatch means would be far off."""
     if mesh and accumulate == 8:
         mesh = {"data": 1, "model": 2}  # microbatches of one row
-    program = harness.program(mesh, step={"accumulate": accumulate})
+    program = harness.program(mesh, step={"microbatches": accumulate})
     close_trees(one_device_gradients(), gradients(program), 1e-5)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_microbatches_in_bfloat16_stay_near_float32(zero: int):
     """||dg|| / ||g|| <= 4 * 1.03^layers * 2^-8: every microbatch's gradients came in bfloat16."""
-    program = harness.program({"data": 4, "model": 2}, zero=zero, precision="bf16", step={"accumulate": 2})
+    program = harness.program({"data": 4, "model": 2}, zero=zero, precision="bf16", step={"microbatches": 2})
     exact, half = (jax.tree.leaves(tree) for tree in (one_device_gradients(), gradients(program)))
     assert all(g.dtype == np.float32 for g in half)
     error = sum(float(np.sum((np.asarray(a) - np.asarray(b)) ** 2)) for a, b in zip(exact, half))
@@ -71,7 +71,11 @@ def test_microbatches_in_bfloat16_stay_near_float32(zero: int):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_microbatches_add_gradients_layer_by_layer(zero: int, precision: str):
     """No scan over layers hands out a stack of gradients, which would be one more copy of the model."""
-    changes = {"precision": precision, "model": {"window": None, "window_every": 1}, "step": {"accumulate": 2}}
+    changes = {
+        "precision": precision,
+        "model": {"sliding_window": None, "sliding_window_pattern": 1},
+        "step": {"microbatches": 2},
+    }
     program = harness.program({"data": 4, "model": 2}, zero=zero, **changes)
     traced = jax.make_jaxpr(program.gradients)(program.state["params"], harness.batch(0), jax.random.key(0))
     gate = program.definition.params["layers"]["mlp"]["gate"].shape
@@ -117,8 +121,10 @@ def test_unrolled_layers_do_not_change_the_result(unroll, remat):
 @pytest.mark.parametrize("offload", [("v", "residual"), ("v", "input")], ids=",".join)
 def test_offloaded_values_come_back_unchanged(mesh, offload):
     """Bit for bit: the host only keeps them."""
-    kept = harness.program(mesh, step={"remat": ("q", "k", *offload)})
-    moved = harness.program(mesh, step={"remat": ("q", "k"), "offload": offload})
+    kept = harness.program(mesh, step={"remat": "full", "remat_save": dict.fromkeys(("q", "k", *offload), "device")})
+    moved = harness.program(
+        mesh, step={"remat": "full", "remat_save": {"q": "device", "k": "device", **dict.fromkeys(offload, "host")}}
+    )
     traced = str(jax.make_jaxpr(moved.gradients)(moved.state["params"], harness.batch(0), jax.random.key(0)))
     assert "f32<host>[8,32,32]" in traced  # the stream; the CPU backend itself has no other memory
     # Without them the CPU backend's fusions, and with these the roundings, depend on where a value is kept.

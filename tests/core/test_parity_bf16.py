@@ -20,7 +20,7 @@ LAYERS = 4
 BOUND = 4 * 1.03**LAYERS * 2**-8  # of the gradient's norm
 ADDED = 1.3  # times what bfloat16 alone is off: a layout rounds in other places, not more often
 MODEL = {"embed": 32, "layers": LAYERS, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256}
-EXPERTS = {"moe": {"experts": 8, "top_k": 2, "mlp": 16, "shared": 1}}
+EXPERTS = {"moe": {"num_experts": 8, "top_k": 2, "shared_experts": 1}, "mlp": 16}
 MESHES = {
     "ddp": {"data": 8}, "zero1": {"data": 4, "model": 2}, "fsdp": {"fsdp": 8}, "hsdp": {"data": 2, "fsdp": 4},
     "tp": {"data": 2, "model": 4}, "tp_sp": {"data": 2, "model": 4}, "fsdp_tp": {"fsdp": 2, "model": 4},
@@ -34,9 +34,9 @@ Flat = dict[str, np.ndarray]
 
 def program(layout: str | None, experts: bool, precision: str) -> Program:
     base = {
-        "model": MODEL | (EXPERTS if experts else {}), "precision": precision, "compile_cache": None,
+        "model": MODEL | (EXPERTS if experts else {}), "precision": precision, 
         "data": {"sequence": harness.LENGTH, "global_batch": harness.ROWS},
-        "step": {"accumulate": 4 if layout and layout.startswith("pp") else 1},
+        "step": {"microbatches": 4 if layout and layout.startswith("pp") else 1},
     }  # fmt: skip
     config = load(None, base=base | ({"layout": layout, "mesh": MESHES[layout]} if layout else {}))
     return build(config, 256, jax.devices()[: 8 if layout else 1])

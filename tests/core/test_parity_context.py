@@ -20,7 +20,7 @@ RULES = {
     "batch": ["data", "fsdp"], "sequence": ["context", "model"], "context": "context", "embed": ["fsdp", "context"],
     "heads": "model", "kv_heads": "model", "mlp": "model", "vocab": "model",
 }  # fmt: skip
-LIGHT = {"window_every": 1}  # one kind of layer compiles in half the time
+LIGHT = {"sliding_window_pattern": 1}  # one kind of layer compiles in half the time
 FSDP, ALL = {"fsdp": 2, "context": 4}, {"fsdp": 2, "context": 2, "model": 2}
 
 
@@ -44,7 +44,7 @@ def gradients(program):
 
 @functools.cache
 def one_device_gradients(window: int = 24):
-    return gradients(harness.program(model={**LIGHT, "window": window}))
+    return gradients(harness.program(model={**LIGHT, "sliding_window": window}))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_every_gradient_equals_one_device(formulation: str, mesh: dict, step: di
 def test_short_windows_by_halo():
     """And weights that are not stored over `context`."""
     rules = {**RULES, "embed": "fsdp", "sequence": "context"}
-    program = harness.program(FSDP, rules, context="ring", model={**LIGHT, "window": 5})
+    program = harness.program(FSDP, rules, context_parallel="ring", model={**LIGHT, "sliding_window": 5})
     close_trees(one_device_gradients(5), gradients(program), 1e-5)
 
 
 def test_generation_on_a_ring():
     prompt, texts = np.array([3, 1, 4, 1, 5], np.int32), []
-    for program in (harness.program(model=LIGHT), harness.program(FSDP, RULES, context="ring", model=LIGHT)):
+    for program in (harness.program(model=LIGHT), harness.program(FSDP, RULES, context_parallel="ring", model=LIGHT)):
         tree = program.init()["params"]
         definition = define(program.config, make_env(program.config, decoding(program.sharder)), 256)
         texts.append(list(Generator(definition, 250, temperature=0)(tree, prompt, 8, seed=0, eos=None)))
@@ -89,7 +89,7 @@ def test_rows_are_permuted_on_the_host_for_the_ring_alone():
         shards = {s.index[1].start or 0: np.asarray(s.data) for s in batch["tokens"].addressable_shards}
         assert shards[0].tolist() == [first, [32 + i for i in first]]
         assert batch["labels"].tolist() == [0, 1]
-    assert row_order(harness.program(context="auto").config, harness.program().sharder) is None
+    assert row_order(harness.program(context_parallel="auto").config, harness.program().sharder) is None
     short = Placer(lambda step, rows: {"tokens": host["tokens"][:, :16]}, program.sharder, 2, True, np.arange(32))
     with pytest.raises(ValueError, match=r"data\.sequence: 32 tokens a row, but the data gave 16"):
         short(0)
@@ -97,7 +97,7 @@ def test_rows_are_permuted_on_the_host_for_the_ring_alone():
 
 def collectives(formulation: str) -> list[tuple[str, str, str]]:
     """Kind, shape and origin of every collective of the compiled gradient of four layers on four shards."""
-    model = {"layers": 4, "window": None, "window_every": 1, "heads": 8, "kv_heads": 4}
+    model = {"layers": 4, "sliding_window": None, "sliding_window_pattern": 1, "heads": 8, "kv_heads": 4}
     program = harness.program({"context": 4}, RULES, context=formulation, model=model)
     run = jax.jit(program.gradients)
     args = (program.state["params"], harness.placed(program, 0), jax.random.key(0))

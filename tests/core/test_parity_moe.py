@@ -25,9 +25,9 @@ LAYOUTS = {
     "ep_cp_tp": ({"expert": 2, "context": 2, "model": 2}, CONTEXT),
 }
 KINDS = {
-    "dropless": {"experts": 8, "top_k": 2, "mlp": 16, "shared": 1, "bias_rate": 1e-3},
-    "switch": {"experts": 8, "top_k": 1, "mlp": 32, "capacity": 1.0},
-    "gshard": {"experts": 8, "top_k": 2, "mlp": 16, "capacity": 1.0},
+    "dropless": {"num_experts": 8, "top_k": 2, "mlp": 16, "shared_experts": 1, "bias_update_rate": 1e-3},
+    "switch": {"num_experts": 8, "top_k": 1, "mlp": 32, "capacity_factor": 1.0},
+    "gshard": {"num_experts": 8, "top_k": 2, "mlp": 16, "capacity_factor": 1.0},
 }
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256}
 
@@ -39,8 +39,8 @@ def shared(kind: str, layout: str | None = None):
 
 def program(kind: str, layout: str | None = None, **changes):
     mesh, rules = LAYOUTS[layout] if layout else (None, RULES)
-    model = {**SIZES, **dict.fromkeys(("mlp_bias", "attention_bias", "qk_norm"), False), "window": None}
-    changes = {"model": model | {"window_every": 1, "moe": KINDS[kind]}, "optimizer": {"lr": 1e-3}} | changes
+    model = {**SIZES, **dict.fromkeys(("mlp_bias", "attention_bias", "qk_norm"), False), "sliding_window": None}
+    changes = {"model": model | {"sliding_window_pattern": 1, "moe": KINDS[kind]}, "optimizer": {"lr": 1e-3}} | changes
     return harness.program(mesh, rules, loss={"balance": 0.05, "router_z": 1e-3}, **changes)
 
 
@@ -110,7 +110,7 @@ def test_accumulation_balances_the_whole_batch(kind: str, layout: str | None, st
 
 def test_the_order_of_the_ring_drops_the_same_tokens():
     """Rows lie in zig-zag order over `context`: places go by the order of the tokens, not by that of the array."""
-    equal("gshard", gradients("gshard", program("gshard", "ep_cp_tp", context="ring")))
+    equal("gshard", gradients("gshard", program("gshard", "ep_cp_tp", context_parallel="ring")))
 
 
 def test_expert_weights_stored_over_the_replicas():

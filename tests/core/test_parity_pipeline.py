@@ -20,8 +20,12 @@ from jaxtrain.errors import UserError
 
 RULES = {**harness.RULES, "layers": "pipeline", "vocab": ["pipeline", "model"]}
 LAYERS, MICROBATCHES = 8, 4
-DENSE = {"layers": LAYERS, "window": None, "window_every": 1}
-EXPERTS = {**DENSE, "attention_bias": False, "mlp_bias": False, "moe": {"experts": 4, "top_k": 2, "bias_rate": 1e-3}}
+DENSE = {"layers": LAYERS, "sliding_window": None, "sliding_window_pattern": 1}
+EXPERTS = {
+    **DENSE,
+    "biases": [],
+    "moe": {"num_experts": 4, "top_k": 2, "bias_update_rate": 1e-3, "load_balance_loss": 0.02, "router_z_loss": 1e-3},
+}
 MOE_RULES = {**RULES, "batch": "expert", "expert": "expert", "embed": "expert"}
 SCHEDULES = ("gpipe", "1f1b", "1f1b_aligned", "interleaved_1f1b", "zb_h1", "zb_v", "v_half")
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # compiling takes the time
@@ -42,11 +46,13 @@ WITH = {
 def want(kind: str, layers: int):
     changes = {
         "dense": {"model": DENSE | {"layers": layers}},
-        "window": {"model": {**DENSE, "window": 12}},
-        "groups": {"model": {**DENSE, **harness.OTHERS, "window": 12, "window_every": 2, "layers": layers}},
+        "sliding_window": {"model": {**DENSE, "sliding_window": 12}},
+        "groups": {
+            "model": {**DENSE, **harness.OTHERS, "sliding_window": 12, "sliding_window_pattern": 2, "layers": layers}
+        },
         "moe": {
             "model": EXPERTS | {"layers": layers},
-            "loss": {"balance": 0.02, "router_z": 1e-3, "z_loss": 1e-3},
+            "loss": {"z_loss": 1e-3},
         },
     }[kind]
     return changes, found(harness.program(**changes))
@@ -60,7 +66,7 @@ def found(program, params=None, *scale):
 
 def equal(kind: str, mesh: dict, rules: dict, layers: int = LAYERS, **more):
     changes, expected = want(kind, layers)
-    more = {"step": {"accumulate": MICROBATCHES}, **more}
+    more = {"step": {"microbatches": MICROBATCHES}, **more}
     got = found(harness.program(mesh, rules=rules, **changes, **more))
     close_trees(got.grads, expected.grads, 1e-5)
     assert got.sums.keys() == expected.sums.keys()
@@ -98,7 +104,7 @@ def test_every_precision(precision: str, schedule: str):
     """As near as one device of the same precision: `1.03` to the number of layers, of the units of design."""
     unit = 2**-11 if precision == "fp16" else 2**-8
     one, scale = harness.program(model=DENSE, precision=precision), np.float32(2**10 if precision == "fp16" else 1)
-    more = {"pipeline": {"schedule": schedule}, "step": {"accumulate": MICROBATCHES}}
+    more = {"pipeline": {"schedule": schedule}, "step": {"microbatches": MICROBATCHES}}
     stages = harness.program(MESHES["2 fsdp model"], RULES, model=DENSE, precision=precision, **more)
     params = one.init()["params"]
     placed = jax.tree.map(lambda p, s: jax.device_put(np.asarray(p), s.sharding), params, stages.state["params"])
@@ -117,7 +123,7 @@ def test_replicas_and_zero(zero: int):
 def test_experts_whose_weights_replicas_share():
     rules = {**MOE_RULES, "batch": ["data", "expert"]}
     zb_h1 = {"schedule": "zb_h1"}
-    equal("moe", {"pipeline": 2, "data": 2, "expert": 2}, rules, zero=3, step={"accumulate": 2}, pipeline=zb_h1)
+    equal("moe", {"pipeline": 2, "data": 2, "expert": 2}, rules, zero=3, step={"microbatches": 2}, pipeline=zb_h1)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_h1"])
@@ -146,11 +152,11 @@ def test_shards_of_a_sequence(context: str):
 
 
 def test_unrolled_layers():
-    equal("dense", {"pipeline": 2, "data": 2}, RULES, step={"accumulate": MICROBATCHES, "unroll": "all"})
+    equal("dense", {"pipeline": 2, "data": 2}, RULES, step={"microbatches": MICROBATCHES, "unroll": 0})
 
 
 def test_remat():
-    equal("dense", MESHES["4 model"], RULES, step={"accumulate": MICROBATCHES, "remat": "full"})
+    equal("dense", MESHES["4 model"], RULES, step={"microbatches": MICROBATCHES, "remat": "full"})
 
 
 @pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 4), ("zb_v", 6)])
@@ -169,7 +175,7 @@ def test_a_users_own_model(schedule: str, layers: int):
     one = run({"data": 1}, {"batch": "data"})
     rules = {"batch": "data", "layers": "pipeline", "mlp": "model"}
     pipeline = {"schedule": schedule}
-    got = run({"pipeline": 2, "data": 2, "model": 2}, rules, pipeline=pipeline, step={"accumulate": 4})
+    got = run({"pipeline": 2, "data": 2, "model": 2}, rules, pipeline=pipeline, step={"microbatches": 4})
     close_trees(got.grads, one.grads, 1e-5)
     close_trees((got.sums, got.weights, got.counts), (one.sums, one.weights, one.counts), 1e-5)
 
@@ -186,7 +192,7 @@ def test_a_model_without_parts_is_refused():
 def test_a_model_that_does_not_leave_out_what_is_no_layer_is_refused():
     cfg = Config(
         mesh={"pipeline": 2}, rules={"layers": "pipeline"}, data={"global_batch": 4, "sequence": 1},
-        step={"accumulate": 2}, model={"type": "tower_model:Heedless", "options": {"size": 4, "layers": 3}},
+        step={"microbatches": 2}, model={"type": "tower_model:Heedless", "options": {"size": 4, "layers": 3}},
     )  # fmt: skip
     program = build(cfg, None, jax.devices()[:2])
     with pytest.raises(UserError, match="3 layers in unequal parts need `through` to hand its `layers` on to"):

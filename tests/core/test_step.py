@@ -21,8 +21,8 @@ def test_loss_and_gradient_of_a_linear_model_by_formula():
     cfg = Config(
         precision="fp32", mesh={"data": 4}, rules={"batch": "data"}, steps=10,
         model={"type": "linear_model:Linear", "options": {"size": 3}}, data={"global_batch": 8, "sequence": 1},
-        optimizer={"name": "sgd", "lr": 0.1, "beta1": 0.0, "weight_decay": 0.0, "schedule": "constant", "clip": None},
-        step={"accumulate": 2},
+        optimizer={"name": "sgd", "lr": 0.1, "betas": (0.0, 0.95), "weight_decay": 0.0, "grad_clip_norm": None}, schedule={"name": "constant"},
+        step={"microbatches": 2},
     )  # fmt: skip
     program = build(cfg, None, jax.devices()[:4])
     batch = linear_model.batch(8, 3)
@@ -45,7 +45,7 @@ def test_microbatches_of_a_model_with_parameters_of_flax(zero: int):
 
     def grads(accumulate: int):
         cfg = Config(
-            mesh={"data": 4}, rules={"batch": "data"}, zero=zero, steps=10, step={"accumulate": accumulate},
+            mesh={"data": 4}, rules={"batch": "data"}, zero=zero, steps=10, step={"microbatches": accumulate},
             model={"type": "linear_model:Foreign", "options": {"size": 4}}, data={"global_batch": 8, "sequence": 1},
         )  # fmt: skip
         program = build(cfg, None, jax.devices()[:4])
@@ -74,7 +74,7 @@ def test_a_term_knows_the_whole_batch_in_training_and_validation(accumulate: int
     from jaxtrain.core.program import build
 
     cfg = Config(
-        precision="fp32", mesh={"data": 2}, rules={"batch": "data"}, steps=10, step={"accumulate": accumulate},
+        precision="fp32", mesh={"data": 2}, rules={"batch": "data"}, steps=10, step={"microbatches": accumulate},
         model={"type": "linear_model:Spread", "options": {"size": 3}}, data={"global_batch": 8, "sequence": 1},
     )  # fmt: skip
     program, rows = build(cfg, None, jax.devices()[:2]), batch(8, 3)
@@ -140,7 +140,7 @@ def test_half_precision_stays_near_float32(precision: str):
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
 def test_every_optimizer_lowers_the_loss_sharded_as_on_one_device(name: str):
     lr = {"sgd": 0.3, "lion": 3e-3}.get(name, 1e-2)
-    changes = {"optimizer": {"name": name, "lr": lr, "schedule": "constant", "ema": 0.5}}
+    changes = {"optimizer": {"name": name, "lr": lr, "ema_decay": 0.5}, "schedule": {"name": "constant"}}
 
     def losses(mesh):
         program = harness.program(mesh, **changes)
@@ -160,7 +160,8 @@ def test_every_optimizer_lowers_the_loss_sharded_as_on_one_device(name: str):
 
 def test_clipping_bounds_the_update():
     program = harness.program(
-        optimizer={"name": "sgd", "lr": 1.0, "beta1": 0.0, "weight_decay": 0.0, "clip": 0.01, "schedule": "constant"}
+        optimizer={"name": "sgd", "lr": 1.0, "betas": (0.0, 0.95), "weight_decay": 0.0, "grad_clip_norm": 0.01},
+        schedule={"name": "constant"},
     )
     before = jax.tree.map(np.asarray, program.init()["params"])
     state, metrics = program.step(program.init(), harness.batch(0))
@@ -173,7 +174,7 @@ def test_accumulation_computes_the_forward_pass_once_per_microbatch():
     """The pass that counts the weights must cost nothing: compare matmuls of 1 x 8 rows with 4 x 2 rows."""
 
     def dots(accumulate: int, part: str) -> int:
-        program = harness.program(step={"accumulate": accumulate})
+        program = harness.program(step={"microbatches": accumulate})
         batch = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in harness.batch(0).items()}
         run, given = {
             "step": (program.step, program.state), "evaluate": (program.evaluate, program.state["params"])

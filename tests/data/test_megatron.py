@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data import build, megatron, open_dataset, open_datasets, train_tokenizer
 from jaxtrain.data.sources import split_of
 from jaxtrain.errors import DataError
@@ -47,36 +47,36 @@ def write_pair(
     stem.with_suffix(".idx").write_bytes(b"".join(parts))
 
 
-def config(tmp_path: Path, *sources: Source, **changes: object) -> Data:
+def config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> DataConfig:
     values = {"sequence": 128, "global_batch": 4, "validation": 0.0, "cache": str(tmp_path / "cache"), "workers": 1}
-    return Data(sources=sources, **{**values, **changes})
+    return DataConfig(sources=sources, **{**values, **changes})
 
 
 def error(tmp_path: Path, path: Path, **changes: object) -> str:
     with pytest.raises(DataError) as caught:
-        open_dataset(config(tmp_path, Source(path=str(path)), **changes), 0)
+        open_dataset(config(tmp_path, SourceConfig(path=str(path)), **changes), 0)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Source:
+def texts(tmp_path: Path) -> SourceConfig:
     (tmp_path / "texts").mkdir()
     for i, text in enumerate(TEXTS):
         (tmp_path / "texts" / f"{i:04d}.txt").write_text(text)
-    return Source(path=str(tmp_path / "texts"))
+    return SourceConfig(path=str(tmp_path / "texts"))
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i2", "<i4", "<i8"])
 def test_the_same_order_as_a_token_cache_of_the_documents(
-    tmp_path: Path, texts: Source, dtype: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: SourceConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron, "COUNTED", 500)
     split = [[tokens(t)[:5], [], tokens(t)[5:]] for t in TEXTS]  # documents of several sequences
     write_pair(tmp_path / "in" / "a_text_document", [*split[:40], [[]], []], dtype, modes=dtype == "<i4")
     write_pair(tmp_path / "in" / "b_text_document", [[tokens(t)] for t in TEXTS[40:]], dtype, gap=8)
     seen: list[tuple[int, int]] = []
-    data = config(tmp_path, Source(path=str(tmp_path / "in")))
+    data = config(tmp_path, SourceConfig(path=str(tmp_path / "in")))
     made = open_dataset(data, 3, progress=lambda done, total: seen.append((done, total)))
     expected = open_dataset(config(tmp_path, texts), 3)
     assert (made.documents, made.tokens) == (expected.documents, expected.tokens)
@@ -95,7 +95,7 @@ def test_the_same_order_as_a_token_cache_of_the_documents(
 
 def test_split_by_the_name_of_the_document(tmp_path: Path) -> None:
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
-    train, held = open_datasets(config(tmp_path, Source(path=str(tmp_path / "in")), validation=0.3), 0)
+    train, held = open_datasets(config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation=0.3), 0)
     for split, name in ((train, "train"), (held, "validation")):
         wanted = [tokens(t) for i, t in enumerate(TEXTS) if split_of(f"x.bin:{i}", 0.3) == name]
         runs = split.splits[0]
@@ -105,13 +105,13 @@ def test_split_by_the_name_of_the_document(tmp_path: Path) -> None:
         assert runs.entropy == pytest.approx(float(-(p * np.log(p)).sum()), rel=1e-12)
 
 
-def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: Source) -> None:
+def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: SourceConfig) -> None:
     write_pair(tmp_path / "in" / "x", [[[7] * 50 + [256]]] * 30)
     write_pair(tmp_path / "in" / "y", [[[8] * 50 + [256]]] * 30)
     for path in ("x", "x.bin", "x.idx", "x*", "*x.bin"):
-        dataset = open_dataset(config(tmp_path, Source(path=str(tmp_path / "in" / path))), 0)
+        dataset = open_dataset(config(tmp_path, SourceConfig(path=str(tmp_path / "in" / path))), 0)
         assert (dataset.documents, dataset.batch(0)["tokens"][0, 0]) == (30, 7)
-    both = Source(path=str(tmp_path / "in"), include=("y.bin",), weight=3.0)
+    both = SourceConfig(path=str(tmp_path / "in"), include=("y.bin",), weight=3.0)
     mixed = open_dataset(config(tmp_path, both, texts), 0)
     firsts = np.concatenate([mixed.batch(step)["tokens"][:, 0] for step in range(10)])
     assert (firsts == 8).mean() == 0.75
@@ -125,7 +125,7 @@ def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: Sour
 
 def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
-    data = config(tmp_path, Source(path=str(tmp_path / "in")), validation=0.3)
+    data = config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation=0.3)
     plain, eager = open_dataset(data, 0), open_dataset(data, 0)
     eager._cold = True
     for step in range(5):
@@ -157,7 +157,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert "files of several dtypes" in error(tmp_path, stem.parent)
     os.remove(stem.with_suffix(".idx"))
     with pytest.raises(DataError, match=r"no x\.idx beside it"):
-        open_dataset(config(tmp_path, Source(path=f"{stem}.bin", format="megatron")), 0)
-    source = Source(path=str(tmp_path / "in" / "y"))
+        open_dataset(config(tmp_path, SourceConfig(path=f"{stem}.bin", format="megatron")), 0)
+    source = SourceConfig(path=str(tmp_path / "in" / "y"))
     with pytest.raises(DataError, match="holds tokens already, and no text"):
         train_tokenizer([source], 300, tmp_path / "tokenizer")

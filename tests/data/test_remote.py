@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data import open_dataset
 from jaxtrain.data.sources import list_files, remote
 from jaxtrain.errors import DataError
@@ -35,14 +35,16 @@ def put(url: str, text: str) -> None:
 
 
 def names(path: str, cache: Path, **options: object) -> list[str]:
-    return [f.name for f in list_files(Source(path=path, **options), cache)]
+    return [f.name for f in list_files(SourceConfig(path=path, **options), cache)]
 
 
 def test_the_same_order_wherever_it_lies(tmp_path: Path, url: str) -> None:
     values = {"sequence": 128, "global_batch": 4, "validation": 0.2, "cache": str(tmp_path / "cache"), "workers": 1}
     seen: list[tuple[int, int]] = []
-    sources = (Source(path=url), Source(path=str(tmp_path / "local")))
-    made, local = (open_dataset(Data(sources=(s,), **values), 3, progress=lambda *a: seen.append(a)) for s in sources)
+    sources = (SourceConfig(path=url), SourceConfig(path=str(tmp_path / "local")))
+    made, local = (
+        open_dataset(DataConfig(sources=(s,), **values), 3, progress=lambda *a: seen.append(a)) for s in sources
+    )
     assert made.fingerprint == local.fingerprint
     assert np.array_equal(made.batch(7)["tokens"], local.batch(7)["tokens"])
     size = sum(len(t) for t in TEXTS.values())
@@ -72,12 +74,12 @@ def test_copied_once_resumed_and_anew_where_it_changed(
     with pytest.raises(KeyboardInterrupt):
         names(url, tmp_path)
     monkeypatch.setattr(remote.Store, "_copy", lambda self, *a: copied.append(a[0]) or copy(self, *a))
-    files = list_files(Source(path=url), tmp_path)
+    files = list_files(SourceConfig(path=url), tmp_path)
     assert copied == sorted(TEXTS)  # each once, over both
     assert {f.name: Path(f.path).read_text() for f in files} == TEXTS
     assert not list(tmp_path.rglob("*.tmp"))
     put(f"{url}/00.txt", "texts")
-    assert Path(list_files(Source(path=url), tmp_path)[0].path).read_text() == "texts"
+    assert Path(list_files(SourceConfig(path=url), tmp_path)[0].path).read_text() == "texts"
     assert copied == [*sorted(TEXTS), "00.txt"]
 
 
@@ -95,5 +97,5 @@ def test_errors_are_one_line(tmp_path: Path, url: str, monkeypatch: pytest.Monke
         names(url, tmp_path, format="jsonl")
     (tmp_path / "remote").write_text("a file where the folder should be")
     with pytest.raises(DataError) as caught:
-        open_dataset(Data(sources=(Source(path=url),), cache=str(tmp_path)), 0)
-    assert "is data.cache writable" in str(caught.value)
+        open_dataset(DataConfig(sources=(SourceConfig(path=url),), cache=str(tmp_path)), 0)
+    assert "is data.cache_dir writable" in str(caught.value)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data import open_dataset
 from jaxtrain.data.sources import documents, list_files, plan_shards, read_shard
 from jaxtrain.errors import DataError
@@ -24,23 +24,23 @@ TEXTS = [f"document {i} é\u2028\n" * (1 + i % 5) for i in range(120)]
 
 def error(path: Path | str, **options: object) -> str:
     with pytest.raises(DataError) as caught:
-        list(documents(Source(path=str(path), **options)))
+        list(documents(SourceConfig(path=str(path), **options)))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def jsonl(folder: Path, texts: list[str]) -> Source:
+def jsonl(folder: Path, texts: list[str]) -> SourceConfig:
     folder.mkdir()
     (folder / "data.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
-def parquet(folder: Path, texts: list[str]) -> Source:
+def parquet(folder: Path, texts: list[str]) -> SourceConfig:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow (jaxtrain[data])")
     pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow (jaxtrain[data])")
     folder.mkdir()
     pq.write_table(pa.table({"text": texts}), folder / "x.parquet", row_group_size=7)
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
 def record_batches(texts: list[str | None]):
@@ -49,7 +49,7 @@ def record_batches(texts: list[str | None]):
     return pa.table({"id": range(len(texts)), "text": texts}).to_batches(max_chunksize=7)
 
 
-def arrow_stream(folder: Path, texts: list[str]) -> Source:
+def arrow_stream(folder: Path, texts: list[str]) -> SourceConfig:
     """As `datasets` leaves it after `Dataset.save_to_disk`, its own cache file included."""
     batches = record_batches(texts)
     import pyarrow as pa
@@ -63,18 +63,18 @@ def arrow_stream(folder: Path, texts: list[str]) -> Source:
                 writer.write_batch(batch)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names]}))
     (folder / "dataset_info.json").write_text("{}")
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
-def arrow_splits(folder: Path, texts: list[str]) -> Source:
+def arrow_splits(folder: Path, texts: list[str]) -> SourceConfig:
     folder.mkdir()
     arrow_stream(folder / "train", texts)
     arrow_stream(folder / "test", texts[:3])
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
-def arrow_file(folder: Path, texts: list[str]) -> Source:
+def arrow_file(folder: Path, texts: list[str]) -> SourceConfig:
     batches = record_batches(texts)
     import pyarrow as pa
 
@@ -83,7 +83,7 @@ def arrow_file(folder: Path, texts: list[str]) -> Source:
     with pa.ipc.new_file(folder / "x.feather", batches[0].schema, options=options) as writer:
         for batch in batches:
             writer.write_batch(batch)
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
 def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -92,7 +92,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def tar_of_txt(folder: Path, texts: list[str]) -> Source:
+def tar_of_txt(folder: Path, texts: list[str]) -> SourceConfig:
     """Two tars with members of other kinds, a folder and names longer than a header holds."""
     folder.mkdir()
     for half in range(2):
@@ -103,15 +103,15 @@ def tar_of_txt(folder: Path, texts: list[str]) -> Source:
                 add(tar, f"{key}.txt", texts[i].encode())
                 add(tar, f"{key}.json", b'{"text": "not this"}')
                 tar.addfile(tarfile.TarInfo(f"{i}/._{i}.txt"))
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
-def tar_of_json(folder: Path, texts: list[str]) -> Source:
+def tar_of_json(folder: Path, texts: list[str]) -> SourceConfig:
     folder.mkdir()
     with tarfile.open(folder / "x.tar.gz", "w:gz") as tar:
         for i, text in enumerate(texts):
             add(tar, f"./{i:06d}.json", json.dumps({"id": i, "text": text}).encode())
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
 def write_records(path: Path, records: list[bytes]) -> None:
@@ -124,14 +124,14 @@ def write_records(path: Path, records: list[bytes]) -> None:
     writer.close()
 
 
-def records_of_text(folder: Path, texts: list[str]) -> Source:
+def records_of_text(folder: Path, texts: list[str]) -> SourceConfig:
     write_records(folder / "x.arrayrecord", [t.encode() for t in texts])
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
-def records_of_json(folder: Path, texts: list[str]) -> Source:
+def records_of_json(folder: Path, texts: list[str]) -> SourceConfig:
     write_records(folder / "x.array_record", [json.dumps({"id": 1, "text": t}).encode() for t in texts])
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
 def message(number: int, data: bytes) -> bytes:
@@ -142,18 +142,18 @@ def message(number: int, data: bytes) -> bytes:
     return bytes([number * 8 + 2]) + length + bytes([size]) + data
 
 
-def records_of_examples(folder: Path, texts: list[str]) -> Source:
+def records_of_examples(folder: Path, texts: list[str]) -> SourceConfig:
     def entry(name: str, feature: bytes) -> bytes:
         return message(1, message(1, name.encode()) + message(2, feature))
 
     numbers = entry("id", message(3, message(1, bytes([150, 1]))))  # an Int64List, packed
     made = [message(1, numbers + entry("text", message(1, message(1, t.encode())))) for t in texts]
     write_records(folder / "x.arrayrecord", made)
-    return Source(path=str(folder))
+    return SourceConfig(path=str(folder))
 
 
 CUT = [parquet, arrow_stream, arrow_splits, arrow_file]  # at every seventh row
-WRITERS: list[Callable[[Path, list[str]], Source]] = [
+WRITERS: list[Callable[[Path, list[str]], SourceConfig]] = [
     *CUT,
     tar_of_txt,
     tar_of_json,
@@ -164,21 +164,25 @@ WRITERS: list[Callable[[Path, list[str]], Source]] = [
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda w: w.__name__)
-def test_the_same_documents_give_the_same_order(tmp_path: Path, write: Callable[[Path, list[str]], Source]) -> None:
+def test_the_same_documents_give_the_same_order(
+    tmp_path: Path, write: Callable[[Path, list[str]], SourceConfig]
+) -> None:
     sources = (jsonl(tmp_path / "reference", TEXTS), write(tmp_path / "made", TEXTS))
     values = {"sequence": 128, "global_batch": 4, "validation": 0.0, "cache": str(tmp_path / "cache"), "workers": 1}
-    reference, made = (open_dataset(Data(sources=(s,), **values), seed=3) for s in sources)
+    reference, made = (open_dataset(DataConfig(sources=(s,), **values), seed=3) for s in sources)
     assert made.documents == len(TEXTS)
     assert [made.splits[0].document(i).tolist() for i in range(120)] == [[*t.encode(), 256] for t in TEXTS]
     for step in (0, 1, 7, 1000):
         batch, expected = made.batch(step), reference.batch(step)
         assert all(np.array_equal(batch[k], expected[k]) for k in expected)
-    again = open_dataset(Data(sources=(sources[1],), **values), seed=3)
+    again = open_dataset(DataConfig(sources=(sources[1],), **values), seed=3)
     assert again.fingerprint == made.fingerprint
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda w: w.__name__)
-def test_spans_of_any_size_give_the_same_documents(tmp_path: Path, write: Callable[[Path, list[str]], Source]) -> None:
+def test_spans_of_any_size_give_the_same_documents(
+    tmp_path: Path, write: Callable[[Path, list[str]], SourceConfig]
+) -> None:
     source = write(tmp_path / "made", TEXTS)
     whole = [(d.name, d.text) for d in documents(source)]
     assert [text for _, text in whole] == TEXTS
@@ -197,9 +201,9 @@ def test_what_datasets_writes_is_read(tmp_path: Path) -> None:
     made.save_to_disk(tmp_path / "one", num_shards=3)
     chosen = made.filter(lambda row: row["id"] % 2 == 0).shuffle(seed=0)
     datasets.DatasetDict({"train": made, "held": chosen}).save_to_disk(tmp_path / "splits")
-    assert [d.text for d in documents(Source(path=str(tmp_path / "one")))] == TEXTS
-    assert [d.text for d in documents(Source(path=str(tmp_path / "splits")))] == TEXTS
-    held = documents(Source(path=str(tmp_path / "splits" / "held")))
+    assert [d.text for d in documents(SourceConfig(path=str(tmp_path / "one")))] == TEXTS
+    assert [d.text for d in documents(SourceConfig(path=str(tmp_path / "splits")))] == TEXTS
+    held = documents(SourceConfig(path=str(tmp_path / "splits" / "held")))
     assert [d.text for d in held] == datasets.load_from_disk(tmp_path / "splits")["held"]["text"]
 
 
@@ -208,7 +212,7 @@ def test_names_and_rows_of_arrow(tmp_path: Path) -> None:
     names = [d.name for d in documents(source)]
     assert names[0] == "train/data-00000-of-00002.arrow:0"
     assert names[-1] == f"train/data-00001-of-00002.arrow:{len(TEXTS) - 9 * 7 - 1}"
-    assert len(list(documents(Source(path=f"{source.path}/test")))) == 3
+    assert len(list(documents(SourceConfig(path=f"{source.path}/test")))) == 3
     (tmp_path / "made" / "dataset_dict.json").write_text('{"splits": ["test", "other"]}')
     assert "no split `train`; give the folder of a split (has test, other)" in error(source.path)
 
@@ -238,7 +242,7 @@ def test_nulls_of_arrow_are_no_documents(tmp_path: Path) -> None:
     with pa.ipc.new_stream(tmp_path / "x.arrow", batches[0].schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-    assert {d.name: d.text for d in documents(Source(path=str(tmp_path)))} == {"x.arrow:0": "a", "x.arrow:3": "b"}
+    assert {d.name: d.text for d in documents(SourceConfig(path=str(tmp_path)))} == {"x.arrow:0": "a", "x.arrow:3": "b"}
 
 
 def test_names_and_members_of_tars(tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ def test_names_and_members_of_tars(tmp_path: Path) -> None:
         add(tar, "b/9.json", b'{"body": "last body"}')
 
     def read(field: str) -> dict[str, str]:
-        return {d.name: d.text for d in documents(Source(path=str(tmp_path), field=field))}
+        return {d.name: d.text for d in documents(SourceConfig(path=str(tmp_path), field=field))}
 
     assert read("md") == {"x.tar:a/0": "md 0", "x.tar:a/1": "md 1", "x.tar:a/2": "md 2", "x.tar:b/9": "last"}
     assert list(read("body").values()) == ["body 0", "body 1", "body 2", "last body"]
@@ -312,12 +316,12 @@ def test_a_dataset_of_the_hub_is_read_from_the_librarys_cache(tmp_path: Path, mo
         return real(str(tmp_path / "hub"), split="train", cache_dir=str(tmp_path / "library"))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert [d.text for d in documents(Source(path="hf://owner/name.x"))] == TEXTS
-    assert [d.text for d in documents(Source(path="hf://owner/name/config:held"))] == TEXTS
+    assert [d.text for d in documents(SourceConfig(path="hf://owner/name.x"))] == TEXTS
+    assert [d.text for d in documents(SourceConfig(path="hf://owner/name/config:held"))] == TEXTS
     assert asked == [("owner/name.x", None, "train"), ("owner/name", "config", "held")]
     values = {"sequence": 128, "global_batch": 4, "validation": 0.0, "cache": str(tmp_path / "cache"), "workers": 1}
-    sources = (Source(path="hf://owner/name"), Source(path=str(tmp_path / "hub")))
-    made, reference = (open_dataset(Data(sources=(s,), **values), seed=3) for s in sources)
+    sources = (SourceConfig(path="hf://owner/name"), SourceConfig(path=str(tmp_path / "hub")))
+    made, reference = (open_dataset(DataConfig(sources=(s,), **values), seed=3) for s in sources)
     assert np.array_equal(made.batch(5)["tokens"], reference.batch(5)["tokens"])
 
 
@@ -327,7 +331,7 @@ def test_the_hub_through_a_library_of_ones_own(tmp_path: Path, monkeypatch: pyte
     files = [{"filename": str(folder / f"data-{i:05d}-of-00002.arrow")} for i in (1, 0)]
     library = types.SimpleNamespace(load_dataset=lambda *a, split: types.SimpleNamespace(cache_files=files))
     monkeypatch.setitem(sys.modules, "datasets", library)
-    assert [d.text for d in documents(Source(path="hf://owner/name"))] == TEXTS
+    assert [d.text for d in documents(SourceConfig(path="hf://owner/name"))] == TEXTS
     library.load_dataset = lambda *a, split: types.SimpleNamespace(cache_files=[])
     assert "hf://owner/name: holds no rows" in error("hf://owner/name")
 

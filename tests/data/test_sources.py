@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.sources import documents, list_files, plan_shards, read_shard, split_of
 from jaxtrain.data.token_cache import content_hash
 from jaxtrain.data.token_cache.content_hash import hash_files
@@ -20,7 +20,7 @@ from jaxtrain.io.packages import require
 
 
 def read(path: Path | str, **options: object) -> dict[str, str]:
-    return {d.name: d.text for d in documents(Source(path=str(path), **options))}
+    return {d.name: d.text for d in documents(SourceConfig(path=str(path), **options))}
 
 
 def error(path: Path | str, **options: object) -> str:
@@ -57,7 +57,7 @@ def test_folder_of_text(tmp_path: Path) -> None:
 
 
 def test_standard_library() -> None:
-    files = list_files(Source())
+    files = list_files(SourceConfig())
     names = [f.name for f in files]
     assert "json/decoder.py" in names
     assert names == sorted(names)
@@ -88,7 +88,7 @@ def test_jsonl_is_cut_without_loss(tmp_path: Path, target: int, final: str) -> N
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines(40)) + final)
     whole = read(path)
-    shards = plan_shards(list_files(Source(path=str(path))), target)
+    shards = plan_shards(list_files(SourceConfig(path=str(path))), target)
     assert len(shards) > 1 or target == 10_000
     cut = [(d.name, d.text) for shard in shards for d in read_shard(shard, "text")]
     assert cut == list(whole.items())
@@ -101,7 +101,7 @@ def test_parquet(tmp_path: Path) -> None:
     texts = [None if i % 7 == 3 else f"row {i}" for i in range(100)]
     table = pa.table({"id": range(100), "body": texts})
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=30)
-    source = Source(path=str(tmp_path), field="body")
+    source = SourceConfig(path=str(tmp_path), field="body")
     expected = [(f"x.parquet:{i}", t) for i, t in enumerate(texts) if t]
     for target in (1, 400, 1 << 20):
         shards = plan_shards(list_files(source), target)
@@ -173,7 +173,7 @@ def test_content_hashes_follow_the_content(tmp_path: Path) -> None:
     folder.mkdir()
     for name in "ab":
         (folder / f"{name}.txt").write_text(name * 10)
-    files = list_files(Source(path=str(folder)))
+    files = list_files(SourceConfig(path=str(folder)))
     first = [h for h, _ in hash_files(files, memory)]
     assert len(set(first)) == 2
     memory.write_text("{broken")
@@ -186,7 +186,7 @@ def test_content_hashes_follow_the_content(tmp_path: Path) -> None:
 def test_content_hashes_are_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, memory = tmp_path / "a.txt", tmp_path / "memory.json"
     path.write_text("a" * 10)
-    files = list_files(Source(path=str(path)))
+    files = list_files(SourceConfig(path=str(path)))
     first = hash_files(files, memory)
     assert json.loads(memory.read_text()) == {}  # too young: it could change again within a clock tick
     monkeypatch.setattr(content_hash, "SETTLED", -60.0)

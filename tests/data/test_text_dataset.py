@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data import DataError, TextDataset, open_dataset, open_datasets
 from jaxtrain.data.sources import split_of
 from jaxtrain.data.token_cache import build
@@ -30,10 +30,10 @@ def write_texts(folder: Path, count: int, seed: int, longest: int = 400) -> dict
     return texts
 
 
-def config(tmp_path: Path, *folders: Path, **changes: object) -> Data:
-    sources = changes.pop("sources", None) or tuple(Source(path=str(f)) for f in folders)
+def config(tmp_path: Path, *folders: Path, **changes: object) -> DataConfig:
+    sources = changes.pop("sources", None) or tuple(SourceConfig(path=str(f)) for f in folders)
     values = {"sequence": 128, "global_batch": 4, "validation": 0.2, "cache": str(tmp_path / "cache"), "workers": 1}
-    return Data(sources=sources, **{**values, **changes})
+    return DataConfig(sources=sources, **{**values, **changes})
 
 
 def pieces_of(batch: dict[str, np.ndarray]) -> list[tuple[list[int], list[int], list[float]]]:
@@ -114,7 +114,10 @@ def test_a_flipped_token_would_be_noticed(tmp_path: Path) -> None:
 def test_pure_in_seed_and_step_and_rows(tmp_path: Path) -> None:
     write_texts(tmp_path / "a", 60, 0)
     write_texts(tmp_path / "b", 40, 1)
-    sources = (Source(path=str(tmp_path / "a"), weight=2.0), Source(path=str(tmp_path / "b"), weight={5: 3.0, 9: 0.0}))
+    sources = (
+        SourceConfig(path=str(tmp_path / "a"), weight=2.0),
+        SourceConfig(path=str(tmp_path / "b"), weight={5: 3.0, 9: 0.0}),
+    )
     data = config(tmp_path, sources=sources, global_batch=6)
     dataset, fresh = open_dataset(data, 1), open_dataset(data, 1)
     other = open_dataset(data, 2)
@@ -138,7 +141,10 @@ def test_mixture_weights_decide_the_source_of_rows(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for i in range(40):
             (tmp_path / name / f"{i}.txt").write_text(letter * 50)
-    sources = (Source(path=str(tmp_path / "a"), weight=3.0), Source(path=str(tmp_path / "b"), weight={10: 0.0}))
+    sources = (
+        SourceConfig(path=str(tmp_path / "a"), weight=3.0),
+        SourceConfig(path=str(tmp_path / "b"), weight={10: 0.0}),
+    )
     dataset = open_dataset(config(tmp_path, sources=sources), 0)
 
     def share(steps: range) -> float:
@@ -225,13 +231,13 @@ def test_entropy_of_a_mixture_is_that_of_the_mixed_tokens(tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         for i in range(40):
             (tmp_path / name / f"{i}.txt").write_text(name * 99)  # and the eos: one in a hundred
-    two = [Source(path=str(tmp_path / n)) for n in "ab"]
+    two = [SourceConfig(path=str(tmp_path / n)) for n in "ab"]
     dataset = open_dataset(config(tmp_path, sources=tuple(two)), 0)
     assert dataset.unigram_entropy == pytest.approx(entropy([0.495, 0.495, 0.01]), rel=1e-12)
     weighted = [
-        Source(path=str(tmp_path / "a"), weight={0: 3.0, 7: 9.0}),
-        Source(path=str(tmp_path / "b"), weight={0: 1.0}),
-        Source(path=str(tmp_path / "c"), weight={0: 0.0, 7: 1.0}),
+        SourceConfig(path=str(tmp_path / "a"), weight={0: 3.0, 7: 9.0}),
+        SourceConfig(path=str(tmp_path / "b"), weight={0: 1.0}),
+        SourceConfig(path=str(tmp_path / "c"), weight={0: 0.0, 7: 1.0}),
     ]
     dataset = open_dataset(config(tmp_path, sources=tuple(weighted)), 0)
     assert dataset.unigram_entropy == pytest.approx(entropy([0.99 * 0.75, 0.99 * 0.25, 0.01]), rel=1e-12)
@@ -244,9 +250,9 @@ def test_entropy_of_a_mixture_is_that_of_the_mixed_tokens(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("split", "validation", "right"),
     [
-        ("validation", 1e-9, "set data.validation=0, or give more documents"),
-        ("validation", 0.0, "set data.validation above 0"),
-        ("train", 0.999999, "set a smaller data.validation, or give more documents"),
+        ("validation", 1e-9, "set data.validation_fraction=0, or give more documents"),
+        ("validation", 0.0, "set data.validation_fraction above 0"),
+        ("train", 0.999999, "set a smaller data.validation_fraction, or give more documents"),
     ],
 )
 def test_an_empty_split_is_an_error_that_says_what_would_be_right(
@@ -255,7 +261,7 @@ def test_an_empty_split_is_an_error_that_says_what_would_be_right(
     write_texts(tmp_path / "a", 1, 0)
     with pytest.raises(DataError) as caught:
         open_dataset(config(tmp_path, tmp_path / "a", validation=validation), 0, split)
-    found = f"none of its 1 documents is in the {split} split (data.validation is {validation:g})"
+    found = f"none of its 1 documents is in the {split} split (data.validation_fraction is {validation:g})"
     assert str(caught.value) == f"{tmp_path / 'a'}: {found}; {right}"
 
 
@@ -294,10 +300,10 @@ class Empty: pass
 def test_user_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user_squares.py").write_text(USER)
     monkeypatch.syspath_prepend(tmp_path)
-    dataset = open_dataset(Data(type="user_squares:Squares", options={"power": 3}, global_batch=2), 7, "train")
+    dataset = open_dataset(DataConfig(type="user_squares:Squares", options={"power": 3}, global_batch=2), 7, "train")
     assert dataset.seed == 7
     assert dataset.batch(1)["y"].tolist() == [8, 27]
-    both = open_datasets(Data(type="user_squares:Squares", validation=0.0), 7)
+    both = open_datasets(DataConfig(type="user_squares:Squares", validation=0.0), 7)
     assert [d.split for d in both] == ["train", "validation"]
     sys.modules.pop("user_squares")
 
@@ -316,7 +322,7 @@ def test_user_class_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
     (tmp_path / "user_squares.py").write_text(USER)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message) as caught:
-        open_dataset(Data(type=kind, options={"base": 2}), 0)
+        open_dataset(DataConfig(type=kind, options={"base": 2}), 0)
     assert "\n" not in str(caught.value)
     sys.modules.pop("user_squares", None)
 
@@ -325,4 +331,4 @@ def test_faults_inside_the_users_module_are_left_alone(tmp_path: Path, monkeypat
     (tmp_path / "user_faulty.py").write_text("import no_such_dependency_x")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency_x"):
-        open_dataset(Data(type="user_faulty:A"), 0)
+        open_dataset(DataConfig(type="user_faulty:A"), 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data import DataError, build, build_cache, open_cache, open_dataset, unigram_entropy
 from jaxtrain.data.sources import documents, split_of
 from jaxtrain.data.tokenizer import ByteTokenizer, train_bpe
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def make(corpus: Path, root: Path, workers: int = 1, tokenizer: str = "bytes", **options: object):
-    return build_cache(Source(path=str(corpus)), tokenizer, 0.1, root, workers, **options)
+    return build_cache(SourceConfig(path=str(corpus)), tokenizer, 0.1, root, workers, **options)
 
 
 def test_holds_the_documents(corpus: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_holds_the_documents(corpus: Path, tmp_path: Path) -> None:
     assert len(list(cache.folder.glob("*.count"))) >= 5
     encoder = ByteTokenizer()
     for name, split in (("train", cache.train), ("validation", cache.validation)):
-        texts = [d.text for d in documents(Source(path=str(corpus))) if split_of(d.name, 0.1) == name]
+        texts = [d.text for d in documents(SourceConfig(path=str(corpus))) if split_of(d.name, 0.1) == name]
         assert split.documents == len(texts) > 10
         assert split.tokens == sum(len(t) + 1 for t in texts)
         assert split.text_bytes == sum(len(t.encode()) for t in texts)
@@ -135,7 +135,7 @@ def test_killed_and_resumed_with_other_workers_gives_equal_bytes(corpus: Path, t
 
 
 def test_damage_is_named_and_repaired(corpus: Path, tmp_path: Path) -> None:
-    data = Data(sources=(Source(path=str(corpus)),), cache=str(tmp_path), workers=1, validation=0.1)
+    data = DataConfig(sources=(SourceConfig(path=str(corpus)),), cache=str(tmp_path), workers=1, validation=0.1)
     folder = open_dataset(data, 0).splits[0].folder
     whole = contents(folder)
 
@@ -186,7 +186,7 @@ def test_errors_in_workers_reach_the_caller(tmp_path: Path) -> None:
     (folder / "data.jsonl").write_text("\n".join(rows))
     for workers in (1, 2):
         with pytest.raises(DataError, match=r"data\.jsonl:1501: field `text` is not text"):
-            build_cache(Source(path=str(folder)), "bytes", 0.1, tmp_path / "root", workers, shard_bytes=20_000)
+            build_cache(SourceConfig(path=str(folder)), "bytes", 0.1, tmp_path / "root", workers, shard_bytes=20_000)
 
 
 def test_a_file_changed_during_the_build_is_refused(tmp_path: Path) -> None:
@@ -223,28 +223,32 @@ def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_key_follows_all_that_matters(corpus: Path, tokenizer: str, tmp_path: Path) -> None:
-    source = Source(path=str(corpus))
+    source = SourceConfig(path=str(corpus))
     folders = {
         build_cache(source, "bytes", 0.1, tmp_path, 1).folder,
         build_cache(source, "bytes", 0.2, tmp_path, 1).folder,
-        build_cache(Source(path=str(corpus), include=("00*.txt",)), "bytes", 0.1, tmp_path, 1).folder,
-        build_cache(Source(path=str(corpus), include=("00*.txt",)), tokenizer, 0.1, tmp_path, 1).folder,
+        build_cache(SourceConfig(path=str(corpus), include=("00*.txt",)), "bytes", 0.1, tmp_path, 1).folder,
+        build_cache(SourceConfig(path=str(corpus), include=("00*.txt",)), tokenizer, 0.1, tmp_path, 1).folder,
     }
     assert len(folders) == 4
     moved = tmp_path / "moved"
     moved.mkdir()
     for p in corpus.iterdir():
         os.link(p, moved / p.name)
-    elsewhere = build_cache(Source(path=str(moved)), "bytes", 0.1, tmp_path, 1)  # the same content at another path
+    elsewhere = build_cache(
+        SourceConfig(path=str(moved)), "bytes", 0.1, tmp_path, 1
+    )  # the same content at another path
     assert elsewhere.key == build_cache(source, "bytes", 0.1, tmp_path, 1).key
 
 
 def test_build_reports(corpus: Path, tmp_path: Path) -> None:
-    data = Data(sources=(Source(path=str(corpus)), Source(path=str(corpus), include=("0*",))), cache=str(tmp_path))
+    data = DataConfig(
+        sources=(SourceConfig(path=str(corpus)), SourceConfig(path=str(corpus), include=("0*",))), cache=str(tmp_path)
+    )
     first, second = build(data)
     assert first.path.is_dir()
     assert sum(first.documents.values()) == 300
     assert sum(second.documents.values()) == 100
     assert first.bytes == 2 * sum(first.tokens.values())
     with pytest.raises(DataError, match="without documents to tokenize"):
-        build(Data(type="a.b:C"))
+        build(DataConfig(type="a.b:C"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data import prepare
 from jaxtrain.data.prepare import train_tokenizer
 from jaxtrain.data.tokenizer import EOS, ByteTokenizer, load_tokenizer, smallest_dtype, train_bpe
@@ -121,7 +121,7 @@ def test_train_tokenizer_reads_a_source_and_leaves_validation_out(tmp_path: Path
     for i in range(30):
         (tmp_path / "in" / f"{i}.txt").write_text(TEXTS[i % 3])
     seen: list[tuple[int, int]] = []
-    source = Source(path=str(tmp_path / "in"))
+    source = SourceConfig(path=str(tmp_path / "in"))
     result = train_tokenizer([source], 300, tmp_path / "out", lambda d, n: seen.append((d, n)), validation=0.3)
     assert result.path == tmp_path / "out" / "tokenizer.json"
     assert 10 < result.documents < 30
@@ -141,7 +141,7 @@ def test_train_tokenizer_reads_all_sources_in_turn(tmp_path: Path, monkeypatch: 
     read: list[str] = []
     real = prepare.train_bpe
     monkeypatch.setattr(prepare, "train_bpe", lambda texts, *a: real((read.append(t[:2]) or t for t in texts), *a))
-    sources = [Source(path=str(tmp_path / n)) for n in "abc"]
+    sources = [SourceConfig(path=str(tmp_path / n)) for n in "abc"]
     seen: list[tuple[int, int]] = []
     result = train_tokenizer(sources, 270, tmp_path / "out", lambda d, n: seen.append((d, n)), validation=0.0)
     assert read == ["ap", "bp", "cp", "aq", "bq", "br", "bs"]
@@ -157,13 +157,13 @@ def test_train_tokenizer_without_documents_writes_nothing(tmp_path: Path) -> Non
     pytest.importorskip("tokenizers", reason="needs jaxtrain[data]")
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"empty\.txt: no documents to train a tokenizer on$"):
-        train_tokenizer([Source(path=str(tmp_path / "empty.txt"))], 300, tmp_path / "out")
+        train_tokenizer([SourceConfig(path=str(tmp_path / "empty.txt"))], 300, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_users_own_data_has_no_tokenizer() -> None:
     with pytest.raises(DataError, match=r"^data\.type: `a\.b:C` is a class of its own.*only `text`") as caught:
-        prepare.text_sources(Data(type="a.b:C"))
+        prepare.text_sources(DataConfig(type="a.b:C"))
     assert "\n" not in str(caught.value)
-    data = Data()
+    data = DataConfig()
     assert prepare.text_sources(data) == data.sources

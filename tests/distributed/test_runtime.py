@@ -20,7 +20,8 @@ from jaxtrain.distributed.runtime import start
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 for folder in sys.argv[2:]:
-    start(Config(simulate=int(sys.argv[1]), compile_cache=folder))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    start(Config(simulate=int(sys.argv[1])))
     jax.jit(lambda x: x @ x)(jnp.ones((4, 4)))
 """
 

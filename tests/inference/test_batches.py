@@ -15,7 +15,7 @@ from jaxtrain.models.definition import define, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 1, 4, 1, 5], [9], list(range(20, 41)), [2, 7, 1, 8])]
-MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "init_std": 0.3, "window": 6}
+MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "init_std": 0.3, "sliding_window": 6}
 
 
 def columns(generator: Generator, params, prompts, tokens: int, **options) -> list[list[int]]:
@@ -40,7 +40,7 @@ def test_each_prompt_goes_on_as_it_would_alone(alone):
 
 
 def test_no_prompt_goes_past_the_last_learned_position():
-    learned = {"rope_scaling": {"type": "learned", "original_length": 30}}
+    learned = {"learned_positions": 30}
     cfg = Config(model=MODEL | learned, precision="fp32")
     definition = define(cfg, make_env(cfg, Sharder()), 128)
     generator, params = Generator(definition, 120, temperature=0), jax.jit(definition.init)(jax.random.key(3))

@@ -15,7 +15,15 @@ from jaxtrain.inference.runs import _text
 
 TEXT = "the quick brown fox runs over the lazy dog and then it sleeps on a red mat in the house "
 PROMPTS = ["the cat", "a", "dogs and cats run over the house", "why not"]
-GREEDY = ["--tokens", "8", "--temperature", "0", "--simulate", "8", "precision=fp32", "compile_cache=null"]
+GREEDY = [
+    "--tokens",
+    "8",
+    "--temperature",
+    "0",
+    "--simulate",
+    "8",
+    "precision=fp32",
+]
 
 
 def with_bos(source: Path, target: Path, post_processor: bool, asked: bool) -> Path:

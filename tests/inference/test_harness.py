@@ -24,7 +24,12 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval (jaxtrain[lm-eval
 pytest.importorskip("transformers", reason="needs transformers, the peer (jaxtrain[peer])")
 pytest.importorskip("accelerate", reason="needs accelerate, which the harness's own backend imports")
 
-LAYOUT = ["layout=fsdp_tp", "mesh.model=2", "simulate=8", "precision=fp32", "compile_cache=null"]
+LAYOUT = [
+    "layout=fsdp_tp",
+    "mesh.model=2",
+    "simulate=8",
+    "precision=fp32",
+]
 QUESTIONS = ["the cat sat on", "a longer question about the red house and", "why", "dogs and cats run"]
 TEXT = "the quick brown fox runs over the lazy dog and then it sleeps on a red mat in the house "
 TASKS = {

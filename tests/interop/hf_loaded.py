@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.config import Config
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.inference.generate import Generator
 from jaxtrain.interop import config_json
 from jaxtrain.interop.families import Family
@@ -24,7 +24,7 @@ from jaxtrain.nn.env import Env
 def opened(folder: Path) -> tuple[Config, Family, Definition, Any]:
     """Config, family, definition and loaded parameters."""
     family, section = config_json.opened(folder)
-    config = Config(model=Model.model_validate(section), precision="fp32")
+    config = Config(model=ModelConfig.model_validate(section), precision="fp32")
     definition = define(config, Env(), section["vocab"])
     place = SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), definition.params)

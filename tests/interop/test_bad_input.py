@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("safetensors", reason="needs safetensors (jaxtrain[test])")
 
 from jaxtrain.cli.main import main
-from jaxtrain.config.schema import Model, Moe, RopeScaling
+from jaxtrain.config.schema import ModelConfig, MoeConfig, RopeScalingConfig
 from jaxtrain.errors import ModelConfigError, ModelFileError
 from jaxtrain.interop.config_json import choose, decode, encode
 from jaxtrain.interop.families import FAMILIES
@@ -186,41 +186,41 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
     ("options", "expected"),
     [
         ({}, "llama"),
-        ({"mlp_bias": True, "rope_scaling": RopeScaling(type="llama3", factor=8.0)}, "llama"),
+        ({"mlp_bias": True, "rope_scaling": RopeScalingConfig(type="llama3", factor=8.0)}, "llama"),
         ({"window": 4}, "mistral"),
         ({"attention_bias": True}, "qwen2"),
         ({"attention_bias": True, "window": 4, "window_every": 3}, "qwen2"),
-        ({"qk_norm": True}, "qwen3"),
-        ({"moe": Moe(experts=4, mlp=6)}, "mixtral"),
-        ({"moe": Moe(experts=4), "qk_norm": True}, "qwen3_moe"),
-        ({"norm_offset": True, "post_norm": True, "embed_scale": True, "activation": "geglu"}, "gemma2"),
+        ({"qk_norm": "per_head"}, "qwen3"),
+        ({"moe": MoeConfig(experts=4, mlp=6)}, "mixtral"),
+        ({"moe": MoeConfig(experts=4), "qk_norm": "per_head"}, "qwen3_moe"),
+        ({"norm": "gemma_rmsnorm", "norm_placement": "sandwich", "embed_scale": True, "activation": "geglu"}, "gemma2"),
         (
             {
-                "norm_offset": True,
-                "post_norm": True,
+                "norm": "gemma_rmsnorm",
+                "norm_placement": "sandwich",
                 "embed_scale": 8**0.5,
                 "activation": "geglu",
-                "qk_norm": True,
+                "qk_norm": "per_head",
                 "window": 4,
                 "window_every": 3,
                 "window_theta": 50.0,
-                "rope_scaling": RopeScaling(factor=2.0),
+                "rope_scaling": RopeScalingConfig(factor=2.0),
             },
             "gemma3_text",
         ),
-        ({"qk_norm": "whole", "post_norm": "only"}, "olmo2"),
+        ({"qk_norm": "full", "norm_placement": "post"}, "olmo2"),
         ({"residual_scale": 0.3, "logits_divisor": 3.0, "embed_scale": 5.0}, "granite"),
         (
-            {"norm_offset": "layer", "activation": "gelu", "rope_scaling": RopeScaling(type="learned"), **BIASES},
+            {"norm": "layernorm", "activation": "gelu", "rope_scaling": RopeScalingConfig(type="learned"), **BIASES},
             "gpt2",
         ),
     ],
 )
 def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
-    wanted = Model(**SIZES, **options)
+    wanted = ModelConfig(**SIZES, **options)
     family, config = choose(wanted, 31, None, None)
     assert family.name == expected
-    again = Model.model_validate(decode(json.loads(json.dumps(config)), "")[1])
+    again = ModelConfig.model_validate(decode(json.loads(json.dumps(config)), "")[1])
     assert choose(again, 31, expected, config)[1] == config
 
 
@@ -228,25 +228,29 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
     ("options", "family", "words"),
     [
         ({"activation": "gelu"}, None, 'activation "gelu"'),
-        ({"qk_norm": True, "mlp_bias": True}, None, "no llama has model.qk_norm true"),
-        ({"moe": Moe(bias_rate=0.01)}, None, "moe.bias_rate 0.01"),
-        ({"moe": Moe(shared=1)}, None, "moe.shared 1"),
+        ({"qk_norm": "per_head", "mlp_bias": True}, None, "no llama has model.qk_norm true"),
+        ({"moe": MoeConfig(bias_rate=0.01)}, None, "moe.bias_update_rate 0.01"),
+        ({"moe": MoeConfig(shared=1)}, None, "moe.shared_experts 1"),
         ({"attention_bias": True}, "llama", "model.output_bias false"),
-        ({"rope_scaling": RopeScaling(factor=2.0)}, "phi3", "model.rope_scaling.type linear"),
+        ({"rope_scaling": RopeScalingConfig(factor=2.0)}, "phi3", "model.rope_scaling.type linear"),
         ({}, "mixtral", "moe"),
         ({"window": 3, "window_every": 2}, "mistral", "window_every 2"),
-        ({"qk_norm": "whole", "residual_scale": 0.5}, "olmo2", "model.residual_scale 0.5"),
-        ({"window": 3, "window_theta": 7.0}, "mistral", "model.window_theta 7.0"),
-        ({"window": 3, "rope_scaling": RopeScaling(factor=2.0)}, "gemma3_text", "model.window_theta nothing"),
+        ({"qk_norm": "full", "residual_scale": 0.5}, "olmo2", "model.residual_multiplier 0.5"),
+        ({"window": 3, "window_theta": 7.0}, "mistral", "model.sliding_window_rope_theta 7.0"),
+        (
+            {"window": 3, "rope_scaling": RopeScalingConfig(factor=2.0)},
+            "gemma3_text",
+            "model.sliding_window_rope_theta nothing",
+        ),
         ({}, "gpt2", "model.rope_scaling.type default"),
-        ({"rope_scaling": RopeScaling(type="learned")}, "llama", "model.rope_scaling.type learned"),
-        ({"norm_offset": "layer"}, None, 'no llama has model.norm_offset "layer"'),
-        ({"rope_scaling": RopeScaling(type="learned"), "window": 3}, "gpt2", "model.window 3"),
+        ({"rope_scaling": RopeScalingConfig(type="learned")}, "llama", "model.rope_scaling.type learned"),
+        ({"norm": "layernorm"}, None, 'no llama has model.norm_offset "layer"'),
+        ({"rope_scaling": RopeScalingConfig(type="learned"), "window": 3}, "gpt2", "model.sliding_window 3"),
     ],
 )
 def test_what_no_architecture_has_is_named(options, family, words):
     with pytest.raises(ModelConfigError) as error:
-        choose(Model(**SIZES, **options), 31, family, None)
+        choose(ModelConfig(**SIZES, **options), 31, family, None)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -282,5 +286,5 @@ def test_a_header_that_lies_is_refused(tmp_path):
 
 def test_encode_keeps_token_ids():
     before = {**LLAMA, "eos_token_id": [7, 8], "bos_token_id": 3}
-    config = encode(Model.model_validate(decode(before, "")[1]), 31, FAMILIES["llama"], before)
+    config = encode(ModelConfig.model_validate(decode(before, "")[1]), 31, FAMILIES["llama"], before)
     assert (config["eos_token_id"], config["bos_token_id"]) == ([7, 8], 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.interop.config_json import decode
 from jaxtrain.models.decoder_params import parameter_count
 
@@ -47,7 +47,7 @@ KNOWN = {
         {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8),
          "num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0,
          "router_aux_loss_coef": 0.02, "sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
-        {"moe.top_k": 2, "moe.normalize": True, "rope_theta": 1e6, "window": None},
+        {"moe.top_k": 2, "moe.normalize_gates": True, "rope_theta": 1e6, "window": None},
     ),
     "Qwen 2.5 7B": (
         7_615_616_512,
@@ -61,7 +61,7 @@ KNOWN = {
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **sizes(151936, 4096, 12288, 36, 32, 8),
          "attention_bias": False, "head_dim": 128, "max_window_layers": 36, "rope_scaling": None,
          "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False},
-        {"qk_norm": True, "rope_theta": 1e6},
+        {"qk_norm": "per_head", "rope_theta": 1e6},
     ),
     "Qwen 3 30B A3B": (
         30_532_122_624,
@@ -70,7 +70,7 @@ KNOWN = {
          "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
          "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
          "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "attention_bias": False},
-        {"moe.normalize": True, "moe.experts": 128, "moe.mlp": 768},
+        {"moe.normalize_gates": True, "moe.num_experts": 128, "moe.mlp": 768},
     ),
     "Gemma 2 9B": (
         9_241_705_984,
@@ -87,14 +87,14 @@ KNOWN = {
          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
          "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
          "sliding_window_pattern": 6},
-        {"window": 512, "window_every": 6, "window_theta": 1e4, "rope_theta": 1e6, "qk_norm": True},
+        {"window": 512, "window_every": 6, "window_theta": 1e4, "rope_theta": 1e6, "qk_norm": "per_head"},
     ),
     "OLMo 2 7B": (
         7_298_617_344,
         {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], **sizes(100352, 4096, 11008, 32, 32, 32),
          "attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": None,
          "rope_theta": 500000, "tie_word_embeddings": False},
-        {"qk_norm": "whole", "post_norm": "only", "norm_epsilon": 1e-6},
+        {"qk_norm": "full", "norm_placement": "post", "norm_epsilon": 1e-6},
     ),
     "Granite 3.0 2B": (
         2_533_531_648,
@@ -121,7 +121,7 @@ KNOWN = {
          "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
          "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
          "vocab_size": 50257},
-        {"positions": 1024, "mlp": 3072, "norm_offset": "layer", "tie_embeddings": True, "activation": "gelu"},
+        {"positions": 1024, "mlp": 3072, "norm": "layernorm", "tie_embeddings": True, "activation": "gelu"},
     ),
     "GPT-2 XL": (
         1_557_611_200,
@@ -137,7 +137,7 @@ KNOWN = {
 def test_parameters_and_options(name: str):
     count, config, expected = KNOWN[name]
     _, section = decode(config, name)
-    model = Model.model_validate(section)
+    model = ModelConfig.model_validate(section)
     assert parameter_count(model, section["vocab"]) == count
     for key, value in expected.items():
         found: Any = model

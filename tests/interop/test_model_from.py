@@ -14,7 +14,7 @@ from jaxtrain import load
 from jaxtrain.api import train
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.core.resolve import resolve
 from jaxtrain.interop.config_json import encode
 from jaxtrain.interop.families import FAMILIES
@@ -24,7 +24,7 @@ from jaxtrain.interop.tensor_slices import parts, whole_shapes
 from jaxtrain.models.decoder_params import decoder_tensors
 from jaxtrain.trackers.console import Screen
 
-MODEL = Model(vocab=260, embed=16, layers=4, heads=4, kv_heads=2, mlp=24, qk_norm=True, tie_embeddings=True)
+MODEL = ModelConfig(vocab=260, embed=16, layers=4, heads=4, kv_heads=2, mlp=24, qk_norm="per_head", tie_embeddings=True)
 
 
 @pytest.fixture
@@ -47,16 +47,16 @@ def options(folder: Path, tmp_path: Path, *more: str) -> list[str]:
         (tmp_path / f"text/{name}.txt").write_text(f"{name} " * 200)
     return [
         f"model.from={folder}", f"dir={tmp_path}/runs", f"data.sources=[{{path: {tmp_path}/text}}]",
-        "precision=fp32", f"data.cache={tmp_path}/cache", "data.workers=1", "data.sequence=32", "data.validation=0",
-        "steps=2", "compile_cache=null", "log.tensorboard=false", "optimizer.ema=0.5", *more,
+        "precision=fp32", f"data.cache_dir={tmp_path}/cache", "data.workers=1", "data.sequence=32", "data.validation_fraction=0",
+        "steps=2", "log.tensorboard=false", "optimizer.ema_decay=0.5", *more,
     ]  # fmt: skip
 
 
 def test_the_model_is_that_of_its_config_and_the_user_has_the_last_word(folder: Path):
-    config, origin = resolve(None, f"model.from={folder}", "model.window=8", paths=False)
+    config, origin = resolve(None, f"model.from={folder}", "model.sliding_window=8", paths=False)
     assert (config.model.vocab, config.model.heads, config.model.qk_norm) == (260, 4, True)
     assert origin["model.heads"].endswith("hf/config.json")
-    assert (config.model.window, origin["model.window"]) == (8, "command line")
+    assert (config.model.sliding_window, origin["model.sliding_window"]) == (8, "command line")
     assert config.data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
     config, _ = resolve(None, f"model.from={folder}", paths=False)
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_said_before_jax_starts(folder, overrides, words):
 def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
     """Two steps in each; the average of the weights starts from them too. A resumed run does not need the folder."""
     losses = {}
-    for layout in ("layout=ddp", "layout=pp_fsdp mesh.pipeline=2 step.accumulate=2 pipeline.timing=false"):
+    for layout in ("layout=ddp", "layout=pp_fsdp mesh.pipeline=2 step.microbatches=2"):
         config = load(None, *options(folder, tmp_path, *layout.split(), f"name={layout[7:10]}"))
         result = train(config, console=Screen(2, console=Console(quiet=True)))
         lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()

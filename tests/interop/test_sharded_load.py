@@ -27,13 +27,13 @@ from jaxtrain.models.definition import Definition
 SIZES = {
     "llama": ["model.mlp=48"],
     "phi3": ["model.mlp=48"],
-    "olmo2": ["model.mlp=48", "model.qk_norm=whole", "model.post_norm=only"],
+    "olmo2": ["model.mlp=48", "model.qk_norm=full", "model.norm_placement=post"],
     "gpt2": [
-        "model.mlp=48", "model.kv_heads=4", "model.activation=gelu", "model.norm_offset=layer",
+        "model.mlp=48", "model.kv_heads=4", "model.activation=gelu", "model.norm=layernorm",
         "model.attention_bias=true", "model.output_bias=true", "model.mlp_bias=true", "data.sequence=64",
-        "model.rope_scaling={type: learned, original_length: 64}",
+        "model.learned_positions=64",
     ],
-    "mixtral": ["model.mlp=32", "model.moe.experts=4", "model.moe.normalize=true"],
+    "mixtral": ["model.mlp=32", "model.moe.num_experts=4", "model.moe.normalize_gates=true"],
 }  # fmt: skip
 COMMON = ["model.vocab=128", "model.embed=32", "model.layers=3", "model.heads=4", "model.kv_heads=2", "precision=fp32"]
 CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
@@ -143,7 +143,12 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
     run, out = tmp_path / "run", tmp_path / "out"
-    arguments = ["--to", str(run), "layout=fsdp_tp", "mesh.model=2", "compile_cache=null"]
+    arguments = [
+        "--to",
+        str(run),
+        "layout=fsdp_tp",
+        "mesh.model=2",
+    ]
     assert main(["import", str(folder), *arguments]) == 0
     assert "has no tokenizer.json" in capfd.readouterr().out
     assert main(["export", str(run), "--to", str(out), "--dtype", "bfloat16", "layout=fsdp"]) == 0
@@ -157,7 +162,18 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "run"]
 
     # From files in bfloat16 and back they are the same bytes.
-    assert main(["import", str(out), "--to", str(tmp_path / "run2"), "precision=bf16_pure", "compile_cache=null"]) == 0
+    assert (
+        main(
+            [
+                "import",
+                str(out),
+                "--to",
+                str(tmp_path / "run2"),
+                "precision=bf16_pure",
+            ]
+        )
+        == 0
+    )
     assert main(["export", str(tmp_path / "run2"), "--to", str(tmp_path / "out2")]) == 0
     for file in ("model.safetensors", "config.json", "generation_config.json"):
         assert (tmp_path / "out2" / file).read_bytes() == (out / file).read_bytes(), file
@@ -182,7 +198,7 @@ def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
     folder = written(tmp_path / "hf", PLACES["gpt2"], program("gpt2", "model.tie_embeddings=true").definition)
     config = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64, "attn_pdrop": 0.1}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 128, **config}))
-    run, out, quick = tmp_path / "run", tmp_path / "out", ["compile_cache=null", "precision=fp32"]
+    run, out, quick = tmp_path / "run", tmp_path / "out", ["precision=fp32"]
     assert main(["import", str(folder), "--to", str(run), "layout=fsdp_tp", "mesh.model=2", *quick]) == 0
     assert load_config(run / "config.yaml").data.sequence == 64
     assert main(["export", str(run), "--to", str(out)]) == 0

@@ -18,8 +18,8 @@ from jaxtrain.core.program import build
 
 STEPS, ROWS, TOKENS = 20, 4, 24
 OPTIMIZER = {
-    "name": "adamw", "lr": 3e-3, "schedule": "constant", "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8,
-    "weight_decay": 0.1, "decay_all": True, "clip": 1.0,
+    "name": "adamw", "lr": 3e-3, "betas": (0.9, 0.95), "epsilon": 1e-8,
+    "weight_decay": 0.1, "decay_all_parameters": True, "grad_clip_norm": 1.0,
 }  # fmt: skip
 
 

@@ -32,10 +32,10 @@ data:
   options: {{corpus: {place}/corpus, cache: {place}/cache, sequence: 32, folder: {place}/{name}, delay: {delay}}}
   sequence: 32
   global_batch: 24
-optimizer: {{lr: 1.0e-3, warmup: 2}}
+optimizer: {{lr: 1.0e-3}}
+schedule: {{warmup_steps: 2}}
 checkpoint: {{every: 3}}
 log: {{tensorboard: false, peak_tflops: 1}}
-compile_cache: null
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data.dataset import open_datasets
 
 
@@ -17,8 +17,8 @@ class Recorded:
     """A user's data class around `text`; FOLDER/PID gets a line `step row checksum` for every row of training."""
 
     def __init__(self, split, seed, global_batch, corpus, cache, sequence, folder, delay=0.0):
-        data = Data(
-            sources=(Source(path=corpus),), sequence=sequence, global_batch=global_batch, cache=cache, workers=1,
+        data = DataConfig(
+            sources=(SourceConfig(path=corpus),), sequence=sequence, global_batch=global_batch, cache=cache, workers=1,
             validation=0.2,
         )  # fmt: skip
         train, validation = open_datasets(data, seed)

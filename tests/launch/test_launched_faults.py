@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from faults import override
 from launched import Launched, free_address, losses, undisturbed
 
 from jaxtrain.exit_codes import HUNG
@@ -45,7 +46,7 @@ def ends_once(tmp_path: Path, job: Launched, *overrides: str) -> dict:
 def test_a_worker_that_hangs_ends_and_the_next_generation_finishes(tmp_path: Path, launched):
     """Its data do; the other waits for it in a step, and longer."""
     job = launched(STEPS)
-    first = ends_once(tmp_path, job, "faults=[hang@data:5/1]")
+    first = ends_once(tmp_path, job, override("hang@data:5/1"))
     assert first["code"] == HUNG
     assert first["cause"].startswith("process 1 (pid ")
     assert first["cause"].endswith(" was hung (exit code 70)")
@@ -57,7 +58,7 @@ def test_a_worker_that_hangs_ends_and_the_next_generation_finishes(tmp_path: Pat
 def test_a_worker_that_hangs_in_a_step_holds_its_peers_no_longer_than_the_deadline(tmp_path: Path, launched):
     """Both wait then, and either may be the first to end."""
     job = launched(STEPS)
-    first = ends_once(tmp_path, job, "faults=[hang@5/0]")
+    first = ends_once(tmp_path, job, override("hang@5/0"))
     assert first["code"] == HUNG
     assert {phase for _, phase in hung(job)} == {"compute"}
 
@@ -67,7 +68,7 @@ def test_a_worker_that_hangs_in_a_step_holds_its_peers_no_longer_than_the_deadli
 def test_the_peers_of_a_stopped_worker_end_the_generation(tmp_path: Path, launched, process: int):
     """SIGSTOP: it notices nothing itself, and is killed as it stands."""
     job = launched(STEPS)
-    first = ends_once(tmp_path, job, f"faults=[stop@5/{process}]")
+    first = ends_once(tmp_path, job, override(f"stop@5/{process}"))
     assert hung(job) == [(1 - process, "compute")]
     assert first["code"] == HUNG
     assert first["cause"].startswith(f"process {1 - process} (pid ")
@@ -78,7 +79,7 @@ def test_what_comes_after_a_step_comes_again_after_a_death_amid_it(tmp_path: Pat
     """With states in memory too, from which the run goes on later than from a checkpoint: validation, the last save."""
     expected = undisturbed(tmp_path, STEPS)
     job = launched(STEPS)
-    faults = f"faults=[kill@eval:3/0,kill@eval:6/1,kill@commit:{STEPS}/0]"
+    faults = override("kill@eval:3/0", "kill@eval:6/1", f"kill@commit:{STEPS}/0")
     local = job.start(*LOCAL, "--memory=1", job.config, faults, "eval.every=3", "eval.batches=1")
     assert local.wait(240) == 0, job.terminal()
     job.as_expected(expected)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.schema import Loss, Model
+from jaxtrain.config.schema import LossConfig, ModelConfig
 from jaxtrain.kernels.attention import attention
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.nn.env import normal
@@ -21,7 +21,7 @@ from jaxtrain.sharding.rules import BATCH, CONTEXT
 
 
 class Block(nnx.Module):
-    def __init__(self, model: Model, *, env, rngs):
+    def __init__(self, model: ModelConfig, *, env, rngs):
         self.env, self.kv_heads = env, model.kv_heads or model.heads
         D, F, K, size = model.embed, model.mlp, self.kv_heads, model.embed // model.heads
         group, init, norm = (
@@ -55,6 +55,6 @@ class Block(nnx.Module):
 
 class Fused(Decoder):
     def __init__(self, vocab: int, *, env, rngs, **sizes):
-        model = Model(**sizes)
-        super().__init__(model, Loss(), vocab, env=env, rngs=rngs)
+        model = ModelConfig(**sizes)
+        super().__init__(model, LossConfig(), vocab, env=env, rngs=rngs)
         self.layers = stacked(lambda rngs: Block(model, env=env, rngs=rngs), model.layers, rngs)

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from jaxtrain import load
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 from jaxtrain.models.decoder_params import decoder_tensors, parameter_count
 from jaxtrain.models.layout_check import check_config
 
@@ -36,15 +36,18 @@ def test_shipped_models_have_the_published_size(name: str) -> None:
     "options",
     [
         {},
-        {"activation": "gelu", "mlp_bias": True, "output_bias": True, "attention_bias": True},
-        {"qk_norm": True, "post_norm": True, "tie_embeddings": True, "head_dim": 6},
-        {"qk_norm": "whole", "post_norm": "only"},
-        {"qk_norm": "whole", "norm_offset": "layer", "rope_scaling": {"type": "learned", "original_length": 24}},
-        {"moe": {"experts": 5, "shared": 1, "bias_rate": 1e-3}},
+        {
+            "activation": "gelu",
+            "biases": ["mlp", "output", "qkv"],
+        },
+        {"qk_norm": "per_head", "norm_placement": "sandwich", "tie_embeddings": True, "head_dim": 6},
+        {"qk_norm": "full", "norm_placement": "post"},
+        {"qk_norm": "full", "norm": "layernorm", "learned_positions": 24},
+        {"moe": {"num_experts": 5, "shared_experts": 1, "bias_update_rate": 1e-3}},
     ],
 )
 def test_the_table_is_well_formed(options: dict) -> None:
-    model = Model(embed=16, heads=4, kv_heads=2, mlp=24, layers=3, **options)
+    model = ModelConfig(embed=16, heads=4, kv_heads=2, mlp=24, layers=3, **options)
     table = decoder_tensors(model, vocab=40)
     sizes = {
         "vocab": 40,
@@ -67,31 +70,36 @@ def test_the_table_is_well_formed(options: dict) -> None:
 
 def test_options_add_and_drop_their_tensors() -> None:
     def paths(**options) -> set[str]:
-        return set(decoder_tensors(Model(**options), vocab=8))
+        return set(decoder_tensors(ModelConfig(**options), vocab=8))
 
     base = paths()
     assert "head" in base
     assert base - paths(tie_embeddings=True) == {"head"}
     assert base - paths(activation="gelu") == {"layers/mlp/gate"}
-    assert paths(qk_norm=True) - base == {"layers/attention/q_norm/scale", "layers/attention/k_norm/scale"}
-    assert paths(qk_norm="whole") == paths(qk_norm=True)
-    assert decoder_tensors(Model(qk_norm="whole", kv_heads=2), 8)["layers/attention/k_norm/scale"][0] == (4, 2, 64)
-    assert paths(attention_bias=True) - base == {f"layers/attention/{x}_bias" for x in "qkv"}
-    assert paths(output_bias=True) - base == {"layers/attention/o_bias"}
-    assert paths(mlp_bias=True) - base == {f"layers/mlp/{x}_bias" for x in ("gate", "up", "down")}
-    assert paths(mlp_bias=True, activation="gelu") - base == {f"layers/mlp/{x}_bias" for x in ("up", "down")}
+    assert paths(qk_norm="per_head") - base == {"layers/attention/q_norm/scale", "layers/attention/k_norm/scale"}
+    assert paths(qk_norm="full") == paths(qk_norm="per_head")
+    assert decoder_tensors(ModelConfig(qk_norm="full", kv_heads=2), 8)["layers/attention/k_norm/scale"][0] == (4, 2, 64)
+    assert paths(biases=["qkv"]) - base == {f"layers/attention/{x}_bias" for x in "qkv"}
+    assert paths(biases=["output"]) - base == {"layers/attention/o_bias"}
+    assert paths(biases=["mlp"]) - base == {f"layers/mlp/{x}_bias" for x in ("gate", "up", "down")}
+    assert paths(biases=["mlp"], activation="gelu") - base == {f"layers/mlp/{x}_bias" for x in ("up", "down")}
     experts = {f"layers/moe/{x}" for x in ("router", "gate", "up", "down")}
     assert paths(moe={}) - base == experts
     assert base - paths(moe={}) == {f"layers/mlp/{x}" for x in ("gate", "up", "down")}
-    assert paths(moe={"bias_rate": 1.0}) - base == experts | {"layers/moe/bias"}
-    assert paths(moe={"shared": 2}) - base == experts | {f"layers/moe/shared/{x}" for x in ("gate", "up", "down")}
-    assert decoder_tensors(Model(moe={"shared": 2, "mlp": 7}), 8)["layers/moe/shared/up"][0] == (4, 256, 14)
+    assert paths(moe={"bias_update_rate": 1.0}) - base == experts | {"layers/moe/bias"}
+    assert paths(moe={"shared_experts": 2}) - base == experts | {
+        f"layers/moe/shared/{x}" for x in ("gate", "up", "down")
+    }
+    assert decoder_tensors(ModelConfig(moe={"shared_experts": 2}, mlp=7), 8)["layers/moe/shared/up"][0] == (4, 256, 14)
     norms = {path.replace("scale", "bias") for path in base if path.endswith("_norm/scale")}
-    assert paths(norm_offset="layer") - base == norms
+    assert paths(norm="layernorm") - base == norms
     assert len(norms) == 3
-    assert paths(rope_scaling={"type": "learned"}) - base == {"positions/table"}
-    assert paths(post_norm=True) - base == {"layers/attention_post_norm/scale", "layers/mlp_post_norm/scale"}
-    assert paths(post_norm=True) - paths(post_norm="only") == {"layers/attention_norm/scale", "layers/mlp_norm/scale"}
+    assert paths(learned_positions=8192) - base == {"positions/table"}
+    assert paths(norm_placement="sandwich") - base == {"layers/attention_post_norm/scale", "layers/mlp_post_norm/scale"}
+    assert paths(norm_placement="sandwich") - paths(norm_placement="post") == {
+        "layers/attention_norm/scale",
+        "layers/mlp_norm/scale",
+    }
 
 
 def keys(*overrides: str, devices: int | None = None, vocab: int | None = None) -> list[str]:
@@ -106,8 +114,8 @@ def test_check_config_takes_devices_from_the_config_or_the_caller() -> None:
 
 
 def test_check_config_counts_sequences_of_a_microbatch() -> None:
-    assert keys("data.global_batch=16", "step.accumulate=2", "simulate=8") == []
-    assert keys("data.global_batch=16", "step.accumulate=4", "simulate=8") == ["rules.batch"]
+    assert keys("data.global_batch=16", "step.microbatches=2", "simulate=8") == []
+    assert keys("data.global_batch=16", "step.microbatches=4", "simulate=8") == ["rules.batch"]
 
 
 def test_check_config_knows_the_vocabulary_only_when_told() -> None:
@@ -118,17 +126,17 @@ def test_check_config_knows_the_vocabulary_only_when_told() -> None:
     assert keys(*layout, vocab=256) == []
 
 
-MOE = ("model.moe={experts: 8}", "layout=ep", "simulate=8")
+MOE = ("model.moe={num_experts: 8}", "layout=ep", "simulate=8")
 
 
 def test_check_config_of_experts() -> None:
     assert keys(*MOE) == []
     assert keys(*MOE, "layout=ep_tp") == []
     assert keys("layout=ep", "simulate=8") == ["mesh.expert"]
-    assert keys(*MOE, "model.moe.experts=6") == ["rules.expert"]
+    assert keys(*MOE, "model.moe.num_experts=6") == ["rules.expert"]
     assert keys(*MOE, "rules.batch=[data, fsdp]", "rules.embed=fsdp") == ["rules.batch"]
     assert keys(*MOE, "rules.batch=[data, fsdp]", "rules.embed=fsdp", "mesh.expert=1") == []
-    assert keys("model.moe={experts: 8}", "simulate=8", "mesh.data=1", "mesh.fsdp=8", "rules.batch=fsdp",
+    assert keys("model.moe={num_experts: 8}", "simulate=8", "mesh.data=1", "mesh.fsdp=8", "rules.batch=fsdp",
                 "rules.expert=fsdp", "rules.embed=fsdp") == []  # fmt: skip
     (problem,) = check_config(load(None, *MOE, "rules.expert=model", "mesh.expert=1", "mesh.model=8"))
     assert "over which rules.expert shares out the experts" in str(problem)
@@ -143,7 +151,10 @@ def test_check_config_of_a_user_model_checks_what_it_can() -> None:
 
 
 def test_an_embedding_too_narrow_for_its_shards_lies_as_a_head_does():
-    model = Model(embed=16, heads=4)
+    model = ModelConfig(embed=16, heads=4)
     names = {shards: decoder_tensors(model, 40, table_shards=shards)["embed/table"][1] for shards in (1, 8, 32)}
     assert names == {1: (None, "table"), 8: (None, "table"), 32: ("vocab", "embed")}
-    assert decoder_tensors(Model(embed=16, heads=4, tie_embeddings=True), 40)["embed/table"][1] == ("vocab", "embed")
+    assert decoder_tensors(ModelConfig(embed=16, heads=4, tie_embeddings=True), 40)["embed/table"][1] == (
+        "vocab",
+        "embed",
+    )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Config, Model
+from jaxtrain.config.schema import Config, ModelConfig
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.losses.terms import parted
 from jaxtrain.models.definition import define, make_env
@@ -25,7 +25,7 @@ from jaxtrain.sharding.sharder import Sharder
 
 
 def test_llama3_8b_by_hand():
-    model = Model(embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336)
+    model = ModelConfig(embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336)
     weights = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
     attention = 32 * 2 * 2 * 4096 * (8192 + 1) / 2
     assert decoder_flops(model, 128256, 8192).model == pytest.approx(3 * (2 * weights + attention), rel=1e-12)
@@ -39,9 +39,9 @@ def test_attended_counts_the_mask(window):
 
 
 def test_windows_by_layer():
-    assert layer_windows(Model(layers=7, window=4, window_every=3)) == [(5, 4), (2, None)]
-    assert layer_windows(Model(layers=7, window=4)) == [(7, 4), (0, None)]
-    far, near = Model(layers=4), Model(layers=4, window=8)
+    assert layer_windows(ModelConfig(layers=7, sliding_window=4, sliding_window_pattern=3)) == [(5, 4), (2, None)]
+    assert layer_windows(ModelConfig(layers=7, sliding_window=4)) == [(7, 4), (0, None)]
+    far, near = ModelConfig(layers=4), ModelConfig(layers=4, sliding_window=8)
     assert decoder_flops(near, 64, 128).model < decoder_flops(far, 64, 128).model
 
 
@@ -65,7 +65,7 @@ def traced_dots(jaxpr) -> float:
 def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=96):
     """A jittable gradient function of the decoder on one device, its arguments, and its model section."""
     config = Config(
-        precision="fp32", model=model, loss={"chunks": chunks}, step={"remat": remat, "attention": "reference"}
+        precision="fp32", model=model, loss={"vocab_chunks": chunks}, step={"remat": remat, "attention": "reference"}
     )
     definition = define(config, make_env(config, Sharder()), vocab)
     ints = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
@@ -79,7 +79,7 @@ def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=9
     return jax.grad(loss), (definition.params, inputs), config.model
 
 
-def hardware_flops(model: Model, remat, sequence: int, vocab: int) -> float:
+def hardware_flops(model: ModelConfig, remat, sequence: int, vocab: int) -> float:
     """Per token, with every key attended to: the reference attention multiplies masked scores too."""
     terms = layer_matmuls(model, sequence)
     head = 2 * model.embed * vocab
@@ -91,10 +91,15 @@ SMALL = {"embed": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 16, "m
 REMATS = ["none", "full", "dots", ("q", "k", "v"), ("attention", "residual"), ("gate", "up"), ("residual",)]
 
 
-MOE = {"moe": {"experts": 4, "top_k": 2, "mlp": 24, "shared": 1, "capacity": 1.0}}  # as many places as choices
+MOE = {
+    "moe": {"num_experts": 4, "top_k": 2, "shared_experts": 1, "capacity_factor": 1.0},
+    "mlp": 24,
+}  # as many places as choices
 
 
-@pytest.mark.parametrize("variant", [{}, {"activation": "gelu", "qk_norm": True}, {"post_norm": True}, MOE], ids=str)
+@pytest.mark.parametrize(
+    "variant", [{}, {"activation": "gelu", "qk_norm": "per_head"}, {"norm_placement": "sandwich"}, MOE], ids=str
+)
 @pytest.mark.parametrize("remat", REMATS, ids=str)
 def test_traced_matmuls(remat, variant):
     grad, args, model = gradients(SMALL | variant, remat, chunks=4, vocab=1024)
@@ -126,7 +131,7 @@ def test_xla_cost_analysis():
 
 
 def test_experts_count_as_often_as_they_are_visited():
-    dense, moe = Model(mlp=96), Model(moe={"experts": 64, "top_k": 4, "mlp": 16, "shared": 2})
+    dense, moe = ModelConfig(mlp=96), ModelConfig(moe={"num_experts": 64, "top_k": 4, "shared_experts": 2}, mlp=16)
     router = 2 * 256 * 64
     assert sum(layer_matmuls(moe, 8).values()) == sum(layer_matmuls(dense, 8).values()) + router
     again = {remat: recomputed(moe, remat) - recomputed(dense, remat) for remat in ("none", "dots", "full")}
@@ -136,7 +141,7 @@ def test_experts_count_as_often_as_they_are_visited():
 
 
 def test_hardware_flops_order():
-    model = Model()
+    model = ModelConfig()
     least, dots, full = (decoder_flops(model, 512, 1024, remat).hardware for remat in ("none", "dots", "full"))
     assert decoder_flops(model, 512, 1024).model < least < dots < full
 

@@ -36,7 +36,7 @@ def config(fused: bool, layout: str | None, sizes: dict, vocab: int, *keys: str)
 
 def gradients(fused: bool, layout: str | None, params: dict | None = None) -> tuple[dict, dict]:
     """Parameters (fresh ones by default) and their gradients."""
-    keys = ("precision=fp32", "data.sequence=32", "data.global_batch=8", "data.validation=0")
+    keys = ("precision=fp32", "data.sequence=32", "data.global_batch=8", "data.validation_fraction=0")
     program = build(config(fused, layout, SIZES, VOCAB, *keys), VOCAB, jax.devices()[: 8 if layout else 1])
     held = program.init()["params"]
     if params is not None:
@@ -84,7 +84,13 @@ def test_every_layout_equals_one_device(layout: str, one: tuple[dict, dict]):
 def test_sends_what_the_decoder_sends(layout: str):
     """On absent H100s, where q, k and v share one gather and one reduction, fused or not."""
     sizes = {"embed": 512, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 1408}
-    keys = ("data.sequence=512", "data.global_batch=16", "data.validation=0", "step.remat=full", "step.attention=xla")
+    keys = (
+        "data.sequence=512",
+        "data.global_batch=16",
+        "data.validation_fraction=0",
+        "step.remat=full",
+        "step.attention=xla",
+    )
 
     def sent(fused: bool) -> dict:
         rows = compile.measure(config(fused, layout, sizes, 1024, *keys), 1024, H100).rows

@@ -11,7 +11,7 @@ import reference_optim as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config.schema import Optimizer
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.adafactor import scale_by_adafactor
 from jaxtrain.optim.optimizers import clip, decayed, ema_init, ema_update, in_float32, is_orthogonal, optimizer
 from jaxtrain.optim.param_dims import contraction, is_matrix, stacking
@@ -42,8 +42,8 @@ def random_tree(seed: int, scale: float = 1.0):
     return jax.tree.map(lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32), SHAPES)
 
 
-def config(name: str, **kwargs) -> Optimizer:
-    return Optimizer(name=name, lr=0.01, warmup=2, weight_decay=0.3, epsilon=1e-6, beta2=0.98, **kwargs)
+def config(name: str, **kwargs) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=0.01, warmup=2, weight_decay=0.3, epsilon=1e-6, beta2=0.98, **kwargs)
 
 
 def run(tx, params, grads):

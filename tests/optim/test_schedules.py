@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config.schema import Optimizer
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.schedules import schedule
 
 STEPS = 60
 
 
-def reference(cfg: Optimizer, steps: int, s: int) -> float:
-    w, f = cfg.warmup, cfg.final
+def reference(cfg: OptimizerConfig, steps: int, s: int) -> float:
+    w, f = cfg.warmup_steps, cfg.min_lr_ratio
     if s < w:
         return cfg.lr * (s + 1) / (w + 1)
     p = min(max((s - w) / max(steps - w, 1), 0), 1)
@@ -30,7 +30,7 @@ def reference(cfg: Optimizer, steps: int, s: int) -> float:
 @pytest.mark.parametrize("warmup", [0, 1, 10, 55, 80])
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 def test_every_step(name, warmup):
-    cfg = Optimizer(schedule=name, warmup=warmup, lr=0.3, final=0.1, decay=0.25)
+    cfg = OptimizerConfig(schedule=name, warmup=warmup, lr=0.3, final=0.1, decay=0.25)
     got = jax.jit(jax.vmap(schedule(cfg, STEPS)))(np.arange(STEPS + 5, dtype=np.int32))
     want = [reference(cfg, STEPS, s) for s in range(STEPS + 5)]
     assert got.dtype == np.float32
@@ -38,7 +38,7 @@ def test_every_step(name, warmup):
 
 
 def test_milestones():
-    cfg = Optimizer(schedule="wsd", warmup=9, lr=1.0, final=0.0, decay=0.5)
+    cfg = OptimizerConfig(schedule="wsd", warmup=9, lr=1.0, final=0.0, decay=0.5)
     lr = schedule(cfg, 100)
     assert float(lr(0)) == pytest.approx(0.1)
     assert float(lr(9)) == float(lr(49)) == float(lr(50)) == 1.0
@@ -50,6 +50,6 @@ def test_milestones():
 @pytest.mark.parametrize("extreme", [{"decay": 0.0}, {"decay": 1.0}, {"final": 1.0}, {"lr": 0.0}])
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 def test_always_finite(name, extreme):
-    cfg = Optimizer(schedule=name, warmup=1, **extreme)
+    cfg = OptimizerConfig(schedule=name, warmup=1, **extreme)
     for steps in (1, 2, 3):
         assert all(0 <= float(schedule(cfg, steps)(s)) <= cfg.lr * 1.0001 for s in range(steps + 2))

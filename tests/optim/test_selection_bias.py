@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.schema import Optimizer
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.optimizers import clip, optimizer
 from jaxtrain.optim.param_dims import is_names
 from jaxtrain.optim.selection_bias import without_biases
@@ -37,7 +37,7 @@ def draw(seed: int):
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
 def test_biases_step_by_the_sign_and_the_rest_does_not_see_them(name: str):
-    cfg = Optimizer(name=name, lr=0.01, weight_decay=0.3, decay_all=True)
+    cfg = OptimizerConfig(name=name, lr=0.01, weight_decay=0.3, decay_all=True)
     params, names = draw(0), without_biases(NAMES, IS_BIAS)
     tx = optimizer(cfg, 100, NAMES, params, RATE)
     rest = optimizer(cfg, 100, names, without_biases(params, IS_BIAS))

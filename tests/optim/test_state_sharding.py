@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from jaxtrain.config.schema import Optimizer
+from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.adafactor import Factored
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.param_dims import is_names, map_names
@@ -33,7 +33,7 @@ OPTIMIZERS = ["adamw", "adafactor", "lion", "sgd", "muon"]
 
 
 def make(name):
-    return optimizer(Optimizer(name=name, lr=0.1), 10, NAMES, PARAMS)
+    return optimizer(OptimizerConfig(name=name, lr=0.1), 10, NAMES, PARAMS)
 
 
 def sharder():

@@ -273,8 +273,8 @@ def test_what_cannot_be_split_is_said():
 
 
 MODEL = {"embed": 32, "layers": 4, "heads": 4, "kv_heads": 2, "mlp": 48, "vocab": 67, "init_std": 0.2}
-MOE = {"experts": 4, "top_k": 2, "mlp": 24}
-CAPACITY = {"moe": MOE | {"capacity": 2.0}}
+MOE = {"num_experts": 4, "top_k": 2, "mlp": 24}
+CAPACITY = {"moe": MOE | {"capacity_factor": 2.0}}
 
 
 def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **options):
@@ -285,7 +285,7 @@ def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **option
     params = definition.init(jax.random.key(0))
     positions = jnp.tile(jnp.arange(16), (4, 1))
     segments = 1 + positions // 9
-    period = cfg.model.window_every
+    period = cfg.model.sliding_window_pattern
 
     def stage(layers, x):
         model = definition.bind(params | {"layers": layers})
@@ -293,7 +293,7 @@ def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **option
         order = segments * 16 + positions
 
         def step(block, x, _, index):
-            window = None if period > 1 and index == period - 1 else cfg.model.window
+            window = None if period > 1 and index == period - 1 else cfg.model.sliding_window
             x, _, load = block(x, turn, positions, segments, window, None, order)
             return x, load
 
@@ -317,8 +317,8 @@ def test_a_decoder(remat: Any):
 
 
 @pytest.mark.parametrize(("precision", "remat", "options"), [
-    ("bf16", "none", {"window": 4, "window_every": 2, "layers": 3, "attention_bias": True, "post_norm": True}),
-    ("bf16", "full", {"moe": MOE, "layers": 2}), ("fp32", "none", {"moe": MOE | {"capacity": 0.8, "shared": 1}}),
+    ("bf16", "none", {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 3, "biases": ["qkv"], "norm_placement": "sandwich"}),
+    ("bf16", "full", {"moe": MOE, "layers": 2}), ("fp32", "none", {"moe": MOE | {"capacity_factor": 0.8, "shared_experts": 1}}),
 ], ids=["windows", "dropless", "capacity"])  # fmt: skip
 def test_decoders(precision: str, remat: str, options: dict):
     check(*decoder(precision, remat, **options), 1e-6 if precision == "fp32" else 2**-8)

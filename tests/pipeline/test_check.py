@@ -7,7 +7,7 @@ import pytest
 from jaxtrain import load
 from jaxtrain.pipeline.check import check_pipeline
 
-PP = ("layout=pp", "mesh.pipeline=4", "mesh.data=1", "step.accumulate=4", "model.layers=8", "model.vocab=256")
+PP = ("layout=pp", "mesh.pipeline=4", "mesh.data=1", "step.microbatches=4", "model.layers=8", "model.vocab=256")
 
 
 def problems(*changes: str) -> list[str]:
@@ -27,14 +27,14 @@ def test_a_legal_pipeline():
         (["model.layers=3"], "model.layers: 3 layers are too few for 4 stages; expected at least 4"),
         (["model.layers=7", "pipeline.schedule=interleaved_1f1b"],
          "model.layers: 7 layers are too few for 4 stages of 2 chunks; expected at least 8"),
-        (["model.window=8", "model.window_every=4"],
+        (["model.sliding_window=8", "model.sliding_window_pattern=4"],
          "model.layers: 8 layers in groups of 4 are too few for 4 stages; expected at least 16"),
-        (["model.layers=17", "model.window=8", "model.window_every=4"],
+        (["model.layers=17", "model.sliding_window=8", "model.sliding_window_pattern=4"],
          "model.layers: 17 layers are not whole groups of 4, which stages share out; expected e.g. 16 or 20 ("),
-        (["model.layers=7", "model.window=8", "model.window_every=4"],
+        (["model.layers=7", "model.sliding_window=8", "model.sliding_window_pattern=4"],
          "model.layers: 7 layers are not whole groups of 4, which stages share out; expected e.g. 16 ("),
         (["pipeline.schedule=1f1bb"], "pipeline.schedule: no schedule `1f1bb` (did you mean `1f1b`"),
-        (["pipeline.schedule=gpipe", "pipeline.chunks=2"], "pipeline.chunks: schedule gpipe: chunks: expected 1"),
+        (["pipeline.schedule=gpipe", "pipeline.virtual_stages=2"], "pipeline.virtual_stages: schedule gpipe: chunks: expected 1"),
         (["pipeline.schedule=/none/own.csv"], "pipeline.schedule: /none/own.csv: No such file or directory"),
         (["rules.layers=[]"], "rules.layers: the stages of mesh.pipeline hold layers; expected `layers: pipeline`"),
         (["rules.mlp=[pipeline]"], "rules.mlp: axis `pipeline` holds layers; expected it in rules.layers"),
@@ -52,7 +52,7 @@ def test_a_ring_is_refused():
         "rules.sequence=[context]",
         "mesh.context=2",
         "mesh.pipeline=2",
-        "context=ring",
+        "context_parallel=ring",
     )
     assert problems(*changes) == [
         "context: stages of mesh.pipeline work by turns, and a ring needs all at once; expected ulysses or gather"
@@ -62,7 +62,7 @@ def test_a_ring_is_refused():
 def test_a_custom_table_with_a_hole_names_stage_and_microbatch(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("F0,F1,,,B0,B1\n,F0,F1,B0,,\n")
-    found = problems("mesh.pipeline=2", "mesh.data=2", "step.accumulate=2", f"pipeline.schedule={path}")
+    found = problems("mesh.pipeline=2", "mesh.data=2", "step.microbatches=2", f"pipeline.schedule={path}")
     assert found
     assert all(line.startswith("pipeline.schedule: ") and "stage" in line and "microbatch" in line for line in found)
 
@@ -70,4 +70,4 @@ def test_a_custom_table_with_a_hole_names_stage_and_microbatch(tmp_path):
 def test_a_good_custom_table(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text("F0,F1,,,B0,B1\n,F0,F1,B0,B1,\n")
-    assert problems("mesh.pipeline=2", "mesh.data=2", "step.accumulate=2", f"pipeline.schedule={path}") == []
+    assert problems("mesh.pipeline=2", "mesh.data=2", "step.microbatches=2", f"pipeline.schedule={path}") == []

@@ -21,7 +21,10 @@ from jaxtrain.kernels.moe.routing import places
 def layers(capacity: float | None) -> dict[str, object]:
     """Changes to the config for experts with a capacity, or None: dropless."""
     moe = f"{{experts: 8, top_k: 2, capacity: {'null' if capacity is None else capacity}}}"
-    return {"model__moe": moe, "model__mlp": 1408, "loss__balance": 0.01, "loss__router_z": 0.001}
+    return {
+        "model__moe": moe,
+        "model__mlp": 1408,
+    }
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,14 @@ class Experts:
     def of(cls, config: Config, axes: dict[str, int]) -> Experts:
         moe, s = config.model.moe, Sizes.of(config, axes)
         assert moe is not None
-        weights, router = 3 * moe.experts * s.embed * (moe.mlp or config.model.mlp), s.embed * moe.experts
-        room = None if moe.capacity is None else places(config.data.sequence, moe.experts, moe.top_k, moe.capacity)
+        weights, router = 3 * moe.num_experts * s.embed * (moe.mlp or config.model.mlp), s.embed * moe.num_experts
+        room = (
+            None
+            if moe.capacity_factor is None
+            else places(config.data.sequence, moe.num_experts, moe.top_k, moe.capacity_factor)
+        )
         own = weights // axes["expert"] // axes["model"]
-        return cls(replace(s, weights=s.weights - weights - router), moe.experts, moe.top_k, own, router, room)
+        return cls(replace(s, weights=s.weights - weights - router), moe.num_experts, moe.top_k, own, router, room)
 
     @property
     def local(self) -> int:

@@ -68,15 +68,15 @@ def test_nothing_changes_results(space: Space, choices: list[Choice]):
         ({"data": 2, "fsdp": 4}, {"zero": 1}),
         ({"model": 8}, {"sequence": False}),
         ({"fsdp": 2, "model": 4}, {"accumulate": 4, "remat": ("attention",)}),
-        ({"fsdp": 2, "context": 4}, {"context": "ring"}),
-        ({"context": 2, "model": 4}, {"context": "ulysses"}),
+        ({"fsdp": 2, "context": 4}, {"context_parallel": "ring"}),
+        ({"context": 2, "model": 4}, {"context_parallel": "ulysses"}),
         ({"pipeline": 4, "fsdp": 2}, {"schedule": "zb_h1", "accumulate": 8}),
         ({"pipeline": 2, "data": 2, "model": 2}, {"schedule": "interleaved_1f1b", "chunks": 2, "accumulate": 4}),
     ],
 )
 def test_all_kinds_are_looked_at(choices: list[Choice], sizes: dict, options: dict):
     mesh = tuple(sizes.get(axis, 1) for axis in AXES)
-    assert Choice(mesh, **{"context": "auto", **options}) in choices
+    assert Choice(mesh, **{"context_parallel": "auto", **options}) in choices
 
 
 def test_what_cannot_be_is_not_looked_at(space: Space, choices: list[Choice]):
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_not_looked_at(space: Space, choices: list[Choice]):
 
 
 def test_experts_and_islands():
-    moe = tiny("model.moe={experts: 4, top_k: 2}", "loss.balance=0.01")
+    moe = tiny("model.moe={num_experts: 4, top_k: 2}", "model.moe.load_balance_loss=0.01")
     found = {one.mesh for one in Space(moe, 8, VOCAB).places()}
     assert {"fsdp 2 x expert 4", "fsdp 4 x expert 2", "fsdp 2 x expert 2 x model 2"} <= found
     islands = Space(tiny().model_copy(update={"mesh": tiny().mesh.model_copy(update={"replica": 2})}), 8, VOCAB)
@@ -96,9 +96,9 @@ def test_experts_and_islands():
 
 
 def test_what_a_search_does_not_choose_of_a_pipeline_stays():
-    space = Space(tiny("pipeline.timing=false", "pipeline.chunks=2"), 8, VOCAB)
+    space = Space(tiny("pipeline.virtual_stages=2"), 8, VOCAB)
     pipeline = space.configured(Choice((1, 2, 1, 4, 1, 1, 1), schedule="gpipe")).pipeline
-    assert (pipeline.schedule, pipeline.chunks, pipeline.timing) == ("gpipe", None, False)
+    assert (pipeline.schedule, pipeline.virtual_stages) == ("gpipe", None)
 
 
 def test_slices_are_spanned_by_an_outer_axis():

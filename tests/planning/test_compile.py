@@ -104,7 +104,7 @@ def test_no_compiler_outlives_the_call(compiler, tmp_path: Path):
 
 @pytest.mark.parametrize("layout", ["hsdp"])
 def test_state_bytes_are_those_of_the_arrays(layout: str):
-    config = configured(layout, {"data": 2, "fsdp": 4}, {**KEYS, "optimizer.ema": 0.99})
+    config = configured(layout, {"data": 2, "fsdp": 4}, {**KEYS, "optimizer.ema_decay": 0.99})
     program = build(config, 1024, jax.devices())
     state = program.init()
     held = {

@@ -41,22 +41,22 @@ def formula(config: Config, target: str) -> Formula:
 
 
 GPT2 = {
-    "model.activation": "gelu", "model.attention_bias": True, "model.output_bias": True, "model.mlp_bias": True,
-    "model.norm_offset": "layer", "model.tie_embeddings": True,
-    "model.rope_scaling": "{type: learned, original_length: 512}",
+    "model.activation": "gelu", "model.biases": "[qkv, output, mlp]",
+    "model.norm": "layernorm", "model.tie_embeddings": True,
+    "model.learned_positions": 512,
 }  # fmt: skip
 STATES = [
     ("fsdp_tp", {"fsdp": 2, "model": 4}, {"optimizer.name": "muon", **GPT2}),
     ("zero2", {"data": 4, "model": 2}, GPT2),
     ("fsdp", {"fsdp": 8}, {}),
-    ("zero1", {"data": 4, "model": 2}, {"step.accumulate": 2}),
+    ("zero1", {"data": 4, "model": 2}, {"step.microbatches": 2}),
     ("zero2", {"data": 8}, {"optimizer.name": "lion"}),
     ("zero3", {"data": 8}, {"precision": "bf16_pure"}),
-    ("hsdp", {"data": 2, "fsdp": 4}, {"step.accumulate": 2}),
-    ("fsdp_tp", {"fsdp": 2, "model": 4}, {"optimizer.ema": 0.9}),
+    ("hsdp", {"data": 2, "fsdp": 4}, {"step.microbatches": 2}),
+    ("fsdp_tp", {"fsdp": 2, "model": 4}, {"optimizer.ema_decay": 0.9}),
     ("cp_ulysses", {"fsdp": 2, "context": 4}, {"model.tie_embeddings": True}),
     ("ep_tp", {"fsdp": 2, "expert": 2, "model": 2}, {"model.moe": "{experts: 4, top_k: 2, shared: 1, bias_rate: 0.1}"}),
-    ("pp_fsdp", {"pipeline": 2, "fsdp": 4}, {"step.accumulate": 4, "optimizer.name": "muon"}),
+    ("pp_fsdp", {"pipeline": 2, "fsdp": 4}, {"step.microbatches": 4, "optimizer.name": "muon"}),
 ]  # fmt: skip
 
 
@@ -99,15 +99,15 @@ def test_learned_positions_send_their_rows(layout: str):
         assert found is not None
         return found.wire_bytes, sum(row.bytes for row in rows)
 
-    with_them, without = both(options), both({**options, "model.rope_scaling": "null"})
+    with_them, without = both(options), both({**options, "model.learned_positions": "null"})
     assert with_them[0] - without[0] == pytest.approx(with_them[1] - without[1], rel=0.05)
     assert with_them[0] == pytest.approx(with_them[1], rel=0.03)
 
 
 MEDIUM = {**SMALL, "model.embed": 128, "model.mlp": 512, "data.sequence": 256, "precision": "fp32"}
 TEMPORARIES = [
-    ("pp_fsdp", {"pipeline": 2}, {"step.accumulate": 4, "pipeline.schedule": "1f1b"}),
-    ("pp_fsdp", {"pipeline": 2}, {"step.accumulate": 4, "pipeline.schedule": "gpipe"}),
+    ("pp_fsdp", {"pipeline": 2}, {"step.microbatches": 4, "pipeline.schedule": "1f1b"}),
+    ("pp_fsdp", {"pipeline": 2}, {"step.microbatches": 4, "pipeline.schedule": "gpipe"}),
     ("cp_gather", {"fsdp": 2, "context": 2}, {"data.sequence": 1024}),  # of more than two blocks: no scores are kept
 ]  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_what_layers_keep_is_about_what_a_compiled_step_does(layout: str, mesh: 
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", "none"), ("gpipe", "none"), ("zb_h1", "full")])
 def test_what_stages_keep_is_about_what_is_compiled_for_gpus(schedule: str, remat: str):
     sizes = {"model.embed": 1024, "model.layers": 8, "model.mlp": 4096, "model.vocab": 32000, "data.sequence": 2048}
-    own = {"step.accumulate": 8, "data.global_batch": 16, "step.remat": remat, "pipeline.schedule": schedule}
+    own = {"step.microbatches": 8, "data.global_batch": 16, "step.remat": remat, "pipeline.schedule": schedule}
     config = configured("pp_fsdp", {"pipeline": 4, "fsdp": 1}, {**SMALL, **sizes, **own, "step.attention": "auto"})
     report = compile.measure(config, None, "h100:1x4")
     known, choice = formula(config, "h100:1x4"), Choice.of(config, report.sizes)

@@ -17,7 +17,7 @@ NO_CUDNN, NO_LIBTPU = (targets.missing(targets.parse(target)) for target in (GPU
 
 @functools.cache
 def plan(target: str, layout: str, *mesh: str) -> Plan:
-    keys = ("data.sequence=4096", "data.global_batch=128", "data.validation=0", "step.remat=full")
+    keys = ("data.sequence=4096", "data.global_batch=128", "data.validation_fraction=0", "step.remat=full")
     config, _ = resolve("configs/models/llama3_8b.yaml", f"layout={layout}", *mesh, *keys, paths=False)
     return predict.predict(config, 128256, target)
 
@@ -61,8 +61,12 @@ def test_fsdp_on_64_v5p():
 @pytest.mark.skipif(NO_CUDNN is not None, reason=str(NO_CUDNN))
 def test_what_waits_in_the_hosts_memory():
     """q, k, v, input and residual stream of 4 layers, 8,192 tokens of a device, bfloat16, go there and come back."""
-    keys = ("model.layers=4", "mesh.fsdp=8", "data.sequence=8192", "data.global_batch=8", "data.validation=0")
-    offloads = ("precision=bf16", "step.remat=full", "step.offload=[input,q,k,v,residual]")
+    keys = ("model.layers=4", "mesh.fsdp=8", "data.sequence=8192", "data.global_batch=8", "data.validation_fraction=0")
+    offloads = (
+        "precision=bf16",
+        "step.remat=full",
+        "step.remat_save={input: host, q: host, k: host, v: host, residual: host}",
+    )
     config, _ = resolve("configs/models/llama3_8b.yaml", "layout=fsdp", *keys, *offloads, paths=False)
     found = predict.predict(config, 128256, "h100:1x8")
     size = 4 * 8192 * (4096 + 4096 + 2 * 1024 + 4096) * 2

@@ -15,14 +15,18 @@ from jaxtrain.planning.cost import memory
 
 SIZES = (
     "mesh.pipeline=4", "mesh.fsdp=1", "data.sequence=256", "model.embed=64", "model.layers=4", "model.heads=2",
-    "model.kv_heads=2", "model.mlp=128", "model.vocab=256", "precision=fp32", "step.remat=full", "loss.chunks=4",
+    "model.kv_heads=2", "model.mlp=128", "model.vocab=256", "precision=fp32", "step.remat=full", "loss.vocab_chunks=4",
 )  # fmt: skip
 ACTIVATION = 8 * 256 * 64 * 4  # bytes of a microbatch of 8 rows
 
 
 @functools.cache
 def compiled(schedule: str, microbatches: int) -> jax.stages.Compiled:
-    own = (f"pipeline.schedule={schedule}", f"step.accumulate={microbatches}", f"data.global_batch={8 * microbatches}")
+    own = (
+        f"pipeline.schedule={schedule}",
+        f"step.microbatches={microbatches}",
+        f"data.global_batch={8 * microbatches}",
+    )
     config = resolve(None, "layout=pp_fsdp", *SIZES, *own, paths=False)[0]
     return step_program.compiled_step(build(config, 256, jax.devices()[:4]))
 

@@ -72,7 +72,7 @@ def test_whole_slices_are_left_out_where_axes_span_them():
 
 
 def test_a_pod_keeps_rows_and_microbatches_of_a_device():
-    config = configured("hsdp", {"data": 8, "fsdp": 8}, {"step.accumulate": 4})
+    config = configured("hsdp", {"data": 8, "fsdp": 8}, {"step.microbatches": 4})
     (pod,) = pods.pods(config, targets.parse("h100:8x8"), 16)
     assert pod.config.mesh.data == 2
     assert pod.config.data.global_batch * 4 == config.data.global_batch
@@ -126,11 +126,11 @@ def reports(whole: Config, small: Config) -> tuple[compile.Report, compile.Repor
 
 LAYOUTS = {
     "ddp": ("ddp", {"data": 8}, {}),
-    "ddp with microbatches": ("ddp", {"data": 8}, {"step.accumulate": 2}),
+    "ddp with microbatches": ("ddp", {"data": 8}, {"step.microbatches": 2}),
     "hsdp": ("hsdp", {"data": 4, "fsdp": 2}, {}),
     "tensor parallel": ("tp", {"data": 4, "model": 2}, {}),
-    "pipeline": ("pp", {"pipeline": 2, "data": 4}, {"step.accumulate": 4}),
-    "experts": ("ep", {"data": 4, "expert": 2}, {"model.moe": "{experts: 4}", "rules.batch": "[data, expert]"}),
+    "pipeline": ("pp", {"pipeline": 2, "data": 4}, {"step.microbatches": 4}),
+    "num_experts": ("ep", {"data": 4, "expert": 2}, {"model.moe": "{experts: 4}", "rules.batch": "[data, expert]"}),
     "fsdp": ("fsdp", {"fsdp": 8}, {}),
     "ZeRO 1": ("ddp", {"data": 8}, {"zero": 1}),
     "ZeRO 2": ("ddp", {"data": 8}, {"zero": 2}),

@@ -31,7 +31,7 @@ def json_of(plan: Plan) -> Plan:
 
 
 STAGES = configured("pp_fsdp", {"pipeline": 2, "fsdp": 2}, {
-    **TINY, "model.layers": 4, "precision": "fp32", "step.accumulate": 4, "step.attention": "reference",
+    **TINY, "model.layers": 4, "precision": "fp32", "step.microbatches": 4, "step.attention": "reference",
     "pipeline.schedule": "1f1b",
 })  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_advice_for_an_axis_that_leaves_its_node():
 
 def test_advice_for_pipelines_and_for_what_does_not_fit():
     config = configured(
-        "pp", {"pipeline": 4}, {"step.remat": "none", "step.accumulate": 8, "pipeline.schedule": "1f1b"}
+        "pp", {"pipeline": 4}, {"step.remat": "none", "step.microbatches": 8, "pipeline.schedule": "1f1b"}
     )
     schedule = pipeline_bubble.table(config, 4)
     assert schedule is not None
@@ -230,10 +230,10 @@ def test_advice_for_pipelines_and_for_what_does_not_fit():
     assert shares["begin"] == pytest.approx(8 / schedule.ticks)
     sizes = plan().sizes | {"fsdp": 1, "pipeline": 4}
     found = advice.changes(config, plan(sizes=sizes, traffic=(), exposed_seconds=0.0, bubble_seconds=0.3))
-    assert found[0].change == "step.accumulate=16"
+    assert found[0].change == "step.microbatches=16"
     assert 0 < found[0].gain < 0.3
     small = advice.changes(configured("fsdp", {"fsdp": 8}, {"step.remat": "none"}), plan(fits=False, step_seconds=None))
-    assert [one.change for one in small] == ["step.remat=full", "step.accumulate=2"]
+    assert [one.change for one in small] == ["step.remat=full", "step.microbatches=2"]
 
 
 def test_what_limits_a_step():
@@ -249,13 +249,13 @@ SMALL = (
 )  # fmt: skip
 # Target, keys, and a change that would not be legal.
 ADVISED = [
-    ("h100:1x4", "layout=ddp mesh.data=4 model.heads=4 data.global_batch=8 step.accumulate=2", "model=8"),
+    ("h100:1x4", "layout=ddp mesh.data=4 model.heads=4 data.global_batch=8 step.microbatches=2", "model=8"),
     ("h100:1x4", "layout=zero1 mesh.data=4 model.heads=6 model.embed=96 data.global_batch=4", "model=4"),
-    ("h100:1x4", "layout=pp mesh.pipeline=4 mesh.data=1 model.heads=8 data.global_batch=8 step.accumulate=8",
-     "step.accumulate=16"),
-    ("h100:1x4", "layout=pp mesh.pipeline=4 mesh.data=1 model.heads=8 data.global_batch=16 step.accumulate=8",
-     "step.accumulate=4"),
-    ("h100:1x8", "layout=fsdp model.heads=8 data.global_batch=24 step.accumulate=3", "step.accumulate=1"),
+    ("h100:1x4", "layout=pp mesh.pipeline=4 mesh.data=1 model.heads=8 data.global_batch=8 step.microbatches=8",
+     "step.microbatches=16"),
+    ("h100:1x4", "layout=pp mesh.pipeline=4 mesh.data=1 model.heads=8 data.global_batch=16 step.microbatches=8",
+     "step.microbatches=4"),
+    ("h100:1x8", "layout=fsdp model.heads=8 data.global_batch=24 step.microbatches=3", "step.microbatches=1"),
     ("h100:4x8", "layout=fsdp_tp mesh.fsdp=2 mesh.model=16 model.heads=16 data.global_batch=8", "mesh.model=8'"),
     ("h100:4x8", "layout=fsdp_tp mesh.model=16 model.heads=16 data.global_batch=8", "mesh.fsdp"),
     ("v5e:4x4", "layout=hsdp mesh.data=2 model.heads=12 model.embed=96 data.global_batch=16", "model=8"),
@@ -317,11 +317,11 @@ def test_what_a_layer_keeps_can_wait_in_the_hosts_memory():
     keys = {"step.remat": "full", "data.global_batch": 8}  # one row a device: no smaller microbatch
 
     def first(offload: list[str]) -> str:
-        config = configured("fsdp", {"fsdp": 8}, {**keys, "step.offload": offload})
+        config = configured("fsdp", {"fsdp": 8}, {**keys, "step.remat_save": offload})
         return advice.changes(config, large)[0].change
 
-    assert first([]) == "step.offload=[input]"
-    assert first(["q"]) == "step.offload=[q,input]"
+    assert first({}) == "step.remat_save={input: host}"
+    assert first({"q": "host"}) == "step.remat_save={q: host, input: host}"
     assert "offload" not in first(["input"])
 
 

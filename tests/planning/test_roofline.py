@@ -297,7 +297,7 @@ def expected(config: Config, devices: int) -> float:
 
 @pytest.mark.parametrize(("layout", "mesh", "remat", "accumulate"), CASES)
 def test_flops_of_steps_on_simulated_devices(layout: str, mesh: dict, remat: str, accumulate: int):
-    changes = {**TINY, "precision": "fp32", "step.remat": remat, "step.accumulate": accumulate}
+    changes = {**TINY, "precision": "fp32", "step.remat": remat, "step.microbatches": accumulate}
     config = configured(layout, mesh, {**changes, "step.attention": "reference"})
     text = step_program.compiled_step(build(config, config.model.vocab, jax.devices()[:4])).as_text() or ""
     found = roofline.analyse(text)
@@ -310,7 +310,7 @@ def test_flops_of_steps_on_simulated_devices(layout: str, mesh: dict, remat: str
 @pytest.mark.parametrize(("layout", "mesh", "remat", "accumulate"), CASES)
 def test_flops_of_steps_on_absent_h100(layout: str, mesh: dict, remat: str, accumulate: int):
     assert LLAMA["step.attention"] == "xla"
-    config = configured(layout, mesh, {**TINY, "step.remat": remat, "step.accumulate": accumulate})
+    config = configured(layout, mesh, {**TINY, "step.remat": remat, "step.microbatches": accumulate})
     found = roofline.analyse(compile.measure(config, None, H100).text)
     assert found.flops() == pytest.approx(expected(config, 4), rel=0.01)
     assert found.by("dtype", value="flops").keys() <= {"bf16", "tf32"}

@@ -13,7 +13,7 @@ from zero_theory import ZERO, is_embedding, weights, zero_differences, zero_tota
 def test_every_collective_of_a_stage_on_16_absent_h100(name: str):
     layout, changes, theory = ZERO[name]
     config, axes, rows = measured(layout, H100, **changes)
-    expected = theory(Sizes.of(config, axes), config.step.accumulate)
+    expected = theory(Sizes.of(config, axes), config.step.microbatches)
     assert zero_differences(zero_totals(rows), {key: row for key, row in expected.items() if row[1]}) == []
     assert all(row.whole and row.note == "" for row in rows)
 

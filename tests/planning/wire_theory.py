@@ -63,7 +63,7 @@ def together(layouts: Iterable[str]) -> list:
 def configured(layout: str, mesh: dict[str, int], changes: dict[str, Any]) -> Config:
     count = prod(mesh.values())
     axes = {f"mesh.{axis}": size for axis, size in mesh.items()}
-    rows = ROWS * count * changes.get("step.accumulate", 1)
+    rows = ROWS * count * changes.get("step.microbatches", 1)
     keys = {**LLAMA, "data.global_batch": rows, **axes, **changes, "layout": layout}
     return resolve(None, *(f"{key}={value}" for key, value in keys.items()), paths=False)[0]
 
@@ -152,7 +152,7 @@ class Sizes:
         everything = parameter_count(config.model, model.vocab)
         weights = (everything - 2 * head - model.embed) // model.layers - 2 * model.embed
         share = model.vocab // axes["model"]
-        chunks = -(-share // min(share, max(512, -(-share // (config.loss.chunks * 128)) * 128)))
+        chunks = -(-share // min(share, max(512, -(-share // (config.loss.vocab_chunks * 128)) * 128)))
         tokens = config.data.sequence * ROWS
         size = head_dim(model)
         heads, kv_heads = model.heads * size, 2 * (model.kv_heads or model.heads) * size

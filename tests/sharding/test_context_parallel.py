@@ -37,9 +37,9 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(dump_yaml(load(None, "layout=cp_ring", base=BASE)))
     assert load(tmp_path / "run.yaml").context == "ring"
     assert load(tmp_path / "run.yaml", "layout=fsdp").context == "auto"
-    config, origin = resolve(tmp_path / "run.yaml", "context=gather")
+    config, origin = resolve(tmp_path / "run.yaml", "context_parallel=gather")
     assert (config.context, origin["context"]) == ("gather", "command line")
-    assert load(None, "context=gather", "layout=cp_ring").context == "gather"
+    assert load(None, "context_parallel=gather", "layout=cp_ring").context == "gather"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         (
             ["layout=cp_ring", "data.sequence=1020"],
             "command line: data.sequence: 1020 tokens cannot be split into 8 chunks, two for each of the 4 shards of"
-            " context: ring; expected 1016 or 1024, or context: ulysses or gather",
+            " context_parallel: ring; expected 1016 or 1024, or context_parallel: ulysses or gather",
         ),
         (
             ["layout=cp_gather", "data.sequence=1022"],
@@ -57,37 +57,37 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         ),
         (
             ["layout=cp_ulysses", "model.heads=6", "model.head_dim=8"],
-            "layout cp_ulysses: context: ulysses hands heads to the 4 shards of context: 6 heads cannot be split;"
-            " expected 2, 3 or 6 shards, or context: ring or gather",
+            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 6 heads cannot be split;"
+            " expected 2, 3 or 6 shards, or context_parallel: ring or gather",
         ),
         (
             ["layout=cp_ulysses", "mesh.model=2", "rules.heads=model", "rules.kv_heads=model", "model.heads=4"],
-            "layout cp_ulysses: context: ulysses hands heads to the 4 shards of context: 4 heads over 2 shards are 2"
-            " each, and these cannot be split; expected 1 or 2 shards, or context: ring or gather",
+            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 4 heads over 2 shards are 2"
+            " each, and these cannot be split; expected 1 or 2 shards, or context_parallel: ring or gather",
         ),
         (
-            ["layout=fsdp", "context=ring"],
-            "command line: context: ring crosses the shards of a sequence, and the layout makes none; expected auto, or"
+            ["layout=fsdp", "context_parallel=ring"],
+            "command line: context_parallel: ring crosses the shards of a sequence, and the layout makes none; expected auto, or"
             " a rule `context: context` with mesh.context above 1",
         ),
         (
             ["layout=cp_ring", "mesh.context=1"],
-            "layout cp_ring: context: ring crosses the shards of a sequence, and the layout makes none; expected auto,"
+            "layout cp_ring: context_parallel: ring crosses the shards of a sequence, and the layout makes none; expected auto,"
             " or mesh.context above 1",
         ),
         (
             ["layout=cp_ring", "step.attention=splash"],
-            "command line: step.attention: `splash` needs whole sequences, and context: ring keeps them in shards;"
-            " expected auto or xla, or context: ulysses",
+            "command line: step.attention: `splash` needs whole sequences, and context_parallel: ring keeps them in shards;"
+            " expected auto or xla, or context_parallel: ulysses",
         ),
         (
             ["layout=cp_gather", "step.attention=cudnn"],
-            "command line: step.attention: `cudnn` needs whole sequences, and context: gather keeps them in shards;"
-            " expected auto or xla, or context: ulysses",
+            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in shards;"
+            " expected auto or xla, or context_parallel: ulysses",
         ),
         (
-            ["layout=cp_ulysses", "context=auto", "model.heads=6", "model.head_dim=8", "step.attention=cudnn"],
-            "command line: step.attention: `cudnn` needs whole sequences, and context: gather keeps them in shards;"
+            ["layout=cp_ulysses", "context_parallel=auto", "model.heads=6", "model.head_dim=8", "step.attention=cudnn"],
+            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in shards;"
             " expected auto or xla, or heads that the 4 shards of context divide",
         ),
         (
@@ -114,8 +114,8 @@ def test_a_users_own_data_for_a_users_own_model_is_not_permuted() -> None:
 
 
 def test_auto_is_never_refused() -> None:
-    assert problems("layout=fsdp", "context=auto") == []
-    assert problems("layout=cp_ulysses", "context=auto", "model.heads=6", "model.head_dim=8") == []
+    assert problems("layout=fsdp", "context_parallel=auto") == []
+    assert problems("layout=cp_ulysses", "context_parallel=auto", "model.heads=6", "model.head_dim=8") == []
     assert check_config(load(None, "layout=cp_ring", "mesh={fsdp: 2, context: -1}")) == []  # unknown until it runs
 
 

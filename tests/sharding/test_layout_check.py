@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config.schema import Mesh
+from jaxtrain.config.schema import MeshConfig
 from jaxtrain.sharding.axes import AXES, fill
 from jaxtrain.sharding.check import check
 
@@ -36,7 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def found(mesh: dict[str, Any], devices: int | None = 8, tensors: Any = TENSORS, rules: Any = RULES, **sizes: int):
-    problems = check(Mesh(**mesh), rules, tensors, {**ACTIVATIONS, **sizes}, devices)
+    problems = check(MeshConfig(**mesh), rules, tensors, {**ACTIVATIONS, **sizes}, devices)
     assert all(problem.where == "" and "\n" not in str(problem) for problem in problems)
     return [str(problem) for problem in problems]
 
@@ -153,7 +153,7 @@ def test_indivisible_dims_in_one_line_for_each_cause() -> None:
     ]
     lines = found({"data": 2, "fsdp": 3}, 6, batch=8, tensors={})
     assert lines == [
-        "rules.batch: 8 sequences per microbatch (data.global_batch / step.accumulate) cannot be split"
+        "rules.batch: 8 sequences per microbatch (data.global_batch / step.microbatches) cannot be split"
         " into 6 (data 2 x fsdp 3);"
         " sizes that work: 6 or 12; shards that work: 2, 4 or 8"
     ]
@@ -184,7 +184,7 @@ RULE = st.lists(st.sampled_from(["data", "fsdp", "context", "model"]), max_size=
 )
 def test_what_passes_can_be_placed_and_what_is_refused_can_not(sizes: dict, rules: dict, devices: int) -> None:
     """Against a direct statement of what placement needs: whole shards, an axis once on a tensor, no idle axis."""
-    problems = check(Mesh(**sizes), rules, TENSORS, ACTIVATIONS, devices)
+    problems = check(MeshConfig(**sizes), rules, TENSORS, ACTIVATIONS, devices)
     try:
         full = fill(sizes, devices)
     except ValueError:
@@ -213,4 +213,4 @@ def test_the_doctor_runs_without_jax() -> None:
 
 
 def test_axes_are_those_of_the_schema() -> None:
-    assert [name for name in Mesh.model_fields if name != "dcn"] == list(AXES)
+    assert [name for name in MeshConfig.model_fields if name != "dcn"] == list(AXES)

@@ -15,11 +15,11 @@ RULES = {
     "vocab": "model", "sequence": "model",
 }  # fmt: skip
 MODEL = {
-    "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256, "qk_norm": True,
-    "attention_bias": True, "mlp_bias": True, "window": 24, "window_every": 2,
+    "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256, "qk_norm": "per_head",
+    "biases": ["qkv", "mlp"], "sliding_window": 24, "sliding_window_pattern": 2,
 }  # fmt: skip
 OTHERS = {  # options of other families: OLMo 2, Gemma 3, Granite
-    "qk_norm": "whole", "post_norm": "only", "window_theta": 100.0, "embed_scale": 3.0, "residual_scale": 0.5,
+    "qk_norm": "full", "norm_placement": "post", "sliding_window_rope_theta": 100.0, "embed_multiplier": 3.0, "residual_multiplier": 0.5,
     "logits_divisor": 2.0,
 }  # fmt: skip
 ROWS, LENGTH = 8, 32
@@ -29,7 +29,7 @@ def config(**changes) -> Config:
     base = {
         "model": MODEL, "precision": "fp32", "steps": 100, "loss": {"z_loss": 1e-3},
         "data": {"sequence": LENGTH, "global_batch": ROWS},
-        "optimizer": {"lr": 3e-3, "schedule": "constant", "epsilon": 1e-4},
+        "optimizer": {"lr": 3e-3, "epsilon": 1e-4}, "schedule": {"name": "constant"},
     }  # fmt: skip
     return Config(**{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in (base | changes).items()})
 

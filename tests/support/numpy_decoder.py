@@ -6,10 +6,12 @@ import math
 
 import numpy as np
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import ModelConfig
 
 
-def logits(params: dict, model: Model, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
+def logits(
+    params: dict, model: ModelConfig, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray
+) -> np.ndarray:
     """float64 logits [B, T, V]."""
     params = _float64(params)
     return np.stack([_row(params, model, *row) for row in zip(tokens, positions, segments)])
@@ -21,22 +23,24 @@ def _float64(tree):
 
 def _row(params, model, tokens, positions, segments):
     x = params["embed"]["table"][tokens]
-    if model.embed_scale:
-        x = x * (math.sqrt(model.embed) if model.embed_scale is True else model.embed_scale)
+    x = x * model.embed_multiplier
     if "positions" in params:
         x = x + params["positions"]["table"][positions]
     for layer in range(model.layers):
         weights = _slice(params["layers"], layer)
-        is_global = model.window_every > 1 and layer % model.window_every == model.window_every - 1
-        window = None if is_global else model.window
-        normed = x if model.post_norm == "only" else _norm(x, weights["attention_norm"], model)
+        is_global = (
+            model.sliding_window_pattern > 1
+            and layer % model.sliding_window_pattern == model.sliding_window_pattern - 1
+        )
+        window = None if is_global else model.sliding_window
+        normed = x if model.norm_placement == "post" else _norm(x, weights["attention_norm"], model)
         branch = _attention(weights["attention"], model, normed, positions, segments, window)
-        branch = _norm(branch, weights["attention_post_norm"], model) if model.post_norm else branch
-        x = x + model.residual_scale * branch
-        normed = x if model.post_norm == "only" else _norm(x, weights["mlp_norm"], model)
+        branch = _norm(branch, weights["attention_post_norm"], model) if model.norm_placement != "pre" else branch
+        x = x + model.residual_multiplier * branch
+        normed = x if model.norm_placement == "post" else _norm(x, weights["mlp_norm"], model)
         branch = _feed_forward(weights, model, normed, segments)
-        branch = _norm(branch, weights["mlp_post_norm"], model) if model.post_norm else branch
-        x = x + model.residual_scale * branch
+        branch = _norm(branch, weights["mlp_post_norm"], model) if model.norm_placement != "pre" else branch
+        x = x + model.residual_multiplier * branch
     x = _norm(x, params["final_norm"], model)
     out = 1 / model.logits_divisor * x @ (params["embed"]["table"].T if model.tie_embeddings else params["head"])
     cap = model.logits_softcap
@@ -48,10 +52,10 @@ def _slice(tree, layer):
 
 
 def _norm(x, weights, model):
-    if model.norm_offset == "layer":
+    if model.norm == "layernorm":
         deviation = np.sqrt(x.var(-1, keepdims=True) + model.norm_epsilon)
         return (x - x.mean(-1, keepdims=True)) / deviation * weights["scale"] + weights["bias"]
-    scale = weights["scale"] + (1.0 if model.norm_offset else 0.0)
+    scale = weights["scale"] + (1.0 if model.norm == "gemma_rmsnorm" else 0.0)
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + model.norm_epsilon) * scale
 
 
@@ -59,8 +63,8 @@ def _rope(x, position, model, window):
     half = len(x) // 2
     out = np.empty_like(x)
     for i in range(half):
-        is_own = window is not None and model.window_theta is not None
-        frequency = (model.window_theta if is_own else model.rope_theta) ** (-2 * i / len(x))
+        is_own = window is not None and model.sliding_window_rope_theta is not None
+        frequency = (model.sliding_window_rope_theta if is_own else model.rope_theta) ** (-2 * i / len(x))
         scaling = None if is_own else model.rope_scaling
         if scaling is not None and scaling.type == "linear":
             frequency /= scaling.factor
@@ -95,7 +99,7 @@ def _attention(weights, model, x, positions, segments, window):
             out = _norm(together, flat, model).reshape(len(x), *shape)[:, head]
         elif model.qk_norm:
             out = _norm(out, weights[f"{name}_norm"], model)
-        if model.rope_scaling is not None and model.rope_scaling.type == "learned":
+        if model.learned_positions is not None:
             return out
         return np.stack([_rope(row, position, model, window) for row, position in zip(out, positions)])
 
@@ -119,14 +123,17 @@ def _feed_forward(weights, model, x, segments):
     if model.moe is None:
         return _mlp(weights["mlp"], model, x)
     weights, moe = weights["moe"], model.moe
-    out = _mlp(weights["shared"], model, x) if moe.shared else np.zeros_like(x)
+    out = _mlp(weights["shared"], model, x) if moe.shared_experts else np.zeros_like(x)
     z = x @ weights["router"]
     p = np.exp(z - z.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     chosen = np.argsort(-(p + weights.get("bias", 0.0)), -1, kind="stable")[:, : moe.top_k]
-    even = len(x) * moe.top_k / moe.experts
-    room = {expert: len(x) if moe.capacity is None else math.ceil(moe.capacity * even) for expert in range(moe.experts)}
-    is_normalized = moe.top_k > 1 if moe.normalize is None else moe.normalize
+    even = len(x) * moe.top_k / moe.num_experts
+    room = {
+        expert: len(x) if moe.capacity_factor is None else math.ceil(moe.capacity_factor * even)
+        for expert in range(moe.num_experts)
+    }
+    is_normalized = moe.top_k > 1 if moe.normalize_gates is None else moe.normalize_gates
     for choice in range(moe.top_k):
         for t in np.flatnonzero(segments):
             expert = chosen[t, choice]

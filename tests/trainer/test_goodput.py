@@ -36,7 +36,7 @@ class Rows:
 
 def train(tmp_path, **options):
     base = {
-        "dir": str(tmp_path), "steps": 8, "precision": "fp32", "simulate": 8, "compile_cache": None,
+        "dir": str(tmp_path), "steps": 8, "precision": "fp32", "simulate": 8, 
         "mesh": {"data": 8}, "rules": {"batch": "data"}, "log": {"tensorboard": False}, "checkpoint": {"every": 3},
         "model": {"type": "linear_model:Linear", "options": {"size": 4}},
         "data": {"type": "test_goodput:Rows", "global_batch": 8},

@@ -38,11 +38,11 @@ def corpus(tmp_path):
 
 def config(tmp_path, corpus, *overrides):
     base = {
-        "dir": str(tmp_path / "runs"), "steps": 8, "precision": "fp32", "simulate": 8, "compile_cache": None,
+        "dir": str(tmp_path / "runs"), "steps": 8, "precision": "fp32", "simulate": 8, 
         "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64},
-        "data": {"sources": [{"path": str(corpus)}], "sequence": 64, "global_batch": 8, "validation": 0.2,
-                 "cache": str(tmp_path / "cache"), "workers": 1},
-        "optimizer": {"lr": 1e-3, "warmup": 2}, "checkpoint": {"every": 4}, "eval": {"every": 4, "batches": 2},
+        "data": {"sources": [{"path": str(corpus)}], "sequence": 64, "global_batch": 8, "validation_fraction": 0.2,
+                 "cache_dir": str(tmp_path / "cache"), "workers": 1},
+        "optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 2}, "checkpoint": {"every": 4}, "eval": {"every": 4, "batches": 2},
     }  # fmt: skip
     return jaxtrain.load(None, "layout=3d", *overrides, base=base)
 
@@ -82,14 +82,21 @@ def test_a_run_writes_what_it_promises(tmp_path, corpus):
     assert jaxtrain.load(result.run_dir / "config.yaml") == config(tmp_path, corpus)  # paths were absolute already
     screen = quiet()
     again = jaxtrain.train(
-        config(tmp_path, corpus, "steps=2", "optimizer.warmup=0", "log.checkpoints=true"), console=screen
+        config(tmp_path, corpus, "steps=2", "schedule.warmup_steps=0", "log.upload_checkpoints=true"), console=screen
     )
     assert f"wrote {again.run_dir}/checkpoints/2" in screen.console.file.getvalue()  # what every tracker is given
     assert again.run_dir != result.run_dir  # a run is never written over another
 
 
 def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
-    changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "pipeline.schedule=zb_h1", "steps=3")
+    changes = (
+        "layout=pp",
+        "mesh.pipeline=2",
+        "mesh.data=4",
+        "step.microbatches=2",
+        "pipeline.schedule=zb_h1",
+        "steps=3",
+    )
     # an mlp whose W takes longer than what a busy machine adds to it
     cfg = config(tmp_path, corpus, *changes, "eval.every=3", "step.remat=full", "model.mlp=1024")
     run_dir = jaxtrain.train(cfg, console=quiet()).run_dir
@@ -104,10 +111,10 @@ def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
 def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch):
     """3 layers in the 4 places of 2 stages; and the run is that of no stages, its validation and its resume too."""
     monkeypatch.setattr(trainer, "stage_costs", lambda *_: Costs(1.0, 1.0, 1.0))
-    stages = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "name=stages")
+    stages = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.microbatches=2", "name=stages")
 
     def trained(folder, *changes):
-        cfg = config(tmp_path, corpus, "model.layers=3", "optimizer.schedule=constant", *changes)
+        cfg = config(tmp_path, corpus, "model.layers=3", "schedule.name=constant", *changes)
         return jaxtrain.train(cfg, folder, resume=folder is not None, console=quiet()).run_dir
 
     folder = trained(None, *stages, "steps=4")
@@ -124,7 +131,7 @@ def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch)
 
 def test_actions_too_short_to_be_timed_end_no_run(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(trainer, "stage_costs", lambda *_: Costs(0.0, 0.0, 0.0))
-    changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.accumulate=2", "steps=2")
+    changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.microbatches=2", "steps=2")
     folder = jaxtrain.train(config(tmp_path, corpus, *changes), console=quiet()).run_dir
     assert all("bubble" not in record for record in read(folder, "metrics"))
     assert any("too short to be timed" in event.get("text", "") for event in read(folder, "events"))
@@ -171,7 +178,7 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
 
 @pytest.mark.parametrize("layout", ["fsdp", "cp_ring"])
 def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
-    same = "optimizer.schedule=constant"  # so that the number of steps does not matter
+    same = "schedule.name=constant"  # so that the number of steps does not matter
     whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", same), console=quiet())
     half = jaxtrain.train(config(tmp_path, corpus, "name=half", "steps=4", same), console=quiet())
     again = jaxtrain.load(half.run_dir / "config.yaml", f"layout={layout}", "steps=8")
@@ -192,7 +199,7 @@ def test_resume_under_stages_of_two_chunks_and_without_any(tmp_path, corpus):
     devices = (f"simulate={jax.device_count()}", "data.global_batch=16")  # `make matrix` has 16
 
     def trained(folder, *changes):
-        same = ("optimizer.schedule=constant", "model.layers=4", "step.accumulate=2", *devices)
+        same = ("schedule.name=constant", "model.layers=4", "step.microbatches=2", *devices)
         cfg = config(tmp_path, corpus, *same, *changes)
         return jaxtrain.train(cfg, folder, resume=folder is not None, console=quiet()).run_dir
 
@@ -209,7 +216,7 @@ def test_a_users_own_model_trains_on_any_layout(tmp_path):
     for layout in ("3d", "fsdp"):
         cfg = jaxtrain.load(
             "configs/recipes/spirals.yaml", f"layout={layout}", f"dir={tmp_path}", f"name={layout}", "steps=60",
-            "checkpoint.every=null", "compile_cache=null",
+            "checkpoint.every=null",
         )  # fmt: skip
         found.append(jaxtrain.train(cfg, console=quiet(60)).metrics)
     assert found[0]["eval/loss"] < 0.4
@@ -250,7 +257,7 @@ def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):
 
 
 def test_a_run_whose_first_checkpoint_is_damaged_begins_again(tmp_path, corpus):
-    same = ("optimizer.schedule=constant", "layout=ddp", "eval.every=null")
+    same = ("schedule.name=constant", "layout=ddp", "eval.every=null")
     whole = jaxtrain.train(config(tmp_path, corpus, "name=whole", *same), console=quiet())
     part = jaxtrain.train(config(tmp_path, corpus, "name=part", "steps=4", *same), console=quiet()).run_dir
     shutil.copytree(part, tmp_path / "other")
@@ -320,7 +327,9 @@ def test_losses_that_stay_bad_stop_the_run_and_are_never_saved(tmp_path, corpus,
 
 def test_the_loss_contract_and_options_of_a_users_model_are_checked_in_one_line(tmp_path):
     cfg = jaxtrain.load(
-        "configs/recipes/spirals.yaml", "model.options.width=8", f"dir={tmp_path}", "compile_cache=null"
+        "configs/recipes/spirals.yaml",
+        "model.options.width=8",
+        f"dir={tmp_path}",
     )
     with pytest.raises(ValueError, match="unexpected keyword argument 'width'"):
         jaxtrain.train(cfg, console=quiet())

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxtrain import load
 from jaxtrain.cli.main import main
 from jaxtrain.config import UserError
-from jaxtrain.config.schema import Mesh
+from jaxtrain.config.schema import MeshConfig
 from jaxtrain.core.program import build
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
@@ -26,7 +26,6 @@ from jaxtrain.verification.verify import Outcome, Reference, Row, Rows, check_on
 
 CONFIG = """
 layout: 3d
-compile_cache: null
 model: {embed: 4096, layers: 32, heads: 32, kv_heads: 8, mlp: 14336, tie_embeddings: true}
 data: {sequence: 8192, global_batch: 512}
 """
@@ -47,7 +46,7 @@ def reference(path: Path) -> tuple:
     found, _ = candidates(small, ["3d"], 8)
     split = Rows(small)
     hosts = [split.batch(step, slice(None)) for step in range(2)]
-    alone = small.model_copy(update={"mesh": Mesh(), "rules": {}, "simulate": None})
+    alone = small.model_copy(update={"mesh": MeshConfig(), "rules": {}, "simulate": None})
     return found[-1], split, hosts, Reference(build(alone, small.model.vocab, jax.devices()[:1]), hosts)
 
 
@@ -61,23 +60,23 @@ def test_a_large_config_shrinks_and_says_how(path):
 
 
 def test_experts_shrink_too():
-    config = load(None, "model.moe={experts: 64, top_k: 6, mlp: 1408}", "step.attention=cudnn")
+    config = load(None, "model.moe={num_experts: 64, top_k: 6}", "model.mlp=1408", "step.attention=cudnn")
     small, changes = shrunk(config, 8)
-    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 4, 64)
+    assert (small.model.moe.num_experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 4, 64)
     assert small.step.attention == "auto"
-    assert "model.moe.experts: 64 -> 8" in changes
+    assert "model.moe.num_experts: 64 -> 8" in changes
     # What was legal stays so: a selection bias needs something to select, and places are no more than tokens.
     for options in ("experts: 256, top_k: 8, bias_rate: 0.001", "experts: 64, top_k: 6, capacity: 4.0"):
         small, _ = shrunk(load(None, f"model.moe={{{options}}}"), 8)
         assert candidates(small, ["ep", "ddp"], 8)[1] == {}
-    small, _ = shrunk(load(None, "model.moe={experts: 4, top_k: 4, capacity: 1.0}"), 8)
-    assert (small.model.moe.experts, small.model.moe.top_k, small.model.moe.capacity) == (4, 4, 1.0)
+    small, _ = shrunk(load(None, "model.moe={num_experts: 4, top_k: 4, capacity: 1.0}"), 8)
+    assert (small.model.moe.num_experts, small.model.moe.top_k, small.model.moe.capacity_factor) == (4, 4, 1.0)
 
 
 def test_every_legal_mesh_once(path):
     small, _ = shrunk(load(path), 8)
     found, refused = candidates(small, ["fsdp_tp", "tp", "(its own)", "fsdp"], 8)
-    meshes = [(c.layout, c.mesh, c.config.step.accumulate) for c in found]
+    meshes = [(c.layout, c.mesh, c.config.step.microbatches) for c in found]
     assert ("fsdp_tp", "fsdp 4 x model 2", 1) in meshes
     assert ("tp", "data 4 x model 2", 1) in meshes
     assert ("fsdp", "data 2 x fsdp 4", 2) in meshes
@@ -87,7 +86,7 @@ def test_every_legal_mesh_once(path):
     assert not [mesh for layout, mesh, _ in meshes if layout == "tp" and "model" not in mesh]
     found, _ = candidates(small, ["cp_ring"], 8)
     assert {"context 8", "context 2 x model 4", "fsdp 2 x context 4"} <= {c.mesh for c in found}
-    assert [c.mesh for c in found if c.config.step.accumulate == 2] == ["fsdp 2 x context 2 x model 2"]
+    assert [c.mesh for c in found if c.config.step.microbatches == 2] == ["fsdp 2 x context 2 x model 2"]
     experts, _ = shrunk(load(None, "model.moe={}"), 8)
     assert "expert 4 x model 2" in {c.mesh for c in candidates(experts, ["ep_tp"], 8)[0]}
     _, refused = candidates(small, ["fsdp_tp"], 3)
@@ -162,7 +161,7 @@ def test_every_fault_is_caught_and_named(path, fault):
 def test_a_users_own_model_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     file = Path(__file__).parents[2] / "configs" / "recipes" / "spirals.yaml"
-    command = ["verify", str(file), "compile_cache=null", "--layouts", "zero1,fsdp"]
+    command = ["verify", str(file), "--layouts", "zero1,fsdp"]
     assert main([*command, "--steps", "2"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"EQUAL: \d+ layouts and meshes of 8 devices, 2 steps equal one device", out)

@@ -9,7 +9,7 @@ validation.
 
 from collections.abc import Iterator
 
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.sources.base import SPLITS, Document, File, Span, split_of
 from jaxtrain.data.sources.formats import plan_shards, read_shard
 from jaxtrain.data.sources.listing import list_files
@@ -17,7 +17,7 @@ from jaxtrain.data.sources.listing import list_files
 __all__ = ["SPLITS", "Document", "File", "Span", "documents", "list_files", "plan_shards", "read_shard", "split_of"]
 
 
-def documents(source: Source) -> Iterator[Document]:
+def documents(source: SourceConfig) -> Iterator[Document]:
     """All documents of a source, in order; raises as `list_files` and `read_shard`."""
     for shard in plan_shards(list_files(source), 64 << 20):
         yield from read_shard(shard, source.field)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.sources.base import File, one_line
 from jaxtrain.errors import DataError
 from jaxtrain.io.packages import require
@@ -17,7 +17,7 @@ PREFIX = "hf://"
 FORM = re.compile(r"hf://(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
 
 
-def hub_files(source: Source) -> list[File]:
+def hub_files(source: SourceConfig) -> list[File]:
     """The Arrow files of a dataset of the hub, downloaded where they are not here yet; sorted by name.
 
     Raises:

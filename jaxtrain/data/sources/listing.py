@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.sources.base import File
 from jaxtrain.data.sources.formats import FORMATS, fits, format_of, partner
 from jaxtrain.data.sources.hub import PREFIX, hub_files
@@ -35,7 +35,9 @@ class Place(NamedTuple):
     asked: list[str] | None
 
 
-def list_files(source: Source, cache: str | Path = "~/.cache/jaxtrain", progress: Progress | None = None) -> list[File]:
+def list_files(
+    source: SourceConfig, cache: str | Path = "~/.cache/jaxtrain", progress: Progress | None = None
+) -> list[File]:
     """Files of a source, sorted by name; those of an object store are copied into `cache` first, with `progress`.
 
     Raises:
@@ -56,7 +58,7 @@ def list_files(source: Source, cache: str | Path = "~/.cache/jaxtrain", progress
     return [File(name, paths[name], chosen[name], os.path.getsize(paths[name])) for name in sorted(chosen)]
 
 
-def choose(place: Place, source: Source) -> dict[str, str]:
+def choose(place: Place, source: SourceConfig) -> dict[str, str]:
     """{name: format} of the files of a place that a source means.
 
     Raises:
@@ -81,7 +83,7 @@ def choose(place: Place, source: Source) -> dict[str, str]:
     return found
 
 
-def _of_folder(names: list[str], source: Source) -> dict[str, str]:
+def _of_folder(names: list[str], source: SourceConfig) -> dict[str, str]:
     """All files of a format, which is the one there is unless it is named."""
     every = set(names)
     if source.format != "auto":

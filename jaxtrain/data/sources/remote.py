@@ -85,7 +85,7 @@ class Store:
                     _replace(mark, version.encode())
             except OSError as error:
                 where = f"{error.filename or folder}: {error.strerror}"
-                raise DataError(f"{where}; is data.cache writable, with space left?") from error
+                raise DataError(f"{where}; is data.cache_dir writable, with space left?") from error
             done += self._size(name)
         return {name: str(folder / name) for name in names}
 

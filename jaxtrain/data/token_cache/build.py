@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.megatron import open_megatron
 from jaxtrain.data.sources import SPLITS, File, list_files, plan_shards
 from jaxtrain.data.token_cache.content_hash import hash_files
@@ -38,7 +38,7 @@ SHARDS = 256  # wanted, between those bounds
 
 
 def build_cache(
-    source: Source,
+    source: SourceConfig,
     tokenizer: str,
     validation: float,
     root: str | Path,
@@ -91,7 +91,7 @@ def build_cache(
                 _build(job, _plan(files, target, states), encoder, workers, progress)
     except OSError as error:
         where = error.filename or root
-        raise DataError(f"{where}: {error.strerror}; is data.cache writable, with space left?") from error
+        raise DataError(f"{where}: {error.strerror}; is data.cache_dir writable, with space left?") from error
     return open_cache(folder)
 
 
@@ -107,7 +107,7 @@ def _complete(folder: Path) -> TokenCache | None:
 
 
 def _key(
-    source: Source, files: list[File], hashes: list[str], encoder: Tokenizer, validation: float, target: int
+    source: SourceConfig, files: list[File], hashes: list[str], encoder: Tokenizer, validation: float, target: int
 ) -> str:
     """Hash of all that the bytes of the cache depend on."""
     listed = [[f.name, f.format, h] for f, h in zip(files, hashes)]

@@ -170,7 +170,7 @@ def _experts(config: Config, choice: Choice, shape: Shape) -> list[Row]:
         return []
     passes = 2 + ("experts_down" in shape.again)
     runs = 2 * passes * choice.accumulate * shape.layers
-    moved = moe.top_k * max(1.0, moe.capacity or 1.0) * shape.stream * shape.embed * shape.width
+    moved = moe.top_k * max(1.0, moe.capacity_factor or 1.0) * shape.stream * shape.embed * shape.width
     return [Row("experts", "all-to-all", axes, runs, runs * share(choice, axes) * moved)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.schema import Config, Model
+from jaxtrain.config.schema import Config, ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.flops import layer_matmuls, mean_attended
 from jaxtrain.pipeline.schedules.cost import Costs, action_costs, peak, tick_times
@@ -187,19 +187,19 @@ class Order:
         return (p - 1) * waits.get(choice.schedule, sum(costs) / v)
 
 
-def feed_forward(model: Model) -> int:
+def feed_forward(model: ModelConfig) -> int:
     """Feed-forward width that a token meets."""
     moe = model.moe
-    return model.mlp if moe is None else (moe.shared + moe.top_k) * (moe.mlp or model.mlp)
+    return model.mlp if moe is None else (moe.shared_experts + moe.top_k) * model.mlp
 
 
-def kept_bytes(model: Model, choice: Choice, shape: Shape) -> float:
+def kept_bytes(model: ModelConfig, choice: Choice, shape: Shape) -> float:
     """Of the activations that all layers of a device keep of a microbatch for its backward pass."""
     stream, wide = _kept_width(model, choice)
     return shape.layers * shape.width * (shape.stream * stream + shape.tokens * wide / choice.size("model"))
 
 
-def _kept_width(model: Model, choice: Choice) -> tuple[float, float]:
+def _kept_width(model: ModelConfig, choice: Choice) -> tuple[float, float]:
     """Elements that a token keeps of a layer: of the residual stream, and of what tensor parallelism splits."""
     embed, mlp = model.embed, feed_forward(model)
     head = model.head_dim or embed // model.heads
@@ -214,7 +214,7 @@ def _kept_width(model: Model, choice: Choice) -> tuple[float, float]:
     return named_width(model, {"input", *saved} - set(choice.offload))
 
 
-def named_width(model: Model, names: Iterable[str]) -> tuple[float, float]:
+def named_width(model: ModelConfig, names: Iterable[str]) -> tuple[float, float]:
     """As `_kept_width`, of the values that the decoder marks with these names."""
     embed, mlp = model.embed, feed_forward(model)
     head = model.head_dim or embed // model.heads
@@ -291,7 +291,7 @@ class Formula:
     def _chunks(self, choice: Choice) -> tuple[int, int]:
         """Ids of a chunk of the vocabulary, and number of chunks."""
         part = ceil(self.space.vocab / choice.size("model", STAGES))
-        size = min(part, max(SMALLEST, ceil(part / (self.config.loss.chunks * LANES)) * LANES))
+        size = min(part, max(SMALLEST, ceil(part / (self.config.loss.vocab_chunks * LANES)) * LANES))
         return size, ceil(part / size)
 
     def _memory(self, choice: Choice, weights: Weights, shape: Shape, order: Order) -> dict[str, float]:

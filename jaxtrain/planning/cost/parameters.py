@@ -92,7 +92,7 @@ class _Scale:
         self.rules: Rules = full_rules(config.rules, config.zero)
         self.wide, self.own = COMPUTE.get(config.precision, 2), STORED.get(config.precision, 4)
         # With microbatches, replicas that keep whole gradients reduce them once a step.
-        self.several = config.step.accumulate > 1 or self.sizes[STAGES] > 1
+        self.several = config.step.microbatches > 1 or self.sizes[STAGES] > 1
         self.once = self.several and config.zero <= 1 and self.sizes[REPLICAS] > 1
 
     def size(self, axes: Iterable[str]) -> int:
@@ -150,7 +150,7 @@ class _Scale:
             moments = 0
         out.elements += elements
         out.params += width * elements
-        out.optimizer += (width * moments + 4 * (optimizer.ema is not None)) * elements
+        out.optimizer += (width * moments + 4 * (optimizer.ema_decay is not None)) * elements
 
     def _is_head(self, path: str) -> bool:
         return path == ("embed/table" if self.config.model.tie_embeddings else "head")

@@ -19,7 +19,7 @@ def table(config: Config, stages: int) -> Table | None:
     """The schedule's table; None without stages."""
     if stages == 1:
         return None
-    return load(config.pipeline.schedule, stages, config.step.accumulate, config.pipeline.chunks)
+    return load(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
 
 
 def shares(schedule: Table) -> dict[str, float]:

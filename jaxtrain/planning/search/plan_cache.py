@@ -16,7 +16,7 @@ from jaxtrain.planning.result import Plan
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
 # Keys that no compiled step depends on.
-UNSEEN = ("name", "dir", "layout", "log", "checkpoint", "eval", "compile_cache")
+UNSEEN = ("name", "dir", "layout", "log", "checkpoint", "eval")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -30,10 +30,9 @@ class Results:
         self.folder = folder
 
     @classmethod
-    def of(cls, config: Config, folder: str | os.PathLike[str] | None = None) -> Results:
-        """In `folder`; default: `plan` beside the config's compilation cache."""
-        beside = Path(config.compile_cache or "~/.cache/jaxtrain/xla").parent / "plan"
-        return cls(Path(os.path.expanduser(folder or beside)))
+    def open(cls, folder: str | os.PathLike[str] | None = None) -> Results:
+        """Opens the results in `folder`; default: ~/.cache/jaxtrain/plan."""
+        return cls(Path(os.path.expanduser(folder or "~/.cache/jaxtrain/plan")))
 
     @cached_property
     def versions(self) -> dict[str, str]:

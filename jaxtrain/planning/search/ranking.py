@@ -215,8 +215,8 @@ def layout(config: Config) -> dict[str, Any]:
     if config.mesh.dcn:
         mesh["dcn"] = dict(config.mesh.dcn)
     out: dict[str, Any] = {"mesh": mesh, "rules": {name: list(axes) for name, axes in config.rules.items()}}
-    if config.context != "auto":
-        out["context"] = config.context
+    if config.context_parallel != "auto":
+        out["context_parallel"] = config.context_parallel
     if config.zero:
         out["zero"] = config.zero
     if config.mesh.pipeline > 1 and (pipeline := config.pipeline.model_dump(exclude_defaults=True)):

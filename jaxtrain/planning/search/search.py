@@ -88,7 +88,7 @@ def search(
             raise KeyboardInterrupt
         raise UserError(f"target {where}: no mesh of its devices is legal: {_first(surveys[0])}")
     missing = targets.missing(where, config.step.attention) if top and predict is None else None
-    compiler, kept = predict or predictor.predict, Results.of(config, cache)
+    compiler, kept = predict or predictor.predict, Results.open(cache)
     judge = Judge(config, vocab, surveys, start + budget, tell, compiler, kept, jobs)
     judge.run(0 if missing else top)
     return replace(judge.found(time.monotonic() - start), top=top, stopped=missing or judge.stopped)
