@@ -71,6 +71,9 @@ def path_problems(config: Config) -> Iterator[Conflict]:
         hint = did_you_mean(data.tokenizer, ["bytes"]) or "; give `bytes` or the path of a tokenizer.json"
         yield Conflict(("data.tokenizer",), f"no such file: {shown(data.tokenizer)}{hint}")
     for key, source in _documents(config):
+        if "\0" in source.path:
+            yield Conflict((key,), "a file name can not hold a NUL character")
+            continue
         path = os.path.expanduser(source.path)
         is_elsewhere = source.path == "stdlib" or "://" in source.path
         if is_elsewhere or os.path.exists(path) or os.path.exists(f"{path}.idx"):
@@ -325,6 +328,12 @@ def _schedule(config: Config) -> Iterator[Conflict]:
     if config.data.type == "text" and config.eval.every is not None and has_none:
         message = "nothing is kept for validation; set data.validation_fraction above 0, or eval.every to null"
         yield Conflict(("data.validation_fraction", "eval.every"), message)
+
+
+def config_notes(config: Config) -> list[str]:
+    """Returns a line for each value that is not used as it is written."""
+    steps, warmup = config.steps, config.schedule.warmup_steps
+    return [f"schedule.warmup_steps: {warmup} is cut to the {steps} steps of the run"] if warmup > steps else []
 
 
 def _sources(data: DataConfig) -> Iterator[Conflict]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.provenance import DEPTH, Node, find, from_python, merge, plain, put
+from jaxtrain.config.provenance import DEPTH, Node, deepest, find, from_python, merge, plain, put
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import display, find_file, find_layout
 from jaxtrain.config.show import flatten
@@ -27,6 +27,7 @@ MAX_FILES = 64
 FILE_KEYS = ("extends", "resolved")  # what only a file may say
 CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that later checks look at
 Check = Callable[[Config], Iterable[Problem]]
+Fit = Callable[[Config, dict[str, str]], Config]
 ReadModel = Callable[[Path], dict[str, Any]]  # a Hugging Face folder -> its `model` section
 
 
@@ -60,6 +61,8 @@ def resolve(
     paths: bool = True,
     checks: Iterable[Check] = (),
     read_model: ReadModel | None = None,
+    fit: Fit | None = None,
+    notes: list[str] | None = None,
 ) -> tuple[Config, dict[str, str]]:
     """`load`, and where each value came from.
 
@@ -68,8 +71,10 @@ def resolve(
         overrides: as for `load`.
         base: as for `load`.
         paths: whether the data and the tokenizer must be there; False to look at a config of another machine.
-        checks: further checks (the mesh doctor), whose problems are reported together with all others.
+        checks: further checks (of the layout), whose problems are reported together with all others.
         read_model: reads the folder that `model.from` names: its `model` section.
+        fit: fits a valid config to its devices, before the checks; gets the provenance, which it may change.
+        notes: gets a line for each value that is not used as it is written.
 
     Returns:
         the Config, and dotted key -> `default`, `FILE:LINE`, `layout NAME` or `command line`.
@@ -86,7 +91,7 @@ def resolve(
         _collect(file, [], levels, problems)
     unread = bool(problems)
     given = _overrides(overrides, problems)
-    tree = _merge(levels, given, problems)
+    tree = _merge(levels, given, problems, [] if notes is None else notes)
     if not any(level.resolved for level in levels):
         tree = _with_imported(tree, read_model, problems) if read_model else tree
     config, dropped = validate(tree, problems, paths and not unread)
@@ -94,6 +99,7 @@ def resolve(
     # Without the layout the mesh is not what was meant.
     is_whole = not unread and all(problem.key != "layout" for problem in problems)
     if is_whole and not any(not at or at[0] in CHECKED for at in dropped):
+        config = fit(config, provenance) if fit else config
         found = [problem for check in checks for problem in check(config)]
         problems += locate(found, provenance)
     if problems:
@@ -102,8 +108,11 @@ def resolve(
 
 
 def _origin(tree: Node, key: str) -> str:
-    node = find(tree, key.split("."))
-    return node.origin if node else "default"
+    path = key.split(".")
+    node, known = deepest(tree, path)
+    if len(known) < len(path) and isinstance(node.value, (dict, list)):
+        return "default"
+    return node.origin
 
 
 def _base_level(base: dict[str, Any], problems: list[Problem]) -> Level:
@@ -190,8 +199,10 @@ def _overrides(texts: Iterable[str], problems: list[Problem]) -> list[tuple[list
     return sorted(given, key=lambda item: (item[0] != ["layout"], item[0][-1] != "type"))
 
 
-def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: list[Problem]) -> Node:
-    """All levels and overrides on each other, each layout taking the keys that layouts hold."""
+def _merge(
+    levels: list[Level], given: list[tuple[list[str], Node]], problems: list[Problem], notes: list[str]
+) -> Node:
+    """Merges levels and overrides in order; a layout replaces the keys that layouts hold of earlier levels."""
     tree = Node({}, "default", "default")
     command_layout = next((node for path, node in reversed(given) if path == ["layout"]), None)
     if command_layout is None and not any("layout" in level.tree.value for level in levels):
@@ -205,6 +216,7 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
         tree = merge(tree, level.tree)
     folder = levels[-1].folder if levels else None
     if command_layout is not None:
+        notes += _dropped(tree, command_layout)
         tree = _with_layout(tree, command_layout, folder, problems, here=True)
     defaults = Config().model_dump()
     for path, node in given:
@@ -212,6 +224,18 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
         tree = put(tree, path, node, defaults, found)
         problems += [Problem(p.where, ".".join(path), p.message) for p in found]
     return tree
+
+
+def _dropped(tree: Node, layout: Node) -> list[str]:
+    """A note on the mesh sizes of files that a layout of the command line replaces."""
+    mesh = find(tree, ["mesh"])
+    if mesh is None or not isinstance(mesh.value, dict):
+        return []
+    lost = {axis: node for axis, node in mesh.value.items() if not node.origin.startswith(("layout ", "default"))}
+    if not lost:
+        return []
+    sizes = ", ".join(f"{axis} {shown(plain(node))}" for axis, node in lost.items())
+    return [f"layout={shown(layout.value)}: brings its own mesh; {sizes} of {mesh.where.rpartition(':')[0]} is not used"]
 
 
 def _with_imported(tree: Node, read_model: ReadModel, problems: list[Problem]) -> Node:

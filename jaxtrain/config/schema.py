@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticKnownError
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
@@ -70,6 +70,11 @@ Axes = Annotated[
     BeforeValidator(_axes),
     WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}),
 ]
+
+
+def _one_or_more(value: Any) -> Any:
+    """One source may be written without a list."""
+    return [value] if isinstance(value, (str, dict)) else value
 
 
 def _by_step(value: Any) -> Any:
@@ -211,7 +216,12 @@ class ModelConfig(Section):
 
 
 class DocumentsConfig(Section):
-    """Where documents are."""
+    """Documents on disk or in a store; may be written as the path alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
     path: str = key("stdlib", "`stdlib`, a file, a folder, a glob, a URL (s3://...), hf://OWNER/NAME[/CONFIG][:SPLIT]")
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "arrayrecord", "megatron"] = key(
@@ -234,7 +244,7 @@ class DataConfig(Section):
 
     type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
-    sources: tuple[SourceConfig, ...] = key((SourceConfig(),), "documents; several make a mixture")
+    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_one_or_more)] = key((SourceConfig(),), "documents; several make a mixture")
     tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
     sequence: PositiveInt = key(1024, "tokens per sequence")
     global_batch: PositiveInt = key(8, "sequences per step, over all devices")

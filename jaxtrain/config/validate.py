@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from jaxtrain.config.checks import cross_problems, path_problems
 from jaxtrain.config.provenance import Node, Path, deepest, dotted, find, plain
 from jaxtrain.config.schema import LARGEST, Config
+from jaxtrain.config.synonyms import SYNONYMS
 from jaxtrain.errors import SHOWN, Problem, close, did_you_mean, join, shown
 
+MOST_KEYS = 12  # of a section, in a message
 REPAIRS = 8  # rounds of dropping what is wrong, so that the rest can be checked too
 
 
@@ -99,9 +101,11 @@ def _message(detail: Mapping[str, Any], path: Path, value: Any) -> str:
 
 
 def unknown_key(path: Path) -> str:
-    """What to say of a key that does not exist: a close sibling, else where a key of that name lives."""
+    """Returns the message for a key that does not exist: our name for it, a close sibling, or where it lives."""
     name, parent = str(path[-1]), schema_at(path[:-1])
     siblings = list(parent.get("properties", {}))
+    if ours := SYNONYMS.get(name.lower().replace("-", "_")):
+        return f"unknown key; jaxtrain calls it {ours}"
     if "." in name and name in all_keys():
         return f"unknown key; write it nested, as {': {'.join(name.split('.'))}: ...{'}' * name.count('.')}"
     if close(name, siblings, 0.75):
@@ -115,8 +119,9 @@ def unknown_key(path: Path) -> str:
     homes = [key for key in all_keys() if near and key.rpartition(".")[2] == near[0]]
     if homes:
         return f"unknown key (did you mean {join(homes[:4])}?)"
-    where = f"`{_key(path[:-1])}`" if len(path) > 1 else "the config"
-    return f"unknown key; {where} has {join(siblings, 'and')}" if siblings else "unknown key"
+    if len(path) == 1 or not siblings or len(siblings) > MOST_KEYS:
+        return "unknown key; `jaxtrain schema` prints all"
+    return f"unknown key; `{_key(path[:-1])}` has {join(siblings, 'and')}"
 
 
 @functools.cache

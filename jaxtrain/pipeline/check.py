@@ -45,7 +45,7 @@ def _rules(config: Config, sizes: dict[str, int | None]) -> Iterator[tuple[str, 
     if config.context_parallel == "ring" and any(sizes[axis] != 1 for axis in axes_of(CONTEXT, config.rules)):
         # A permutation waits for all devices, and those of another stage are at another action.
         yield (
-            "context",
+            "context_parallel",
             f"stages of mesh.{STAGES} work by turns, and a ring needs all at once; expected ulysses or gather",
         )
 

@@ -73,17 +73,18 @@ def _own_heads(config: Config, sizes: Mapping[str, int | None]) -> int | None:
 def _useless(config: Config) -> Problem:
     axes = axes_of(CONTEXT, config.rules)
     more = f"mesh.{axes[0]} above 1" if axes else "a rule `context: context` with mesh.context above 1"
-    message = f"{config.context_parallel} crosses the shards of a sequence, and the layout makes none; expected auto, or {more}"
-    return Problem("", "context", message)
+    kind = config.context_parallel
+    message = f"{kind} crosses the shards of a sequence, and the layout makes none; expected auto, or {more}"
+    return Problem("", "context_parallel", message)
 
 
 def _kernel(config: Config, count: int, own: int | None) -> Iterator[Problem]:
     """Ring and gather test the order of queries and keys that lie apart, which the platforms' kernels cannot."""
-    kernel, formulation, other = config.step.attention, config.context_parallel, "context: ulysses"
+    kernel, formulation, other = config.step.attention, config.context_parallel, "context_parallel: ulysses"
     if formulation == "auto" and own is not None and own % count:
         formulation, other = "gather", f"heads that the {count} shards of context divide"
     if formulation in ("ring", "gather") and kernel not in ANY_KERNEL:
-        message = f"`{kernel}` needs whole sequences, and context: {formulation} keeps them in shards; "
+        message = f"`{kernel}` needs whole sequences, and context_parallel: {formulation} keeps them in shards; "
         yield Problem("", "step.attention", f"{message}expected {join(ANY_KERNEL)}, or {other}")
 
 
@@ -99,17 +100,17 @@ def _kv_heads(config: Config, sizes: Mapping[str, int | None]) -> Iterator[Probl
 def _ring(config: Config, count: int) -> Iterator[Problem]:
     if not has_tokens(config):
         message = "ring permutes the tokens of a row, and rows of a user's own data for a user's own model may hold "
-        yield Problem("", "context", f"{message}anything; expected auto, ulysses or gather")
+        yield Problem("", "context_parallel", f"{message}anything; expected auto, ulysses or gather")
     elif config.data.sequence % count == 0 and config.data.sequence % (2 * count):  # the rest is found with the rules
         chunks, tokens = 2 * count, config.data.sequence
         above = -(-tokens // chunks) * chunks
         nearest = join([above - chunks, above] if above > chunks else [above])
         message = f"{tokens} tokens cannot be split into {chunks} chunks, two for each of the {count} shards of context"
-        yield Problem("", "data.sequence", f"{message}: ring; expected {nearest}, or context: ulysses or gather")
+        yield Problem("", "data.sequence", f"{message} (ring); expected {nearest}, or context_parallel: ulysses or gather")
 
 
 def _ulysses(config: Config, count: int, own: int) -> Problem:
     over = config.model.heads // own
     split = f"{own} heads" if over == 1 else f"{config.model.heads} heads over {over} shards are {own} each, and these"
     message = f"ulysses hands heads to the {count} shards of context: {split} cannot be split; expected "
-    return Problem("", "context", f"{message}{join(divisors(own, count))} shards, or context: ring or gather")
+    return Problem("", "context_parallel", f"{message}{join(divisors(own, count))} shards, or context_parallel: ring or gather")

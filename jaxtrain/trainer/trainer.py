@@ -86,8 +86,9 @@ class Trainer:
         return scores
 
     def save(self, state: State, step: int, scores: dict[str, float], is_last: bool) -> None:
-        """Starts a checkpoint, unless a callback objects."""
+        """Starts a checkpoint, unless a callback objects. Without scores of this step, the newest validation ranks it."""
         if self.callbacks.allows_save(self, state, step, is_last):
+            scores = scores or {name: value for name, value in self.latest_metrics.items() if name.startswith("eval/")}
             with self.ledger.phase("checkpoint"):
                 self.checkpointer.save(step, state, manifest=self.manifest, metrics=scores)
 
@@ -96,6 +97,7 @@ class Trainer:
         rewound = self.callbacks.first(Callback.rewind, self, state, step)
         if rewound is not None:
             self.meter.compiled(rewound[1])
+            self.latest_metrics.clear()
             self.callbacks.each(Callback.on_rewind, self, rewound[1])
         return rewound
 

@@ -250,7 +250,6 @@ def test_mutated_overrides(overrides: list[str]) -> None:
 # Values that load, for each kind of key: every config built from them that loads also survives a round trip.
 GOOD = {
     "name": st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9_.\-]{0,8}\Z"),
-    "log.sample_prompt": st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
     "checkpoint.best_metric": st.text(st.characters(codec="utf-8"), max_size=8),
     "data.cache_dir": st.one_of(
         st.just("c"), st.sampled_from(["1e3", "null", "yes", "0x1F", "1_0", "~", "2020-01-01", "a: b", "#", ""])
@@ -259,8 +258,12 @@ GOOD = {
     "optimizer.epsilon": st.floats(1e-300, 1.0),
     "seed": st.integers(0, 2**32 - 1),
     "steps": st.integers(1, 2**31 - 1),
-    "step.remat": st.one_of(
-        st.sampled_from(["none", "full", "dots"]), st.lists(st.sampled_from(["q", "up", "residual"]))
+    "step": st.one_of(
+        st.fixed_dictionaries({"remat": st.sampled_from(["none", "full", "dots"])}),
+        st.fixed_dictionaries({
+            "remat": st.just("full"),
+            "remat_save": st.dictionaries(st.sampled_from(["q", "up", "residual"]), st.sampled_from(["device", "host"])),
+        }),
     ),
     "layout": st.sampled_from(["ddp", "fsdp", "hsdp", "tp", "tp_sp", "fsdp_tp", "3d"]),
     "rules": st.dictionaries(

@@ -74,7 +74,7 @@ def test_a_resolved_config_outlives_its_files(tmp_path: Path) -> None:
     again, origin = resolve(run / "config.yaml")
     assert again == config
     assert again.layout == "own"
-    assert origin["rules.mlp"].endswith("config.yaml:22")
+    assert origin["rules.mlp"].endswith("config.yaml:21")
     moved = load(run / "config.yaml", "layout=ddp", "mesh.data=4")
     assert (moved.mesh.data, moved.mesh.model, moved.rules) == (4, 1, {"batch": ("data",)})
     assert load(run / "config.yaml", "rules.mlp=null").rules == {"batch": ("data",), "mlp": ()}
@@ -90,17 +90,18 @@ def test_a_resolved_config_of_a_user_model_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["\x85", "\u2028", "a\r\nb", "\t", " x ", "\ufeff", "- a", "1e3", "0b1", "null", "é"])
 def test_text_of_any_kind_survives_the_dump(tmp_path: Path, text: str) -> None:
-    config = load(None, base={"log": {"sample_prompt": text}})
+    config = load(None, base={"data": {"cache_dir": text}})
     (tmp_path / "config.yaml").write_bytes(dump_yaml(config).encode())
     assert load(tmp_path / "config.yaml") == config
 
 
 def test_flat_keys_are_those_of_the_schema() -> None:
     flat = flatten(Config())
-    absent = ("model.rope_scaling", "model.moe")
-    assert set(flat) == {key for key in all_keys() if not key.startswith(tuple(f"{a}." for a in absent))} | set(absent)
+    absent = ("model.rope_scaling", "model.moe", "debug.faults")
+    keys = {key for key in all_keys() if not key.startswith(tuple(f"{a}." for a in absent))} | set(absent)
+    assert set(flat) == keys - {"data.sources.0.weight"} | {"data.sources.0.weight.0"}
     assert flat["data.sources.0.path"] == "stdlib"
-    assert len(all_keys()) < 120
+    assert len(all_keys()) <= 120
     for key in flat:
         assert load(None, f"{key}={yaml.safe_dump(flat[key], default_flow_style=True)}", base={"layout": "ddp"})
 
@@ -115,7 +116,7 @@ def test_diff_names_keys_values_and_places(tmp_path: Path) -> None:
     keys = [line.split(": ")[0] for line in lines]
     assert keys == ["layout", "mesh.data", "mesh.fsdp", "rules.batch", "optimizer.lr", "rules.embed"]
     assert lines[0].startswith("layout: ddp -> fsdp  # default -> ")
-    assert lines[0].endswith("/b/config.yaml:10")
+    assert lines[0].endswith("/b/config.yaml:9")
     assert "optimizer.lr: 0.0003 -> 0.01  # default -> " in lines[4]
     assert "rules.embed: absent -> [fsdp]  # absent -> " in lines[5]
     assert diff_lines(tmp_path / "a.yaml", tmp_path / "a.yaml") == []
@@ -131,18 +132,18 @@ def test_diff_of_configs() -> None:
 
 
 def test_show_gives_every_key_its_place() -> None:
-    config, origin = resolve(None, "layout=3d", base={"log": {"sample_prompt": "a\n\x1b[0mb"}})
+    config, origin = resolve(None, "layout=3d", base={"data": {"cache_dir": "a\n\x1b[0mb"}})
     lines = show(config, origin)
     assert len(lines) == len(flatten(config))
     found = {line.split(": ")[0]: line.rpartition("  # ")[2] for line in lines}
-    assert found["log.sample_prompt"] == "base"
+    assert found["data.cache_dir"] == "base"
     assert found["layout"] == "command line"
     assert found["rules.embed"] == "layout 3d"
     assert found["steps"] == "default"
     assert all(line.isprintable() for line in lines)
     values = yaml.safe_load("\n".join(lines))
     assert values["rules.batch"] == ["data", "fsdp"]
-    assert values["log.sample_prompt"] == "a\n\x1b[0mb"
+    assert values["data.cache_dir"] == "a\n\x1b[0mb"
 
 
 def test_the_shipped_schema_is_up_to_date() -> None:

@@ -172,13 +172,13 @@ def test_absent_fields_mean_what_the_class_says():
     _, mixtral = decode({**LLAMA, "model_type": "mixtral", "architectures": None}, "")
     _, gemma = decode({**LLAMA, "model_type": "gemma2", "architectures": None, "num_hidden_layers": 5}, "")
     _, gpt2 = decode({"model_type": "gpt2"}, "")
-    assert (gpt2["mlp"], gpt2["rope_scaling"]["original_length"], gpt2["tie_embeddings"]) == (3072, 1024, True)
-    assert mistral["window"] == 4096
+    assert (gpt2["mlp"], gpt2["learned_positions"], gpt2["tie_embeddings"]) == (3072, 1024, True)
+    assert mistral["sliding_window"] == 4096
     assert (mixtral["rope_theta"], mixtral["norm_epsilon"], mixtral["moe"]["experts"]) == (1e6, 1e-5, 8)
-    assert (gemma["window_every"], gemma["tie_embeddings"], gemma["logits_softcap"]) == (2, True, 30.0)
+    assert (gemma["sliding_window_pattern"], gemma["tie_embeddings"], gemma["logits_softcap"]) == (2, True, 30.0)
 
 
-BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+BIASES = ["qkv", "output", "mlp"]
 SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers": 4}
 
 
@@ -186,32 +186,32 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
     ("options", "expected"),
     [
         ({}, "llama"),
-        ({"mlp_bias": True, "rope_scaling": RopeScalingConfig(type="llama3", factor=8.0)}, "llama"),
-        ({"window": 4}, "mistral"),
-        ({"attention_bias": True}, "qwen2"),
-        ({"attention_bias": True, "window": 4, "window_every": 3}, "qwen2"),
+        ({"biases": ["mlp"], "rope_scaling": RopeScalingConfig(type="llama3", factor=8.0)}, "llama"),
+        ({"sliding_window": 4}, "mistral"),
+        ({"biases": ["qkv"]}, "qwen2"),
+        ({"biases": ["qkv"], "sliding_window": 4, "sliding_window_pattern": 3}, "qwen2"),
         ({"qk_norm": "per_head"}, "qwen3"),
-        ({"moe": MoeConfig(experts=4, mlp=6)}, "mixtral"),
-        ({"moe": MoeConfig(experts=4), "qk_norm": "per_head"}, "qwen3_moe"),
-        ({"norm": "gemma_rmsnorm", "norm_placement": "sandwich", "embed_scale": True, "activation": "geglu"}, "gemma2"),
+        ({"moe": MoeConfig(num_experts=4)}, "mixtral"),
+        ({"moe": MoeConfig(num_experts=4), "qk_norm": "per_head"}, "qwen3_moe"),
+        ({"norm": "gemma_rmsnorm", "norm_placement": "sandwich", "embed_multiplier": 8**0.5, "activation": "geglu"}, "gemma2"),
         (
             {
                 "norm": "gemma_rmsnorm",
                 "norm_placement": "sandwich",
-                "embed_scale": 8**0.5,
+                "embed_multiplier": 8**0.5,
                 "activation": "geglu",
                 "qk_norm": "per_head",
-                "window": 4,
-                "window_every": 3,
-                "window_theta": 50.0,
+                "sliding_window": 4,
+                "sliding_window_pattern": 3,
+                "sliding_window_rope_theta": 50.0,
                 "rope_scaling": RopeScalingConfig(factor=2.0),
             },
             "gemma3_text",
         ),
         ({"qk_norm": "full", "norm_placement": "post"}, "olmo2"),
-        ({"residual_scale": 0.3, "logits_divisor": 3.0, "embed_scale": 5.0}, "granite"),
+        ({"residual_multiplier": 0.3, "logits_divisor": 3.0, "embed_multiplier": 5.0}, "granite"),
         (
-            {"norm": "layernorm", "activation": "gelu", "rope_scaling": RopeScalingConfig(type="learned"), **BIASES},
+            {"norm": "layernorm", "activation": "gelu", "learned_positions": 512, "biases": BIASES},
             "gpt2",
         ),
     ],
@@ -228,24 +228,24 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
     ("options", "family", "words"),
     [
         ({"activation": "gelu"}, None, 'activation "gelu"'),
-        ({"qk_norm": "per_head", "mlp_bias": True}, None, "no llama has model.qk_norm true"),
-        ({"moe": MoeConfig(bias_rate=0.01)}, None, "moe.bias_update_rate 0.01"),
-        ({"moe": MoeConfig(shared=1)}, None, "moe.shared_experts 1"),
-        ({"attention_bias": True}, "llama", "model.output_bias false"),
+        ({"qk_norm": "per_head", "biases": ["mlp"]}, None, 'no llama has model.qk_norm "per_head"'),
+        ({"moe": MoeConfig(bias_update_rate=0.01)}, None, "moe.bias_update_rate 0.01"),
+        ({"moe": MoeConfig(shared_experts=1)}, None, "moe.shared_experts 1"),
+        ({"biases": ["qkv"]}, "llama", "model.biases.output false"),
         ({"rope_scaling": RopeScalingConfig(factor=2.0)}, "phi3", "model.rope_scaling.type linear"),
         ({}, "mixtral", "moe"),
-        ({"window": 3, "window_every": 2}, "mistral", "window_every 2"),
-        ({"qk_norm": "full", "residual_scale": 0.5}, "olmo2", "model.residual_multiplier 0.5"),
-        ({"window": 3, "window_theta": 7.0}, "mistral", "model.sliding_window_rope_theta 7.0"),
+        ({"sliding_window": 3, "sliding_window_pattern": 2}, "mistral", "sliding_window_pattern 2"),
+        ({"qk_norm": "full", "residual_multiplier": 0.5}, "olmo2", "model.residual_multiplier 0.5"),
+        ({"sliding_window": 3, "sliding_window_rope_theta": 7.0}, "mistral", "model.sliding_window_rope_theta 7.0"),
         (
-            {"window": 3, "rope_scaling": RopeScalingConfig(factor=2.0)},
+            {"sliding_window": 3, "rope_scaling": RopeScalingConfig(factor=2.0)},
             "gemma3_text",
             "model.sliding_window_rope_theta nothing",
         ),
         ({}, "gpt2", "model.rope_scaling.type default"),
-        ({"rope_scaling": RopeScalingConfig(type="learned")}, "llama", "model.rope_scaling.type learned"),
-        ({"norm": "layernorm"}, None, 'no llama has model.norm_offset "layer"'),
-        ({"rope_scaling": RopeScalingConfig(type="learned"), "window": 3}, "gpt2", "model.sliding_window 3"),
+        ({"learned_positions": 512}, "llama", "model.learned_positions 512"),
+        ({"norm": "layernorm"}, None, 'no llama has model.norm "layernorm"'),
+        ({"learned_positions": 512, "sliding_window": 3}, "gpt2", "model.sliding_window 3"),
     ],
 )
 def test_what_no_architecture_has_is_named(options, family, words):

@@ -40,21 +40,21 @@ KNOWN = {
         7_241_732_096,
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8),
          "sliding_window": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False},
-        {"window": 4096, "window_every": 1},
+        {"sliding_window": 4096, "sliding_window_pattern": 1},
     ),
     "Mixtral 8x7B": (
         46_702_792_704,
         {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **sizes(32000, 4096, 14336, 32, 32, 8),
          "num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1000000.0,
          "router_aux_loss_coef": 0.02, "sliding_window": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
-        {"moe.top_k": 2, "moe.normalize_gates": True, "rope_theta": 1e6, "window": None},
+        {"moe.top_k": 2, "moe.normalize_gates": True, "rope_theta": 1e6, "sliding_window": None},
     ),
     "Qwen 2.5 7B": (
         7_615_616_512,
         {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **sizes(152064, 3584, 18944, 28, 28, 4),
          "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False,
          "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False},
-        {"attention_bias": True, "output_bias": False, "window": None},
+        {"biases.qkv": True, "biases.output": False, "sliding_window": None},
     ),
     "Qwen 3 8B": (
         8_190_735_360,
@@ -70,7 +70,7 @@ KNOWN = {
          "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
          "output_router_logits": False, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
          "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "attention_bias": False},
-        {"moe.normalize_gates": True, "moe.num_experts": 128, "moe.mlp": 768},
+        {"moe.normalize_gates": True, "moe.num_experts": 128, "mlp": 768},
     ),
     "Gemma 2 9B": (
         9_241_705_984,
@@ -78,7 +78,7 @@ KNOWN = {
          "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
          "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
          "query_pre_attn_scalar": 256, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096},
-        {"window": 4096, "window_every": 2, "tie_embeddings": True, "activation": "geglu"},
+        {"sliding_window": 4096, "sliding_window_pattern": 2, "tie_embeddings": True, "activation": "geglu"},
     ),
     "Gemma 3 1B": (
         999_885_952,
@@ -87,7 +87,7 @@ KNOWN = {
          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
          "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
          "sliding_window_pattern": 6},
-        {"window": 512, "window_every": 6, "window_theta": 1e4, "rope_theta": 1e6, "qk_norm": "per_head"},
+        {"sliding_window": 512, "sliding_window_pattern": 6, "sliding_window_rope_theta": 1e4, "rope_theta": 1e6, "qk_norm": "per_head"},
     ),
     "OLMo 2 7B": (
         7_298_617_344,
@@ -102,7 +102,7 @@ KNOWN = {
          "attention_bias": False, "mlp_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
          "logits_scaling": 8.0, "residual_multiplier": 0.22, "hidden_act": "silu", "rms_norm_eps": 1e-5,
          "rope_scaling": None, "rope_theta": 10000, "tie_word_embeddings": True},
-        {"attention_scale": 1 / 64, "embed_scale": 12.0, "logits_divisor": 8.0, "residual_scale": 0.22},
+        {"attention_scale": 1 / 64, "embed_multiplier": 12.0, "logits_divisor": 8.0, "residual_multiplier": 0.22},
     ),
     "Phi 3 mini 4k": (
         3_821_079_552,
@@ -110,7 +110,7 @@ KNOWN = {
          "attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0,
          "resid_pdrop": 0.0, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0,
          "original_max_position_embeddings": 4096, "sliding_window": 2047, "tie_word_embeddings": False},
-        {"window": 2047, "activation": "swiglu"},
+        {"sliding_window": 2047, "activation": "swiglu"},
     ),
     "GPT-2": (
         124_439_808,

@@ -54,7 +54,7 @@ def options(folder: Path, tmp_path: Path, *more: str) -> list[str]:
 
 def test_the_model_is_that_of_its_config_and_the_user_has_the_last_word(folder: Path):
     config, origin = resolve(None, f"model.from={folder}", "model.sliding_window=8", paths=False)
-    assert (config.model.vocab, config.model.heads, config.model.qk_norm) == (260, 4, True)
+    assert (config.model.vocab, config.model.heads, config.model.qk_norm) == (260, 4, "per_head")
     assert origin["model.heads"].endswith("hf/config.json")
     assert (config.model.sliding_window, origin["model.sliding_window"]) == (8, "command line")
     assert config.data.tokenizer == "bytes"
@@ -67,7 +67,7 @@ def test_the_shipped_recipe_takes_any_model(folder: Path):
     config = load(
         "configs/recipes/continue.yaml", f"model.from={folder}", "layout=tp_sp", "mesh.model=2", "mesh.data=4"
     )
-    assert (config.model.qk_norm, config.model.from_, config.steps) == (True, str(folder), 100)
+    assert (config.model.qk_norm, config.model.from_, config.steps) == ("per_head", str(folder), 100)
 
 
 @pytest.mark.parametrize(

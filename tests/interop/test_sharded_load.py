@@ -30,7 +30,7 @@ SIZES = {
     "olmo2": ["model.mlp=48", "model.qk_norm=full", "model.norm_placement=post"],
     "gpt2": [
         "model.mlp=48", "model.kv_heads=4", "model.activation=gelu", "model.norm=layernorm",
-        "model.attention_bias=true", "model.output_bias=true", "model.mlp_bias=true", "data.sequence=64",
+        "model.biases=[qkv, output, mlp]", "data.sequence=64",
         "model.learned_positions=64",
     ],
     "mixtral": ["model.mlp=32", "model.moe.num_experts=4", "model.moe.normalize_gates=true"],

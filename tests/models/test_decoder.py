@@ -8,6 +8,7 @@ import numpy as np
 import numpy_decoder
 import pytest
 
+from remat import remat as saving
 from jaxtrain.config.schema import Config
 from jaxtrain.models.definition import define, make_env
 from jaxtrain.sharding.sharder import Sharder
@@ -124,7 +125,7 @@ def test_remat_gives_the_same_gradients(remat):
              "weights": (segments > 0).astype(np.float32)}  # fmt: skip
 
     def gradients(remat):
-        _, definition, params = setup(FAMILIES["gemma2"], step={"remat": remat})
+        _, definition, params = setup(FAMILIES["gemma2"], step=saving(remat))
         loss = lambda p: definition.bind(p).loss(batch, jax.random.key(0))["cross_entropy"][0]  # noqa: E731
         return jax.jit(jax.grad(loss))(params)
 

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from jaxtrain import load
+from jaxtrain.config.load import load
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.models.decoder_params import decoder_tensors, parameter_count
 from jaxtrain.models.layout_check import check_config

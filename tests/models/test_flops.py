@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from remat import remat as saving
 from jaxtrain.config.schema import Config, ModelConfig
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.losses.terms import parted
@@ -65,7 +66,7 @@ def traced_dots(jaxpr) -> float:
 def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=96):
     """A jittable gradient function of the decoder on one device, its arguments, and its model section."""
     config = Config(
-        precision="fp32", model=model, loss={"vocab_chunks": chunks}, step={"remat": remat, "attention": "reference"}
+        precision="fp32", model=model, loss={"vocab_chunks": chunks}, step={**saving(remat), "attention": "reference"}
     )
     definition = define(config, make_env(config, Sharder()), vocab)
     ints = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)

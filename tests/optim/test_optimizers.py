@@ -11,7 +11,7 @@ import reference_optim as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from jaxtrain.optim.adafactor import scale_by_adafactor
 from jaxtrain.optim.optimizers import clip, decayed, ema_init, ema_update, in_float32, is_orthogonal, optimizer
 from jaxtrain.optim.param_dims import contraction, is_matrix, stacking
@@ -43,7 +43,11 @@ def random_tree(seed: int, scale: float = 1.0):
 
 
 def config(name: str, **kwargs) -> OptimizerConfig:
-    return OptimizerConfig(name=name, lr=0.01, warmup=2, weight_decay=0.3, epsilon=1e-6, beta2=0.98, **kwargs)
+    return OptimizerConfig(name=name, lr=0.01, weight_decay=0.3, epsilon=1e-6, betas=(0.9, 0.98), **kwargs)
+
+
+def rate(steps: int):
+    return schedule(0.01, ScheduleConfig(warmup_steps=2), steps)
 
 
 def run(tx, params, grads):
@@ -60,21 +64,21 @@ def expected(cfg, name, names, p, grads, steps):
     rule = getattr(reference, cfg.name)
     if cfg.name == "muon":
         rule = partial(rule, matrix=AS_MATRIX[name]) if name in AS_MATRIX else reference.adamw
-    wd = cfg.weight_decay if cfg.decay_all or name in MATRICES else 0.0
-    lr = lambda t: float(schedule(cfg, steps)(t))  # noqa: E731
+    wd = cfg.weight_decay if cfg.decay_all_parameters or name in MATRICES else 0.0
+    lr = lambda t: float(rate(steps)(t))  # noqa: E731
     out = np.empty(p.shape)
     for index in np.ndindex(p.shape[:leading]):
         one = [g[index].astype(np.float64) for g in grads]
-        out[index] = rule(p[index].astype(np.float64), one, lr, cfg.beta1, cfg.beta2, cfg.epsilon, wd)
+        out[index] = rule(p[index].astype(np.float64), one, lr, *cfg.betas, cfg.epsilon, wd)
     return out
 
 
 @pytest.mark.parametrize("decay_all", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
 def test_against_numpy(name, decay_all):
-    cfg, steps = config(name, decay_all=decay_all), 5
+    cfg, steps = config(name, decay_all_parameters=decay_all), 5
     params, grads = random_tree(0, 0.5), [random_tree(i + 1, 10.0 ** (i - 2)) for i in range(steps)]
-    got, _ = run(optimizer(cfg, steps, NAMES, SHAPES), params, grads)
+    got, _ = run(optimizer(cfg, rate(steps), NAMES, SHAPES), params, grads)
     atol = 2e-5 if name == "muon" else 2e-6  # five Newton-Schulz steps multiply rounding errors
     for path, names in jax.tree_util.tree_leaves_with_path(NAMES, is_leaf=IS_ENTRY):
         leaf = lambda tree, path=path: np.asarray(dict(jax.tree_util.tree_leaves_with_path(tree))[path])  # noqa: E731
@@ -105,7 +109,7 @@ def test_bf16_pure_stores_bf16_and_computes_in_float32(name):
     cfg = config(name)
     to = lambda dtype, tree: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)  # noqa: E731
     params, grads = to(jnp.bfloat16, random_tree(0, 0.5)), to(jnp.bfloat16, random_tree(1))
-    tx = optimizer(cfg, 10, NAMES, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+    tx = optimizer(cfg, rate(10), NAMES, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
     state = tx.init(params)
     moments = [x for x in jax.tree.leaves(state) if x.size > 3]
     assert moments
@@ -159,7 +163,7 @@ def test_names_decide(names, matrix, orthogonal, sides):
 
 def test_names_of_the_wrong_length():
     with pytest.raises(ValueError, match=r"parameter a\.b: 1 logical names \('embed',\) for shape \(2, 3\)"):
-        optimizer(config("adamw"), 1, {"a": {"b": ("embed",)}}, {"a": {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
+        optimizer(config("adamw"), rate(1), {"a": {"b": ("embed",)}}, {"a": {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain.config.schema import OptimizerConfig
+from jaxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from jaxtrain.optim.optimizers import clip, optimizer
 from jaxtrain.optim.param_dims import is_names
+from jaxtrain.optim.schedules import schedule
 from jaxtrain.optim.selection_bias import without_biases
 from jaxtrain.optim.state_sharding import state_names
 
@@ -37,10 +38,11 @@ def draw(seed: int):
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
 def test_biases_step_by_the_sign_and_the_rest_does_not_see_them(name: str):
-    cfg = OptimizerConfig(name=name, lr=0.01, weight_decay=0.3, decay_all=True)
+    cfg = OptimizerConfig(name=name, lr=0.01, weight_decay=0.3, decay_all_parameters=True)
     params, names = draw(0), without_biases(NAMES, IS_BIAS)
-    tx = optimizer(cfg, 100, NAMES, params, RATE)
-    rest = optimizer(cfg, 100, names, without_biases(params, IS_BIAS))
+    rate = schedule(0.01, ScheduleConfig(), 100)
+    tx = optimizer(cfg, rate, NAMES, params, RATE)
+    rest = optimizer(cfg, rate, names, without_biases(params, IS_BIAS))
     state, rest_state = tx.init(params), rest.init(without_biases(params, IS_BIAS))
     for step in range(3):
         grads = draw(1 + step)

@@ -33,7 +33,7 @@ OPTIMIZERS = ["adamw", "adafactor", "lion", "sgd", "muon"]
 
 
 def make(name):
-    return optimizer(OptimizerConfig(name=name, lr=0.1), 10, NAMES, PARAMS)
+    return optimizer(OptimizerConfig(name=name, lr=0.1), lambda step: 0.1, NAMES, PARAMS)
 
 
 def sharder():

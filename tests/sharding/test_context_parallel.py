@@ -27,19 +27,19 @@ def problems(*overrides: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["cp_ulysses", "cp_ring", "cp_gather"])
 def test_shipped_layouts_say_their_formulation(layout: str) -> None:
     config, origin = resolve(None, f"layout={layout}", base=BASE, checks=[check_config])
-    assert config.context == layout.removeprefix("cp_")
-    assert origin["context"] == f"layout {layout}"
+    assert config.context_parallel == layout.removeprefix("cp_")
+    assert origin["context_parallel"] == f"layout {layout}"
     assert config.rules["embed"] == ("fsdp", "context")
     assert problems(f"layout={layout}", "mesh.context=2") == []
 
 
 def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(dump_yaml(load(None, "layout=cp_ring", base=BASE)))
-    assert load(tmp_path / "run.yaml").context == "ring"
-    assert load(tmp_path / "run.yaml", "layout=fsdp").context == "auto"
+    assert load(tmp_path / "run.yaml").context_parallel == "ring"
+    assert load(tmp_path / "run.yaml", "layout=fsdp").context_parallel == "auto"
     config, origin = resolve(tmp_path / "run.yaml", "context_parallel=gather")
-    assert (config.context, origin["context"]) == ("gather", "command line")
-    assert load(None, "context_parallel=gather", "layout=cp_ring").context == "gather"
+    assert (config.context_parallel, origin["context_parallel"]) == ("gather", "command line")
+    assert load(None, "context_parallel=gather", "layout=cp_ring").context_parallel == "gather"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         (
             ["layout=cp_ring", "data.sequence=1020"],
             "command line: data.sequence: 1020 tokens cannot be split into 8 chunks, two for each of the 4 shards of"
-            " context_parallel: ring; expected 1016 or 1024, or context_parallel: ulysses or gather",
+            " context (ring); expected 1016 or 1024, or context_parallel: ulysses or gather",
         ),
         (
             ["layout=cp_gather", "data.sequence=1022"],
@@ -96,8 +96,8 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
             " same axes; found model, and none",
         ),
         (
-            ["context=rign"],
-            'command line: context: expected one of auto, gather, ulysses or ring; found "rign" (did you mean `ring`?)',
+            ["context_parallel=rign"],
+            'command line: context_parallel: expected one of auto, gather, ulysses or ring; found "rign" (did you mean `ring`?)',
         ),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_users_own_data_for_a_users_own_model_is_not_permuted() -> None:
     base = {"simulate": 8}
     with pytest.raises(ConfigError, match="ring permutes the tokens of a row"):
         resolve(None, *own, base=base, checks=[check_config])
-    assert load(None, *own[1:], "layout=cp_gather", base=base).context == "gather"
+    assert load(None, *own[1:], "layout=cp_gather", base=base).context_parallel == "gather"
 
 
 def test_auto_is_never_refused() -> None:

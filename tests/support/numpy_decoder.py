@@ -91,13 +91,13 @@ def _attention(weights, model, x, positions, segments, window):
 
     def turned(name, head):
         out = project(name, head)
-        if model.qk_norm == "whole":
+        if model.qk_norm == "full":
             norm = weights[f"{name}_norm"]
             shape = norm["scale"].shape
             together = np.concatenate([project(name, one) for one in range(shape[0])], -1)
             flat = {part: value.reshape(-1) for part, value in norm.items()}
             out = _norm(together, flat, model).reshape(len(x), *shape)[:, head]
-        elif model.qk_norm:
+        elif model.qk_norm == "per_head":
             out = _norm(out, weights[f"{name}_norm"], model)
         if model.learned_positions is not None:
             return out

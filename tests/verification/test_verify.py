@@ -62,7 +62,7 @@ def test_a_large_config_shrinks_and_says_how(path):
 def test_experts_shrink_too():
     config = load(None, "model.moe={num_experts: 64, top_k: 6}", "model.mlp=1408", "step.attention=cudnn")
     small, changes = shrunk(config, 8)
-    assert (small.model.moe.num_experts, small.model.moe.top_k, small.model.moe.mlp) == (8, 4, 64)
+    assert (small.model.moe.num_experts, small.model.moe.top_k, small.model.mlp) == (8, 4, 64)
     assert small.step.attention == "auto"
     assert "model.moe.num_experts: 64 -> 8" in changes
     # What was legal stays so: a selection bias needs something to select, and places are no more than tokens.

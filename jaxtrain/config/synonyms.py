@@ -1,0 +1,73 @@
+"""Names that other frameworks give to config keys, and ours."""
+
+from __future__ import annotations
+
+_OURS = {
+    "`optimizer.lr`": ("learning_rate", "max_lr", "peak_lr"),
+    "`optimizer.betas`": ("adam_beta1", "adam_beta2", "beta1", "beta2", "b1", "b2"),
+    "`optimizer.epsilon`": ("adam_epsilon", "eps"),
+    "`optimizer.grad_clip_norm`": (
+        "max_grad_norm", "grad_clip", "clip_grad", "clip_norm", "gradient_clip_val", "gradient_clipping", "max_norm",
+    ),
+    "`optimizer.ema_decay`": ("ema",),
+    "`optimizer.name`": ("optimizer_name", "optimizer_type", "opt_type", "optim"),
+    "`schedule.name`": ("lr_scheduler", "lr_scheduler_type", "lr_schedule", "scheduler", "decay_type"),
+    "`schedule.warmup_steps`": ("warmup", "num_warmup_steps", "lr_warmup_steps", "warmup_ratio", "warmup_iters"),
+    "`schedule.min_lr_ratio`": ("min_lr", "lr_min", "min_lr_factor"),
+    "`data.global_batch`": ("batch_size", "global_batch_size", "train_batch_size", "total_batch_size"),
+    "`data.global_batch` (of all devices together)": (
+        "per_device_train_batch_size", "per_device_batch_size", "local_batch_size", "micro_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ),
+    "`data.sequence`": (
+        "seq_len", "seq_length", "sequence_length", "max_seq_len", "max_seq_length", "max_length", "context_length",
+        "block_size", "max_target_length",
+    ),
+    "`data.sources`": ("dataset", "datasets", "dataset_name", "dataset_path", "data_path", "source"),
+    "`data.tokenizer`": ("tokenizer_path", "tokenizer_name"),
+    "`data.validation_fraction`": ("val_split", "validation_split", "valid_fraction"),
+    "`data.workers`": ("num_workers", "dataloader_num_workers"),
+    "`model.embed`": ("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "hidden_dim", "embed_dim"),
+    "`model.layers`": ("num_layers", "n_layers", "n_layer", "num_hidden_layers", "num_decoder_layers"),
+    "`model.heads`": ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_query_heads"),
+    "`model.kv_heads`": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_query_groups"),
+    "`model.mlp`": ("intermediate_size", "ffn_hidden_size", "ffn_dim", "d_ff", "mlp_dim", "n_inner"),
+    "`model.vocab`": ("vocab_size",),
+    "`model.norm_epsilon`": ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "`model.tie_embeddings`": ("tie_word_embeddings", "weight_tying"),
+    "`model.moe`": ("num_experts_per_tok", "num_local_experts", "n_experts", "moe_intermediate_size"),
+    "`steps`": (
+        "max_steps", "num_steps", "train_steps", "num_train_steps", "training_steps", "max_iters", "train_iters",
+        "total_steps",
+    ),
+    "`steps` (steps = epochs x rows / data.global_batch)": ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
+    "`step.microbatches`": (
+        "gradient_accumulation_steps", "grad_accum_steps", "accumulate_grad_batches", "accumulation_steps",
+        "num_microbatches", "grad_accum",
+    ),
+    "`step.remat`": ("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint", "remat_policy"),
+    "`step.attention`": ("attn_implementation", "attention_kernel", "use_flash_attention", "flash_attention"),
+    "`checkpoint.every`": ("save_steps", "save_interval", "checkpoint_interval", "checkpoint_period", "save_every"),
+    "`checkpoint.keep`": ("save_total_limit", "max_to_keep", "keep_latest_k"),
+    "`checkpoint.best_metric`": ("metric_for_best_model",),
+    "`eval.every`": ("eval_steps", "eval_interval", "val_interval", "val_check_interval", "eval_every"),
+    "`log.every`": ("logging_steps", "log_interval", "log_freq", "log_every", "log_period"),
+    "`dir` and `name`": ("output_dir", "run_dir", "save_dir", "base_output_directory", "job_dir"),
+    "`name`": ("run_name", "experiment_name"),
+    "`precision`": ("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype", "compute_dtype"),
+    "`mesh.model`": (
+        "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree", "tp_size",
+        "ici_tensor_parallelism",
+    ),
+    "`mesh.pipeline`": ("pipeline_parallel", "pipeline_model_parallel_size", "pipeline_parallel_degree", "pp_size"),
+    "`mesh.fsdp`": ("data_parallel_shard_degree", "fsdp_size", "ici_fsdp_parallelism", "shard_degree"),
+    "`mesh.data`": ("data_parallel_replicate_degree", "data_parallel_size", "dp_size", "ici_data_parallelism"),
+    "`mesh.context`": ("context_parallel_size", "context_parallel_degree", "cp_size"),
+    "`mesh.expert`": ("expert_parallel_size", "expert_parallel_degree", "ep_size", "expert_model_parallel_size"),
+    "`zero`": ("zero_stage", "zero_optimization"),
+    "`pipeline.schedule`": ("pipeline_schedule", "pipeline_parallel_schedule"),
+    "`log.wandb`": ("report_to", "use_wandb", "enable_wandb", "wandb_project"),
+    "`log.tensorboard`": ("enable_tensorboard", "tensorboard_dir"),
+    "`layout`": ("parallelism", "strategy", "sharding_strategy"),
+}  # fmt: skip
+SYNONYMS = {theirs: ours for ours, names in _OURS.items() for theirs in names}
