@@ -85,7 +85,7 @@ def open_job(
         UserError: bad input, or no number of processes fits the mesh; then nothing is written.
     """
     existing = Path(source) if Path(source).is_dir() else None
-    config, _ = resolve(saved_config(existing) if existing else source, *overrides)
+    config, _ = resolve(saved_config(existing) if existing else source, *overrides, checks=())
     if devices is None:
         devices, rest = divmod(config.simulate or processes, processes)
         if rest:
