@@ -31,7 +31,7 @@ class Points:
 
 
 class Layer(nnx.Module):
-    """Residual block x + down(gelu(up(x))). `up` is column-parallel and `down` row-parallel if a layout shards `mlp`."""
+    """Residual block x + down(gelu(up(x))): `up` is column-parallel, `down` row-parallel if a layout shards `mlp`."""
 
     def __init__(self, embed, mlp, *, env, rngs):
         self.env = env
