@@ -18,7 +18,7 @@ import jaxtrain
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.console import ConsoleTracker
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "jaxtrain").rglob("*.py"))
@@ -143,8 +143,8 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
         monkeypatch.setenv(name, secret)
     text = io.StringIO()
 
-    def screen() -> Screen:
-        return Screen(6, console=Console(file=text, width=400), live=False)
+    def screen() -> ConsoleTracker:
+        return ConsoleTracker(6, console=Console(file=text, width=400), live=False)
 
     jaxtrain.train(jaxtrain.load(place / "config.yaml"), console=screen())
     run, far = place / "runs/run", place / "far/run"

@@ -53,9 +53,9 @@ SLOW = 2.0
 FLIPPED = 64  # bytes
 
 
-def remaining(config: Config, run_dir: Path) -> tuple[str, ...]:
+def remaining_faults(config: Config, run_dir: Path) -> tuple[str, ...]:
     """The faults of a config that have not happened in this folder."""
-    counts = Counter(fired(run_dir))
+    counts = Counter(past_faults(run_dir))
     left = []
     for text in config.faults:
         if counts[text] > 0:
@@ -65,7 +65,7 @@ def remaining(config: Config, run_dir: Path) -> tuple[str, ...]:
     return tuple(left)
 
 
-def fired(run_dir: Path) -> list[str]:
+def past_faults(run_dir: Path) -> list[str]:
     """The faults that happened in this folder, in their order; a line that a kill broke never happened."""
     path = run_dir / FILE
     if not path.exists():
@@ -79,7 +79,7 @@ def fired(run_dir: Path) -> list[str]:
     return found
 
 
-class Faults:
+class FaultInjector:
     """The places at which faults happen. Enter it around training: what writes checkpoints is wrapped meanwhile."""
 
     def __init__(self, texts: tuple[str, ...], run_dir: Path) -> None:
@@ -89,7 +89,7 @@ class Faults:
         self._left = [one for one in everywhere if one.process == index or one.kind == "nan"]
         self._dir, self._stack, self._lock = run_dir, ExitStack(), threading.Lock()
 
-    def __enter__(self) -> Faults:
+    def __enter__(self) -> FaultInjector:
         if any(one.place in (SAVE, COMMIT, COMMITTED) for one in self._left):
             self._stack.enter_context(patched(orbax, "write", self._writes))
             self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
@@ -99,24 +99,24 @@ class Faults:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._stack.close()
 
-    def at(self, place: str, step: int) -> None:
+    def trigger(self, place: str, step: int) -> None:
         """Whatever happens at a place of a step."""
         for one in self._take(place, step):
             if one.kind in ENDS:
                 ENDS[one.kind]()
 
-    def fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
+    def wrap_fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
         """A loader's `fetch(batch index)` with its place; itself without faults there."""
         if not any(one.place == DATA for one in self._left):
             return fetch
 
         def hooked(index: int) -> Any:
-            self.at(DATA, index + 1)
+            self.trigger(DATA, index + 1)
             return fetch(index)
 
         return hooked
 
-    def after(self, state: Any, done: int) -> Any:
+    def after_step(self, state: Any, done: int) -> Any:
         """The state after a step, flipped where it is its turn; other faults at a step happen here."""
         for one in self._take(STEP, done):
             if one.kind == "flip":
@@ -132,7 +132,7 @@ class Faults:
             due = list(here.values())  # of equal ones the next comes next time
             for one in due:
                 self._left.remove(one)
-                remember(self._dir, one.text)
+                record_fault(self._dir, one.text)
         return due
 
     def _writes(self, real: Callable, together: bool = False) -> Callable:
@@ -152,7 +152,7 @@ class Faults:
             out = real(path, *args)
             if any(one.kind in ENDS for one in due):
                 time.sleep(SLOW)  # if the disk was faster than the thread that looks on
-            return _Full(out) if is_full else out
+            return _DiskFullSave(out) if is_full else out
 
         return write
 
@@ -160,7 +160,7 @@ class Faults:
         def replace(source: Any, target: Any, **options: Any) -> None:
             path = Path(target)
             step = _step_of(path.parent) if path.name == MARKER else -1
-            self.at(COMMIT, step)
+            self.trigger(COMMIT, step)
             real(source, target, **options)
             for one in self._take(COMMITTED, step):
                 if one.kind == "corrupt":
@@ -175,12 +175,12 @@ class FaultInjection(Callback):
     """Makes the faults of the config happen, each once in a run's folder."""
 
     def __init__(self) -> None:
-        self._faults: Faults | None = None
+        self._faults: FaultInjector | None = None
 
     def program_config(self, config: Config, run_dir: Path) -> Config:
         """Returns the config with the faults that have not happened yet."""
-        left = remaining(config, run_dir)
-        self._faults = Faults(left, run_dir)
+        left = remaining_faults(config, run_dir)
+        self._faults = FaultInjector(left, run_dir)
         return config.model_copy(update={"faults": left})
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
@@ -189,31 +189,31 @@ class FaultInjection(Callback):
 
     def wrap_fetch(self, fetch: Fetch) -> Fetch:
         """Adds the faults of the loader."""
-        return self._get().fetch(fetch)
+        return self._get().wrap_fetch(fetch)
 
     def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
         """Lets the faults after a step happen."""
-        return self._get().after(state, step)
+        return self._get().after_step(state, step)
 
     def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
         """Lets the faults of the validation happen."""
-        self._get().at("eval", step)
+        self._get().trigger("eval", step)
 
     def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
         """Lets the faults between logging and saving happen."""
-        self._get().at("logged", step)
+        self._get().trigger("logged", step)
         return True
 
     def close(self, trainer: TrainerView) -> None:
         """Unwraps the functions that write checkpoints."""
         self._get().__exit__(None, None, None)
 
-    def _get(self) -> Faults:
+    def _get(self) -> FaultInjector:
         assert self._faults is not None
         return self._faults
 
 
-class _Full:
+class _DiskFullSave:
     """What waits for a save that found the disk full."""
 
     def __init__(self, real: Any) -> None:
@@ -228,7 +228,7 @@ def _full_disk() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device (a fault)")
 
 
-def remember(run_dir: Path, text: str) -> None:
+def record_fault(run_dir: Path, text: str) -> None:
     """Notes on disk that a fault happens."""
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "fault": text, "pid": os.getpid()}
     file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -31,7 +31,7 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Life:
+class Attempt:
     """One process 0, from its start to its last word.
 
     Args:
@@ -58,7 +58,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """What is known of a run.
 
     Args:
@@ -75,7 +75,7 @@ class History:
     directory: Path
     state: str
     steps: int | None
-    lives: Sequence[Life]
+    lives: Sequence[Attempt]
     seconds: Mapping[str, float]
     elapsed: float
     metrics: Sequence[Event]
@@ -122,7 +122,7 @@ class History:
         return {name: self.series(name) for name in names}
 
 
-def read(directory: Path, now: float | None = None) -> History:
+def read(directory: Path, now: float | None = None) -> RunHistory:
     """The history of a run's folder.
 
     Args:
@@ -134,14 +134,14 @@ def read(directory: Path, now: float | None = None) -> History:
     events = [event for event in _objects(directory / EVENTS) if _time(event) is not None]
     metrics = [record for record in _objects(directory / METRICS) if isinstance(record.get("step"), int)]
     if not any(event.get("kind") in ("start", "resume") for event in events):
-        said = f"{directory}: not a run (no {EVENTS} that tells of a start)"
-        raise UserError(f"{said}; expected the folder that `jaxtrain train` printed")
+        message = f"{directory}: not a run (no {EVENTS} that tells of a start)"
+        raise UserError(f"{message}; expected the folder that `jaxtrain train` printed")
     launched = [event for event in _objects(directory / LAUNCH) if _time(event) is not None]
     lives = _lives(events, launched)
     seconds, elapsed = _accounts(lives)
     infos = [event for event in events if event.get("kind") in ("start", "resume")]
     of = lambda *kinds: [event for event in events if event.get("kind") in kinds]  # noqa: E731
-    return History(
+    return RunHistory(
         name=clean(str(infos[-1].get("name") or directory.name)), directory=directory,
         state=_state(lives[-1], time.time() if now is None else now), steps=_whole(infos[-1].get("steps")),
         lives=lives, seconds=seconds, elapsed=elapsed, metrics=metrics, saves=of("save"),
@@ -150,7 +150,7 @@ def read(directory: Path, now: float | None = None) -> History:
     )  # fmt: skip
 
 
-def as_dict(history: History) -> dict[str, Any]:
+def as_dict(history: RunHistory) -> dict[str, Any]:
     """The history as JSON has it, without the metrics, which are in their own file."""
     lives = [{**vars(life), "seconds": dict(life.seconds)} for life in history.lives]
     return {
@@ -163,13 +163,13 @@ def as_dict(history: History) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _lives(events: Sequence[Event], launched: Sequence[Event]) -> list[Life]:
+def _lives(events: Sequence[Event], launched: Sequence[Event]) -> list[Attempt]:
     starts = [at for at, event in enumerate(events) if event.get("kind") in ("start", "resume")]
     spans = [events[a:b] for a, b in zip(starts, [*starts[1:], len(events)])]
     return [_life(span, after[:1], launched) for span, after in zip(spans, [*spans[1:], []])]
 
 
-def _life(span: Sequence[Event], following: Sequence[Event], launched: Sequence[Event]) -> Life:
+def _life(span: Sequence[Event], following: Sequence[Event], launched: Sequence[Event]) -> Attempt:
     """The life of some events; `following`: the first of the next one, if there is one."""
     begin = span[0]
     records = [event for event in span if event.get("kind") == "ledger"]
@@ -183,7 +183,7 @@ def _life(span: Sequence[Event], following: Sequence[Event], launched: Sequence[
     reason = next((str(event.get("reason")) for event in reversed(span) if event.get("kind") == "stop"), None)
     ends = [e for e in launched if e.get("kind") == "end" and _at(begin) <= _at(e) <= until][:1]  # the first is its own
     steps = [step for event in span if (step := _whole(event.get("step"))) is not None]
-    return Life(
+    return Attempt(
         began, ended, _whole(begin.get("step")) or 0, max(steps, default=0), elapsed, seconds, reason,
         str(last.get("phase", "init")), _cause(span, reason, ends, bool(following)),
         _whole(ends[0].get("generation")) if ends else None, _whole(begin.get("processes")),
@@ -202,7 +202,7 @@ def _cause(span: Sequence[Event], reason: str | None, ends: Sequence[Event], has
     return own or outside or ("killed without a word" if has_next else "")
 
 
-def _accounts(lives: Sequence[Life]) -> tuple[dict[str, float], float]:
+def _accounts(lives: Sequence[Attempt]) -> tuple[dict[str, float], float]:
     """(seconds of all buckets, their sum): what no ledger holds between the first start and the last word is `down`."""
     seconds = {name: sum(life.seconds.get(name, 0.0) for life in lives) for name in BUCKETS}
     whole = max(life.ended for life in lives) - lives[0].began
@@ -210,22 +210,22 @@ def _accounts(lives: Sequence[Life]) -> tuple[dict[str, float], float]:
     return seconds, sum(seconds.values())
 
 
-def _state(life: Life, now: float) -> str:
+def _state(life: Attempt, now: float) -> str:
     if life.cause:
         return "finished" if life.reason == "finished" else f"stopped: {life.cause}"
     silent = max(0.0, now - life.ended)
     if silent < SILENT:
         return f"running: {ALL.get(life.phase, life.phase)}"
-    return f"silent for {said(silent)}: killed, or on another clock"
+    return f"silent for {format_seconds(silent)}: killed, or on another clock"
 
 
-def _unheard(launched: Sequence[Event], lives: Sequence[Life]) -> list[Event]:
+def _unheard(launched: Sequence[Event], lives: Sequence[Attempt]) -> list[Event]:
     """Ends of generations within which no process 0 told of a start."""
     heard = {life.generation for life in lives}
     return [e for e in launched if e.get("kind") == "end" and _whole(e.get("generation")) not in heard]
 
 
-def said(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """`42 s`, `12:34 min`, `5:06 h` or `3.2 days`."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"

@@ -17,7 +17,7 @@ WIDE = 100  # columns from which on logical names have a column of their own
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ParameterRow:
     """One parameter: `axes` are the mesh axes of every dim, `bytes` what one device holds."""
 
     name: str
@@ -37,7 +37,7 @@ def tensors(
     names: Mapping[str, Any],
     stored: Callable[[Sequence[str | None], Sequence[int]], Sequence[tuple[str, ...]]],
     sizes: Mapping[str, int],
-) -> list[Tensor]:
+) -> list[ParameterRow]:
     """Every parameter of a nested dict.
 
     Args:
@@ -46,17 +46,17 @@ def tensors(
         stored: logical names and shape -> mesh axes per dim, such as `Sharder.stored`.
         sizes: mesh axis -> size.
     """
-    rows: list[Tensor] = []
+    rows: list[ParameterRow] = []
     for key, leaf in params.items():
         if isinstance(leaf, Mapping):
             rows += [
-                Tensor(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
+                ParameterRow(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
                 for row in tensors(leaf, names[key], stored, sizes)
             ]
             continue
         axes = tuple(stored(names[key], leaf.shape))
         local = prod(ceil(n / prod(sizes.get(a, 1) for a in dim)) for n, dim in zip(leaf.shape, axes))
-        rows.append(Tensor(str(key), tuple(leaf.shape), tuple(names[key]), axes, local * leaf.dtype.itemsize))
+        rows.append(ParameterRow(str(key), tuple(leaf.shape), tuple(names[key]), axes, local * leaf.dtype.itemsize))
     return rows
 
 
@@ -66,20 +66,20 @@ def mesh_line(layout: str, sizes: Mapping[str, int], device: str) -> str:
     return f"devices   {prod(sizes.values())} x {device}, layout {layout}" + (f": {shape}" if shape else "")
 
 
-def model_line(rows: Sequence[Tensor]) -> str:
+def model_line(rows: Sequence[ParameterRow]) -> str:
     """`model     1,024,000 parameters, 512 KiB of them on each device`."""
     count, bytes = sum(row.count for row in rows), sum(row.bytes for row in rows)
     return f"model     {count:,} parameters, {size(bytes)} on each device"
 
 
 def layout_report(
-    rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int], width: int
+    rows: Sequence[ParameterRow], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int], width: int
 ) -> list[Table | str]:
     """The parameter table, the logical names that it has no room for, and why dims are not sharded."""
     return [parameter_table(rows, width), *logical_names(rows, width), *unsharded_dims(rows, rules, sizes)]
 
 
-def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -> Table:
+def parameter_table(rows: Sequence[ParameterRow], width: int, most: int = MOST_ROWS) -> Table:
     """Parameters by tensor: shape with the mesh axes of every dim, logical names if there is room, sizes, a total.
 
     Shows the `most` largest tensors, in the model's order.
@@ -104,7 +104,7 @@ def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -
     return table
 
 
-def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
+def logical_names(rows: Sequence[ParameterRow], width: int) -> list[str]:
     """Logical names that `parameter_table` has no room for: a line for all tensors with the same names."""
     if width >= WIDE:
         return []
@@ -116,7 +116,9 @@ def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
     ]
 
 
-def unsharded_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
+def unsharded_dims(
+    rows: Sequence[ParameterRow], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
+) -> list[str]:
     """Reasons why dims are not sharded, a line each; nothing on one device.
 
     Args:
@@ -136,7 +138,9 @@ def unsharded_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], s
     return [f"unsharded: {', '.join(who)}: {reason}" for reason, who in reasons.items()]
 
 
-def _reason_unsharded(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+def _reason_unsharded(
+    row: ParameterRow, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]
+) -> tuple[str, str]:
     """(reason why a dim is not sharded, what to name: the dim's logical name, or the tensor)."""
     if name is None:
         return "dims without a logical name", f"{row.name} (dim {dim})"
@@ -154,7 +158,7 @@ def _reason_unsharded(row: Tensor, dim: int, name: str | None, rules: Mapping[st
     return "no rule in the layout", name
 
 
-def _placed(row: Tensor) -> Text:
+def _placed(row: ParameterRow) -> Text:
     """`4 256/fsdp 4/model 64`."""
     text = Text()
     for n, axes in zip(row.shape, row.axes):

@@ -13,7 +13,7 @@ from jaxtrain.trackers.files import EVENTS, METRICS
 TRAIN, VALIDATION, RATE, YARDSTICK = "#2f6db3", "#d1495b", "#6c757d", "#8a8a8a"
 
 
-def loss_plot(run_dir: Path, out: Path | None = None) -> Path:
+def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
     """Draws RUN_DIR/loss.png: training and validation loss over steps, the learning rate below.
 
     The dashed line is the unigram entropy of the text, nats per token, where the start event tells it. Values that

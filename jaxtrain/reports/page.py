@@ -8,7 +8,7 @@ from html import escape
 
 from jaxtrain.io import html, svg
 from jaxtrain.reports import tables
-from jaxtrain.reports.history import ALL, History, Life, said
+from jaxtrain.reports.history import ALL, Attempt, RunHistory, format_seconds
 from jaxtrain.trackers.console import count, number, small
 
 COLOURS = {
@@ -31,7 +31,7 @@ Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]
 
 
-def page(run: History) -> str:
+def page(run: RunHistory) -> str:
     """The report as an HTML document."""
     sections = {
         "Where the time went": _goodput(run),
@@ -49,7 +49,7 @@ def page(run: History) -> str:
     return html.document(f"{run.name}: report", _headline(run), sections, style)
 
 
-def _headline(run: History) -> str:
+def _headline(run: RunHistory) -> str:
     good = "good" if run.state == "finished" or run.state.startswith("running") else "bad"
     return f"""<header><h1>{escape(run.name)}</h1>
 <p class="dim">{escape(str(run.directory))}; began {tables.when(run.lives[0].began)}</p>
@@ -57,19 +57,19 @@ def _headline(run: History) -> str:
 {html.cards(tables.facts(run))}</header>"""
 
 
-def _goodput(run: History) -> str:
+def _goodput(run: RunHistory) -> str:
     if run.goodput is None:
         return html.dim("Unknown: the run wrote no ledger.")
     spent = tables.buckets(run)
     rows: list[Sequence[str]] = [
-        (html.swatch(name, what), said(seconds), f"{share:.1%}") for name, what, seconds, share in spent
+        (html.swatch(name, what), format_seconds(seconds), f"{share:.1%}") for name, what, seconds, share in spent
     ]
-    rows.append(("in all", said(run.elapsed), "100.0%"))
+    rows.append(("in all", format_seconds(run.elapsed), "100.0%"))
     note = "Of process 0, over all restarts: every second is in one line."
     return f"{html.plot(shares(run))}\n{html.dim(note)}\n{html.table(('', 'time', 'share'), rows, (1, 2), total=True)}"
 
 
-def _lives(run: History) -> str:
+def _lives(run: RunHistory) -> str:
     titles = ("began", "steps", "lived", "in training steps", "down after it", "how it ended")
     table = html.table(titles, tables.lives(run), (2, 3, 4))
     lines = tables.failed(run)
@@ -80,19 +80,19 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     return html.table(titles, rows, numbers) if rows else ""
 
 
-def shares(run: History) -> str:
+def shares(run: RunHistory) -> str:
     """All the time as one bar, in the order of `ALL`."""
     out, at = [], 10.0
     for name in ALL:
         wide = run.seconds[name] / run.elapsed * (svg.WIDTH - 20)
         if wide > 0:
-            title = f"{ALL[name]}: {said(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
+            title = f"{ALL[name]}: {format_seconds(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
             out.append(svg.rect(at, 4, wide, 40, name, title))
             at += wide
     return svg.picture(50, out, "where the time went")
 
 
-def timeline(run: History) -> str:
+def timeline(run: RunHistory) -> str:
     """A bar for each of the newest lives, where it lay in time, stacked of its buckets; empty of a single one."""
     lives = run.lives[-BARS:]
     if len(lives) < 2:
@@ -104,7 +104,7 @@ def timeline(run: History) -> str:
     def at(seconds: float) -> float:
         return LEFT + (seconds - begin) / span * (RIGHT - LEFT)
 
-    out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, said))
+    out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, format_seconds))
     for index, life in enumerate(lives):
         y = top + row * index
         out.append(svg.text(LEFT - 8, y + 12, svg.cut(tables.steps_of(life), LEFT - 10), "end"))
@@ -112,17 +112,17 @@ def timeline(run: History) -> str:
     return svg.picture(bottom + 28, out, "lives of the run")
 
 
-def _stack(life: Life, at: Scale, y: float, high: float) -> Iterator[str]:
+def _stack(life: Attempt, at: Scale, y: float, high: float) -> Iterator[str]:
     place = life.began
     for name in ORDER:
         seconds = life.seconds.get(name, 0.0)
         x0, x1 = at(place), at(place + seconds)
         if seconds > 0:
-            yield svg.rect(x0, y, x1 - x0, high, name, f"{ALL[name]}: {said(seconds)}")
+            yield svg.rect(x0, y, x1 - x0, high, name, f"{ALL[name]}: {format_seconds(seconds)}")
         place += seconds
 
 
-def curve(run: History, key: str, what: str, beside: tuple[str, str] | None = None, high: int = HIGH) -> str:
+def curve(run: RunHistory, key: str, what: str, beside: tuple[str, str] | None = None, high: int = HIGH) -> str:
     """A metric over steps, smoothed, with restarts as dotted lines; `beside`: another metric and its name."""
     points = _finite(run.series(key))
     other = _finite(run.series(beside[0])) if beside else []

@@ -7,13 +7,13 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from jaxtrain.errors import clean
-from jaxtrain.reports.history import ALL, History, Life, said
+from jaxtrain.reports.history import ALL, Attempt, RunHistory, format_seconds
 from jaxtrain.trackers.console import count, event_line, number, percent
 
 MOST = 20  # rows of a table: the newest
 
 
-class Fact(NamedTuple):
+class KeyFigure(NamedTuple):
     """A figure of the headline."""
 
     name: str
@@ -21,49 +21,50 @@ class Fact(NamedTuple):
     note: str
 
 
-def facts(run: History) -> list[Fact]:
+def facts(run: RunHistory) -> list[KeyFigure]:
     """What one wants to know first."""
     best = [pair for pair in run.series("eval/loss") if pair[1] == pair[1]]
     low = min(best, key=lambda pair: pair[1], default=None)
     steps = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
     restarts = max(0, len(run.lives) - 1)
     found = [
-        Fact("goodput", percent(run.goodput), f"training steps in {said(run.elapsed)} of wall time"),
-        Fact("steps", steps, f"{restarts} restart{'' if restarts == 1 else 's'}"),
-        Fact("loss", number(run.last("loss")), f"first {number(_first(run, 'loss'))}"),
+        KeyFigure("goodput", percent(run.goodput), f"training steps in {format_seconds(run.elapsed)} of wall time"),
+        KeyFigure("steps", steps, f"{restarts} restart{'' if restarts == 1 else 's'}"),
+        KeyFigure("loss", number(run.last("loss")), f"first {number(_first(run, 'loss'))}"),
     ]
     if low is not None:
         note = f"lowest {number(low[1])} at step {low[0]:,}"
-        found.append(Fact("validation loss", number(run.last("eval/loss")), note))
+        found.append(KeyFigure("validation loss", number(run.last("eval/loss")), note))
     if (rate := run.median("tokens_per_sec")) is not None:
         note = f"median of the steps; {count(run.throughput())} over the whole time"
-        found.append(Fact("throughput", f"{count(rate)} tok/s", note))
+        found.append(KeyFigure("throughput", f"{count(rate)} tok/s", note))
     if (took := run.median("step_time")) is not None:
-        wait = run.median("data_wait") or 0.0
-        found.append(Fact("step time", f"{1e3 * took:,.1f} ms", f"median; of it {1e3 * wait:,.1f} ms waiting for data"))
+        note = f"median; of it {1e3 * (run.median('data_wait') or 0.0):,.1f} ms waiting for data"
+        found.append(KeyFigure("step time", f"{1e3 * took:,.1f} ms", note))
     if (mfu := run.median("mfu")) is not None:
-        found.append(Fact("MFU", percent(mfu), "median of the steps"))
+        found.append(KeyFigure("MFU", percent(mfu), "median of the steps"))
     return found
 
 
-def buckets(run: History) -> list[tuple[str, str, float, float]]:
+def buckets(run: RunHistory) -> list[tuple[str, str, float, float]]:
     """(bucket, what it is, seconds, share), the ones that took any time, most first; they add up to all."""
     whole = run.elapsed or 1.0
     rows = [(name, ALL[name], value, value / whole) for name, value in run.seconds.items() if value > 0]
     return sorted(rows, key=lambda row: -row[2])
 
 
-def lives(run: History) -> list[tuple[str, str, str, str, str, str]]:
+def lives(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:
     """(when it began, steps, how long, in training steps, down until the next, how it ended) of the newest lives."""
     rows = []
     for life, after in zip(run.lives, [*run.lives[1:], None]):
-        down = "" if after is None else said(max(0.0, after.began - life.began - life.elapsed))
+        down = "" if after is None else format_seconds(max(0.0, after.began - life.began - life.elapsed))
         share = percent(life.seconds["compute"] / life.elapsed) if life.elapsed else "-"
-        rows.append((when(life.began), steps_of(life), said(life.elapsed), share, down, life.cause or run.state))
+        lived = format_seconds(life.elapsed)
+        rows.append((when(life.began), steps_of(life), lived, share, down, life.cause or run.state))
     return rows[-MOST:]
 
 
-def failed(run: History) -> list[str]:
+def failed(run: RunHistory) -> list[str]:
     """Generations that ended before they trained, a line each."""
     return [
         f"generation {event.get('generation')} ended before it trained: {clean(str(event.get('cause')))}"
@@ -71,7 +72,7 @@ def failed(run: History) -> list[str]:
     ][-MOST:]
 
 
-def checkpoints(run: History) -> list[tuple[str, str, str, str]]:
+def checkpoints(run: RunHistory) -> list[tuple[str, str, str, str]]:
     """(step, size, seconds until it was on disk, seconds that training waited) of the newest."""
     return [
         (_text(save.get("step")), _text(save.get("size")), _text(save.get("seconds")), _text(save.get("stall")))
@@ -79,7 +80,7 @@ def checkpoints(run: History) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def scores(run: History) -> list[tuple[str, str, str, str]]:
+def scores(run: RunHistory) -> list[tuple[str, str, str, str]]:
     """(metric, first, last, lowest with its step) of every validation metric."""
     rows = []
     for name, series in run.scores().items():
@@ -91,7 +92,7 @@ def scores(run: History) -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def notices(run: History) -> list[str]:
+def notices(run: RunHistory) -> list[str]:
     """Warnings, hangs and other events, a line each with its time."""
     events = sorted([*run.warnings, *run.others], key=lambda event: str(event.get("time")))
     return [f"{_clock(event)}  {_line(event)}" for event in events[-MOST:]]
@@ -102,7 +103,7 @@ def when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def steps_of(life: Life) -> str:
+def steps_of(life: Attempt) -> str:
     """The steps of a life: `101-250`."""
     return f"{life.first + 1:,}-{life.last:,}" if life.last > life.first else "none"
 
@@ -118,7 +119,7 @@ def _clock(event: Any) -> str:
     return str(event.get("time"))[:19].replace("T", " ")
 
 
-def _first(run: History, key: str) -> float | None:
+def _first(run: RunHistory, key: str) -> float | None:
     series: Sequence[tuple[int, float]] = run.series(key)
     return series[0][1] if series else None
 

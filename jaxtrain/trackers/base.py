@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtrain.trackers.files import Files
+from jaxtrain.trackers.files import JsonlTracker
 
 
 class Tracker(Protocol):
@@ -38,7 +38,7 @@ class Tracker(Protocol):
         """The run ends, for whatever reason."""
 
 
-class Observers:
+class TrackerList:
     """Passes everything on to several trackers; one that raises is reported in one line and dropped."""
 
     def __init__(self, members: Iterable[Tracker], report: Callable[[str], None] = print):
@@ -55,7 +55,7 @@ class Observers:
 
     def record(self, kind: str, **fields: Any) -> None:
         """An event for `jaxtrain report` that is no news: only files keep it. Any thread may call this."""
-        self._each("event", kind, among=Files, **fields)
+        self._each("event", kind, among=JsonlTracker, **fields)
 
     def artifact(self, path: Path) -> None:
         self._each("artifact", path)

@@ -6,27 +6,27 @@ from pathlib import Path
 
 from jaxtrain.config.schema import Config
 from jaxtrain.trackers.base import Tracker
-from jaxtrain.trackers.files import Files
+from jaxtrain.trackers.files import JsonlTracker
 
 
-def trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
+def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
     """The trackers that the config asks for; none on processes other than 0.
 
     Raises:
         UserError: a tracker whose package is missing, in one line with the extra to install.
     """
-    from jaxtrain.trackers.mlflow import MLflow
-    from jaxtrain.trackers.tensorboard import TensorBoard
-    from jaxtrain.trackers.wandb import WandB
+    from jaxtrain.trackers.mlflow import MLflowTracker
+    from jaxtrain.trackers.tensorboard import TensorBoardTracker
+    from jaxtrain.trackers.wandb import WandbTracker
 
     if not is_main:
         return []
     log = config.log
-    members: list[Tracker] = [Files(run_dir)]
+    members: list[Tracker] = [JsonlTracker(run_dir)]
     if log.tensorboard:
-        members.append(TensorBoard(run_dir))
+        members.append(TensorBoardTracker(run_dir))
     if log.wandb is not None:
-        members.append(WandB(log.wandb, config.name, run_dir))
+        members.append(WandbTracker(log.wandb, config.name, run_dir))
     if log.mlflow is not None:
-        members.append(MLflow(log.mlflow, config.name, run_dir))
+        members.append(MLflowTracker(log.mlflow, config.name, run_dir))
     return members

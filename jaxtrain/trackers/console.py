@@ -34,7 +34,7 @@ class Status:
         return None if self.step_time is None else (self.total - self.step) * self.step_time
 
 
-class Screen:
+class ConsoleTracker:
     """A tracker that shows the run: a bar with ETA, loss, lr, grad norm, tokens/s, MFU and data wait.
 
     On a terminal one line is redrawn in place, never wrapping from 60 columns on; elsewhere (a log file, CI) a plain

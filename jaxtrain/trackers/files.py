@@ -13,7 +13,7 @@ from jaxtrain.io.jsonl import APPEND, append, cut_after, line_of, read_lines
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
-class Files:
+class JsonlTracker:
     """RUN_DIR/metrics.jsonl (an object per logged step) and events.jsonl ({time, kind, ...} per event).
 
     Every line is one write to an appending file: a killed process loses none and leaves at most the last one broken,

@@ -28,7 +28,7 @@ STEPS = ("compute", "replay", "data")  # what a step's time is made of
 RECENT, ENOUGH = 101, 3  # steps whose times are kept, and how few tell nothing
 
 
-class Look(NamedTuple):
+class LedgerSnapshot(NamedTuple):
     """What goes on: the bucket, how many steps have begun, and a number that grows with every change."""
 
     bucket: str
@@ -36,13 +36,13 @@ class Look(NamedTuple):
     changes: int
 
 
-class Ledger:
+class GoodputLedger:
     """Counts the seconds of each bucket. There is one current bucket at any time, so that they add up to the life.
 
-        ledger = Ledger()                           # init
+        ledger = GoodputLedger()                           # init
         ledger.begin("compile")                     # from here on
         with ledger.phase("data"): ...              # inside; afterwards what it was before
-        ledger.begin("compute"); ledger.at(step)    # a step that was done before goes to `replay`
+        ledger.begin("compute"); ledger.begin_step(step)    # a step that was done before goes to `replay`
 
     Phases are entered by one thread; any thread may look.
 
@@ -57,7 +57,7 @@ class Ledger:
             age: seconds that the process ran before, which go to `init`.
             clock: seconds.
         """
-        self.step = self.reached = 0
+        self.step = self.furthest_step = 0
         self._clock, self._lock = clock, threading.Lock()
         self._begun = self._since = clock() - age
         self._seconds = dict.fromkeys(BUCKETS, 0.0)
@@ -79,13 +79,13 @@ class Ledger:
         """Time outside of phases goes to `bucket` from here on."""
         self._change(base=_known(bucket))
 
-    def at(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """`step` steps have begun: time from here on is the last one's."""
         with self._lock:
             self._settle()
             self._changes += 1
-            self.step, self._is_replay = step, step <= self.reached
-            self.reached = max(self.reached, step)
+            self.step, self._is_replay = step, step <= self.furthest_step
+            self.furthest_step = max(self.furthest_step, step)
             if self._base == "compute":
                 spent = sum(self._seconds[bucket] for bucket in STEPS)
                 if self._at is not None:
@@ -101,10 +101,10 @@ class Ledger:
         with self._lock:
             return self._settle() - self._begun, dict(self._seconds)
 
-    def look(self) -> Look:
+    def snapshot(self) -> LedgerSnapshot:
         """What goes on now."""
         with self._lock:
-            return Look(self._bucket(), self.step, self._changes)
+            return LedgerSnapshot(self._bucket(), self.step, self._changes)
 
     def step_time(self) -> float | None:
         """Median seconds of the last steps; None before there are a few."""
@@ -138,7 +138,7 @@ class LedgerWriter:
 
     SHARE, LEAST, MOST = 1 / 50, 1.0, 30.0
 
-    def __init__(self, ledger: Ledger, write: Callable[..., None]):
+    def __init__(self, ledger: GoodputLedger, write: Callable[..., None]):
         """`write(kind, **fields)` takes an event."""
         self._ledger, self._write, self._due = ledger, write, 0.0
 
@@ -149,11 +149,11 @@ class LedgerWriter:
 
     def write(self) -> None:
         """Writes a record."""
-        (elapsed, seconds), look = self._ledger.state(), self._ledger.look()
+        (elapsed, seconds), snapshot = self._ledger.state(), self._ledger.snapshot()
         known = {bucket: round(value, 3) for bucket, value in seconds.items() if value}
         self._write(
-            "ledger", step=look.step, phase=look.bucket, reached=self._ledger.reached, elapsed=round(elapsed, 3),
-            seconds=known,
+            "ledger", step=snapshot.step, phase=snapshot.bucket, reached=self._ledger.furthest_step,
+            elapsed=round(elapsed, 3), seconds=known,
         )  # fmt: skip
         self._due = elapsed + min(max(elapsed * self.SHARE, self.LEAST), self.MOST)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtrain.models.flops import Flops, utilisation
 from jaxtrain.planning.hardware.peak import Peak
-from jaxtrain.trackers.goodput import STEPS, Ledger
+from jaxtrain.trackers.goodput import STEPS, GoodputLedger
 
 
 class Meter:
@@ -25,7 +25,7 @@ class Meter:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: GoodputLedger,
         tokens: int,
         devices: int,
         *,

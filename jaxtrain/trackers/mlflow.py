@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import valid
-from jaxtrain.trackers.uploads import Uploads, _flat, _import, _remembered
+from jaxtrain.trackers.uploads import UploadQueue, flatten, import_package, read_run_id
 
 
-class MLflow:
+class MLflowTracker:
     """An MLflow run at MLFLOW_TRACKING_URI, by default a file store in RUN_DIR/mlflow. Resumes join the same run."""
 
     def __init__(self, experiment: str, name: str, run_dir: Path):
-        self._mlflow = _import("mlflow", "mlflow")
+        self._mlflow = import_package("mlflow", "mlflow")
         self._experiment, self._name, self._dir, self._run = experiment, name, Path(run_dir), None
         self._sent: Any = None
-        self._uploads = Uploads()
+        self._uploads = UploadQueue()
 
     def start(self, info: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
@@ -32,13 +32,13 @@ class MLflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (self._dir / "mlflow").absolute().as_uri()
         self._client = MlflowClient(uri)
-        self._run = _remembered(self._dir / "mlflow.id")
+        self._run = read_run_id(self._dir / "mlflow.id")
         if self._run is None:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
             self._run = self._client.create_run(experiment, run_name=self._name).info.run_id
             (self._dir / "mlflow.id").write_text(self._run)
-            for key, value in _flat(info.get("config", {})).items():
+            for key, value in flatten(info.get("config", {})).items():
                 self._client.log_param(self._run, key, str(value)[:500])
         else:
             self._client.update_run(self._run, status="RUNNING")

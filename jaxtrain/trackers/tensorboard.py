@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import APPEND, append
-from jaxtrain.trackers.uploads import _import
+from jaxtrain.trackers.uploads import import_package
 
 
-class TensorBoard:
+class TensorBoardTracker:
     """Event files in RUN_DIR/tensorboard, made of tensorboardX's messages.
 
     Every event is one write to an appending file in this thread. tensorboardX's SummaryWriter hands events to a
@@ -24,9 +24,9 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "tensorboard"
-        self._events = _import("tensorboardX.proto.event_pb2", "")
-        self._summaries = _import("tensorboardX.proto.summary_pb2", "")
-        self._checksum = _import("tensorboardX.record_writer", "").masked_crc32c
+        self._events = import_package("tensorboardX.proto.event_pb2", "")
+        self._summaries = import_package("tensorboardX.proto.summary_pb2", "")
+        self._checksum = import_package("tensorboardX.record_writer", "").masked_crc32c
         self._file: int | None = None
 
     def start(self, info: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtrain.errors import UserError
 
 
-class Uploads:
+class UploadQueue:
     """Hands folders on in a thread of its own, one after the other: the loop does not wait for a server."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Uploads:
                 raise
 
 
-def _import(module: str, extra: str) -> Any:
+def import_package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -45,14 +45,14 @@ def _import(module: str, extra: str) -> Any:
         raise UserError(f"log.{extra or 'tensorboard'} needs {error.name or module}: pip install '{hint}'") from None
 
 
-def _remembered(path: Path) -> str | None:
+def read_run_id(path: Path) -> str | None:
     """The id of the run to join, or None."""
     return path.read_text().strip() or None if path.exists() else None
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

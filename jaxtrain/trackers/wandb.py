@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import valid
-from jaxtrain.trackers.uploads import Uploads, _import, _remembered
+from jaxtrain.trackers.uploads import UploadQueue, import_package, read_run_id
 
 
-class WandB:
+class WandbTracker:
     """A Weights & Biases run in RUN_DIR/wandb. A resumed run joins the same one by the id kept beside it.
 
     Steps that the server has already are ignored by it, with those of a dead run the same numbers anyway. Works
@@ -18,13 +18,13 @@ class WandB:
     """
 
     def __init__(self, project: str, name: str, run_dir: Path):
-        self._wandb = _import("wandb", "wandb")
+        self._wandb = import_package("wandb", "wandb")
         self._project, self._name, self._dir, self._run = project, name, Path(run_dir), None
-        self._uploads = Uploads()
+        self._uploads = UploadQueue()
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._dir.mkdir(parents=True, exist_ok=True)
-        known = _remembered(self._dir / "wandb.id")
+        known = read_run_id(self._dir / "wandb.id")
         self._run = self._wandb.init(
             project=self._project, name=self._name, dir=str(self._dir), id=known, resume="allow" if known else None,
             config=valid(info.get("config", {})),

@@ -33,19 +33,19 @@ def test_texts():
 
 def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_listed(tmp_path):
     config = tiny.config(tmp_path, faults=["kill@3", "nan@5", "kill@3"])
-    assert fault_injection.remaining(config, tmp_path) == config.faults
-    fault_injection.remember(tmp_path, "kill@3")
-    assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
+    assert fault_injection.remaining_faults(config, tmp_path) == config.faults
+    fault_injection.record_fault(tmp_path, "kill@3")
+    assert fault_injection.remaining_faults(config, tmp_path) == ("nan@5", "kill@3")
     with open(tmp_path / fault_injection.FILE, "a") as file:
         file.write('{"fault": "nan@')  # cut by a kill: it did not happen
-    assert fault_injection.remaining(config, tmp_path) == ("nan@5", "kill@3")
-    hooks = fault_injection.Faults(("kill@3",), tmp_path)
-    hooks.at("step", 2)
+    assert fault_injection.remaining_faults(config, tmp_path) == ("nan@5", "kill@3")
+    hooks = fault_injection.FaultInjector(("kill@3",), tmp_path)
+    hooks.trigger("step", 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fault_injection.ENDS, "kill", kill)
         with pytest.raises(Killed):
-            hooks.after({}, 3)
-        hooks.after({}, 3)
+            hooks.after_step({}, 3)
+        hooks.after_step({}, 3)
 
 
 @pytest.mark.parametrize("text", ["kill@5", "kill@eval:6", "kill@logged:8", "kill@data:7"])
@@ -58,7 +58,7 @@ def test_a_run_dies_there_once_and_goes_on_as_if_it_had_not(tmp_path, monkeypatc
     step = int(text.rpartition(":")[2].rpartition("@")[2])
     assert max(tiny.losses(config.run_dir)) in range(step - 3, step + 1)
     assert step not in tiny.saved(config.run_dir)
-    assert fault_injection.fired(config.run_dir) == [text]
+    assert fault_injection.past_faults(config.run_dir) == [text]
     assert tiny.train(config, resume=True).step == 12
     assert tiny.losses(config.run_dir) == tiny.losses(whole.run_dir)
 
@@ -68,8 +68,8 @@ def test_nan_gradients_come_once(tmp_path):
     result = tiny.train(config)
     assert [record["step"] for record in tiny.records(result.run_dir) if record["skipped"]] == [3, 5]
     assert np.isfinite(result.metrics["loss"])
-    assert fault_injection.fired(result.run_dir) == ["nan@3", "nan@5"]
-    assert fault_injection.remaining(config, result.run_dir) == ()
+    assert fault_injection.past_faults(result.run_dir) == ["nan@3", "nan@5"]
+    assert fault_injection.remaining_faults(config, result.run_dir) == ()
 
 
 def test_a_full_disk_costs_a_save_and_a_slow_one_time(tmp_path, monkeypatch):
@@ -95,13 +95,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
 
 def test_what_writes_checkpoints_is_wrapped_only_meanwhile_and_only_where_asked(tmp_path):
     real = orbax.write, orbax.start, os.replace
-    with fault_injection.Faults((), tmp_path) as hooks:
+    with fault_injection.FaultInjector((), tmp_path) as hooks:
         assert (orbax.write, orbax.start, os.replace) == real
-        assert hooks.fetch(test_texts) is test_texts
-    with fault_injection.Faults(("kill@save:3",), tmp_path):
+        assert hooks.wrap_fetch(test_texts) is test_texts
+    with fault_injection.FaultInjector(("kill@save:3",), tmp_path):
         assert orbax.write is not real[0]
     assert (orbax.write, orbax.start, os.replace) == real
-    with fault_injection.Faults(("kill@save:3/1",), tmp_path):  # another process's
+    with fault_injection.FaultInjector(("kill@save:3/1",), tmp_path):  # another process's
         assert orbax.write is real[0]
     assert not (tmp_path / fault_injection.FILE).exists()
 

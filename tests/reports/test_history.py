@@ -11,7 +11,7 @@ from run_examples import BEGAN, Folder, three_lives
 from jaxtrain.checkpoint import Committed
 from jaxtrain.checkpoint.events import Copied
 from jaxtrain.errors import UserError
-from jaxtrain.reports.history import ALL, as_dict, read, said
+from jaxtrain.reports.history import ALL, as_dict, format_seconds, read
 
 
 def test_every_second_from_the_first_start_to_the_last_word(tmp_path):
@@ -160,4 +160,4 @@ def test_json(tmp_path):
      (3600, "1:00 h"), (48 * 3600, "2.0 days")],
 )  # fmt: skip
 def test_times_are_said_in_units_that_suit_them(seconds, expected):
-    assert said(seconds) == expected
+    assert format_seconds(seconds) == expected

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxtrain.reports.layout_table import logical_names, mesh_line, parameter_table, tensors, unsharded_dims
 from jaxtrain.trackers.console import (
-    Screen,
+    ConsoleTracker,
     Status,
     count,
     duration,
@@ -73,10 +73,10 @@ def test_mfu_is_left_out_not_made_up():
     assert "waiting for the first step" in live_line(Status(10), 79).plain
 
 
-def recorded(width: int, live: bool, **kwargs) -> tuple[Screen, io.StringIO]:
+def recorded(width: int, live: bool, **kwargs) -> tuple[ConsoleTracker, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=live, color_system=None, legacy_windows=False)
-    return Screen(30, console=console, live=live, **kwargs), out
+    return ConsoleTracker(30, console=console, live=live, **kwargs), out
 
 
 @pytest.mark.parametrize("width", [80, 120])

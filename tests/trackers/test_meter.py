@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.models.flops import Flops
 from jaxtrain.planning.hardware.peak import Peak
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory, process_memory
 
 
@@ -20,7 +20,7 @@ class Clock:
 
 def make(**kwargs):
     clock = Clock()
-    ledger = Ledger(clock=clock)
+    ledger = GoodputLedger(clock=clock)
     ledger.begin("compile")
     return clock, ledger, Meter(ledger, tokens=1000, devices=4, memory=lambda: 7, **kwargs)
 
