@@ -161,7 +161,7 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
     assert result.step == 5
     said = text.getvalue() + "".join(capsys.readouterr())
     assert f"checkpoint 4 fetched from {far}" in said
-    assert f"restored checkpoint 4 of {far}" in said
+    assert f"restored  checkpoint 4 of {far}" in said
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["restored"] for event in events if event["kind"] == "resume"] == [str(far)]
     assert [event["step"] for event in events if event["kind"] == "copy"] == [2, 4, 5]
