@@ -1,4 +1,4 @@
-"""Builds the trackers that a config asks for."""
+"""Builds the trackers of a config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxtrain.trackers.files import JsonlTracker
 
 
 def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
-    """The trackers that the config asks for; none on processes other than 0.
+    """Returns the trackers of the config; none on processes other than 0.
 
     Raises:
-        UserError: a tracker whose package is missing, in one line with the extra to install.
+        UserError: the package of a tracker is missing; names the extra to install.
     """
     from jaxtrain.trackers.mlflow import MLflowTracker
     from jaxtrain.trackers.tensorboard import TensorBoardTracker

@@ -119,7 +119,7 @@ def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[St
             state = callbacks.on_step_end(trainer, state, step)
             if step == first + 1:
                 jax.block_until_ready(metrics)
-                seconds = round(trainer.meter.compiled(step), 2)
+                seconds = round(trainer.meter.end_compilation(step), 2)
                 trainer.trackers.event("compiled", step=step, seconds=seconds)
                 trainer.time_stages(state, batch)
             stopped_by = signals.stop_at(step)

@@ -31,7 +31,7 @@ from jaxtrain.sharding.context_parallel import has_tokens
 from jaxtrain.trackers.base import TrackerList
 from jaxtrain.trackers.build import build_trackers
 from jaxtrain.trackers.console import ConsoleTracker
-from jaxtrain.trackers.files import furthest
+from jaxtrain.trackers.files import furthest_step
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory
 from jaxtrain.trainer.compatibility import environment
@@ -92,7 +92,7 @@ def open_trainer(
 
 def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
     """Notifies trackers and callbacks of the start."""
-    trainer.ledger.furthest_step = max(furthest(trainer.dir), step)
+    trainer.ledger.furthest_step = max(furthest_step(trainer.dir), step)
     trainer.ledger.begin_step(step)
     trainer.trackers.start(info | {"step": step})
     trainer.callbacks.each(Callback.on_train_begin, trainer, step)

@@ -95,7 +95,7 @@ class Trainer:
         """Returns (state, step) of an earlier step if a callback wants to continue from there."""
         rewound = self.callbacks.first(Callback.rewind, self, state, step)
         if rewound is not None:
-            self.meter.compiled(rewound[1])
+            self.meter.end_compilation(rewound[1])
             self.callbacks.each(Callback.on_rewind, self, rewound[1])
         return rewound
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtrain.trackers.base import TrackerList
-from jaxtrain.trackers.files import JsonlTracker, furthest
+from jaxtrain.trackers.files import JsonlTracker, furthest_step
 from jaxtrain.trackers.goodput import BUCKETS, GoodputLedger, LedgerWriter
 
 
@@ -79,7 +79,7 @@ def test_every_second_is_in_one_bucket(todo, age, reached):
 
     for act in todo:
         run(act, None)
-    elapsed, found = ledger.state()
+    elapsed, found = ledger.totals()
     assert elapsed == pytest.approx(clock.now - 1000.0 + age)
     assert sum(found.values()) == pytest.approx(elapsed, abs=1e-6)
     assert found == pytest.approx(expected, abs=1e-6)
@@ -121,7 +121,7 @@ def test_the_time_of_a_step_is_its_own():
 
 def test_what_is_no_bucket_is_refused():
     ledger = GoodputLedger()
-    with pytest.raises(ValueError, match="no bucket `lunch`; there are compute"), ledger.phase("lunch"):
+    with pytest.raises(ValueError, match="no bucket `lunch`; expected one of compute"), ledger.phase("lunch"):
         pass
     with pytest.raises(ValueError, match="no bucket"):
         ledger.begin("lunch")
@@ -133,7 +133,7 @@ def test_another_thread_may_look_at_any_time():
 
     def snapshot():
         while not done.is_set():
-            elapsed, found = ledger.state()
+            elapsed, found = ledger.totals()
             if abs(sum(found.values()) - elapsed) > 1e-6:
                 wrong.append((elapsed, found))
 
@@ -185,12 +185,12 @@ def test_records_reach_the_file_and_nobody_else(tmp_path):
 
 
 def test_furthest_step_is_that_of_any_life(tmp_path):
-    assert furthest(tmp_path) == 0
+    assert furthest_step(tmp_path) == 0
     files = JsonlTracker(tmp_path)
     files.start({"step": 0})
     for step in range(1, 11):
         files.log(step, {"loss": 1.0})
-    assert furthest(tmp_path) == 10
+    assert furthest_step(tmp_path) == 10
     files.event("ledger", step=11, reached=12)
     files.close()
     again = JsonlTracker(tmp_path)
@@ -198,7 +198,7 @@ def test_furthest_step_is_that_of_any_life(tmp_path):
     again.close()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"kind": "ledger", "step": 99')
-    assert furthest(tmp_path) == 12
+    assert furthest_step(tmp_path) == 12
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")

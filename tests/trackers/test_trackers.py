@@ -141,7 +141,7 @@ def test_a_failing_tracker_is_reported_once_and_dropped(tmp_path, method):
         observers.event("eval", step=step)
     observers.artifact(tmp_path / "loss.png")
     observers.close()
-    assert said == [f"Broken tracker dropped, training goes on: {method}: No space left on device"]
+    assert said == [f"tracker Broken dropped, training continues: {method}: No space left on device"]
     assert steps(tmp_path) == [1, 2]
 
 
