@@ -17,7 +17,7 @@ from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.io.jsonl import valid
 from jaxtrain.planning.report.terminal import bar, plain, section
 from jaxtrain.reports import tables
-from jaxtrain.reports.history import RunHistory, as_dict, format_seconds, read
+from jaxtrain.reports.history import RunHistory, as_dict, format_seconds, read_history
 from jaxtrain.reports.page import page
 from jaxtrain.trackers.console import count, number, percent
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: the folder is not a run, or a file cannot be written.
     """
     check_output_files(args.json, args.html)
-    history = read(Path(args.run))
+    history = read_history(Path(args.run))
     console = Console(highlight=False)
     console.print(report(history, console.width))
     if args.json:
@@ -46,7 +46,7 @@ def report(run: RunHistory, width: int) -> RenderableType:
     """Builds the report for a terminal of `width` columns."""
     parts = [
         _headline(run), _goodput(run, width), _curve(run, "loss", "loss", width, 8, number),
-        _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _lives(run), _scores(run), _checkpoints(run),
+        _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _attempts(run), _scores(run), _checkpoints(run),
         _notices(run),
     ]  # fmt: skip
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts if part))
@@ -66,7 +66,7 @@ def _goodput(run: RunHistory, width: int) -> RenderableType | None:
     for name, what, seconds, share in tables.buckets(run):
         drawn = bar(share, STYLES.get(name, "blue"), max(8, min(24, width - 64)))
         table.add_row(Text(what, overflow="ellipsis", no_wrap=True), format_seconds(seconds), percent(share), drawn)
-    several = len(run.lives) > 1 or (run.info.get("processes") or 1) > 1
+    several = len(run.attempts) > 1 or (run.info.get("processes") or 1) > 1
     note = "of process 0, over all restarts" if several else ""
     return section("where the time went", note, table)
 
@@ -110,12 +110,13 @@ def braille(values: Sequence[float], height: int) -> list[str]:
     return ["".join(chr(0x2800 + dots) for dots in line).rstrip("\u2800") for line in cells]
 
 
-def _lives(run: RunHistory) -> RenderableType | None:
-    table = plain("began", "steps", "lived", "training", "down", "how it ended", right=("lived", "training", "down"))
-    for row in tables.lives(run):
+def _attempts(run: RunHistory) -> RenderableType | None:
+    columns = ("began", "steps", "duration", "training", "down", "how it ended")
+    table = plain(*columns, right=("duration", "training", "down"))
+    for row in tables.attempts(run):
         table.add_row(*map(Text, row))
-    lines = [Text(line) for line in tables.failed(run)]
-    more = len(run.lives) - tables.MOST
+    lines = [Text(line) for line in tables.failed_generations(run)]
+    more = len(run.attempts) - tables.MAX_ROWS
     return section("starts and ends", f"the newest; {more:,} more before" if more > 0 else "", table, *lines)
 
 
