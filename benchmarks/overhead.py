@@ -128,9 +128,9 @@ def turns_screen(steps: int, block: int) -> Any:
     import jax
     from rich.console import Console
 
-    from jaxtrain.trackers.console import Screen
+    from jaxtrain.trackers.console import ConsoleTracker
 
-    class Turns(Screen):
+    class Turns(ConsoleTracker):
         """Measures from the end of the bare turn to the end of the last step in flight."""
 
         bare: Bare

@@ -8,8 +8,8 @@ from pathlib import Path
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
-from jaxtrain.trackers.console import Screen
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer import loop
 from jaxtrain.trainer.loop import Result
 
@@ -20,8 +20,8 @@ def train(
     *,
     resume: bool = False,
     profile: tuple[int, int] | None = None,
-    console: Screen | None = None,
-    ledger: Ledger | None = None,
+    console: ConsoleTracker | None = None,
+    ledger: GoodputLedger | None = None,
     deadline: float | None = None,
     verbose: bool = False,
     callbacks: Sequence[Callback] = (),

@@ -18,7 +18,7 @@ import jaxtrain
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.errors import UserError
-from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.console import ConsoleTracker
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "jaxtrain").rglob("*.py"))
@@ -142,8 +142,8 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
         monkeypatch.setenv(name, secret)
     text = io.StringIO()
 
-    def screen() -> Screen:
-        return Screen(6, console=Console(file=text, width=400), live=False)
+    def screen() -> ConsoleTracker:
+        return ConsoleTracker(6, console=Console(file=text, width=400), live=False)
 
     jaxtrain.train(jaxtrain.load(place / "config.yaml"), console=screen())
     run, far = place / "runs/run", place / "far/run"
@@ -160,7 +160,7 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
     assert result.step == 5
     said = text.getvalue() + "".join(capsys.readouterr())
     assert f"checkpoint 4 fetched from {far}" in said
-    assert f"restored checkpoint 4 of {far}" in said
+    assert f"restored  checkpoint 4 of {far}" in said
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["restored"] for event in events if event["kind"] == "resume"] == [str(far)]
     assert [event["step"] for event in events if event["kind"] == "copy"] == [2, 4, 5]

@@ -11,9 +11,9 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config.schema import Config
 from jaxtrain.core.program import Program, State
 from jaxtrain.io.ticker import Ticker
-from jaxtrain.trackers.base import Observers
-from jaxtrain.trackers.console import Screen
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.base import TrackerList
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter
 
 Fetch = Callable[[int], Any]  # batch index -> device batch
@@ -28,9 +28,9 @@ class TrainerView(Protocol):
     program: Program
     data: Any
     checkpointer: Checkpointer
-    trackers: Observers
-    console: Screen
-    ledger: Ledger
+    trackers: TrackerList
+    console: ConsoleTracker
+    ledger: GoodputLedger
     meter: Meter
     ticker: Ticker
     manifest: dict[str, Any]

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 
-def digests(abstract: Any, mesh: Mesh) -> Callable[[Any], jax.Array]:
+def device_digests(abstract: Any, mesh: Mesh) -> Callable[[Any], jax.Array]:
     """A jitted function: tree -> uint32 [devices, leaves], on every device; devices in the order of the mesh.
 
     Args:
@@ -49,7 +49,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]).astype(jnp.uint32)
 
 
-def odd_ones(sums: np.ndarray, abstract: Any, mesh: Mesh) -> list[tuple[str, list[int]]]:
+def differing_replicas(sums: np.ndarray, abstract: Any, mesh: Mesh) -> list[tuple[str, list[int]]]:
     """Tensors whose replicas differ: (name, places in the mesh of the devices that differ from most of them).
 
     Where there is no majority all holders of that shard are named.

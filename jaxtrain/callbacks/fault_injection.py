@@ -63,9 +63,9 @@ def describe(fault: FaultConfig) -> str:
     return f"{fault.kind}@{moment(fault)}:{fault.step}/{fault.process}"
 
 
-def remaining(faults: Sequence[FaultConfig], run_dir: Path) -> tuple[FaultConfig, ...]:
+def remaining_faults(faults: Sequence[FaultConfig], run_dir: Path) -> tuple[FaultConfig, ...]:
     """Returns the faults that have not happened in this folder."""
-    counts = Counter(fired(run_dir))
+    counts = Counter(past_faults(run_dir))
     left = []
     for fault in faults:
         name = describe(fault)
@@ -76,7 +76,7 @@ def remaining(faults: Sequence[FaultConfig], run_dir: Path) -> tuple[FaultConfig
     return tuple(left)
 
 
-def fired(run_dir: Path) -> list[str]:
+def past_faults(run_dir: Path) -> list[str]:
     """Returns the names of the faults that happened in this folder; a line that a kill broke never happened."""
     path = run_dir / FILE
     if not path.exists():
@@ -90,11 +90,11 @@ def fired(run_dir: Path) -> list[str]:
     return found
 
 
-class Faults:
+class FaultInjector:
     """Pending faults of this process. Entered around training: functions that write checkpoints are wrapped meanwhile.
 
     Args:
-        faults: see `remaining`.
+        faults: see `remaining_faults`.
         run_dir: folder of the run, in which they are recorded.
     """
 
@@ -103,7 +103,7 @@ class Faults:
         self._left = [one for one in faults if one.process == index or one.kind == "nan"]
         self._dir, self._stack, self._lock = run_dir, ExitStack(), threading.Lock()
 
-    def __enter__(self) -> Faults:
+    def __enter__(self) -> FaultInjector:
         if any(moment(one) in ("save", "commit", "committed") for one in self._left):
             self._stack.enter_context(patched(orbax, "write", self._writes))
             self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
@@ -119,7 +119,7 @@ class Faults:
             if one.kind in ENDS:
                 ENDS[one.kind]()
 
-    def fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
+    def wrap_fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
         """Returns a loader's `fetch(batch index)` with its faults."""
         if not any(moment(one) == "data" for one in self._left):
             return fetch
@@ -146,7 +146,7 @@ class Faults:
             due = list(here.values())  # of equal ones the next comes next time
             for one in due:
                 self._left.remove(one)
-                remember(self._dir, describe(one))
+                record_fault(self._dir, describe(one))
         return due
 
     def _writes(self, real: Callable, together: bool = False) -> Callable:
@@ -166,7 +166,7 @@ class Faults:
             out = real(path, *args)
             if any(one.kind in ENDS for one in due):
                 time.sleep(SLOW)  # the disk may have been faster than the thread that kills
-            return _Full(out) if is_full else out
+            return _DiskFullSave(out) if is_full else out
 
         return write
 
@@ -189,12 +189,12 @@ class FaultInjection(Callback):
     """Makes the faults of the config happen, each once in a run's folder."""
 
     def __init__(self) -> None:
-        self._faults: Faults | None = None
+        self._faults: FaultInjector | None = None
 
     def program_config(self, config: Config, run_dir: Path) -> Config:
         """Returns the config with the faults that have not happened yet."""
-        left = remaining(config.debug.faults, run_dir)
-        self._faults = Faults(left, run_dir)
+        left = remaining_faults(config.debug.faults, run_dir)
+        self._faults = FaultInjector(left, run_dir)
         return config.model_copy(update={"debug": DebugConfig(faults=left)})
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
@@ -203,7 +203,7 @@ class FaultInjection(Callback):
 
     def wrap_fetch(self, fetch: Fetch) -> Fetch:
         """Adds the faults of the loader."""
-        return self._get().fetch(fetch)
+        return self._get().wrap_fetch(fetch)
 
     def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
         """Lets the faults after a step happen."""
@@ -222,12 +222,12 @@ class FaultInjection(Callback):
         """Unwraps the functions that write checkpoints."""
         self._get().__exit__(None, None, None)
 
-    def _get(self) -> Faults:
+    def _get(self) -> FaultInjector:
         assert self._faults is not None
         return self._faults
 
 
-class _Full:
+class _DiskFullSave:
     """Pending save that fails because the disk is full."""
 
     def __init__(self, real: Any) -> None:
@@ -242,7 +242,7 @@ def _full_disk() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device (a fault)")
 
 
-def remember(run_dir: Path, text: str) -> None:
+def record_fault(run_dir: Path, text: str) -> None:
     """Records on disk that a fault happens."""
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "fault": text, "pid": os.getpid()}
     file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

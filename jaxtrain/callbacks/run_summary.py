@@ -11,7 +11,7 @@ from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.pipeline.schedules.cost import summary
 from jaxtrain.precision.policy import POLICIES
-from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, tensors
+from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, parameter_rows
 from jaxtrain.sharding.context_parallel import has_tokens
 
 TABLE_WIDTH = 160  # columns of the table in the run folder
@@ -33,7 +33,7 @@ class RunSummary(Callback):
             return
         program, console = trainer.program, trainer.console
         sizes, rules = program.layout.sizes, program.sharder.rules or {}
-        rows = tensors(program.definition.params, program.definition.names, program.sharder.stored, sizes)
+        rows = parameter_rows(program.definition.params, program.definition.names, program.sharder.stored, sizes)
         console.print(f"run       {trainer.dir}", mesh_line(program.layout.name, sizes, self._device_kind(trainer)))
         if program.gradients.pipeline:
             console.print(f"pipeline  {summary(program.gradients.pipeline.table)}")

@@ -6,8 +6,8 @@ import jax
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.program import State
-from jaxtrain.inference.runs import streamer, tokenizer_of
-from jaxtrain.reports.loss_plot import loss_plot
+from jaxtrain.inference.model import text_streamer, text_tokenizer
+from jaxtrain.reports.loss_plot import plot_loss
 
 
 class LossPlot(Callback):
@@ -16,7 +16,7 @@ class LossPlot(Callback):
     def on_finish(self, trainer: TrainerView, state: State, stopped_by: str | None) -> None:
         """Draws the plot and prints where it is."""
         if jax.process_index() == 0 and "loss" in trainer.latest_metrics:
-            trainer.console.print(f"plot  {loss_plot(trainer.dir)}")
+            trainer.console.print(f"plot  {plot_loss(trainer.dir)}")
 
 
 PROMPT = "\n"
@@ -30,6 +30,6 @@ class Samples(Callback):
         log = trainer.config.log
         if not log.sample_tokens or stopped_by or jax.process_count() > 1:
             return
-        stream = streamer(trainer.program, tokenizer_of(trainer.config), state.get("ema", state["params"]))
+        stream = text_streamer(trainer.program, text_tokenizer(trainer.config), state.get("ema", state["params"]))
         text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.callbacks.base import Callback, StepFn, TrainerView
-from jaxtrain.callbacks.bit_digest import digests, odd_ones
+from jaxtrain.callbacks.bit_digest import device_digests, differing_replicas
 from jaxtrain.core.program import State
 from jaxtrain.errors import CorruptionError
 
@@ -34,7 +34,7 @@ class ReplicaCheck(Callback):
         self._mesh, self._abstract = trainer.program.sharder.mesh, trainer.program.state
         if self._mesh is None:
             return
-        self._sums = digests(self._abstract, self._mesh)
+        self._sums = device_digests(self._abstract, self._mesh)
         self._names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in _leaves(self._abstract)]
 
     def run_step(self, trainer: TrainerView, step_fn: StepFn, state: State, batch: Any, step: int) -> Any | None:
@@ -69,7 +69,7 @@ class ReplicaCheck(Callback):
 
     def _compare_replicas(self, trainer: TrainerView, state: State, step: int) -> None:
         assert self._mesh is not None
-        odd = odd_ones(self._read(state), self._abstract, self._mesh)
+        odd = differing_replicas(self._read(state), self._abstract, self._mesh)
         if odd:
             devices = sorted({device for _, places in odd for device in places})
             self._fail(trainer, step, "replicas", [name for name, _ in odd], devices, "compared with its replicas")

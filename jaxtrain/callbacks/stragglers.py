@@ -18,7 +18,7 @@ import jax
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.distributed.kv_store import Coordinator
-from jaxtrain.trackers.goodput import STEPS, Ledger
+from jaxtrain.trackers.goodput import STEPS, GoodputLedger
 
 EVERY = 10  # ticks between two words of a process
 OUTLIER = 6.0  # robust standard deviations above the median
@@ -28,7 +28,7 @@ SILENCE = 60  # words after a warning in which the same process is not named aga
 MEASURES = {"data_wait": "waits for data", "step_time": "takes"}
 
 
-class Board(Protocol):
+class ReportStore(Protocol):
     """Where each process leaves its last word for the others."""
 
     def put(self, process: int, text: str) -> None: ...
@@ -36,13 +36,13 @@ class Board(Protocol):
     def all(self) -> Mapping[int, str]: ...
 
 
-class Pace:
+class StragglerMonitor:
     """Called every second by a thread of each process: says how fast this one is; process 0 compares.
 
     The loop takes warnings from `poll`, and waits for nothing.
     """
 
-    def __init__(self, ledger: Ledger, process: int, board: Board):
+    def __init__(self, ledger: GoodputLedger, process: int, board: ReportStore):
         self._ledger, self._process, self._board = ledger, process, board
         self._ticks, self._since = 0, (0, dict.fromkeys(STEPS, 0.0))
         self._news: deque[str] = deque()
@@ -121,12 +121,12 @@ class StragglerDetector(Callback):
     """Compares the processes of a run every few seconds, and logs a warning that names a slow one."""
 
     def __init__(self) -> None:
-        self._pace: Pace | None = None
+        self._pace: StragglerMonitor | None = None
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
         """Starts to compare, if there are several processes."""
         if jax.process_count() > 1:
-            self._pace = Pace(trainer.ledger, jax.process_index(), Coordinator())
+            self._pace = StragglerMonitor(trainer.ledger, jax.process_index(), Coordinator())
             trainer.ticker.add(self._pace)
 
     def on_log(self, trainer: TrainerView, step: int) -> None:

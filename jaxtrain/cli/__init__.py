@@ -1,1 +1,1 @@
-"""The `jaxtrain` command: a parser and one function for each subcommand. JAX is imported when a command runs."""
+"""The `jaxtrain` command: arguments, and one module for each subcommand, which imports JAX when it runs."""

@@ -12,7 +12,7 @@ from jaxtrain.data import prepare
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     # The config may name the tokenizer that is about to be trained.
-    config, _ = resolve(args.config, *args.overrides, paths=args.action == "build")
+    config, _ = resolve(args.config, *args.overrides, paths=args.action == "build", checks=())
     with ProgressBar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":
             sources, validation = prepare.text_sources(config.data), config.data.validation_fraction

@@ -32,7 +32,7 @@ def diff_lines(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str
 
     def read(path: str | os.PathLike[str]) -> tuple[Config, dict[str, str]]:
         inside = os.path.join(path, "config.yaml")
-        return resolve(inside if os.path.isdir(path) else path, paths=False)
+        return resolve(inside if os.path.isdir(path) else path, paths=False, checks=())
 
     (left, left_sources), (right, right_sources) = read(a), read(b)
     lines = []

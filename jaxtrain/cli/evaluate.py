@@ -17,8 +17,8 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise UserError(f"eval: --{name.replace('_', '-')}: expected at least {least}; found {value}")
     prepare_jax_import(args.simulate)
-    from jaxtrain.inference import harness
-    from jaxtrain.inference.runs import evaluate
+    from jaxtrain.inference import eval_harness
+    from jaxtrain.inference.model import evaluate
 
     run_dir, overrides = Path(args.run), config_overrides(args)
     if args.tasks is None:
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
         options = {"include_path": args.include_path, "limit": args.limit, "num_fewshot": args.num_fewshot}
-        scores = harness.evaluate_tasks(run_dir, args.step, overrides, tasks, **options)
-        lines = harness.lines(scores)
+        scores = eval_harness.evaluate_tasks(run_dir, args.step, overrides, tasks, **options)
+        lines = eval_harness.format_lines(scores)
     if args.out:
-        harness.write(Path(args.out), scores)
+        eval_harness.write_results(Path(args.out), scores)
     print("\n".join(lines))
     return 0

@@ -19,14 +19,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("generate: expected --tokens and --top-k of at least 1")
     prompts = _prompts(args)
     prepare_jax_import(args.simulate)
-    from jaxtrain.inference.runs import complete, open_model, streamer
+    from jaxtrain.inference.model import complete_prompts, load_model, text_streamer
 
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-    model = open_model(Path(args.run), args.step, config_overrides(args))
+    model = load_model(Path(args.run), args.step, config_overrides(args))
     if len(prompts) == 1:
-        _write(streamer(*model, **sampling)(prompts[0], args.tokens, args.seed))
+        _write(text_streamer(*model, **sampling)(prompts[0], args.tokens, args.seed))
         return 0
-    for index, text in enumerate(complete(*model, prompts, args.tokens, args.seed, **sampling)):
+    for index, text in enumerate(complete_prompts(*model, prompts, args.tokens, args.seed, **sampling)):
         _write(["\n" if index else "", text])
     return 0
 

@@ -27,7 +27,7 @@ from jaxtrain.core.program import build
 from jaxtrain.core.resolve import resolve
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, shown
-from jaxtrain.inference.runs import weights
+from jaxtrain.inference.model import load_params
 from jaxtrain.interop.config_json import choose, opened, read_json
 from jaxtrain.interop.load_weights import load
 from jaxtrain.interop.save_weights import save
@@ -115,7 +115,7 @@ def export_model(
     architecture, content = choose(config.model, vocab, family, original)
     with _new_folder(target) as folder:
         program = build(config, vocab, _devices(config))
-        params, done = weights(directory, step, program)
+        params, done = load_params(directory, step, program)
         flat = {path: _get(params, path) for path in program.definition.tensors()}
         kind = np.dtype(dtype or flat["embed/table"].dtype)
         size = save(folder, PLACES[architecture.name], flat, kind, max_bytes)

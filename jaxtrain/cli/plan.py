@@ -130,7 +130,7 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
     check_output_files(args.json, file)
     if not args.out and not ranking.is_free(file):
         raise UserError(f"{file}: already exists, and no search wrote it; expected --out FILE")
-    config, _ = resolve(path, *overrides, paths=False)
+    config, _ = resolve(path, *overrides, paths=False, checks=())  # its mesh is for this machine, not the target
     given = {name: getattr(args, name) for name in ("objective", "devices", "top", "jobs")}
     options = {name: value for name, value in given.items() if value is not None}
     _add_working_folder()

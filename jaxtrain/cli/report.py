@@ -17,7 +17,7 @@ from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.io.jsonl import valid
 from jaxtrain.planning.report.terminal import bar, plain, section
 from jaxtrain.reports import tables
-from jaxtrain.reports.history import History, as_dict, read, said
+from jaxtrain.reports.history import RunHistory, as_dict, format_seconds, read_history
 from jaxtrain.reports.page import page
 from jaxtrain.trackers.console import count, number, percent
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: the folder is not a run, or a file cannot be written.
     """
     check_output_files(args.json, args.html)
-    history = read(Path(args.run))
+    history = read_history(Path(args.run))
     console = Console(highlight=False)
     console.print(report(history, console.width))
     if args.json:
@@ -42,37 +42,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def report(run: History, width: int) -> RenderableType:
+def report(run: RunHistory, width: int) -> RenderableType:
     """Builds the report for a terminal of `width` columns."""
     parts = [
         _headline(run), _goodput(run, width), _curve(run, "loss", "loss", width, 8, number),
-        _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _lives(run), _scores(run), _checkpoints(run),
+        _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _attempts(run), _scores(run), _checkpoints(run),
         _notices(run),
     ]  # fmt: skip
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts if part))
 
 
-def _headline(run: History) -> RenderableType:
+def _headline(run: RunHistory) -> RenderableType:
     facts = plain("", "", "", right=())
     for fact in tables.facts(run):
         facts.add_row(Text(fact.name, style="dim"), Text(fact.value, style="bold", no_wrap=True), Text(fact.note))
     return Group(Text.assemble((run.name, "bold"), f"  {run.directory}"), Text(run.state), facts)
 
 
-def _goodput(run: History, width: int) -> RenderableType | None:
+def _goodput(run: RunHistory, width: int) -> RenderableType | None:
     if run.goodput is None:
         return Text("goodput unknown: the run recorded no time accounting")
     table = plain("", "time", "share", "", right=("time", "share"))
     for name, what, seconds, share in tables.buckets(run):
         drawn = bar(share, STYLES.get(name, "blue"), max(8, min(24, width - 64)))
-        table.add_row(Text(what, overflow="ellipsis", no_wrap=True), said(seconds), percent(share), drawn)
-    several = len(run.lives) > 1 or (run.info.get("processes") or 1) > 1
+        table.add_row(Text(what, overflow="ellipsis", no_wrap=True), format_seconds(seconds), percent(share), drawn)
+    several = len(run.attempts) > 1 or (run.info.get("processes") or 1) > 1
     note = "of process 0, over all restarts" if several else ""
     return section("where the time went", note, table)
 
 
 def _curve(
-    run: History, key: str, title: str, width: int, rows: int, figure: Callable[[float], str]
+    run: RunHistory, key: str, title: str, width: int, rows: int, figure: Callable[[float], str]
 ) -> RenderableType | None:
     points = [(step, value) for step, value in run.series(key) if math.isfinite(value)]
     if len(points) < 2:
@@ -110,16 +110,17 @@ def braille(values: Sequence[float], height: int) -> list[str]:
     return ["".join(chr(0x2800 + dots) for dots in line).rstrip("\u2800") for line in cells]
 
 
-def _lives(run: History) -> RenderableType | None:
-    table = plain("began", "steps", "lived", "training", "down", "how it ended", right=("lived", "training", "down"))
-    for row in tables.lives(run):
+def _attempts(run: RunHistory) -> RenderableType | None:
+    columns = ("began", "steps", "duration", "training", "down", "how it ended")
+    table = plain(*columns, right=("duration", "training", "down"))
+    for row in tables.attempts(run):
         table.add_row(*map(Text, row))
-    lines = [Text(line) for line in tables.failed(run)]
-    more = len(run.lives) - tables.MOST
+    lines = [Text(line) for line in tables.failed_generations(run)]
+    more = len(run.attempts) - tables.MAX_ROWS
     return section("starts and ends", f"the newest; {more:,} more before" if more > 0 else "", table, *lines)
 
 
-def _scores(run: History) -> RenderableType | None:
+def _scores(run: RunHistory) -> RenderableType | None:
     table = plain("metric", "first", "last", "lowest", right=("first", "last", "lowest"))
     rows = tables.scores(run)
     for row in rows:
@@ -127,7 +128,7 @@ def _scores(run: History) -> RenderableType | None:
     return section("validation", "", table) if rows else None
 
 
-def _checkpoints(run: History) -> RenderableType | None:
+def _checkpoints(run: RunHistory) -> RenderableType | None:
     if not run.saves:
         return None
     table = plain("step", "size", "on disk after s", "training waited s", right=("step", "size"))
@@ -136,6 +137,6 @@ def _checkpoints(run: History) -> RenderableType | None:
     return section("checkpoints", f"{len(run.saves):,} saved; the newest:", table)
 
 
-def _notices(run: History) -> RenderableType | None:
+def _notices(run: RunHistory) -> RenderableType | None:
     lines = [Text(line) for line in tables.notices(run)]
     return section("warnings and other events", "", *lines) if lines else None

@@ -27,10 +27,10 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
     from jaxtrain import api
     from jaxtrain.callbacks.samples import LossPlot, Samples
     from jaxtrain.errors import TrainingError
-    from jaxtrain.trackers.console import Screen
-    from jaxtrain.trackers.goodput import Ledger, process_age
+    from jaxtrain.trackers.console import ConsoleTracker
+    from jaxtrain.trackers.goodput import GoodputLedger, process_age
 
-    console, ledger = Screen(config.steps), Ledger(age=process_age() if args.owns_process else 0.0)
+    console, ledger = ConsoleTracker(config.steps), GoodputLedger(age=process_age() if args.owns_process else 0.0)
     try:
         result = api.train(
             config, directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,

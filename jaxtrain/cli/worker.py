@@ -8,7 +8,7 @@ import traceback
 from typing import NoReturn
 
 from jaxtrain.io.system import die_with
-from jaxtrain.launch.exit_reasons import is_clean
+from jaxtrain.launch.exit_reasons import is_clean_exit
 
 
 def main(agent: int, directory: str, *options: str) -> NoReturn:
@@ -25,7 +25,7 @@ def main(agent: int, directory: str, *options: str) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    if is_clean(code):
+    if is_clean_exit(code):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

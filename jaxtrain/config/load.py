@@ -199,9 +199,7 @@ def _overrides(texts: Iterable[str], problems: list[Problem]) -> list[tuple[list
     return sorted(given, key=lambda item: (item[0] != ["layout"], item[0][-1] != "type"))
 
 
-def _merge(
-    levels: list[Level], given: list[tuple[list[str], Node]], problems: list[Problem], notes: list[str]
-) -> Node:
+def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: list[Problem], notes: list[str]) -> Node:
     """Merges levels and overrides in order; a layout replaces the keys that layouts hold of earlier levels."""
     tree = Node({}, "default", "default")
     command_layout = next((node for path, node in reversed(given) if path == ["layout"]), None)
@@ -235,7 +233,9 @@ def _dropped(tree: Node, layout: Node) -> list[str]:
     if not lost:
         return []
     sizes = ", ".join(f"{axis} {shown(plain(node))}" for axis, node in lost.items())
-    return [f"layout={shown(layout.value)}: brings its own mesh; {sizes} of {mesh.where.rpartition(':')[0]} is not used"]
+    return [
+        f"layout={shown(layout.value)}: brings its own mesh; {sizes} of {mesh.where.rpartition(':')[0]} is not used"
+    ]
 
 
 def _with_imported(tree: Node, read_model: ReadModel, problems: list[Problem]) -> Node:

@@ -244,7 +244,9 @@ class DataConfig(Section):
 
     type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
-    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_one_or_more)] = key((SourceConfig(),), "documents; several make a mixture")
+    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_one_or_more)] = key(
+        (SourceConfig(),), "documents; several make a mixture"
+    )
     tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
     sequence: PositiveInt = key(1024, "tokens per sequence")
     global_batch: PositiveInt = key(8, "sequences per step, over all devices")

@@ -1,1 +1,1 @@
-"""Models and data of the kind that users write themselves."""
+"""Example models and data, written as users write their own."""

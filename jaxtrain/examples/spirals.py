@@ -1,4 +1,4 @@
-"""A model and data of one's own: which of two spirals does a point lie on? See configs/recipes/spirals.yaml."""
+"""Example of a custom model and data: classifies points of two spirals. See configs/recipes/spirals.yaml."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,18 @@ from jaxtrain.nn.stack import scan, stacked
 
 
 class Points:
-    """Batches of points `xy` [rows, 2] and the spiral `label` [rows] (0 or 1) each lies on."""
+    """Data with batches of points `xy` [rows, 2] and the spiral `label` [rows] (0 or 1) of each."""
 
     def __init__(self, split, seed, global_batch, noise=0.05):
         self.seed = [seed, ("train", "validation").index(split)]
         self.global_batch, self.noise = global_batch, noise
 
     def batch(self, step, rows=None):
-        """A pure function of its arguments; a generator per row, so that hosts may ask for any rows."""
-        places = np.arange(self.global_batch)[slice(None) if rows is None else rows]
-        seeds = [[*self.seed, step * self.global_batch + int(place)] for place in places]
+        """Returns rows of a batch. A pure function of its arguments: each row has its own generator, so any host can
+        ask for any rows.
+        """
+        indices = np.arange(self.global_batch)[slice(None) if rows is None else rows]
+        seeds = [[*self.seed, step * self.global_batch + int(index)] for index in indices]
         draws = np.stack([np.random.default_rng(seed).normal(size=4) for seed in seeds])
         label = (draws[:, 0] > 0).astype(np.int32)
         turn = 3 * np.pi * np.abs(np.tanh(draws[:, 1])) ** 0.5
@@ -29,7 +31,7 @@ class Points:
 
 
 class Layer(nnx.Module):
-    """x + down(gelu(up(x))): `up` is column-parallel and `down` row-parallel wherever a layout shards `mlp`."""
+    """Residual block x + down(gelu(up(x))): `up` is column-parallel, `down` row-parallel if a layout shards `mlp`."""
 
     def __init__(self, embed, mlp, *, env, rngs):
         self.env = env
@@ -42,7 +44,7 @@ class Layer(nnx.Module):
 
 
 class Classifier(nnx.Module):
-    """A residual network. `loss` returns terms as (sum, weight); jaxtrain does the rest."""
+    """Residual network. `loss` returns terms as (sum, weight); jaxtrain does the rest."""
 
     def __init__(self, embed, mlp, layers, *, env, rngs):
         self.env = env

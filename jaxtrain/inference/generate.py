@@ -39,7 +39,7 @@ def sample(
     return jax.random.categorical(key, logits_BV, -1).astype(jnp.int32)
 
 
-def decoding(sharder: Sharder, rows: int = 1) -> Sharder:
+def decoding_sharder(sharder: Sharder, rows: int = 1) -> Sharder:
     """The placement for decoding `rows` prompts: weights and heads as in training, so that no weight moves.
 
     The cache of keys and values is split by rows over all axes that split tokens in training, as far as they divide
@@ -59,7 +59,7 @@ def decoding(sharder: Sharder, rows: int = 1) -> Sharder:
     return Sharder(sharder.mesh, rules)
 
 
-def even_rows(sharder: Sharder, rows: int) -> int:
+def padded_rows(sharder: Sharder, rows: int) -> int:
     """Rows of a batch that has room for so many prompts and can be split over all axes of `decoding`'s cache."""
     heads = {axis for name in ("heads", "kv_heads") for axis in sharder.axes(name)}
     parts = _size(sharder, [axis for name in (BATCH, CONTEXT) for axis in sharder.axes(name) if axis not in heads])

@@ -20,7 +20,7 @@ CHUNK = 64  # tokens of a row whose logits exist at a time
 Pair = tuple[list[int], int]  # ids, and how many of the last are to be scored
 
 
-def scoring(sharder: Sharder) -> Sharder:
+def scoring_sharder(sharder: Sharder) -> Sharder:
     """The placement for scoring: weights as in training, rows over all axes that split tokens, each row whole."""
     rules = dict(sharder.rules or {})
     rows = (*rules.pop(BATCH, ()), *rules.pop(CONTEXT, ()))
@@ -50,7 +50,7 @@ class Scorer:
             model = definition.bind(params)
             positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
             x_BTD, _ = model.hidden(ids_BT, positions_BT, jnp.ones_like(ids_BT))
-            return _of_targets(model.logits, sharder, x_BTD, targets_BT)
+            return _target_log_probs(model.logits, sharder, x_BTD, targets_BT)
 
         self._run: Callable = jax.jit(run)
 
@@ -83,7 +83,7 @@ class Scorer:
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), max(self._longest, tokens))
 
 
-def _of_targets(
+def _target_log_probs(
     logits: Callable, sharder: Sharder, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """float32 log-probabilities and bool [B, T], a chunk of tokens at a time, so that few logits exist at once."""

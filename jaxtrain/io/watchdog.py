@@ -28,9 +28,9 @@ DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb")
 
 
 class Watched(Protocol):
-    """What is asked of a ledger, see `jaxtrain.trackers.goodput.Ledger`."""
+    """What is asked of a ledger, see `jaxtrain.trackers.goodput.GoodputLedger`."""
 
-    def look(self) -> Any: ...
+    def snapshot(self) -> Any: ...
 
     def step_time(self) -> float | None: ...
 
@@ -68,18 +68,18 @@ class Watchdog:
 
     def __call__(self) -> None:
         """One tick."""
-        look = self._ledger.look()
-        if look.changes != self._seen:
-            self._seen, self._ticks = look.changes, 0
+        snapshot = self._ledger.snapshot()
+        if snapshot.changes != self._seen:
+            self._seen, self._ticks = snapshot.changes, 0
             return
         self._ticks += 1
-        seconds, allowed = self._ticks * self._period, self.deadline(look.bucket)
+        seconds, allowed = self._ticks * self._period, self.deadline(snapshot.bucket)
         if self._limit == 0 or seconds <= allowed:
             return
         if being_debugged():
             self._ticks = 0
             return
-        self._hung(look, seconds, allowed)
+        self._hung(snapshot, seconds, allowed)
 
     def deadline(self, phase: str) -> float:
         """Seconds that a phase may take without a change.
@@ -94,17 +94,17 @@ class Watchdog:
         known = UNKNOWN if took is None else max(LEAST, TIMES * took)
         return (known if self._limit is None else self._limit) + (self.deadline("data") if self._processes > 1 else 0.0)
 
-    def _hung(self, look: Any, seconds: float, allowed: float) -> None:
+    def _hung(self, snapshot: Any, seconds: float, allowed: float) -> None:
         host = socket.gethostname()
         said = (
-            f"process {self._process} on {host} hangs {DOING[look.bucket]}: nothing for {seconds:.0f} s "
-            f"(deadline {allowed:.0f} s); last step begun: {look.step}"
+            f"process {self._process} on {host} hangs {DOING[snapshot.bucket]}: nothing for {seconds:.0f} s "
+            f"(deadline {allowed:.0f} s); last step begun: {snapshot.step}"
         )
         path = self._folder / f"hang-{self._process}.txt"
         now = datetime.now(UTC).isoformat(timespec="seconds")
         text = f"{now} {said}\n\n{_threads()}\n"
-        runs_program = look.bucket in ("compute", "replay", "compile")
-        event = {"step": look.step, "phase": look.bucket, "seconds": seconds, "deadline": allowed}
+        runs_program = snapshot.bucket in ("compute", "replay", "compile")
+        event = {"step": snapshot.step, "phase": snapshot.bucket, "seconds": seconds, "deadline": allowed}
         cursor = "\033[?25h" if os.isatty(2) else ""  # a progress bar has hidden it
         for act in (
             lambda: _dump(2, text),

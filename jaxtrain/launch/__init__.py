@@ -1,10 +1,10 @@
-"""Real processes: starts the workers of a run, watches them, and goes on when some are lost. No JAX.
+"""Launcher of multi-process runs: starts the workers, watches them, and restarts them when some are lost.
 
-    leader  pure decisions: who is there, which generation runs, why it ended, what comes next
-    server  the leader's sockets, terminal lines and RUN_DIR/launch.jsonl; on node 0
-    agent   one on each node: starts workers, reports their ends, passes signals on
-    job     the run: its folder, its newest checkpoint, the mesh that fits so many processes
+    leader  decides which generation runs and why it ended; no sockets, no processes
+    server  the leader's sockets, its lines on the terminal and RUN_DIR/launch.jsonl; on node 0
+    agent   one on each node: starts workers, reports their exits, forwards signals
+    job     the launched run: its directory, its newest checkpoint, the mesh for a number of processes
 
-A *generation* is the time in which the same workers run. Whatever ends it, all of them end, and the next generation
-resumes from the newest good checkpoint with whatever is there. A *slot* is a place for one worker on a node.
+A *generation* is the time in which the same workers run. When one of them fails, all are ended, and the next
+generation resumes from the newest good checkpoint on the nodes that are left. A *slot* is one worker's place on a node.
 """

@@ -1,7 +1,7 @@
-"""One node's agent: joins the leader, starts the workers it is told to, reports their ends. It decides nothing.
+"""Agent of one node: joins the leader, starts and ends workers at its request, reports their exits.
 
-All in one thread, which must be the main one: signals are noted there, and workers die with the thread that started
-them. An agent that does not hear from its leader kills its workers before the leader goes on without them.
+It runs in one thread, which must be the main one: signals arrive there, and workers die with the thread that started
+them. An agent that does not hear from its leader kills its workers before the leader continues without them.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from dataclasses import dataclass
 from jaxtrain.checkpoint.memory.server import StockServer
 from jaxtrain.errors import ProtocolError
 from jaxtrain.exit_codes import SAVED, USAGE
-from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message
+from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
 from jaxtrain.launch.worker_logs import Terminal
-from jaxtrain.launch.workers import Crew, Worker, environment
+from jaxtrain.launch.workers import WorkerGroup, WorkerProcess, worker_environment
 
-RETRY = 0.5  # seconds between tries to reach the leader
-FENCE = 0.75  # of the heartbeat: without a word for so long, an agent's workers end before the leader goes on
-LAST = 2.0  # seconds for the leader to answer a second signal
-WAKES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+CONNECT_RETRY = 0.5  # seconds between attempts to reach the leader
+FENCE = 0.75  # share of the heartbeat timeout: after that silence an agent's workers end before the leader continues
+REPLY_TIMEOUT = 2.0  # seconds for the leader to answer a second signal
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
-Command = Callable[[str], Sequence[str]]  # RUN_DIR -> the command of a worker
+WorkerCommand = Callable[[str], Sequence[str]]  # RUN_DIR -> the command line of a worker
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which agent this is, and where its leader is.
+class AgentConfig:
+    """Settings of an agent.
 
     Args:
-        node: number of the node.
-        slots: workers it can run.
-        leader: (host, port).
-        host: where the other nodes reach this one; empty: the address from which the leader sees it come.
-        heartbeat: seconds without a word after which the leader is lost.
-        join_timeout: seconds to look for it.
+        node: index of its node.
+        slots: number of workers that it can run.
+        leader: (host, port) of the leader.
+        host: address of this node for the other nodes; empty: the address that the leader sees.
+        heartbeat: seconds of silence after which the leader is lost.
+        join_timeout: seconds to try to reach the leader.
         collective_timeout: seconds that a collective of CPU devices may wait.
-        memory: whether it keeps states between checkpoints.
+        serves_memory: whether it serves in-memory checkpoints.
     """
 
     node: int
@@ -53,24 +53,24 @@ class Place:
     heartbeat: float = 20.0
     join_timeout: float = 120.0
     collective_timeout: int = 300
-    memory: bool = False
+    serves_memory: bool = False
 
 
 class Agent:
-    """See the module. `run` returns the code to exit with."""
+    """Agent of one node, see the module."""
 
-    def __init__(self, place: Place, command: Command, terminal: Terminal) -> None:
-        self._place, self._command, self._terminal = place, command, terminal
+    def __init__(self, config: AgentConfig, command: WorkerCommand, terminal: Terminal) -> None:
+        self._config, self._command, self._terminal = config, command, terminal
         self._selector = selectors.DefaultSelector()
-        self._crew: Crew | None = None
+        self._group: WorkerGroup | None = None
         self._stock: StockServer | None = None
         self._signals: list[int] = []
-        self._told = 0  # signals that the leader knows of
+        self._reported = 0  # number of signals that the leader knows of
         self._code: int | None = None
 
     def run(self) -> int:
-        """Serves until the job ends: its exit code, 1 where the leader cannot be reached."""
-        with _noted(self._signals) as wake:
+        """Serves until the job ends. Returns its exit code, 1 if the leader cannot be reached."""
+        with _recorded_signals(self._signals) as wake:
             self._selector.register(wake, selectors.EVENT_READ)
             try:
                 while self._code is None:
@@ -78,7 +78,7 @@ class Agent:
                     if channel is not None:
                         self._serve(channel, wake)
                     if self._code is None:
-                        time.sleep(RETRY)
+                        time.sleep(CONNECT_RETRY)
             finally:
                 self._clear()
                 self._selector.close()
@@ -87,170 +87,173 @@ class Agent:
         return self._code
 
     def _connect(self) -> Channel | None:
-        """The leader, once it can be reached; None, and the code is set, where it cannot."""
-        host, port = self._place.leader
-        until = time.monotonic() + self._place.join_timeout
+        """Connects to the leader. If it cannot be reached, sets the exit code and returns None."""
+        host, port = self._config.leader
+        until = time.monotonic() + self._config.join_timeout
         while not self._signals:
             try:
-                connection = socket.create_connection((host, port), timeout=self._place.heartbeat)
+                connection = socket.create_connection((host, port), timeout=self._config.heartbeat)
                 if connection.getsockname() != connection.getpeername():
                     return Channel(connection)
-                connection.close()  # where nobody listens yet, TCP may have connected the socket to itself
+                connection.close()  # before the leader listens, TCP may connect the socket to itself
             except OSError as error:
                 if time.monotonic() > until:
                     why = error.strerror or error
-                    waited = f"within {self._place.join_timeout:g} s"
-                    self._terminal.show(
-                        f"jaxtrain: launch: the leader at {host}:{port} was not reached {waited} ({why}); expected "
-                        "the agent of node 0 there",
-                        error=True,
-                    )
+                    failed = f"cannot reach the leader at {host}:{port} within {self._config.join_timeout:g} s"
+                    message = f"jaxtrain: launch: {failed} ({why}); expected the agent of node 0 there"
+                    self._terminal.show(message, error=True)
                     self._code = 1
                     return None
-            time.sleep(RETRY)
+            time.sleep(CONNECT_RETRY)
         self._code = SAVED if len(self._signals) == 1 else 128 + self._signals[-1]
         return None
 
     def _serve(self, channel: Channel, wake: socket.socket) -> None:
-        """Does as the leader says until one of both ends."""
+        """Serves a leader until one of the two ends."""
         self._selector.register(channel, selectors.EVENT_READ)
-        self._told = 0
+        self._reported = 0
         try:
-            if self._place.memory and self._stock is None:
-                self._stock = self._opened(channel.socket.getsockname()[0])
-            memory = self._stock.port if self._stock is not None else 0
-            place, mine = self._place, {"host": self._place.host, "port": free_port(), "memory": memory}
-            channel.send("join", version=VERSION, node=place.node, slots=place.slots, **mine)
+            if self._config.serves_memory and self._stock is None:
+                self._stock = self._open_memory_server(channel.socket.getsockname()[0])
+            memory_port, config = self._stock.port if self._stock is not None else 0, self._config
+            channel.send(
+                "join", version=VERSION, node=config.node, slots=config.slots, host=config.host, port=free_port(),
+                memory_port=memory_port,
+            )  # fmt: skip
             self._loop(channel, wake)
-        except (Closed, ProtocolError) as error:
-            if self._crew is not None and self._code is None:
-                self._terminal.show(f"launch  the leader is lost ({error}): ending the workers here", error=True)
+        except (ConnectionClosed, ProtocolError) as error:
+            if self._group is not None and self._code is None:
+                self._terminal.show(
+                    f"launch  the leader is lost ({error}): ending the workers of this node", error=True
+                )
         finally:
             self._selector.unregister(channel)
             channel.close()
             self._clear()
 
-    def _opened(self, host: str) -> StockServer | None:
+    def _open_memory_server(self, host: str) -> StockServer | None:
         try:
             return StockServer(host)
         except OSError as error:
-            why = f"nothing can be listened on at {host} ({error.strerror or error})"
-            self._terminal.show(f"launch  no state is kept in this node's memory: {why}", error=True)
+            why = f"cannot listen on {host} ({error.strerror or error})"
+            self._terminal.show(f"launch  this node keeps no in-memory checkpoints: {why}", error=True)
             return None
 
     def _loop(self, channel: Channel, wake: socket.socket) -> None:
-        every, heard, beaten = self._place.heartbeat / 4, time.monotonic(), 0.0
+        interval, received, sent = self._config.heartbeat / 4, time.monotonic(), 0.0
         while self._code is None:
-            for key, _ in self._selector.select(min(every / 4, 1.0)):
+            for key, _ in self._selector.select(min(interval / 4, 1.0)):
                 if key.fileobj is wake:
                     wake.recv(4096)
                 elif key.fileobj is channel:
-                    heard = time.monotonic()
+                    received = time.monotonic()
                     for message in channel.receive():
-                        self._obey(channel, message)
+                        self._handle(channel, message)
                 else:
                     self._read(*key.data)
             self._report(channel)
             now = time.monotonic()
-            if now - beaten >= every:
-                beaten = now
-                channel.send("beat")
-            if now - heard > FENCE * self._place.heartbeat:
-                raise Closed(f"no word for {FENCE * self._place.heartbeat:g} s")
+            if now - sent >= interval:
+                sent = now
+                channel.send("heartbeat")
+            if now - received > FENCE * self._config.heartbeat:
+                raise ConnectionClosed(f"no message for {FENCE * self._config.heartbeat:g} s")
 
-    def _read(self, worker: Worker, stream: str) -> None:
-        if self._crew is not None:
-            self._crew.read(worker, stream)
+    def _read(self, worker: WorkerProcess, stream: str) -> None:
+        if self._group is not None:
+            self._group.read(worker, stream)
 
-    def _obey(self, channel: Channel, message: Message) -> None:
+    def _handle(self, channel: Channel, message: Message) -> None:
         kind = message["kind"]
         if kind == "start":
             self._start(channel, message)
-        elif kind == "stop" and self._crew is not None:
-            self._crew.stop()
-        elif kind == "kill" and self._crew is not None:
-            self._crew.kill()
+        elif kind == "stop" and self._group is not None:
+            self._group.stop()
+        elif kind == "kill" and self._group is not None:
+            self._group.kill()
         elif kind == "end":
             self._code = message["code"]
             self._clear()
 
     def _start(self, channel: Channel, start: Message) -> None:
-        """Starts the workers of a generation; one that cannot be is reported as ended."""
+        """Starts the workers of a generation; reports one that cannot be started as exited."""
         self._clear()
         if self._stock is not None:
             self._stock.token = start["token"]
-        self._crew = Crew(start, self._selector, self._terminal)
+        self._group = WorkerGroup(start, self._selector, self._terminal)
         command = self._command(start["run"])
         for slot, rank in zip(start["slots"], start["ranks"]):
-            env = environment(start, rank, slot, os.environ, self._place.collective_timeout)
+            env = worker_environment(start, rank, slot, os.environ, self._config.collective_timeout)
             try:
-                self._crew.add(command, env, rank)
+                self._group.add(command, env, rank)
             except OSError as error:
-                is_there = os.path.isdir(start["run"])
-                why = error.strerror or error if is_there else "expected a folder that all nodes share"
-                where = error.filename if is_there else f"{start['run']} is not on this node"
+                exists = os.path.isdir(start["run"])
+                why = error.strerror or error if exists else "expected a folder that all nodes share"
+                where = error.filename if exists else f"{start['run']} is not on this node"
                 self._terminal.show(f"jaxtrain: launch: {where}: {why}", error=True)
-                channel.send("exit", generation=self._crew.generation, rank=rank, pid=0, code=USAGE)
+                channel.send("exit", generation=self._group.generation, rank=rank, pid=0, code=USAGE)
 
     def _report(self, channel: Channel) -> None:
-        """Tells the leader of signals and of workers that have ended."""
-        while self._told < len(self._signals):
-            number, again = self._signals[self._told], self._told > 0
-            self._told += 1
-            channel.send("signal", number=number, again=again)
-            if again:  # whatever the leader says
+        """Reports signals and ended workers to the leader."""
+        while self._reported < len(self._signals):
+            number, is_repeated = self._signals[self._reported], self._reported > 0
+            self._reported += 1
+            channel.send("signal", number=number, is_repeated=is_repeated)
+            if is_repeated:  # does not wait for the leader's decision
                 self._end_at_once(channel, number)
-        if self._crew is None:
+        if self._group is None:
             return
-        for worker, code in self._crew.reap():
-            channel.send("exit", generation=self._crew.generation, rank=worker.rank, pid=worker.pid, code=code)
-        if not self._crew.workers:
-            kept = self._stock.stock.progress() if self._stock is not None else -1
-            channel.send("idle", generation=self._crew.generation, port=free_port(), kept=kept)
-            self._crew = None
+        for worker, code in self._group.reap():
+            channel.send("exit", generation=self._group.generation, rank=worker.rank, pid=worker.pid, code=code)
+        if not self._group.workers:
+            memory_step = self._stock.stock.progress() if self._stock is not None else -1
+            channel.send("idle", generation=self._group.generation, port=free_port(), memory_step=memory_step)
+            self._group = None
 
     def _end_at_once(self, channel: Channel, number: int) -> None:
         self._clear()
         self._code = 128 + number
-        with contextlib.suppress(Closed, ProtocolError):
-            channel.socket.settimeout(LAST)
+        with contextlib.suppress(ConnectionClosed, ProtocolError):
+            channel.socket.settimeout(REPLY_TIMEOUT)
             while not any(message["kind"] == "end" for message in channel.receive()):
                 pass
 
     def _clear(self) -> None:
-        """No worker of this node is left."""
-        if self._crew is None:
+        """Kills all workers of this node and waits for their end."""
+        if self._group is None:
             return
-        while self._crew.workers:
-            self._crew.kill()
-            self._crew.reap()
+        while self._group.workers:
+            self._group.kill()
+            self._group.reap()
             time.sleep(0.005)
-        self._crew = None
+        self._group = None
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
+    """Returns a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
-def _noted(signals: list[int]) -> Iterator[socket.socket]:
-    """Appends SIGTERM, SIGINT and SIGHUP to `signals`; the socket can be read when one came, or a child ended."""
+def _recorded_signals(signals: list[int]) -> Iterator[socket.socket]:
+    """Appends received signals to `signals`. Yields a socket that becomes readable on a signal or a child's end."""
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("an agent needs the main thread")
 
-    def note(number: int, frame: object) -> None:
+    def record(number: int, frame: object) -> None:
         del frame
         if number != signal.SIGCHLD:
             signals.append(number)
 
-    taken = [number for number in WAKES if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in taken}  # `nohup` stays in force
+    handled = [
+        number for number in HANDLED_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, record) for number in handled}  # SIGHUP stays ignored under `nohup`
     descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield receiver

@@ -1,6 +1,7 @@
-"""What the leader decides, without sockets, processes or JAX: every method is something that happened.
+"""Decisions of the launcher, without sockets or processes.
 
-Nothing is done here: what the agents are to be told lies in `outbox`, what is to be written and said in `news`.
+Each public method is an event that the leader reacts to. It only decides: `outbox` collects messages for the agents,
+`events` lines and records to write.
 """
 
 from __future__ import annotations
@@ -13,315 +14,325 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.exit_codes import SAVED, USAGE
-from jaxtrain.launch.exit_reasons import exit_code, is_clean, rank_of_cause, words
-from jaxtrain.launch.policy import Cause, News, Phase, Placement, Policy, Run
-from jaxtrain.launch.roster import Failures, Node, Roster, Slot
+from jaxtrain.launch.exit_reasons import cause_rank, describe_exit, is_clean_exit, shell_exit_code
+from jaxtrain.launch.node_pool import ConnectedNode, Denylist, NodePool, Slot
+from jaxtrain.launch.types import FailureCause, LaunchEvent, LaunchJob, Phase, Placement, RestartPolicy
 
-SETTLE = 0.5  # seconds that a victim's end waits for that of the worker it was a victim of
-KILL = 60.0  # seconds that a node may take to be rid of killed workers
-LONGEST = 60.0  # seconds of back-off at most
-DISK = 10.0  # seconds until a disk that took nothing is tried again
+SETTLE_TIME = 0.5  # seconds to wait for the exit that caused another one
+KILL_TIMEOUT = 60.0  # seconds in which a node must have ended its killed workers
+MAX_BACKOFF = 60.0  # seconds
+DISK_RETRY = 10.0  # seconds until a failed write of the config is tried again
 
 
 class Leader:
-    """Numbers the generations, and decides when one ends and what the next one runs on."""
+    """Numbers the generations, and decides when one ends and which slots the next one uses."""
 
     def __init__(
-        self, run: Run, policy: Policy, *, generation: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        job: LaunchJob,
+        policy: RestartPolicy,
+        *,
+        generation: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            run: what is run.
-            policy: see there.
-            generation: number of the last one of an earlier launch of this run.
-            clock: seconds.
+            job: the run to launch.
+            policy: timeouts and limits.
+            generation: number of the last generation of an earlier launch of this run.
+            clock: returns seconds.
         """
-        self.run, self.policy, self._clock = run, policy, clock
-        self.roster = Roster(Failures(policy.failures), policy.spares)
+        self.job, self.policy, self._clock = job, policy, clock
+        self.pool = NodePool(Denylist(policy.max_failures), policy.spares)
         self.outbox: deque[tuple[int, str, dict[str, Any]]] = deque()
-        self.news: deque[News] = deque()
+        self.events: deque[LaunchEvent] = deque()
         self.phase, self.code = Phase.WAITING, None
-        self.generation = self._before = generation
+        self.generation = self._first_generation = generation
         self._deadline = clock() + policy.join_timeout
-        self._members: list[Slot] = []
-        self._exits: dict[int, int] = {}
-        self._cause: Cause | None = None
-        self._reason: str | None = None  # why a clean stop was asked for
-        self._signal: int | None = None  # of whoever wants the whole job to stop
-        self._restarts, self._begun, self._newest = 0, 0.0, None
-        self._kept, self._reached = -1, -1  # newest step in memory; newest of all when the generation began
-        self._token = secrets.token_hex(16)  # of this job: what the nodes' stocks of states want to hear
+        self._members: list[Slot] = []  # by rank
+        self._exit_codes: dict[int, int] = {}  # by rank
+        self._cause: FailureCause | None = None
+        self._stop_reason: str | None = None  # reason of a requested clean stop
+        self._signal: int | None = None  # signal that asked the job to stop
+        self._restarts, self._start_time, self._start_checkpoint = 0, 0.0, None
+        self._memory_step, self._start_step = -1, -1  # newest step in memory; newest of all at the generation's start
+        self._token = secrets.token_hex(16)  # password of this job for the in-memory checkpoint servers
 
-    # What happens
+    # Events
 
-    def joined(self, number: int, slots: int, host: str, port: int, memory: int = 0) -> None:
-        """A node has come, or come back; a generation that it would enlarge is asked to stop."""
-        node = Node(number, host, slots, port, memory, self._clock())
-        self.roster.add(node)
-        if self.phase is Phase.RUNNING and not self._exits and self._cause is None:
-            placement = self.run.place(len(self.roster.usable()))
+    def node_joined(self, number: int, slots: int, host: str, port: int, memory_port: int = 0) -> None:
+        """Handles a node that joined; asks a generation that it would enlarge to stop."""
+        node = ConnectedNode(number, host, slots, port, memory_port, self._clock())
+        self.pool.add(node)
+        if self.phase is Phase.RUNNING and not self._exit_codes and self._cause is None:
+            placement = self.job.largest_placement(len(self.pool.usable_slots()))
             if placement is not None and placement.processes > len(self._members):
-                self._stop(f"{node} joined: going on with {_processes(placement.processes)}")
+                self._stop_workers(f"{node} joined: continuing with {_processes(placement.processes)}")
         elif self.phase is Phase.WAITING:
-            is_whole = len(self.roster.nodes) >= self.policy.nodes
-            if is_whole or (self._members and self.run.place(len(self.roster.usable())) is not None):
-                self._start()
+            is_complete = len(self.pool.nodes) >= self.policy.nodes
+            if is_complete or (self._members and self.job.largest_placement(len(self.pool.usable_slots())) is not None):
+                self._start_generation()
 
-    def beat(self, number: int) -> None:
-        """A node is alive."""
-        self.roster.nodes[number].seen = self._clock()
+    def heartbeat(self, number: int) -> None:
+        """Handles a sign of life of a node."""
+        self.pool.nodes[number].last_seen = self._clock()
 
-    def lost(self, number: int, why: str) -> None:
-        """A node is gone, or cannot be reached."""
-        node = self.roster.nodes.pop(number, None)
+    def node_lost(self, number: int, why: str) -> None:
+        """Handles a node that is gone or unreachable."""
+        node = self.pool.nodes.pop(number, None)
         if node is None or self.phase is Phase.OVER:
             return
-        self._tell(number, "kill", generation=self.generation)
+        self._send(number, "kill", generation=self.generation)
         if self.phase in (Phase.RUNNING, Phase.STOPPING) and any(slot.node == number for slot in self._members):
-            self._fail(Cause(f"{node} is lost: it {why}", 1))
+            self._kill_generation(FailureCause(f"{node} is lost: it {why}", 1))
         else:
-            self._say(f"{node} is lost: it {why}")
-        self._ended()
+            self._report(f"{node} is lost: it {why}")
+        self._finish_if_idle()
 
-    def exited(self, number: int, generation: int, rank: int, pid: int, code: int) -> None:
-        """A worker has ended."""
-        is_on = generation == self.generation and self.phase in (Phase.RUNNING, Phase.STOPPING)
-        if not is_on or not 0 <= rank < len(self._members) or self._members[rank].node != number:
+    def worker_exited(self, number: int, generation: int, rank: int, pid: int, code: int) -> None:
+        """Handles the exit of a worker of node `number`."""
+        is_current = generation == self.generation and self.phase in (Phase.RUNNING, Phase.STOPPING)
+        if not is_current or not 0 <= rank < len(self._members) or self._members[rank].node != number:
             return
-        self._exits[rank] = code
-        if is_clean(code):
-            if len(self._exits) == 1:
+        self._exit_codes[rank] = code
+        if is_clean_exit(code):
+            if len(self._exit_codes) == 1:
                 self._deadline = self._clock() + self.policy.stop_timeout
             return
-        cause = Cause(f"process {rank} (pid {pid}) {words(code)}", code, self._members[rank])
-        if rank_of_cause(code) == 0:
-            self._fail(cause)
+        cause = FailureCause(f"process {rank} (pid {pid}) {describe_exit(code)}", code, self._members[rank])
+        if cause_rank(code) == 0:
+            self._kill_generation(cause)
         elif self._cause is None:
-            self._cause, self._deadline = cause, self._clock() + SETTLE
+            self._cause, self._deadline = cause, self._clock() + SETTLE_TIME
 
-    def idle(self, number: int, generation: int, port: int, kept: int = -1) -> None:
-        """A node has no workers left; `kept` is the newest step in its memory."""
-        node = self.roster.nodes[number]
-        node.port, self._kept = port, max(self._kept, kept)
+    def node_idle(self, number: int, generation: int, port: int, memory_step: int = -1) -> None:
+        """Handles a node without running workers; `memory_step` is the newest step in its memory."""
+        node = self.pool.nodes[number]
+        node.port, self._memory_step = port, max(self._memory_step, memory_step)
         if generation == self.generation:
             node.is_idle = True
-            self._ended()
+            self._finish_if_idle()
 
-    def signalled(self, number: int, received: int, again: bool = False) -> None:
-        """An agent was told to stop: all workers save, and the job ends; told again, everything ends at once."""
+    def signal_received(self, number: int, received: int, is_repeated: bool = False) -> None:
+        """Handles a signal to an agent: all workers save and the job ends; after a repeated one it ends at once."""
         self._signal = received
         reason = f"node {number} received signal {received}" if self.policy.nodes > 1 else f"signal {received}"
-        if again and self.phase is not Phase.OVER:
+        if is_repeated and self.phase is not Phase.OVER:
             if self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDING):
-                self._log(f"{reason} for the second time", 128 + received)
-            self._over(128 + received)
+                self._record_end(f"{reason} for the second time", 128 + received)
+            self._end_job(128 + received)
         elif self.phase is Phase.RUNNING:
-            self._stop(reason)
+            self._stop_workers(reason)
         elif self.phase in (Phase.WAITING, Phase.PAUSED):
-            self._over(SAVED, f"stopped by {reason}")
+            self._end_job(SAVED, f"stopped by {reason}")
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Handles deadlines that have passed."""
         now = self._clock()
-        for node in list(self.roster.nodes.values()):
-            if now - node.seen > self.policy.heartbeat:
-                self.lost(node.number, f"gave no sign of life for {self.policy.heartbeat:g} s")
+        for node in list(self.pool.nodes.values()):
+            if now - node.last_seen > self.policy.heartbeat:
+                self.node_lost(node.number, f"gave no sign of life for {self.policy.heartbeat:g} s")
         if self.phase is Phase.OVER or now < self._deadline:
             return
         if self.phase is Phase.WAITING:
-            self._waited()
+            self._join_timed_out()
         elif self.phase is Phase.PAUSED:
-            self._start()
+            self._start_generation()
         elif self.phase is Phase.ENDING:
-            for node in [node for node in self.roster.nodes.values() if not node.is_idle]:
-                self.lost(node.number, f"could not be rid of its workers within {KILL:g} s")
+            for node in [node for node in self.pool.nodes.values() if not node.is_idle]:
+                self.node_lost(node.number, f"did not end its killed workers within {KILL_TIMEOUT:g} s")
         else:
-            self._overdue()
+            self._exits_timed_out()
 
-    def next_tick(self) -> float:
-        """Seconds until the next deadline, at least 0."""
+    def seconds_to_deadline(self) -> float:
+        """Returns the seconds until the next deadline, at least 0."""
         return max(0.0, self._deadline - self._clock())
 
-    # What follows
+    # Reactions
 
-    def _waited(self) -> None:
-        count = len(self.roster.nodes)
-        waited = f"{count} of {self.policy.nodes} nodes joined within {self.policy.join_timeout:g} s"
+    def _join_timed_out(self) -> None:
+        count = len(self.pool.nodes)
+        joined = f"{count} of {self.policy.nodes} nodes joined within {self.policy.join_timeout:g} s"
         if count == 0:
-            self._over(1, f"{waited}, nothing to run on")
+            self._end_job(1, f"{joined}; expected at least 1")
             return
-        self._say(f"{waited}: starting without the others")
-        self._start(waits=False)
+        self._report(f"{joined}: starting without the others")
+        self._start_generation(may_wait=False)
 
-    def _overdue(self) -> None:
-        """The time is up for a victim's cause, or for workers that should have followed the first."""
-        late = [rank for rank in range(len(self._members)) if rank not in self._exits]
+    def _exits_timed_out(self) -> None:
+        """Kills the generation: no primary cause appeared in time, or some workers did not follow the first exit."""
+        late = [rank for rank in range(len(self._members)) if rank not in self._exit_codes]
         if self._cause is not None:
-            if self._cause.code == -signal.SIGABRT and len(late) == 1:  # all others were ended because of this one
+            if self._cause.code == -signal.SIGABRT and len(late) == 1:  # JAX ended all others because of this one
                 text = f"process {late[0]} did not answer its peers, which JAX ended"
-                self._cause = Cause(text, -signal.SIGABRT, self._members[late[0]])
-            self._fail(self._cause)
+                self._cause = FailureCause(text, -signal.SIGABRT, self._members[late[0]])
+            self._kill_generation(self._cause)
             return
-        which = ", ".join(map(str, late[:8])) + (", ..." if len(late) > 8 else "")
-        text = f"process {which} did not stop within {self.policy.stop_timeout:g} s"
-        self._fail(Cause(text, 1, self._members[late[0]] if late else None))
+        ranks = ", ".join(map(str, late[:8])) + (", ..." if len(late) > 8 else "")
+        text = f"process {ranks} did not stop within {self.policy.stop_timeout:g} s"
+        self._kill_generation(FailureCause(text, 1, self._members[late[0]] if late else None))
 
-    def _start(self, waits: bool = True) -> None:
-        """The next generation, on whatever is there; on too few it waits for lost nodes, once."""
-        slots = self.roster.usable()
-        placement = self.run.place(len(slots))
+    def _start_generation(self, may_wait: bool = True) -> None:
+        """Starts the next generation on the usable slots. If no mesh fits them, waits once for lost nodes."""
+        slots = self.pool.usable_slots()
+        placement = self.job.largest_placement(len(slots))
         if placement is None:
-            self._too_few(len(slots), waits)
+            self._no_mesh_fits(len(slots), may_wait)
             return
         try:
-            self.run.begin(placement)
-        except OSError as error:  # a full disk may be emptied
-            self._say(f"the config cannot be written ({error.strerror or error}); trying again in {DISK:g} s")
-            self.phase, self._deadline = Phase.PAUSED, self._clock() + DISK
+            self.job.write_config(placement)
+        except OSError as error:  # somebody may empty a full disk
+            self._report(f"the config cannot be written ({error.strerror or error}); retrying in {DISK_RETRY:g} s")
+            self.phase, self._deadline = Phase.PAUSED, self._clock() + DISK_RETRY
             return
         self.generation += 1
         self._members, idle = slots[: placement.processes], len(slots) - placement.processes
-        self._exits, self._cause, self._reason = {}, None, None
-        self._begun, self._newest = self._clock(), self.run.newest()
-        self._reached = self._progress()
+        self._exit_codes, self._cause, self._stop_reason = {}, None, None
+        self._start_time, self._start_checkpoint = self._clock(), self.job.newest_checkpoint()
+        self._start_step = self._newest_step()
         self.phase, self._deadline = Phase.RUNNING, float("inf")
-        first = self.roster.nodes[self._members[0].node]
+        first = self.pool.nodes[self._members[0].node]
         address = f"[{first.host}]:{first.port}" if ":" in first.host else f"{first.host}:{first.port}"
-        for node in self.roster.nodes.values():
+        for node in self.pool.nodes.values():
             ranks = [rank for rank, slot in enumerate(self._members) if slot.node == node.number]
             node.is_idle = not ranks
             if ranks:
-                mine = {"slots": [self._members[rank].index for rank in ranks], "ranks": ranks}
-                self._tell(
-                    node.number, "start", generation=self.generation, run=str(self.run.directory), address=address,
-                    count=placement.processes, devices=placement.devices // placement.processes,
-                    simulated=self.run.is_simulated, memory=self.policy.memory, token=self._token,
-                    stocks=self._stocks(node), **mine,
+                self._send(
+                    node.number, "start", generation=self.generation, run=str(self.job.directory), address=address,
+                    processes=placement.processes, devices_per_process=placement.devices // placement.processes,
+                    is_simulated=self.job.is_simulated, memory_every=self.policy.memory_every, token=self._token,
+                    memory_addresses=self._memory_ring(node),
+                    slots=[self._members[rank].index for rank in ranks], ranks=ranks,
                 )  # fmt: skip
-        self._announce(placement, idle)
+        self._record_start(placement, idle)
 
-    def _progress(self) -> int:
-        """The newest step that would survive a failure now; -1 for none."""
-        newest = self.run.newest()
-        return max(-1 if newest is None else newest, self._kept)
+    def _newest_step(self) -> int:
+        """Returns the newest step that would survive a failure now; -1 for none."""
+        checkpoint = self.job.newest_checkpoint()
+        return max(-1 if checkpoint is None else checkpoint, self._memory_step)
 
-    def _stocks(self, node: Node) -> list[str]:
-        """HOST:PORT of the nodes' memories: in a ring that begins with its own, so that each keeps another's copies."""
-        ring = sorted((known for known in self.roster.nodes.values() if known.memory), key=lambda known: known.number)
-        at = next((index for index, known in enumerate(ring) if known.number >= node.number), 0)
-        return [f"{known.host}:{known.memory}" for known in ring[at:] + ring[:at]]
+    def _memory_ring(self, node: ConnectedNode) -> list[str]:
+        """Returns HOST:PORT of all memory servers as a ring from `node` on, which copies to itself and the next one."""
+        ring = sorted((other for other in self.pool.nodes.values() if other.memory_port), key=lambda n: n.number)
+        start = next((index for index, other in enumerate(ring) if other.number >= node.number), 0)
+        return [f"{other.host}:{other.memory_port}" for other in ring[start:] + ring[:start]]
 
-    def _too_few(self, slots: int, waits: bool) -> None:
+    def _no_mesh_fits(self, slots: int, may_wait: bool) -> None:
         text = f"the mesh fits no number of processes up to {slots}; expected an axis of -1, or --fallback"
-        if waits and len(self.roster.nodes) < self.policy.nodes:
-            self._say(f"{text}; waiting {self.policy.join_timeout:g} s for nodes")
+        if may_wait and len(self.pool.nodes) < self.policy.nodes:
+            self._report(f"{text}; waiting {self.policy.join_timeout:g} s for nodes")
             self.phase, self._deadline = Phase.WAITING, self._clock() + self.policy.join_timeout
         else:
-            self._over(exit_code(self._cause.code) if self._cause else 1, text if slots else "no slot is left")
+            code = shell_exit_code(self._cause.code) if self._cause else 1
+            self._end_job(code, text if slots else "no usable slot is left")
 
-    def _announce(self, placement: Placement, idle: int) -> None:
-        nodes = len({slot.node for slot in self._members})
-        where = f" on {nodes} nodes" if nodes > 1 else ""
-        left = f"; {_processes(idle)} idle, because the mesh fits no more" if idle else ""
-        said = f"{_processes(placement.processes)}{where}, {placement.devices} devices, {placement.mesh}{left}"
-        record = {
-            "kind": "start", "generation": self.generation, "processes": placement.processes, "nodes": nodes,
-            "devices": placement.devices, "mesh": placement.mesh, "changes": list(placement.changes), "idle": idle,
-            "step": self._newest,
-        }  # fmt: skip
-        self.news.append(News(f"generation {self.generation}: {said}", record))
-
-    def _stop(self, reason: str) -> None:
-        """Asks the workers to save and stop."""
-        self.phase, self._reason = Phase.STOPPING, reason
+    def _stop_workers(self, reason: str) -> None:
+        """Asks the workers to save and exit."""
+        self.phase, self._stop_reason = Phase.STOPPING, reason
         self._deadline = self._clock() + self.policy.stop_timeout
-        self._say(f"{reason}; saving")
-        for number in self.roster.nodes:
-            self._tell(number, "stop", generation=self.generation)
+        self._report(f"{reason}; saving")
+        for number in self.pool.nodes:
+            self._send(number, "stop", generation=self.generation)
 
-    def _fail(self, cause: Cause) -> None:
+    def _kill_generation(self, cause: FailureCause) -> None:
         """Ends the generation at once."""
         self._cause = cause
-        self.phase, self._deadline = Phase.ENDING, self._clock() + KILL
-        for number in self.roster.nodes:
-            self._tell(number, "kill", generation=self.generation)
-        self._ended()
+        self.phase, self._deadline = Phase.ENDING, self._clock() + KILL_TIMEOUT
+        for number in self.pool.nodes:
+            self._send(number, "kill", generation=self.generation)
+        self._finish_if_idle()
 
-    def _ended(self) -> None:
-        """Goes on when no worker of the generation is left."""
-        is_on = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDING)
-        if not is_on or not all(node.is_idle for node in self.roster.nodes.values()):
+    def _finish_if_idle(self) -> None:
+        """Finishes the generation when none of its workers is left."""
+        is_active = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDING)
+        if not is_active or not all(node.is_idle for node in self.pool.nodes.values()):
             return
-        if self._progress() > self._reached:
+        if self._newest_step() > self._start_step:
             self._restarts = 0
-            self.roster.failures.progressed()
+            self.pool.denylist.reset_counts()
         if self._cause is None:
-            self._stopped()
+            self._finish_clean()
         else:
-            self._failed(self._cause)
+            self._finish_failed(self._cause)
 
-    def _stopped(self) -> None:
-        """All workers ended well."""
-        is_done = all(code == 0 for code in self._exits.values())
-        self._log("finished" if is_done else self._reason or "a worker received a signal", 0 if is_done else SAVED)
+    def _finish_clean(self) -> None:
+        """Ends the job, or starts the next generation, after all workers exited cleanly."""
+        is_done = all(code == 0 for code in self._exit_codes.values())
+        reason = "finished" if is_done else self._stop_reason or "a worker received a signal"
+        self._record_end(reason, 0 if is_done else SAVED)
         if is_done:
-            self._over(0)
-        elif self._reason is None or self._signal is not None:
-            self._over(SAVED)
+            self._end_job(0)
+        elif self._stop_reason is None or self._signal is not None:
+            self._end_job(SAVED)
         else:
-            self._start()
+            self._start_generation()
 
-    def _failed(self, cause: Cause) -> None:
-        """A worker or a node failed."""
-        was_starting = self._reason is not None and cause.code == -signal.SIGTERM  # told to stop before it could save
-        self._log(self._reason if was_starting and self._reason else cause.text, exit_code(cause.code))
+    def _finish_failed(self, cause: FailureCause) -> None:
+        """Ends the job, or starts the next generation, after a worker or node failed."""
+        was_starting = self._stop_reason is not None and cause.code == -signal.SIGTERM  # stopped before it could save
+        text = self._stop_reason if was_starting and self._stop_reason else cause.text
+        self._record_end(text, shell_exit_code(cause.code))
         if self._signal is not None:
-            self._over(SAVED if was_starting else exit_code(cause.code))
+            self._end_job(SAVED if was_starting else shell_exit_code(cause.code))
         elif was_starting:
-            self._start()
-        elif cause.code == USAGE and self.generation == self._before + 1:
-            self._over(USAGE)
+            self._start_generation()
+        elif cause.code == USAGE and self.generation == self._first_generation + 1:
+            self._end_job(USAGE)
         else:
             self._restart(cause)
 
-    def _restart(self, cause: Cause) -> None:
-        listed = self.roster.failures.blame(cause.slot, self.roster.nodes) if cause.slot else None
-        if listed:
-            self._say(f"{listed} is black-listed after {self.policy.failures} failures in a row without a checkpoint")
+    def _restart(self, cause: FailureCause) -> None:
+        """Starts the next generation after a back-off, or ends the job after too many restarts."""
+        denied = self.pool.denylist.record_failure(cause.slot, self.pool.nodes) if cause.slot else None
+        if denied:
+            failures = f"{self.policy.max_failures} failures in a row without a checkpoint"
+            self._report(f"{denied} is on the denylist after {failures}")
         self._restarts += 1
         if self._restarts > self.policy.max_restarts:
-            many = f"{self.policy.max_restarts} restarts in a row without a newer checkpoint"
-            self._over(exit_code(cause.code), f"gave up: {many}" if self.policy.max_restarts else None)
+            text = f"gave up after {self.policy.max_restarts} restarts in a row without a newer checkpoint"
+            self._end_job(shell_exit_code(cause.code), text if self.policy.max_restarts else None)
             return
-        wait = 0.0 if self._restarts == 1 else min(LONGEST, self.policy.backoff * 2 ** (self._restarts - 2))
+        wait = 0.0 if self._restarts == 1 else min(MAX_BACKOFF, self.policy.backoff * 2 ** (self._restarts - 2))
         self.phase, self._deadline = Phase.PAUSED, self._clock() + wait
         if wait:
-            self._say(f"restart {self._restarts} of {self.policy.max_restarts} in {wait:g} s")
+            self._report(f"restart {self._restarts} of {self.policy.max_restarts} in {wait:g} s")
         else:
-            self._start()
+            self._start_generation()
 
-    def _log(self, cause: str, code: int) -> None:
-        """The end of a generation."""
-        took, newest = self._clock() - self._begun, self.run.newest()
-        kept = "no checkpoint yet" if newest is None else f"checkpoint {newest} is the newest"
+    def _record_start(self, placement: Placement, idle: int) -> None:
+        nodes = len({slot.node for slot in self._members})
+        on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
+        left = f"; {_processes(idle)} idle, because the mesh fits no more" if idle else ""
+        text = f"{_processes(placement.processes)}{on_nodes}, {placement.devices} devices, {placement.mesh}{left}"
+        record = {
+            "kind": "start", "generation": self.generation, "processes": placement.processes, "nodes": nodes,
+            "devices": placement.devices, "mesh": placement.mesh, "changes": list(placement.overrides), "idle": idle,
+            "step": self._start_checkpoint,
+        }  # fmt: skip
+        self.events.append(LaunchEvent(f"generation {self.generation}: {text}", record))
+
+    def _record_end(self, cause: str, code: int) -> None:
+        seconds, newest = self._clock() - self._start_time, self.job.newest_checkpoint()
+        checkpoint = "no checkpoint yet" if newest is None else f"checkpoint {newest} is the newest"
         record = {
             "kind": "end", "generation": self.generation, "processes": len(self._members), "cause": cause,
-            "code": code, "seconds": round(took, 3), "step": newest,
+            "code": code, "seconds": round(seconds, 3), "step": newest,
         }  # fmt: skip
-        self.news.append(News(f"generation {self.generation} ended after {took:.1f} s: {cause}; {kept}", record))
+        line = f"generation {self.generation} ended after {seconds:.1f} s: {cause}; {checkpoint}"
+        self.events.append(LaunchEvent(line, record))
 
-    def _over(self, code: int, text: str | None = None) -> None:
+    def _end_job(self, code: int, text: str | None = None) -> None:
         self.phase, self.code, self._deadline = Phase.OVER, code, float("inf")
         if text:
-            self._say(text)
-        for number in self.roster.nodes:
-            self._tell(number, "end", code=code, text=text or "")
+            self._report(text)
+        for number in self.pool.nodes:
+            self._send(number, "end", code=code, text=text or "")
 
-    def _tell(self, number: int, kind: str, **fields: Any) -> None:
+    def _send(self, number: int, kind: str, **fields: Any) -> None:
         self.outbox.append((number, kind, fields))
 
-    def _say(self, line: str) -> None:
-        self.news.append(News(line))
+    def _report(self, line: str) -> None:
+        self.events.append(LaunchEvent(line))
 
 
 def _processes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""What `jaxtrain launch` is asked for: arguments, else the environment, never a guess. No JAX."""
+"""Options of `jaxtrain launch`: from arguments, else from the environment."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtrain.errors import UserError
-from jaxtrain.launch.agent import Place
-from jaxtrain.launch.policy import Policy
+from jaxtrain.launch.agent import AgentConfig
+from jaxtrain.launch.types import RestartPolicy
 
 LOOPBACK = "127.0.0.1"
 
-# argument -> names in the environment, tried in this order.
-NAMES = {
+# argument -> environment variables, tried in this order.
+VARIABLES = {
     "nodes": ("JAXTRAIN_NODES", "SLURM_NNODES"),
     "node": ("JAXTRAIN_NODE", "SLURM_NODEID"),
     "coordinator": ("JAXTRAIN_COORDINATOR",),
@@ -25,68 +25,68 @@ NAMES = {
     "host": ("JAXTRAIN_HOST",),
 }
 
-
-LEAST = {"spares": 0, "max_restarts": 0, "memory": 0, "max_failures": 1, "collective_timeout": 1}
+MINIMUM = {"spares": 0, "max_restarts": 0, "memory": 0, "max_failures": 1, "collective_timeout": 1}
 
 
 @dataclass(frozen=True)
-class Options:
-    """One agent and, on node 0, the leader and its job. `deadline` is the workers' own, see `jaxtrain train`."""
+class LaunchOptions:
+    """Options of one supervisor. `deadline` is passed on to the workers, see `jaxtrain train --help`."""
 
     where: str
     source: str
     overrides: tuple[str, ...]
-    devices: int | None
+    devices_per_process: int | None
     fallbacks: tuple[tuple[str, ...], ...]
-    place: Place
-    policy: Policy
+    agent: AgentConfig
+    policy: RestartPolicy
     deadline: float | None = None
 
 
-def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Options:
-    """Checked options. Raises UserError, in one line, for what is missing or wrong."""
+def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LaunchOptions:
+    """Checks and completes the arguments. Raises UserError, in one line, for a missing or wrong one."""
     is_local = args.where == "local"
-    at = {"nodes": 1, "node": 0} if is_local else {name: _number(args, name, environ) for name in ("nodes", "node")}
+    nodes, node = (1, 0) if is_local else (_number(args, name, environ) for name in ("nodes", "node"))
     slots = _number(args, "processes", environ)
-    each = _text(args, "devices_per_process", environ, required=False)
-    devices = _whole("devices_per_process", each) if each else None
-    for name, least in LEAST.items():
-        if getattr(args, name) < least:
-            raise UserError(f"launch: {_flag(name)} {getattr(args, name)}: expected at least {least}")
+    per_process = _text(args, "devices_per_process", environ, required=False)
+    devices = _integer("devices_per_process", per_process) if per_process else None
+    for name, minimum in MINIMUM.items():
+        if getattr(args, name) < minimum:
+            raise UserError(f"launch: {_flag(name)} {getattr(args, name)}: expected at least {minimum}")
     for name in ("backoff", "heartbeat", "join_timeout", "stop_timeout"):
         if not 0 < getattr(args, name) < math.inf:
             raise UserError(f"launch: {_flag(name)} {getattr(args, name):g}: expected seconds above 0")
     if args.deadline is not None and not 0 <= args.deadline < math.inf:
         raise UserError(f"launch: --deadline {args.deadline:g}: expected seconds, or 0 for none")
-    if at["nodes"] < 1 or slots < 1 or (devices is not None and devices < 1):
-        raise UserError("launch: expected at least 1 node, 1 process and 1 device of each")
-    if at["node"] < 0:
-        raise UserError(f"launch: --node {at['node']}: expected a number from 0")
-    if args.spares >= at["nodes"] * slots:
-        raise UserError(f"launch: --spares {args.spares}: expected fewer than the {at['nodes'] * slots} processes")
+    if nodes < 1 or slots < 1 or (devices is not None and devices < 1):
+        raise UserError("launch: expected at least 1 node, 1 process and 1 device per process")
+    if node < 0:
+        raise UserError(f"launch: --node {node}: expected a number from 0")
+    if args.spares >= nodes * slots:
+        raise UserError(f"launch: --spares {args.spares}: expected fewer than the {nodes * slots} processes")
     host, port = (LOOPBACK, 0) if is_local else _address(_text(args, "coordinator", environ))
-    reached = LOOPBACK if is_local else _text(args, "host", environ, required=False) or (host if not at["node"] else "")
-    patience = {"heartbeat": args.heartbeat, "join_timeout": args.join_timeout}
-    place = Place(
-        at["node"], slots, (host, port), reached, **patience, collective_timeout=args.collective_timeout,
-        memory=args.memory > 0,
+    own_host = LOOPBACK if is_local else _text(args, "host", environ, required=False) or (host if not node else "")
+    timeouts = {"heartbeat": args.heartbeat, "join_timeout": args.join_timeout}
+    agent = AgentConfig(
+        node, slots, (host, port), own_host, **timeouts, collective_timeout=args.collective_timeout,
+        serves_memory=args.memory > 0,
     )  # fmt: skip
-    policy = Policy(
-        at["nodes"], args.spares, args.max_restarts, args.max_failures, args.backoff, **patience,
-        stop_timeout=args.stop_timeout, memory=args.memory,
+    policy = RestartPolicy(
+        nodes, args.spares, args.max_restarts, args.max_failures, args.backoff, **timeouts,
+        stop_timeout=args.stop_timeout, memory_every=args.memory,
     )  # fmt: skip
     fallbacks = tuple(tuple(group.split()) for group in args.fallback)
-    return Options(args.where, args.config, tuple(args.overrides), devices, fallbacks, place, policy, args.deadline)
+    overrides = tuple(args.overrides)
+    return LaunchOptions(args.where, args.config, overrides, devices, fallbacks, agent, policy, args.deadline)
 
 
-def resume_command(chosen: Options, directory: str) -> str:
-    """The command line that goes on with the run."""
-    given = [f"--processes={chosen.place.slots}"]
-    given += [f"--devices-per-process={chosen.devices}"] if chosen.devices is not None else []
-    given += [f"--memory={chosen.policy.memory}"] if chosen.policy.memory else []
-    given += [f"--deadline={chosen.deadline:g}"] if chosen.deadline is not None else []
-    given += [f"--fallback={' '.join(group)}" for group in chosen.fallbacks]
-    return shlex.join(["jaxtrain", "launch", chosen.where, *given, directory])
+def resume_command(options: LaunchOptions, directory: str) -> str:
+    """Returns the command line that resumes the run."""
+    given = [f"--processes={options.agent.slots}"]
+    given += [f"--devices-per-process={options.devices_per_process}"] if options.devices_per_process is not None else []
+    given += [f"--memory={options.policy.memory_every}"] if options.policy.memory_every else []
+    given += [f"--deadline={options.deadline:g}"] if options.deadline is not None else []
+    given += [f"--fallback={' '.join(group)}" for group in options.fallbacks]
+    return shlex.join(["jaxtrain", "launch", options.where, *given, directory])
 
 
 def _flag(name: str) -> str:
@@ -94,19 +94,19 @@ def _flag(name: str) -> str:
 
 
 def _text(args: argparse.Namespace, name: str, environ: Mapping[str, str], required: bool = True) -> str:
-    """An argument, else its name in the environment; empty where neither is there and need not be."""
+    """Returns an argument, else its environment variable, else an empty text if it is not required."""
     given = getattr(args, name)
-    found = [str(given)] if given is not None else [environ[key] for key in NAMES[name] if environ.get(key)]
-    if not found and required:
-        raise UserError(f"launch: expected {_flag(name)}, or {' or '.join(NAMES[name])} in the environment")
-    return found[0] if found else ""
+    values = [str(given)] if given is not None else [environ[key] for key in VARIABLES[name] if environ.get(key)]
+    if not values and required:
+        raise UserError(f"launch: expected {_flag(name)}, or {' or '.join(VARIABLES[name])} in the environment")
+    return values[0] if values else ""
 
 
 def _number(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> int:
-    return _whole(name, _text(args, name, environ))
+    return _integer(name, _text(args, name, environ))
 
 
-def _whole(name: str, text: str) -> int:
+def _integer(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:

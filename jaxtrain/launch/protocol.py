@@ -1,4 +1,4 @@
-"""What leader and agents say to each other: one JSON object a line, of known kinds and fields, bounded in length."""
+"""Messages between leader and agents: one JSON object per line, with known kinds and fields and a limited length."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 from jaxtrain.errors import ProtocolError, clean
 
-LIMIT = 1 << 16  # bytes of a message
-PATIENCE = 5.0  # seconds that a peer may take to read what is sent to it
+MAX_BYTES = 1 << 16  # of a message
+SEND_TIMEOUT = 5.0  # seconds until the other side must have read a message
 VERSION = 2
 
 Message = dict[str, Any]
 
-# kind -> fields and their types; `[int]` is a list of them.
+# kind -> fields and their types; `[int]` is a list of int.
 KINDS: dict[str, dict[str, Any]] = {
     # from an agent
-    # memory: port of its stock of states, 0 for none
-    "join": {"version": int, "node": int, "slots": int, "host": str, "port": int, "memory": int},
+    # memory_port: port of its server of in-memory checkpoints, 0 for none
+    "join": {"version": int, "node": int, "slots": int, "host": str, "port": int, "memory_port": int},
     "exit": {"generation": int, "rank": int, "pid": int, "code": int},  # code: negative for a signal
-    # no worker is left; the port is free for the next coordinator; kept: newest step in its stock, -1 for none
-    "idle": {"generation": int, "port": int, "kept": int},
-    "signal": {"number": int, "again": bool},  # again: the second one, which ends everything
+    # sent when no worker is left; port: free for the next JAX coordinator; memory_step: newest one in memory or -1
+    "idle": {"generation": int, "port": int, "memory_step": int},
+    "signal": {"number": int, "is_repeated": bool},  # a repeated signal ends everything at once
     # from either
-    "beat": {},
+    "heartbeat": {},
     # from the leader
     "start": {
-        "generation": int, "run": str, "address": str, "count": int, "devices": int, "simulated": bool,
-        "slots": [int], "ranks": [int],
-        "memory": int, "token": str, "stocks": [str],  # steps between copies; where to: the node's own comes first
+        "generation": int, "run": str, "address": str, "processes": int, "devices_per_process": int,
+        "is_simulated": bool, "slots": [int], "ranks": [int],
+        "memory_every": int, "token": str, "memory_addresses": [str],  # the node's own address comes first
     },
     "stop": {"generation": int},  # SIGTERM: save and exit
     "kill": {"generation": int},  # SIGKILL
@@ -37,28 +37,28 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Closed(ConnectionError):
-    """The other side is gone."""
+class ConnectionClosed(ConnectionError):
+    """The other side closed the connection."""
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """A message as a line. Raises ProtocolError where it is not one of `KINDS` or too long."""
+    """Encodes a message as a line. Raises ProtocolError if it is not one of `KINDS`, or too long."""
     message = {"kind": kind, **fields}
     _check(message)
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
-    if len(line) > LIMIT:
-        raise ProtocolError(f"a message of {len(line)} bytes; at most {LIMIT} are sent")
+    if len(line) > MAX_BYTES:
+        raise ProtocolError(f"{kind}: expected a message of at most {MAX_BYTES} bytes; found {len(line)}")
     return line
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line. Raises ProtocolError where it is none."""
+    """Decodes a line. Raises ProtocolError if it is not a message."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
         raise ProtocolError(f"not JSON: {clean(repr(line[:40]))}") from None
     if not isinstance(message, dict):
-        raise ProtocolError("not an object")
+        raise ProtocolError(f"expected a JSON object; found {clean(repr(line[:40]))}")
     _check(message)
     return message
 
@@ -71,52 +71,52 @@ def _check(message: Message) -> None:
     if message.keys() != {"kind", *fields}:
         raise ProtocolError(f"{kind}: expected the fields {', '.join(fields) or 'none'}")
     for name, expected in fields.items():
-        if not _is_a(message[name], expected):
-            raise ProtocolError(f"{kind}: {name} has another type")
+        if not _has_type(message[name], expected):
+            raise ProtocolError(f"{kind}: field {name} has the wrong type")
 
 
-def _is_a(value: Any, expected: Any) -> bool:
+def _has_type(value: Any, expected: Any) -> bool:
     if isinstance(expected, list):
-        return isinstance(value, list) and all(_is_a(item, expected[0]) for item in value)
-    return type(value) is expected  # a bool is no int here
+        return isinstance(value, list) and all(_has_type(item, expected[0]) for item in value)
+    return type(value) is expected  # isinstance would accept a bool as an int
 
 
 class Channel:
-    """A connected socket that speaks messages. One thread uses it."""
+    """Connected socket that sends and receives messages. Not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(SEND_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self._buffer = b""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Returns the socket's file descriptor, for selectors."""
         return self.socket.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message. Raises Closed where nobody takes it."""
+        """Sends a message. Raises ConnectionClosed if the other side does not read it."""
         try:
             self.socket.sendall(encode(kind, **fields))
         except OSError as error:
-            raise Closed(str(error)) from None
+            raise ConnectionClosed(str(error)) from None
 
     def receive(self) -> list[Message]:
-        """The messages that have come, when a selector says that something has.
+        """Returns the messages that have arrived. Call it when a selector reports data.
 
         Raises:
-            Closed: the other side is gone.
-            ProtocolError: what came is no message.
+            ConnectionClosed: the other side closed the connection.
+            ProtocolError: the data are not a message.
         """
         try:
-            data = self.socket.recv(LIMIT)
+            data = self.socket.recv(MAX_BYTES)
         except OSError as error:
-            raise Closed(str(error)) from None
+            raise ConnectionClosed(str(error)) from None
         if not data:
-            raise Closed("connection closed")
+            raise ConnectionClosed("connection closed")
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) >= LIMIT or any(len(line) >= LIMIT for line in lines):
-            raise ProtocolError(f"a message of more than {LIMIT} bytes")
+        if len(self._buffer) >= MAX_BYTES or any(len(line) >= MAX_BYTES for line in lines):
+            raise ProtocolError(f"a message of more than {MAX_BYTES} bytes")
         return [decode(line) for line in lines]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The leader's side of the wire: agents' connections, lines on the terminal, RUN_DIR/launch.jsonl."""
+"""Server of the leader: connections of the agents, lines on the terminal, and RUN_DIR/launch.jsonl."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from pathlib import Path
 from jaxtrain.errors import ProtocolError, UserError, clean
 from jaxtrain.io.jsonl import APPEND, append, read_lines
 from jaxtrain.launch.leader import Leader
-from jaxtrain.launch.policy import News, Phase
-from jaxtrain.launch.protocol import VERSION, Channel, Closed, Message
+from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
+from jaxtrain.launch.types import LaunchEvent, Phase
 
 EVENTS = "launch.jsonl"
-STRANGERS = 64  # connections that have not said who they are
-MOST = 4096  # slots of a node
-GREETING = 10.0  # seconds in which they have to
-FAREWELL = 10.0  # seconds in which agents may leave after the end
+MAX_PENDING = 64  # connections that have not joined yet
+MAX_SLOTS = 4096  # of a node
+JOIN_TIMEOUT = 10.0  # seconds from a connection to its join message
+LEAVE_TIMEOUT = 10.0  # seconds that agents have to disconnect at the end
 
 
 def last_generation(directory: Path) -> int:
-    """Number of the last generation that a run has seen; 0 for none."""
+    """Returns the number of the last generation of a run; 0 for none."""
     numbers = [record.get("generation") for _, record in read_lines(directory / EVENTS) if record]
     return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
-class Server:
-    """Runs a `Leader` in a thread of node 0, until its job is over and the agents have left."""
+class LeaderServer:
+    """Runs a `Leader` in a thread of node 0 until its job is over and the agents have disconnected."""
 
-    def __init__(self, leader: Leader, host: str, port: int, say: Callable[[str], None]) -> None:
+    def __init__(self, leader: Leader, host: str, port: int, show: Callable[[str], None]) -> None:
         """
         Args:
-            leader: decides.
-            host, port: to listen on; port 0 is a free one.
-            say: shows a line.
+            leader: makes the decisions.
+            host: address to listen on.
+            port: port to listen on; 0 chooses a free one.
+            show: shows a line on the terminal.
 
         Raises:
-            UserError: the address cannot be listened on.
+            UserError: the server cannot listen on the address.
         """
-        self._leader, self._say = leader, say
+        self._leader, self._show = leader, show
         try:
-            self._listener = socket.create_server((host, port), backlog=STRANGERS)
+            self._listener = socket.create_server((host, port), backlog=MAX_PENDING)
         except OSError as error:
             what = error.strerror or error
             message = f"launch: the leader cannot listen on {host}:{port} ({what})"
@@ -55,32 +56,32 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: dict[Channel, float] = {}
+        self._pending: dict[Channel, float] = {}  # connections that have not joined, by time of connection
         self._nodes: dict[int, Channel] = {}
-        self._events = os.open(Path(leader.run.directory) / EVENTS, APPEND, 0o644)
+        self._events = os.open(Path(leader.job.directory) / EVENTS, APPEND, 0o644)
         self._thread = threading.Thread(target=self._serve, name="leader", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Starts the thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Waits until the last agent has left, or the time for it is over."""
-        self._thread.join(FAREWELL)
+        """Waits until the last agent has disconnected, or `LEAVE_TIMEOUT` has passed."""
+        self._thread.join(LEAVE_TIMEOUT)
 
     def _serve(self) -> None:
         try:
             until = None
             while until is None or (self._nodes and time.monotonic() < until):
-                wait = min(self._leader.next_tick(), self._leader.policy.heartbeat / 4, 1.0)
+                wait = min(self._leader.seconds_to_deadline(), self._leader.policy.heartbeat / 4, 1.0)
                 for key, _ in self._selector.select(wait):
-                    self._accept() if key.fileobj is self._listener else self._hear(key.data)
+                    self._accept() if key.fileobj is self._listener else self._receive(key.data)
                 self._leader.tick()
-                self._pass_on()
+                self._flush()
                 if until is None and self._leader.phase is Phase.OVER:
-                    until = time.monotonic() + FAREWELL
-        finally:  # agents see closed connections and end their workers
-            for channel in [*self._nodes.values(), *self._strangers]:
+                    until = time.monotonic() + LEAVE_TIMEOUT
+        finally:  # agents whose connection closes end their workers
+            for channel in [*self._nodes.values(), *self._pending]:
                 channel.close()
             self._listener.close()
             self._selector.close()
@@ -92,96 +93,99 @@ class Server:
         except OSError:
             return
         now = time.monotonic()
-        for channel, since in list(self._strangers.items()):
-            if now - since > GREETING:
+        for channel, since in list(self._pending.items()):
+            if now - since > JOIN_TIMEOUT:
                 self._drop(channel)
-        if len(self._strangers) >= STRANGERS:
+        if len(self._pending) >= MAX_PENDING:
             connection.close()
             return
         channel = Channel(connection)
-        self._strangers[channel] = now
+        self._pending[channel] = now
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
-    def _hear(self, channel: Channel) -> None:
-        """What one agent said."""
+    def _receive(self, channel: Channel) -> None:
         try:
             for message in channel.receive():
-                self._take(channel, message)
-        except (Closed, ProtocolError) as error:
-            number = self._number(channel)
+                self._handle(channel, message)
+        except (ConnectionClosed, ProtocolError) as error:
+            number = self._node_number(channel)
             self._drop(channel)
             if number is not None:
-                why = "closed its connection" if isinstance(error, Closed) else f"sent what is no message ({error})"
-                self._leader.lost(number, why)
+                is_closed = isinstance(error, ConnectionClosed)
+                why = "closed its connection" if is_closed else f"sent an invalid message ({error})"
+                self._leader.node_lost(number, why)
 
-    def _number(self, channel: Channel) -> int | None:
-        return next((number for number, known in self._nodes.items() if known is channel), None)
+    def _node_number(self, channel: Channel) -> int | None:
+        return next((number for number, other in self._nodes.items() if other is channel), None)
 
-    def _take(self, channel: Channel, message: Message) -> None:
-        kind, number = message.pop("kind"), self._number(channel)
+    def _handle(self, channel: Channel, message: Message) -> None:
+        kind, number = message.pop("kind"), self._node_number(channel)
         if number is None:
-            self._greet(channel, kind, message)
+            self._handle_join(channel, kind, message)
             return
         leader = self._leader
-        leader.beat(number)
-        if kind == "beat":
-            channel.send("beat")
+        leader.heartbeat(number)
+        if kind == "heartbeat":
+            channel.send("heartbeat")
         elif kind == "exit":
-            leader.exited(number, **message)
+            leader.worker_exited(number, **message)
         elif kind == "idle":
-            leader.idle(number, **message)
+            leader.node_idle(number, **message)
         elif kind == "signal":
-            leader.signalled(number, message["number"], message["again"])
+            leader.signal_received(number, message["number"], message["is_repeated"])
         else:
-            raise ProtocolError(f"an agent does not say {kind}")
+            raise ProtocolError(f"expected a message of an agent; found {kind}")
 
-    def _greet(self, channel: Channel, kind: str, message: Message) -> None:
-        """The first message of a connection."""
+    def _handle_join(self, channel: Channel, kind: str, message: Message) -> None:
+        """Handles the first message of a connection."""
         if kind != "join":
             raise ProtocolError("expected join")
         number, version, host = message["node"], message.pop("version"), message.pop("host")
         if version != VERSION:
-            channel.send("end", code=2, text=f"the leader speaks version {VERSION} of its protocol, not {version}")
-            raise ProtocolError("another version")
+            text = f"the leader's protocol has version {VERSION}, this agent's {version}; expected the same jaxtrain"
+            channel.send("end", code=2, text=text)
+            raise ProtocolError(f"expected protocol version {VERSION}; found {version}")
         if self._leader.phase is Phase.OVER:
             channel.send("end", code=self._leader.code, text="the job has ended")
-            raise ProtocolError("too late")
-        if number in self._nodes or number < 0 or not 0 < message["slots"] <= MOST:
-            raise ProtocolError("there already")  # its old connection may be about to be found lost: it tries again
-        del self._strangers[channel]
+            raise ProtocolError("the job has ended")
+        if number in self._nodes or number < 0 or not 0 < message["slots"] <= MAX_SLOTS:
+            # The node's old connection may be about to be found lost: the agent tries again.
+            raise ProtocolError("the node has joined already, or its number or slots are out of range")
+        del self._pending[channel]
         self._nodes[number] = channel
         peer = channel.socket.getpeername()[0]
-        self._leader.joined(number, message["slots"], clean(host) or peer, message["port"], message["memory"])
+        host = clean(host) or peer
+        self._leader.node_joined(number, message["slots"], host, message["port"], message["memory_port"])
 
     def _drop(self, channel: Channel) -> None:
-        if self._strangers.pop(channel, None) is None:
-            self._nodes = {number: known for number, known in self._nodes.items() if known is not channel}
+        if self._pending.pop(channel, None) is None:
+            self._nodes = {number: other for number, other in self._nodes.items() if other is not channel}
         self._selector.unregister(channel)
         channel.close()
 
-    def _pass_on(self) -> None:
-        """Sends and shows what the leader decided."""
+    def _flush(self) -> None:
+        """Sends the leader's messages and writes its events."""
         leader = self._leader
-        while leader.outbox or leader.news:
-            while leader.news:
-                self._tell(leader.news.popleft())
+        while leader.outbox or leader.events:
+            while leader.events:
+                self._write(leader.events.popleft())
             number, kind, fields = leader.outbox.popleft() if leader.outbox else (-1, "", {})
             channel = self._nodes.get(number)
             if channel is None:
                 continue
             try:
                 channel.send(kind, **fields)
-            except Closed:
+            except ConnectionClosed:
                 self._drop(channel)
-                leader.lost(number, "closed its connection")
-        for number in self._nodes.keys() - leader.roster.nodes.keys():  # lost: its agent may join again
+                leader.node_lost(number, "closed its connection")
+        for number in self._nodes.keys() - leader.pool.nodes.keys():  # lost nodes, whose agents may join again
             self._drop(self._nodes[number])
 
-    def _tell(self, news: News) -> None:
-        self._say(f"launch  {news.line}")
-        if news.record is not None:
+    def _write(self, event: LaunchEvent) -> None:
+        self._show(f"launch  {event.line}")
+        if event.record is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             try:
-                append(self._events, (json.dumps({"time": now, **news.record}) + "\n").encode())
-            except OSError as error:  # a full disk: the job matters more
-                self._say(f"warning  {EVENTS}: {error}")
+                append(self._events, (json.dumps({"time": now, **event.record}) + "\n").encode())
+            except OSError as error:  # a full disk must not stop the job
+                self._show(f"warning  {EVENTS}: {error}")

@@ -1,4 +1,4 @@
-"""One supervisor: this node's agent and, on node 0, the leader beside it."""
+"""Supervisor of one node: runs its agent and, on node 0, the leader."""
 
 from __future__ import annotations
 
@@ -7,50 +7,56 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxtrain.launch.agent import Agent, Command
+from jaxtrain.launch.agent import Agent, WorkerCommand
 from jaxtrain.launch.job import open_job
 from jaxtrain.launch.leader import Leader
-from jaxtrain.launch.options import Options
-from jaxtrain.launch.policy import Policy, Run
-from jaxtrain.launch.server import Server, last_generation
+from jaxtrain.launch.options import LaunchOptions
+from jaxtrain.launch.server import LeaderServer, last_generation
+from jaxtrain.launch.types import LaunchJob, RestartPolicy
 from jaxtrain.launch.worker_logs import Terminal
 
-NEAR = 5.0  # seconds to look for a leader in this very process
+LOCAL_JOIN_TIMEOUT = 5.0  # seconds; the leader runs in the same process
 
 
-def command(deadline: float | None) -> Command:
-    """The command of a worker. `deadline`: seconds a step or its data may hang; None: as measured."""
-    more = [] if deadline is None else [f"--deadline={deadline!r}"]
+def worker_command(deadline: float | None) -> WorkerCommand:
+    """Builds the command line of a worker.
 
-    def of(directory: str) -> Sequence[str]:
-        return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), directory, *more]
+    Args:
+        deadline: seconds that a step or its data may hang; None: derived from measured step times.
+    """
+    options = [] if deadline is None else [f"--deadline={deadline!r}"]
 
-    return of
+    def build(directory: str) -> Sequence[str]:
+        return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), directory, *options]
+
+    return build
 
 
-def supervise(chosen: Options, terminal: Terminal) -> tuple[int, str | None]:
-    """Trains until the job ends: (exit code, RUN_DIR where the leader is here).
+def supervise(options: LaunchOptions, terminal: Terminal) -> tuple[int, str | None]:
+    """Trains until the job ends. Returns the exit code and, on node 0, RUN_DIR.
 
     Raises:
         UserError: bad input; no process was started.
     """
-    worker = command(chosen.deadline)
-    if chosen.place.node != 0:
-        return Agent(chosen.place, worker, terminal).run(), None
-    policy = chosen.policy
-    total = policy.nodes * chosen.place.slots
-    job = open_job(chosen.source, chosen.overrides, total - policy.spares, chosen.devices, chosen.fallbacks)
+    command = worker_command(options.deadline)
+    if options.agent.node != 0:
+        return Agent(options.agent, command, terminal).run(), None
+    policy = options.policy
+    processes = policy.nodes * options.agent.slots - policy.spares
+    job = open_job(options.source, options.overrides, processes, options.devices_per_process, options.fallbacks)
     terminal.show(f"launch  {job.directory}")
-    return lead(job, policy, chosen, worker, terminal), str(job.directory)
+    return run_leader(job, policy, options, command, terminal), str(job.directory)
 
 
-def lead(job: Run, policy: Policy, chosen: Options, worker: Command, terminal: Terminal) -> int:
-    """The leader of a job and the agent of node 0, until the job ends: its exit code."""
-    host, port = chosen.place.leader
+def run_leader(
+    job: LaunchJob, policy: RestartPolicy, options: LaunchOptions, command: WorkerCommand, terminal: Terminal
+) -> int:
+    """Runs the leader of a job and the agent of node 0 until the job ends. Returns the exit code."""
+    host, port = options.agent.leader
     leader = Leader(job, policy, generation=last_generation(job.directory))
-    server = Server(leader, host, port, terminal.show)
+    server = LeaderServer(leader, host, port, terminal.show)
     server.start()
-    place = replace(chosen.place, leader=(host, server.port), join_timeout=NEAR)
-    code = Agent(place, worker, terminal).run()
+    agent = replace(options.agent, leader=(host, server.port), join_timeout=LOCAL_JOIN_TIMEOUT)
+    code = Agent(agent, command, terminal).run()
     server.join()
     return code

@@ -1,4 +1,4 @@
-"""The layout of a model as text: the mesh, and every parameter with its sizes and mesh axes."""
+"""Text report of a layout: the mesh, and every parameter with its sizes and mesh axes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.text import Text
 from jaxtrain.sharding.rules import LAYERS
 
 MOST_ROWS = 40
-WIDE = 100  # columns from which on logical names have a column of their own
+WIDE = 100  # columns from which logical names get a column of their own
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One parameter: `axes` are the mesh axes of every dim, `bytes` what one device holds."""
+class ParameterRow:
+    """Row of one parameter: `axes` are the mesh axes of every dim, `bytes` those on one device."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,13 +32,13 @@ class Tensor:
         return prod(self.shape)
 
 
-def tensors(
+def parameter_rows(
     params: Mapping[str, Any],
     names: Mapping[str, Any],
     stored: Callable[[Sequence[str | None], Sequence[int]], Sequence[tuple[str, ...]]],
     sizes: Mapping[str, int],
-) -> list[Tensor]:
-    """Every parameter of a nested dict.
+) -> list[ParameterRow]:
+    """Returns a row for every parameter of a nested dict.
 
     Args:
         params: leaves with `shape` and `dtype` (arrays or ShapeDtypeStructs).
@@ -46,41 +46,41 @@ def tensors(
         stored: logical names and shape -> mesh axes per dim, such as `Sharder.stored`.
         sizes: mesh axis -> size.
     """
-    rows: list[Tensor] = []
+    rows: list[ParameterRow] = []
     for key, leaf in params.items():
         if isinstance(leaf, Mapping):
             rows += [
-                Tensor(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
-                for row in tensors(leaf, names[key], stored, sizes)
+                ParameterRow(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
+                for row in parameter_rows(leaf, names[key], stored, sizes)
             ]
             continue
         axes = tuple(stored(names[key], leaf.shape))
         local = prod(ceil(n / prod(sizes.get(a, 1) for a in dim)) for n, dim in zip(leaf.shape, axes))
-        rows.append(Tensor(str(key), tuple(leaf.shape), tuple(names[key]), axes, local * leaf.dtype.itemsize))
+        rows.append(ParameterRow(str(key), tuple(leaf.shape), tuple(names[key]), axes, local * leaf.dtype.itemsize))
     return rows
 
 
 def mesh_line(layout: str, sizes: Mapping[str, int], device: str) -> str:
-    """`devices   16 x cpu, layout fsdp_tp: data 2 x fsdp 2 x model 4`, with the axes larger than one."""
+    """Returns `devices   16 x cpu, layout fsdp_tp: data 2 x fsdp 2 x model 4`, with the axes larger than one."""
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     return f"devices   {prod(sizes.values())} x {device}, layout {layout}" + (f": {shape}" if shape else "")
 
 
-def model_line(rows: Sequence[Tensor]) -> str:
-    """`model     1,024,000 parameters, 512 KiB of them on each device`."""
+def model_line(rows: Sequence[ParameterRow]) -> str:
+    """Returns `model     1,024,000 parameters, 512 KiB on each device`."""
     count, bytes = sum(row.count for row in rows), sum(row.bytes for row in rows)
     return f"model     {count:,} parameters, {size(bytes)} on each device"
 
 
 def layout_report(
-    rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int], width: int
+    rows: Sequence[ParameterRow], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int], width: int
 ) -> list[Table | str]:
-    """The parameter table, the logical names that it has no room for, and why dims are not sharded."""
+    """Returns the parameter table, logical names that do not fit into it, and why dims are not sharded."""
     return [parameter_table(rows, width), *logical_names(rows, width), *unsharded_dims(rows, rules, sizes)]
 
 
-def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -> Table:
-    """Parameters by tensor: shape with the mesh axes of every dim, logical names if there is room, sizes, a total.
+def parameter_table(rows: Sequence[ParameterRow], width: int, most: int = MOST_ROWS) -> Table:
+    """Builds the table of parameters: shape with the mesh axes of every dim, logical names if they fit, sizes, a total.
 
     Shows the `most` largest tensors, in the model's order.
     """
@@ -96,7 +96,7 @@ def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -
     if width >= WIDE:
         table.add_column("logical names", no_wrap=True, overflow="ellipsis")
     for title, footer in (("count", f"{total:,}"), ("per device", size(local))):
-        least = max(len(title), len(footer))  # numbers are never cut
+        least = max(len(title), len(footer))  # numbers must not be cut
         table.add_column(title, footer=footer, justify="right", no_wrap=True, min_width=least)
     for row in shown:
         names = [" ".join(name or "-" for name in row.names)] if width >= WIDE else []
@@ -104,8 +104,8 @@ def parameter_table(rows: Sequence[Tensor], width: int, most: int = MOST_ROWS) -
     return table
 
 
-def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
-    """Logical names that `parameter_table` has no room for: a line for all tensors with the same names."""
+def logical_names(rows: Sequence[ParameterRow], width: int) -> list[str]:
+    """Returns the logical names that do not fit into `parameter_table`, one line per set of names."""
     if width >= WIDE:
         return []
     found: dict[tuple[str | None, ...], list[str]] = {}
@@ -116,8 +116,10 @@ def logical_names(rows: Sequence[Tensor], width: int) -> list[str]:
     ]
 
 
-def unsharded_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> list[str]:
-    """Reasons why dims are not sharded, a line each; nothing on one device.
+def unsharded_dims(
+    rows: Sequence[ParameterRow], rules: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
+) -> list[str]:
+    """Returns the reasons why dims are not sharded, one line each; nothing on one device.
 
     Args:
         rows: the parameters.
@@ -136,8 +138,10 @@ def unsharded_dims(rows: Sequence[Tensor], rules: Mapping[str, Sequence[str]], s
     return [f"unsharded: {', '.join(who)}: {reason}" for reason, who in reasons.items()]
 
 
-def _reason_unsharded(row: Tensor, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """(reason why a dim is not sharded, what to name: the dim's logical name, or the tensor)."""
+def _reason_unsharded(
+    row: ParameterRow, dim: int, name: str | None, rules: Mapping[str, Sequence[str]]
+) -> tuple[str, str]:
+    """Returns (reason why a dim is not sharded, name to report: the dim's logical name, or the tensor)."""
     if name is None:
         return "dims without a logical name", f"{row.name} (dim {dim})"
     if name == LAYERS and rules.get(LAYERS):
@@ -154,8 +158,8 @@ def _reason_unsharded(row: Tensor, dim: int, name: str | None, rules: Mapping[st
     return "no rule in the layout", name
 
 
-def _placed(row: Tensor) -> Text:
-    """`4 256/fsdp 4/model 64`."""
+def _placed(row: ParameterRow) -> Text:
+    """Formats a shape with mesh axes: `4 256/fsdp 4/model 64`."""
     text = Text()
     for n, axes in zip(row.shape, row.axes):
         text.append(f"{' ' if text else ''}{n}")
@@ -165,7 +169,7 @@ def _placed(row: Tensor) -> Text:
 
 
 def size(value: float) -> str:
-    """Bytes as 1.5 MiB."""
+    """Formats bytes as 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1000:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The loss plot of a run, from its metrics. No JAX."""
+"""Loss plot of a run, from its metrics."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxtrain.trackers.files import EVENTS, METRICS
 TRAIN, VALIDATION, RATE, YARDSTICK = "#2f6db3", "#d1495b", "#6c757d", "#8a8a8a"
 
 
-def loss_plot(run_dir: Path, out: Path | None = None) -> Path:
+def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
     """Draws RUN_DIR/loss.png: training and validation loss over steps, the learning rate below.
 
-    The dashed line is the unigram entropy of the text, nats per token, where the start event tells it. Values that
-    are not finite leave gaps.
+    The dashed line is the unigram entropy of the text in nats per token, if the start event has it. Values that are not
+    finite leave gaps.
 
     Args:
-        run_dir: with `metrics.jsonl` and `events.jsonl`.
-        out: the file to write instead.
+        run_dir: directory with `metrics.jsonl` and `events.jsonl`.
+        out: file to write; default: RUN_DIR/loss.png.
 
     Raises:
         ValueError: no training loss was logged.
@@ -75,7 +75,7 @@ def _draw_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, entropy: flo
 
 
 def _limits(raw: np.ndarray, smooth: np.ndarray, validation: np.ndarray, entropy: float | None) -> tuple[float, float]:
-    """Room for everything but lone spikes: those above the second largest smoothed value and the first loss."""
+    """Returns limits that include all values but lone spikes above the largest smoothed value and the first loss."""
     always = [smooth, validation[:, 1] if len(validation) else smooth, [] if entropy is None else [entropy]]
     shown = np.concatenate([*always, raw[:1], raw[np.isfinite(raw) & (raw <= np.nanmax(smooth, initial=-np.inf))]])
     shown = shown[np.isfinite(shown)]
@@ -86,15 +86,15 @@ def _limits(raw: np.ndarray, smooth: np.ndarray, validation: np.ndarray, entropy
 
 
 def _series(records: list[dict[str, Any]], key: str) -> np.ndarray:
-    """[n, 2] float64 of (step, value), by step; the last record of a step counts."""
-    found = {r["step"]: float(r[key]) for r in records if r.get(key) is not None and "step" in r}
-    values = np.array(sorted(found.items()), dtype=np.float64).reshape(-1, 2)
+    """Returns [n, 2] float64 of (step, value), by step; the last record of a step counts."""
+    by_step = {r["step"]: float(r[key]) for r in records if r.get(key) is not None and "step" in r}
+    values = np.array(sorted(by_step.items()), dtype=np.float64).reshape(-1, 2)
     values[~np.isfinite(values[:, 1]), 1] = np.nan
     return values
 
 
 def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean over `window` values, fewer at the ends and where some are not finite."""
+    """Returns the centred moving mean of `window` values, fewer at the ends and if some are not finite."""
     good = np.isfinite(values)
     kernel = np.ones(window)
     sums = np.convolve(np.where(good, values, 0), kernel, "same")

@@ -1,4 +1,4 @@
-"""The report on a run as one HTML page that needs nothing else. No JAX."""
+"""Run report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 from jaxtrain.io import html, svg
 from jaxtrain.reports import tables
-from jaxtrain.reports.history import ALL, History, Life, said
+from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds
 from jaxtrain.trackers.console import count, number, small
 
 COLOURS = {
@@ -23,22 +23,23 @@ STYLE = """
 .restart { stroke: var(--restart); stroke-dasharray: 3 4; }
 """
 LEFT, RIGHT = 80, svg.WIDTH - 20
-HIGH = 240  # of a plot
-POINTS = 600  # of a curve
-BARS = 40  # lives of the timeline
-ORDER = ("init", "restore", "compile", "replay", "data", "compute", "eval", "checkpoint")  # in which they mostly come
+HEIGHT = 240  # of a plot
+MAX_POINTS = 600  # of a curve
+MAX_BARS = 40  # attempts in the timeline
+# Order of the buckets in an attempt, mostly.
+ORDER = ("init", "restore", "compile", "replay", "data", "compute", "eval", "checkpoint")
 Points = Sequence[tuple[float, float]]
 Scale = Callable[[float], float]
 
 
-def page(run: History) -> str:
-    """The report as an HTML document."""
+def page(run: RunHistory) -> str:
+    """Builds the report as an HTML document."""
     sections = {
         "Where the time went": _goodput(run),
         "Loss": html.plot(curve(run, "loss", "loss over steps", ("eval/loss", "validation"))),
         "Learning rate": html.plot(curve(run, "lr", "learning rate over steps", high=110)),
         "Throughput": html.plot(curve(run, "tokens_per_sec", "tokens a second over steps")),
-        "Starts and ends": _lives(run),
+        "Starts and ends": _attempts(run),
         "Validation": _table(("metric", "first", "last", "lowest"), tables.scores(run), (1, 2, 3)),
         "Checkpoints": _table(
             ("step", "size", "seconds until on disk", "seconds training waited"), tables.checkpoints(run), (0, 1, 2, 3)
@@ -49,30 +50,30 @@ def page(run: History) -> str:
     return html.document(f"{run.name}: report", _headline(run), sections, style)
 
 
-def _headline(run: History) -> str:
+def _headline(run: RunHistory) -> str:
     good = "good" if run.state == "finished" or run.state.startswith("running") else "bad"
     return f"""<header><h1>{escape(run.name)}</h1>
-<p class="dim">{escape(str(run.directory))}; began {tables.when(run.lives[0].began)}</p>
+<p class="dim">{escape(str(run.directory))}; began {tables.format_time(run.attempts[0].began)}</p>
 <p><span class="verdict {good}">{escape(run.state.capitalize())}</span></p>
 {html.cards(tables.facts(run))}</header>"""
 
 
-def _goodput(run: History) -> str:
+def _goodput(run: RunHistory) -> str:
     if run.goodput is None:
-        return html.dim("Unknown: the run wrote no ledger.")
+        return html.dim("Unknown: the run recorded no time accounting.")
     spent = tables.buckets(run)
     rows: list[Sequence[str]] = [
-        (html.swatch(name, what), said(seconds), f"{share:.1%}") for name, what, seconds, share in spent
+        (html.swatch(name, what), format_seconds(seconds), f"{share:.1%}") for name, what, seconds, share in spent
     ]
-    rows.append(("in all", said(run.elapsed), "100.0%"))
-    note = "Of process 0, over all restarts: every second is in one line."
+    rows.append(("total", format_seconds(run.elapsed), "100.0%"))
+    note = "Process 0, over all restarts. Every second counts in one line."
     return f"{html.plot(shares(run))}\n{html.dim(note)}\n{html.table(('', 'time', 'share'), rows, (1, 2), total=True)}"
 
 
-def _lives(run: History) -> str:
-    titles = ("began", "steps", "lived", "in training steps", "down after it", "how it ended")
-    table = html.table(titles, tables.lives(run), (2, 3, 4))
-    lines = tables.failed(run)
+def _attempts(run: RunHistory) -> str:
+    titles = ("began", "steps", "duration", "in training steps", "down after it", "how it ended")
+    table = html.table(titles, tables.attempts(run), (2, 3, 4))
+    lines = tables.failed_generations(run)
     return f"{html.plot(timeline(run))}\n{table}\n{html.listed(lines) if lines else ''}"
 
 
@@ -80,56 +81,64 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     return html.table(titles, rows, numbers) if rows else ""
 
 
-def shares(run: History) -> str:
-    """All the time as one bar, in the order of `ALL`."""
+def shares(run: RunHistory) -> str:
+    """Draws the time as one bar, in the order of `ALL_BUCKETS`."""
     out, at = [], 10.0
-    for name in ALL:
+    for name in ALL_BUCKETS:
         wide = run.seconds[name] / run.elapsed * (svg.WIDTH - 20)
         if wide > 0:
-            title = f"{ALL[name]}: {said(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
+            title = f"{ALL_BUCKETS[name]}: {format_seconds(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
             out.append(svg.rect(at, 4, wide, 40, name, title))
             at += wide
     return svg.picture(50, out, "where the time went")
 
 
-def timeline(run: History) -> str:
-    """A bar for each of the newest lives, where it lay in time, stacked of its buckets; empty of a single one."""
-    lives = run.lives[-BARS:]
-    if len(lives) < 2:
+def timeline(run: RunHistory) -> str:
+    """Draws a bar of stacked buckets for each of the newest attempts over time; empty for a single attempt."""
+    attempts = run.attempts[-MAX_BARS:]
+    if len(attempts) < 2:
         return ""
-    begin, end = lives[0].began, max(life.ended for life in lives)
+    begin, end = attempts[0].began, max(attempt.ended for attempt in attempts)
     row, top, span = 16, 6, max(end - begin, 1e-9)
-    bottom = top + row * len(lives)
+    bottom = top + row * len(attempts)
 
     def at(seconds: float) -> float:
         return LEFT + (seconds - begin) / span * (RIGHT - LEFT)
 
-    out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, said))
-    for index, life in enumerate(lives):
+    out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, format_seconds))
+    for index, attempt in enumerate(attempts):
         y = top + row * index
-        out.append(svg.text(LEFT - 8, y + 12, svg.cut(tables.steps_of(life), LEFT - 10), "end"))
-        out += _stack(life, at, y, row - 3)
-    return svg.picture(bottom + 28, out, "lives of the run")
+        out.append(svg.text(LEFT - 8, y + 12, svg.cut(tables.step_range(attempt), LEFT - 10), "end"))
+        out += _stack(attempt, at, y, row - 3)
+    return svg.picture(bottom + 28, out, "attempts of the run")
 
 
-def _stack(life: Life, at: Scale, y: float, high: float) -> Iterator[str]:
-    place = life.began
+def _stack(attempt: Attempt, at: Scale, y: float, high: float) -> Iterator[str]:
+    place = attempt.began
     for name in ORDER:
-        seconds = life.seconds.get(name, 0.0)
+        seconds = attempt.seconds.get(name, 0.0)
         x0, x1 = at(place), at(place + seconds)
         if seconds > 0:
-            yield svg.rect(x0, y, x1 - x0, high, name, f"{ALL[name]}: {said(seconds)}")
+            yield svg.rect(x0, y, x1 - x0, high, name, f"{ALL_BUCKETS[name]}: {format_seconds(seconds)}")
         place += seconds
 
 
-def curve(run: History, key: str, what: str, beside: tuple[str, str] | None = None, high: int = HIGH) -> str:
-    """A metric over steps, smoothed, with restarts as dotted lines; `beside`: another metric and its name."""
+def curve(run: RunHistory, key: str, what: str, beside: tuple[str, str] | None = None, high: int = HEIGHT) -> str:
+    """Draws a metric over steps, smoothed, with restarts as dotted lines.
+
+    Args:
+        run: the run.
+        key: the metric.
+        what: description of the plot.
+        beside: another metric, drawn as dots, and its name.
+        high: height of the plot.
+    """
     points = _finite(run.series(key))
     other = _finite(run.series(beside[0])) if beside else []
     if len(points) < 2:
         return ""
     x0, x1 = points[0][0], points[-1][0]
-    smooth = thinned(points, POINTS)
+    smooth = downsampled(points, MAX_POINTS)
     low, top = _limits([value for _, value in smooth] + [value for _, value in other])
 
     def x(step: float) -> float:
@@ -139,19 +148,23 @@ def curve(run: History, key: str, what: str, beside: tuple[str, str] | None = No
         return 10 + (top - min(max(value, low), top)) / (top - low) * (high - 10)
 
     out = [*_levels(y, low, top), *_ticks(x, x0, x1, high, lambda value: f"{value:,.6g}")]
-    out += [svg.line(x(life.first), 10, x(life.first), high, "restart") for life in run.lives[1:] if x0 <= life.first]
+    out += [
+        svg.line(x(attempt.first), 10, x(attempt.first), high, "restart")
+        for attempt in run.attempts[1:]
+        if x0 <= attempt.first
+    ]
     out.append(_polyline(((x(a), y(b)) for a, b in smooth), "curve"))
     label = f"{key}, last {_figure(points[-1][1])}"
     if other and beside:
         out.append(_polyline(((x(a), y(b)) for a, b in other), "scores"))
-        out += [f'<circle class="scores" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>' for a, b in thinned(other, 100)]
+        out += [f'<circle class="scores" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>' for a, b in downsampled(other, 100)]
         label += f"; {beside[1]} (dots), last {_figure(other[-1][1])}"
     out.append(svg.text(RIGHT, 22, label, "end"))
     return svg.picture(high + 28, out, what)
 
 
-def thinned(points: Points, most: int) -> list[tuple[float, float]]:
-    """At most so many points, each the mean of its neighbours: a curve of a million steps is a small page."""
+def downsampled(points: Points, most: int) -> list[tuple[float, float]]:
+    """Reduces points to `most` means of neighbours, so that the page of a million steps stays small."""
     size = max(1, math.ceil(len(points) / most))
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return [(sum(a for a, _ in group) / len(group), sum(b for _, b in group) / len(group)) for group in groups]
@@ -177,7 +190,7 @@ def _levels(y: Scale, low: float, top: float) -> Iterator[str]:
 
 
 def _ticks(x: Scale, low: float, high: float, y: float, shown: Callable[[float], str]) -> Iterator[str]:
-    """Round figures of an axis below `y`."""
+    """Draws round figures along an axis below `y`."""
     step = svg.round_step((high - low) / 6)
     value = math.ceil(low / step) * step
     while value <= high:

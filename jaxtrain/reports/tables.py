@@ -1,4 +1,4 @@
-"""What reports on a run have in common: figures and rows of tables, as text. No JAX."""
+"""Figures and table rows of run reports, as text."""
 
 from __future__ import annotations
 
@@ -7,104 +7,105 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from jaxtrain.errors import clean
-from jaxtrain.reports.history import ALL, History, Life, said
+from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds
 from jaxtrain.trackers.console import count, event_line, number, percent
 
-MOST = 20  # rows of a table: the newest
+MAX_ROWS = 20  # of a table; the newest are kept
 
 
-class Fact(NamedTuple):
-    """A figure of the headline."""
+class KeyFigure(NamedTuple):
+    """Figure of the headline."""
 
     name: str
     value: str
     note: str
 
 
-def facts(run: History) -> list[Fact]:
-    """What one wants to know first."""
+def facts(run: RunHistory) -> list[KeyFigure]:
+    """Returns the figures of the headline."""
     best = [pair for pair in run.series("eval/loss") if pair[1] == pair[1]]
     low = min(best, key=lambda pair: pair[1], default=None)
     steps = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    restarts = max(0, len(run.lives) - 1)
-    found = [
-        Fact("goodput", percent(run.goodput), f"training steps in {said(run.elapsed)} of wall time"),
-        Fact("steps", steps, f"{restarts} restart{'' if restarts == 1 else 's'}"),
-        Fact("loss", number(run.last("loss")), f"first {number(_first(run, 'loss'))}"),
+    restarts = max(0, len(run.attempts) - 1)
+    figures = [
+        KeyFigure("goodput", percent(run.goodput), f"training steps in {format_seconds(run.elapsed)} of wall time"),
+        KeyFigure("steps", steps, f"{restarts} restart{'' if restarts == 1 else 's'}"),
+        KeyFigure("loss", number(run.last("loss")), f"first {number(_first(run, 'loss'))}"),
     ]
     if low is not None:
         note = f"lowest {number(low[1])} at step {low[0]:,}"
-        found.append(Fact("validation loss", number(run.last("eval/loss")), note))
+        figures.append(KeyFigure("validation loss", number(run.last("eval/loss")), note))
     if (rate := run.median("tokens_per_sec")) is not None:
         note = f"median of the steps; {count(run.throughput())} over the whole time"
-        found.append(Fact("throughput", f"{count(rate)} tok/s", note))
+        figures.append(KeyFigure("throughput", f"{count(rate)} tok/s", note))
     if (took := run.median("step_time")) is not None:
-        wait = run.median("data_wait") or 0.0
-        found.append(Fact("step time", f"{1e3 * took:,.1f} ms", f"median; of it {1e3 * wait:,.1f} ms waiting for data"))
+        note = f"median; of it {1e3 * (run.median('data_wait') or 0.0):,.1f} ms waiting for data"
+        figures.append(KeyFigure("step time", f"{1e3 * took:,.1f} ms", note))
     if (mfu := run.median("mfu")) is not None:
-        found.append(Fact("MFU", percent(mfu), "median of the steps"))
-    return found
+        figures.append(KeyFigure("MFU", percent(mfu), "median of the steps"))
+    return figures
 
 
-def buckets(run: History) -> list[tuple[str, str, float, float]]:
-    """(bucket, what it is, seconds, share), the ones that took any time, most first; they add up to all."""
-    whole = run.elapsed or 1.0
-    rows = [(name, ALL[name], value, value / whole) for name, value in run.seconds.items() if value > 0]
+def buckets(run: RunHistory) -> list[tuple[str, str, float, float]]:
+    """Returns (bucket, description, seconds, share) of the buckets with any time, largest first."""
+    total = run.elapsed or 1.0
+    rows = [(name, ALL_BUCKETS[name], value, value / total) for name, value in run.seconds.items() if value > 0]
     return sorted(rows, key=lambda row: -row[2])
 
 
-def lives(run: History) -> list[tuple[str, str, str, str, str, str]]:
-    """(when it began, steps, how long, in training steps, down until the next, how it ended) of the newest lives."""
+def attempts(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:
+    """Returns (start time, steps, duration, training share, downtime after it, cause of the end) of the newest."""
     rows = []
-    for life, after in zip(run.lives, [*run.lives[1:], None]):
-        down = "" if after is None else said(max(0.0, after.began - life.began - life.elapsed))
-        share = percent(life.seconds["compute"] / life.elapsed) if life.elapsed else "-"
-        rows.append((when(life.began), steps_of(life), said(life.elapsed), share, down, life.cause or run.state))
-    return rows[-MOST:]
+    for attempt, after in zip(run.attempts, [*run.attempts[1:], None]):
+        down = "" if after is None else format_seconds(max(0.0, after.began - attempt.began - attempt.elapsed))
+        share = percent(attempt.seconds["compute"] / attempt.elapsed) if attempt.elapsed else "-"
+        lived = format_seconds(attempt.elapsed)
+        rows.append((format_time(attempt.began), step_range(attempt), lived, share, down, attempt.cause or run.state))
+    return rows[-MAX_ROWS:]
 
 
-def failed(run: History) -> list[str]:
-    """Generations that ended before they trained, a line each."""
+def failed_generations(run: RunHistory) -> list[str]:
+    """Returns a line for each generation that ended before it trained."""
     return [
         f"generation {event.get('generation')} ended before it trained: {clean(str(event.get('cause')))}"
-        for event in run.failed
-    ][-MOST:]
+        for event in run.failed_generations
+    ][-MAX_ROWS:]
 
 
-def checkpoints(run: History) -> list[tuple[str, str, str, str]]:
-    """(step, size, seconds until it was on disk, seconds that training waited) of the newest."""
+def checkpoints(run: RunHistory) -> list[tuple[str, str, str, str]]:
+    """Returns (step, size, seconds until it was on disk, seconds that training waited) of the newest."""
     return [
         (_text(save.get("step")), _text(save.get("size")), _text(save.get("seconds")), _text(save.get("stall")))
-        for save in run.saves[-MOST:]
+        for save in run.saves[-MAX_ROWS:]
     ]
 
 
-def scores(run: History) -> list[tuple[str, str, str, str]]:
-    """(metric, first, last, lowest with its step) of every validation metric."""
+def scores(run: RunHistory) -> list[tuple[str, str, str, str]]:
+    """Returns (metric, first, last, lowest with its step) of every validation metric."""
     rows = []
     for name, series in run.scores().items():
-        known = [pair for pair in series if pair[1] == pair[1]]
-        if known:
-            step, low = min(known, key=lambda pair: pair[1])
+        numbers = [pair for pair in series if pair[1] == pair[1]]  # without nan
+        if numbers:
+            step, low = min(numbers, key=lambda pair: pair[1])
             lowest = f"{number(low)} at {step:,}"
-            rows.append((name.removeprefix("eval/"), number(known[0][1]), number(known[-1][1]), lowest))
+            rows.append((name.removeprefix("eval/"), number(numbers[0][1]), number(numbers[-1][1]), lowest))
     return rows
 
 
-def notices(run: History) -> list[str]:
-    """Warnings, hangs and other events, a line each with its time."""
-    events = sorted([*run.warnings, *run.others], key=lambda event: str(event.get("time")))
-    return [f"{_clock(event)}  {_line(event)}" for event in events[-MOST:]]
+def notices(run: RunHistory) -> list[str]:
+    """Returns warnings, hangs and other events, one line each with its time."""
+    events = sorted([*run.warnings, *run.other_events], key=lambda event: str(event.get("time")))
+    return [f"{_clock(event)}  {_line(event)}" for event in events[-MAX_ROWS:]]
 
 
-def when(seconds: float) -> str:
-    """Local date and time."""
+def format_time(seconds: float) -> str:
+    """Formats Unix seconds as local date and time."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def steps_of(life: Life) -> str:
-    """The steps of a life: `101-250`."""
-    return f"{life.first + 1:,}-{life.last:,}" if life.last > life.first else "none"
+def step_range(attempt: Attempt) -> str:
+    """Formats the steps of an attempt: `101-250`."""
+    return f"{attempt.first + 1:,}-{attempt.last:,}" if attempt.last > attempt.first else "none"
 
 
 def _line(event: Any) -> str:
@@ -118,7 +119,7 @@ def _clock(event: Any) -> str:
     return str(event.get("time"))[:19].replace("T", " ")
 
 
-def _first(run: History, key: str) -> float | None:
+def _first(run: RunHistory, key: str) -> float | None:
     series: Sequence[tuple[int, float]] = run.series(key)
     return series[0][1] if series else None
 

@@ -106,11 +106,15 @@ def _ring(config: Config, count: int) -> Iterator[Problem]:
         above = -(-tokens // chunks) * chunks
         nearest = join([above - chunks, above] if above > chunks else [above])
         message = f"{tokens} tokens cannot be split into {chunks} chunks, two for each of the {count} shards of context"
-        yield Problem("", "data.sequence", f"{message} (ring); expected {nearest}, or context_parallel: ulysses or gather")
+        yield Problem(
+            "", "data.sequence", f"{message} (ring); expected {nearest}, or context_parallel: ulysses or gather"
+        )
 
 
 def _ulysses(config: Config, count: int, own: int) -> Problem:
     over = config.model.heads // own
     split = f"{own} heads" if over == 1 else f"{config.model.heads} heads over {over} shards are {own} each, and these"
     message = f"ulysses hands heads to the {count} shards of context: {split} cannot be split; expected "
-    return Problem("", "context_parallel", f"{message}{join(divisors(own, count))} shards, or context_parallel: ring or gather")
+    return Problem(
+        "", "context_parallel", f"{message}{join(divisors(own, count))} shards, or context_parallel: ring or gather"
+    )

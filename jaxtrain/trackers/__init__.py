@@ -1,1 +1,1 @@
-"""Where metrics and events go: files, the console, TensorBoard, W&B, MLflow."""
+"""Trackers of metrics and events: files, the console, TensorBoard, W&B, MLflow; time accounting."""

@@ -1,6 +1,6 @@
-"""Trackers: where metrics and events of a run go. No JAX.
+"""Interface of trackers, which receive the metrics and events of a run.
 
-A tracker is told what happens; it never decides anything, and one that fails never stops training.
+A tracker never influences training, and one that fails does not stop it.
 """
 
 from __future__ import annotations
@@ -9,37 +9,37 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtrain.trackers.files import Files
+from jaxtrain.trackers.files import JsonlTracker
 
 
 class Tracker(Protocol):
-    """What the train loop speaks to. Only process 0 has trackers."""
+    """Receives metrics and events. Only process 0 has trackers."""
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """The run starts, or goes on, after `info["step"]` finished steps (0: afresh).
+        """Starts the run, or resumes it after `info["step"]` finished steps (0: a new run).
 
         Other keys, all optional: `name`, `steps`, `config` (resolved, a plain dict), `unigram_entropy` (nats per
-        token), `flops` and `peak` (as stated), `mesh`, `versions`...
+        token), `flops` and `peak` (as texts), `mesh`, `versions`...
         """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers at `step` finished steps, read from the device already."""
+        """Logs host values after `step` finished steps."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something happened: save, eval, stop..., with `step` and what else is known."""
+        """Logs an event such as save, eval or stop, with `step` and other fields."""
 
     def artifact(self, path: Path) -> None:
-        """A file or folder worth keeping with the run, such as the loss plot or a checkpoint."""
+        """Stores a file or folder with the run, such as the loss plot or a checkpoint."""
 
     def rewind(self, step: int) -> None:
-        """Training goes on from `step` again: what was logged of later steps counts no more."""
+        """Discards the values of steps after `step`, because training continues from there."""
 
     def close(self) -> None:
-        """The run ends, for whatever reason."""
+        """Ends the run, also after an error."""
 
 
-class Observers:
-    """Passes everything on to several trackers; one that raises is reported in one line and dropped."""
+class TrackerList:
+    """Forwards all calls to several trackers. A tracker that raises is dropped and reported in one line."""
 
     def __init__(self, members: Iterable[Tracker], report: Callable[[str], None] = print):
         self.members, self._report = list(members), report
@@ -54,8 +54,8 @@ class Observers:
         self._each("event", kind, **fields)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """An event for `jaxtrain report` that is no news: only files keep it. Any thread may call this."""
-        self._each("event", kind, among=Files, **fields)
+        """Writes an event to files only, for `jaxtrain report`. Thread-safe."""
+        self._each("event", kind, among=JsonlTracker, **fields)
 
     def artifact(self, path: Path) -> None:
         self._each("artifact", path)
@@ -70,9 +70,10 @@ class Observers:
         for member in [member for member in self.members if isinstance(member, among)]:
             try:
                 getattr(member, method)(*args, **kwargs)
-            except Exception as error:  # whatever a disk, a network or a library raises: training goes on
+            except Exception as error:  # training continues after any error of a disk, a network or a library
                 if member not in self.members:
-                    return  # another thread was first
+                    return  # another thread has dropped it
                 self.members.remove(member)
-                said = " ".join(str(error).split()) or type(error).__name__
-                self._report(f"{type(member).__name__} tracker dropped, training goes on: {method}: {said[:200]}")
+                reason = " ".join(str(error).split()) or type(error).__name__
+                name = type(member).__name__
+                self._report(f"tracker {name} dropped, training continues: {method}: {reason[:200]}")

@@ -1,4 +1,4 @@
-"""Builds the trackers that a config asks for."""
+"""Builds the trackers of a config."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from pathlib import Path
 
 from jaxtrain.config.schema import Config
 from jaxtrain.trackers.base import Tracker
-from jaxtrain.trackers.files import Files
+from jaxtrain.trackers.files import JsonlTracker
 
 PROJECT = "jaxtrain"
 
 
-def trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
-    """The trackers that the config asks for; none on processes other than 0.
+def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
+    """Returns the trackers of the config; none on processes other than 0.
 
     Raises:
-        UserError: a tracker whose package is missing, in one line with the extra to install.
+        UserError: the package of a tracker is missing; names the extra to install.
     """
-    from jaxtrain.trackers.mlflow import MLflow
-    from jaxtrain.trackers.tensorboard import TensorBoard
-    from jaxtrain.trackers.wandb import WandB
+    from jaxtrain.trackers.mlflow import MLflowTracker
+    from jaxtrain.trackers.tensorboard import TensorBoardTracker
+    from jaxtrain.trackers.wandb import WandbTracker
 
     if not is_main:
         return []
     log = config.log
-    members: list[Tracker] = [Files(run_dir)]
+    members: list[Tracker] = [JsonlTracker(run_dir)]
     if log.tensorboard:
-        members.append(TensorBoard(run_dir))
+        members.append(TensorBoardTracker(run_dir))
     if log.wandb:
-        members.append(WandB(os.environ.get("WANDB_PROJECT", PROJECT), config.name, run_dir))
+        members.append(WandbTracker(os.environ.get("WANDB_PROJECT", PROJECT), config.name, run_dir))
     if log.mlflow:
-        members.append(MLflow(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), config.name, run_dir))
+        members.append(MLflowTracker(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), config.name, run_dir))
     return members

@@ -1,4 +1,4 @@
-"""The live screen: one line that tells how training goes, and lines printed above it. No JAX."""
+"""Console output of a run: a progress line, and other lines printed above it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-PLAIN_EVERY = 10.0  # seconds between lines where nothing can be redrawn
+PLAIN_EVERY = 10.0  # seconds between progress lines if they cannot be redrawn
 SHORTEST_BAR, LONGEST_BAR = 4, 40
-SMOOTHING = 0.9  # of the step time behind the ETA
+SMOOTHING = 0.9  # exponential moving average of the step time, for the ETA
 
 
 @dataclass
 class Status:
-    """What the live line shows."""
+    """Content of the progress line."""
 
     total: int
     step: int = 0
@@ -30,15 +30,15 @@ class Status:
 
     @property
     def eta(self) -> float | None:
-        """Seconds to go."""
+        """Seconds left."""
         return None if self.step_time is None else (self.total - self.step) * self.step_time
 
 
-class Screen:
-    """A tracker that shows the run: a bar with ETA, loss, lr, grad norm, tokens/s, MFU and data wait.
+class ConsoleTracker:
+    """Tracker that shows progress: a bar with ETA, loss, lr, grad norm, tokens/s, MFU and data wait.
 
-    On a terminal one line is redrawn in place, never wrapping from 60 columns on; elsewhere (a log file, CI) a plain
-    line is printed every ten seconds and at the end. Everything else is printed above.
+    On a terminal it redraws one line in place, which does not wrap from 60 columns on. Elsewhere (a log file, CI) it
+    prints a plain line every ten seconds and at the end. Other output appears above the line.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Screen:
     ):
         """
         Args:
-            steps: of the whole run.
-            console: where to; stdout by default.
-            live: whether to redraw a line; by default if the console is a terminal.
-            clock: seconds, for the plain lines.
+            steps: total steps of the run.
+            console: output; default: stdout.
+            live: whether to redraw the line; default: if the console is a terminal.
+            clock: returns seconds, for the plain lines.
         """
         self.console = console or Console(highlight=False, soft_wrap=False)
         isatty = getattr(self.console.file, "isatty", lambda: False)()
@@ -99,39 +99,39 @@ class Screen:
             self._live.stop()
             self._live = None
 
-    def print(self, *what: RenderableType) -> None:
-        """Prints above the live line; plain text is not wrapped, so that paths and commands can be copied."""
-        for item in what:
+    def print(self, *items: RenderableType) -> None:
+        """Prints above the progress line; does not wrap plain text, so that paths and commands can be copied."""
+        for item in items:
             self.console.print(item, soft_wrap=isinstance(item, (str, Text)), markup=False)
 
 
 class _Line:
-    """Draws the status as wide as the console is now."""
+    """Draws the status in the current width of the console."""
 
     def __init__(self, status: Status):
         self._status = status
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Segment]:
-        # One column less than there is: some terminals wrap a full line.
+        # One column less than the width: some terminals wrap a full line.
         yield from live_line(self._status, options.max_width - 1).__rich_console__(console, options)
 
 
 def live_line(status: Status, width: int) -> Text:
-    """The status in one line of at most `width` columns: what matters least is left out first."""
+    """Formats the status in one line of at most `width` columns; drops the least important cells first."""
     done = min(1.0, status.step / max(status.total, 1))
     cells = _cells(status)
     ranks = sorted(rank for rank, _ in cells)
-    ways = [(f"{status.step:,}/{status.total:,}", len(cells))]
-    ways += [(f"{100 * done:.0f}%", most) for most in range(len(cells), 0, -1)]
-    for steps, most in ways:
-        tail = " ".join([steps, *(text for rank, text in cells if rank in ranks[:most])])
+    variants = [(f"{status.step:,}/{status.total:,}", len(cells))]
+    variants += [(f"{100 * done:.0f}%", limit) for limit in range(len(cells), 0, -1)]
+    for steps, limit in variants:
+        tail = " ".join([steps, *(text for rank, text in cells if rank in ranks[:limit])])
         if len(tail) + 1 + SHORTEST_BAR <= width:
             return _bar(done, min(LONGEST_BAR, width - len(tail) - 1)).append(f" {tail}", style="default")
     return Text(f"{100 * done:.0f}%"[:width])
 
 
 def _cells(status: Status) -> list[tuple[int, str]]:
-    """(rank, text) in the order shown; a higher rank is left out earlier."""
+    """Returns (rank, text) in the order shown; cells of a higher rank are dropped first."""
     values = status.values
     if not values:
         return [(0, "waiting for the first step")]
@@ -141,18 +141,18 @@ def _cells(status: Status) -> list[tuple[int, str]]:
         (4, f"lr {small(values.get('lr'))}"),
         (5, f"|g| {short(values.get('grad_norm'))}"),
         (2, f"{count(values.get('tokens_per_sec'))} tok/s"),
-        *((3, f"mfu {percent(value)}") for value in _known(values, "mfu")),
+        *((3, f"mfu {percent(value)}") for value in _present(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
-        *((7, f"bubble {percent(value)}") for value in _known(values, "bubble")),
+        *((7, f"bubble {percent(value)}") for value in _present(values, "bubble")),
     ]
 
 
-def _known(values: Mapping[str, Any], name: str) -> list[Any]:
+def _present(values: Mapping[str, Any], name: str) -> list[Any]:
     return [values[name]] if name in values else []
 
 
 def _wait(values: Mapping[str, Any]) -> float | None:
-    """Share of the step time spent waiting for data."""
+    """Returns the share of the step time spent waiting for data."""
     wait, step = values.get("data_wait"), values.get("step_time")
     return None if wait is None or not step else wait / step
 
@@ -163,13 +163,13 @@ def _bar(done: float, width: int) -> Text:
 
 
 def plain_line(status: Status) -> str:
-    """The status for a log file."""
+    """Formats the status for a log file."""
     cells = "  ".join(text for _, text in _cells(status))
     return f"step {status.step:,}/{status.total:,}  {cells}"
 
 
 def event_line(kind: str, fields: Mapping[str, Any]) -> str:
-    """An event in one line: step first, then the kind, then the rest as key value pairs."""
+    """Formats an event in one line: step, kind, then the other fields."""
     step = f"step {fields['step']:,}  " if isinstance(fields.get("step"), int) else ""
     rest = "  ".join(f"{key} {_value(value)}" for key, value in fields.items() if key != "step" and value is not None)
     return f"{step}{kind}  {rest}".rstrip()
@@ -180,7 +180,7 @@ def _value(value: Any) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as m:ss, h:mm:ss or days."""
+    """Formats seconds as m:ss, h:mm:ss or days."""
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
     left = max(0, round(seconds))
@@ -192,7 +192,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four decimals below ten (a loss), fewer above."""
+    """Formats with four decimals below ten (a loss), fewer above."""
     if value is None:
         return "-"
     size = abs(value)
@@ -200,17 +200,17 @@ def number(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """Two decimals where that says something, else two digits and an exponent."""
+    """Formats with two decimals from 0.01 to 100, else with two digits and an exponent."""
     return f"{value:.2f}" if value is not None and (0.01 <= abs(value) < 100 or value == 0) else small(value)
 
 
 def small(value: float | None) -> str:
-    """Two digits and a short exponent: 3.0e-4."""
+    """Formats with two digits and a short exponent: 3.0e-4."""
     return "-" if value is None else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def count(value: float | None) -> str:
-    """45.1k, 1.23M."""
+    """Formats with a unit: 45.1k, 1.23M."""
     if value is None or not math.isfinite(value):
         return "-"
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -220,7 +220,7 @@ def count(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0 to 1 as whole percents, one decimal below ten."""
+    """Formats a share (0 to 1) in percent, with one decimal below ten."""
     if share is None or not math.isfinite(share):
         return "-"
     return f"{100 * share:.0f}%" if share >= 0.0995 or share == 0 else f"{100 * share:.1f}%"

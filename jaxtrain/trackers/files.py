@@ -1,4 +1,4 @@
-"""The tracker of a run's own files: metrics.jsonl and events.jsonl."""
+"""Tracker that writes metrics.jsonl and events.jsonl of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxtrain.io.jsonl import APPEND, append, cut_after, line_of, read_lines
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
 
-class Files:
-    """RUN_DIR/metrics.jsonl (an object per logged step) and events.jsonl ({time, kind, ...} per event).
+class JsonlTracker:
+    """Writes RUN_DIR/metrics.jsonl (an object per logged step) and events.jsonl ({time, kind, ...} per event).
 
-    Every line is one write to an appending file: a killed process loses none and leaves at most the last one broken,
-    which the next start removes. A start after step N cuts the lines of later steps, which a dead run had written
-    and this one will write again; the start event says how many (`cut`). Numbers that are not finite become the
-    strings "nan", "inf" and "-inf", which Python's float() reads back: JSON has no others.
+    Every line is one write to an appending file: a killed process loses no earlier line and leaves at most the last one
+    incomplete, which the next start removes. A start after step N removes the lines of later steps, which this run
+    will write again; the start event has their number (`cut`). Numbers that are not finite become the strings "nan",
+    "inf" and "-inf", because JSON has no such numbers; Python's float() reads them back.
     """
 
     def __init__(self, run_dir: Path):
@@ -42,7 +42,7 @@ class Files:
         self._write(EVENTS, stamped(kind, fields))
 
     def artifact(self, path: Path) -> None:
-        """Artifacts are in the run's folder already."""
+        """Does nothing: artifacts are in the run directory already."""
 
     def rewind(self, step: int) -> None:
         os.close(self._files.pop(METRICS))
@@ -58,12 +58,12 @@ class Files:
 
 
 def stamped(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """An event with its time, UTC."""
+    """Returns an event with its UTC time."""
     return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
 
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
-    """Appends to events.jsonl by itself, for whoever is not sure that the trackers still work."""
+    """Appends to events.jsonl without the trackers, which may no longer work."""
     file = os.open(run_dir / EVENTS, APPEND, 0o644)
     try:
         append(file, line_of(stamped(kind, fields)))
@@ -71,8 +71,8 @@ def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
         os.close(file)
 
 
-def furthest(run_dir: Path) -> int:
-    """The largest step that a run in this folder ever began, as far as its files tell."""
+def furthest_step(run_dir: Path) -> int:
+    """Returns the largest step that a run in this folder began, by its files."""
     steps = [record.get("step", 0) for _, record in read_lines(run_dir / METRICS) if record]
     events = [event for _, event in read_lines(run_dir / EVENTS) if event]
     steps += [event.get(name, 0) for event in events for name in ("step", "reached")]

@@ -1,4 +1,4 @@
-"""Where the wall time of a process goes: every second in exactly one bucket. No JAX."""
+"""Time accounting of a process: every second of wall time belongs to exactly one bucket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-# Validation is none of the buckets of training: with it in `compute` a run that validates more would look better, and
-# a step's time, to which the deadline of a hang is relative, would hold it.
+# Validation has a bucket of its own: in `compute`, a run that validates more would look better, and validation would
+# count in the step time, from which the watchdog derives its deadline.
 BUCKETS = {
     "compute": "training steps",
     "data": "waiting for data",
@@ -24,40 +24,40 @@ BUCKETS = {
     "eval": "validation, and writing a profile",
     "replay": "steps done again after a restart",
 }
-STEPS = ("compute", "replay", "data")  # what a step's time is made of
-RECENT, ENOUGH = 101, 3  # steps whose times are kept, and how few tell nothing
+STEPS = ("compute", "replay", "data")  # buckets of the step time
+RECENT, ENOUGH = 101, 3  # step times that are kept, and the least number for a median
 
 
-class Look(NamedTuple):
-    """What goes on: the bucket, how many steps have begun, and a number that grows with every change."""
+class LedgerSnapshot(NamedTuple):
+    """State of a ledger: the current bucket, the number of steps begun, and a counter of changes."""
 
     bucket: str
     step: int
     changes: int
 
 
-class Ledger:
-    """Counts the seconds of each bucket. There is one current bucket at any time, so that they add up to the life.
+class GoodputLedger:
+    """Counts the seconds of each bucket. Exactly one bucket is current at any time.
 
-        ledger = Ledger()                           # init
-        ledger.begin("compile")                     # from here on
-        with ledger.phase("data"): ...              # inside; afterwards what it was before
-        ledger.begin("compute"); ledger.at(step)    # a step that was done before goes to `replay`
+        ledger = GoodputLedger()                           # init
+        ledger.begin("compile")                     # from now on
+        with ledger.phase("data"): ...              # inside; the previous bucket afterwards
+        ledger.begin("compute"); ledger.begin_step(step)    # a repeated step counts as `replay`
 
-    Phases are entered by one thread; any thread may look.
+    One thread changes the phase; any thread may read.
 
     Attributes:
-        step: steps begun.
+        step: number of steps begun.
         reached: the largest step ever begun, by this process or one before.
     """
 
     def __init__(self, *, age: float = 0.0, clock: Callable[[], float] = time.monotonic):
         """
         Args:
-            age: seconds that the process ran before, which go to `init`.
-            clock: seconds.
+            age: seconds that the process ran before; they count as `init`.
+            clock: returns seconds.
         """
-        self.step = self.reached = 0
+        self.step = self.furthest_step = 0
         self._clock, self._lock = clock, threading.Lock()
         self._begun = self._since = clock() - age
         self._seconds = dict.fromkeys(BUCKETS, 0.0)
@@ -67,25 +67,25 @@ class Ledger:
 
     @contextmanager
     def phase(self, bucket: str) -> Iterator[None]:
-        """Time in here goes to `bucket`, but for phases inside."""
+        """Counts the time inside as `bucket`, except for inner phases."""
         outer = self._inner
-        self._change(inner=_known(bucket))
+        self._change(inner=_checked(bucket))
         try:
             yield
         finally:
             self._change(inner=outer)
 
     def begin(self, bucket: str) -> None:
-        """Time outside of phases goes to `bucket` from here on."""
-        self._change(base=_known(bucket))
+        """Counts the time outside of phases as `bucket` from now on."""
+        self._change(base=_checked(bucket))
 
-    def at(self, step: int) -> None:
-        """`step` steps have begun: time from here on is the last one's."""
+    def begin_step(self, step: int) -> None:
+        """Notes that `step` steps have begun; the time from now on belongs to the last one."""
         with self._lock:
             self._settle()
             self._changes += 1
-            self.step, self._is_replay = step, step <= self.reached
-            self.reached = max(self.reached, step)
+            self.step, self._is_replay = step, step <= self.furthest_step
+            self.furthest_step = max(self.furthest_step, step)
             if self._base == "compute":
                 spent = sum(self._seconds[bucket] for bucket in STEPS)
                 if self._at is not None:
@@ -93,21 +93,21 @@ class Ledger:
                 self._at = spent
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every bucket up to now."""
-        return self.state()[1]
+        """Returns the seconds of every bucket up to now."""
+        return self.totals()[1]
 
-    def state(self) -> tuple[float, dict[str, float]]:
-        """(seconds of this process's life, seconds of every bucket), which add up to it."""
+    def totals(self) -> tuple[float, dict[str, float]]:
+        """Returns (seconds of this process, seconds of every bucket); the buckets sum to the first."""
         with self._lock:
             return self._settle() - self._begun, dict(self._seconds)
 
-    def look(self) -> Look:
-        """What goes on now."""
+    def snapshot(self) -> LedgerSnapshot:
+        """Returns the current state."""
         with self._lock:
-            return Look(self._bucket(), self.step, self._changes)
+            return LedgerSnapshot(self._bucket(), self.step, self._changes)
 
     def step_time(self) -> float | None:
-        """Median seconds of the last steps; None before there are a few."""
+        """Returns the median seconds of the last steps; None after too few."""
         with self._lock:
             return median(self._times) if len(self._times) >= ENOUGH else None
 
@@ -122,7 +122,7 @@ class Ledger:
         return self._inner or ("replay" if self._base == "compute" and self._is_replay else self._base)
 
     def _settle(self) -> float:
-        """Books the time since the last change; returns now."""
+        """Adds the time since the last change to its bucket; returns now."""
         now = self._clock()
         self._seconds[self._bucket()] += now - self._since
         self._since = now
@@ -130,36 +130,36 @@ class Ledger:
 
 
 class LedgerWriter:
-    """Writes a ledger to the run's events, so seldom that it is little and so often that a kill loses little.
+    """Writes a ledger to the run's events from time to time.
 
-    Each record holds the whole life so far: `elapsed`, `seconds` of the buckets that are not 0, `phase`, `step` and
-    `reached`. A killed process loses at most a fiftieth of its life, at least 1 s and at most 30 s.
+    Each record covers the process so far: `elapsed`, `seconds` of the buckets that are not 0, `phase`, `step` and
+    `reached`. A killed process loses a fiftieth of its time at most, but 1 s to 30 s.
     """
 
     SHARE, LEAST, MOST = 1 / 50, 1.0, 30.0
 
-    def __init__(self, ledger: Ledger, write: Callable[..., None]):
-        """`write(kind, **fields)` takes an event."""
+    def __init__(self, ledger: GoodputLedger, write: Callable[..., None]):
+        """`write(kind, **fields)` writes an event."""
         self._ledger, self._write, self._due = ledger, write, 0.0
 
     def __call__(self) -> None:
-        """Writes a record where one is due."""
-        if self._ledger.state()[0] >= self._due:
+        """Writes a record if it is due."""
+        if self._ledger.totals()[0] >= self._due:
             self.write()
 
     def write(self) -> None:
         """Writes a record."""
-        (elapsed, seconds), look = self._ledger.state(), self._ledger.look()
-        known = {bucket: round(value, 3) for bucket, value in seconds.items() if value}
+        (elapsed, seconds), snapshot = self._ledger.totals(), self._ledger.snapshot()
+        nonzero = {bucket: round(value, 3) for bucket, value in seconds.items() if value}
         self._write(
-            "ledger", step=look.step, phase=look.bucket, reached=self._ledger.reached, elapsed=round(elapsed, 3),
-            seconds=known,
+            "ledger", step=snapshot.step, phase=snapshot.bucket, reached=self._ledger.furthest_step,
+            elapsed=round(elapsed, 3), seconds=nonzero,
         )  # fmt: skip
         self._due = elapsed + min(max(elapsed * self.SHARE, self.LEAST), self.MOST)
 
 
 def process_age() -> float:
-    """Seconds since this process was started, 0 where the system does not tell."""
+    """Returns the seconds since this process started; 0 if unknown."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begun = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), since boot
@@ -168,7 +168,7 @@ def process_age() -> float:
         return 0.0
 
 
-def _known(bucket: str) -> str:
+def _checked(bucket: str) -> str:
     if bucket not in BUCKETS:
-        raise ValueError(f"no bucket `{bucket}`; there are {', '.join(BUCKETS)}")
+        raise ValueError(f"no bucket `{bucket}`; expected one of {', '.join(BUCKETS)}")
     return bucket

@@ -1,4 +1,4 @@
-"""Makes the record of a logged step. No JAX."""
+"""Throughput, step time and utilisation of logged steps."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import Any
 
 from jaxtrain.models.flops import Flops, utilisation
 from jaxtrain.planning.hardware.peak import Peak
-from jaxtrain.trackers.goodput import STEPS, Ledger
+from jaxtrain.trackers.goodput import STEPS, GoodputLedger
 
 
 class Meter:
-    """Step time, throughput, data wait, utilisation and memory between two records, by the seconds of a ledger.
+    """Computes step time, throughput, data wait, utilisation and memory between two records from a ledger.
 
         meter = Meter(ledger, tokens=global_batch * sequence, devices=8, flops=flops, peak=peak)
-        meter.compiled(1)
+        meter.end_compilation(1)
         record = meter.record(step, {"loss": 2.3, ...})
 
-    Only what a step is made of counts: no validation, no save, no compiling. A record that is made before `compiled`
-    has no rates.
+    Only step time counts: no validation, no save, no compiling. A record made before `end_compilation` has no rates.
     """
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: GoodputLedger,
         tokens: int,
         devices: int,
         *,
@@ -35,11 +34,12 @@ class Meter:
     ):
         """
         Args:
-            ledger: of this process.
+            ledger: time accounting of this process.
             tokens: positions (items) of a global batch, padding included.
-            devices: devices of all processes.
-            flops, peak: for MFU and HFU, left out of the record without them.
-            memory: bytes in use, see `device_memory`.
+            devices: number of devices of all processes.
+            flops: for MFU and HFU; None leaves them out.
+            peak: for MFU and HFU; None leaves them out.
+            memory: returns bytes in use, see `device_memory`.
         """
         self.tokens, self.devices, self.flops, self.peak = tokens, devices, flops, peak
         self.constants: dict[str, float] = {}  # in every record
@@ -47,19 +47,19 @@ class Meter:
         self._before: dict[str, float] | None = None  # the ledger's seconds at the last record
         self._step = 0
 
-    def compiled(self, step: int) -> float:
-        """Ends compiling, at `step` finished steps; returns the seconds it took."""
+    def end_compilation(self, step: int) -> float:
+        """Ends the compile phase after `step` finished steps; returns its seconds."""
         self._ledger.begin("compute")
         self._before, self._step = self._ledger.seconds(), step
         return self._before["compile"]
 
     def record(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The record of `step` (steps finished), over the steps since the last one.
+        """Returns the record after `step` finished steps, over the steps since the last record.
 
         Adds to the metrics: `step`; `constants`; `tokens`, of all steps so far (positions, replacing a metric of that
         name); `step_time` and `data_wait`, seconds per step; `tokens_per_sec`, `tokens_per_sec_per_device`; `mfu`,
-        `hfu`, 0 to 1; `memory`, bytes: the peak of the fullest local device, or this process's where devices do not
-        tell.
+        `hfu`, 0 to 1; `memory`, bytes: the peak of the fullest local device, or of this process if devices do not
+        report it.
         """
         now, before, steps = self._ledger.seconds(), self._before, step - self._step
         record: dict[str, Any] = {"step": step, **metrics, **self.constants, "tokens": step * self.tokens}
@@ -84,7 +84,7 @@ class Meter:
 
 
 def device_memory(devices: Sequence[Any]) -> Callable[[], int | None]:
-    """A reader of the peak bytes in use on the fullest of these jax.Devices, else of `process_memory`."""
+    """Returns a reader of the peak bytes in use on the fullest of these jax.Devices, else of `process_memory`."""
 
     def read() -> int | None:
         stats = [device.memory_stats() or {} for device in devices]
@@ -96,7 +96,7 @@ def device_memory(devices: Sequence[Any]) -> Callable[[], int | None]:
 
 
 def process_memory() -> int | None:
-    """Resident bytes of this process, or None where /proc does not exist."""
+    """Returns the resident bytes of this process, or None without /proc."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return None

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import valid
-from jaxtrain.trackers.uploads import Uploads, _flat, _import, _remembered
+from jaxtrain.trackers.uploads import UploadQueue, flatten, import_package, read_run_id
 
 
-class MLflow:
-    """An MLflow run at MLFLOW_TRACKING_URI, by default a file store in RUN_DIR/mlflow. Resumes join the same run."""
+class MLflowTracker:
+    """Logs to an MLflow run at MLFLOW_TRACKING_URI, by default a file store in RUN_DIR/mlflow. Resumes continue it."""
 
     def __init__(self, experiment: str, name: str, run_dir: Path):
-        self._mlflow = _import("mlflow", "mlflow")
+        self._mlflow = import_package("mlflow", "mlflow")
         self._experiment, self._name, self._dir, self._run = experiment, name, Path(run_dir), None
         self._sent: Any = None
-        self._uploads = Uploads()
+        self._uploads = UploadQueue()
 
     def start(self, info: Mapping[str, Any]) -> None:
         from mlflow.tracking import MlflowClient
@@ -28,17 +28,17 @@ class MLflow:
         self._dir.mkdir(parents=True, exist_ok=True)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
-            # MLflow 3 wants a database for new work, which mlflow-skinny can not open; this is its own way to opt out.
+            # MLflow 3 wants a database for new stores, which mlflow-skinny cannot open; this variable opts out.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (self._dir / "mlflow").absolute().as_uri()
         self._client = MlflowClient(uri)
-        self._run = _remembered(self._dir / "mlflow.id")
+        self._run = read_run_id(self._dir / "mlflow.id")
         if self._run is None:
-            found = self._client.get_experiment_by_name(self._experiment)
-            experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+            existing = self._client.get_experiment_by_name(self._experiment)
+            experiment = existing.experiment_id if existing else self._client.create_experiment(self._experiment)
             self._run = self._client.create_run(experiment, run_name=self._name).info.run_id
             (self._dir / "mlflow.id").write_text(self._run)
-            for key, value in _flat(info.get("config", {})).items():
+            for key, value in flatten(info.get("config", {})).items():
                 self._client.log_param(self._run, key, str(value)[:500])
         else:
             self._client.update_run(self._run, status="RUNNING")
@@ -48,7 +48,7 @@ class MLflow:
 
         now = int(time.time() * 1000)
         metrics = [Metric(k, float(v), now, step) for k, v in values.items() if k != "step"]
-        # Sent by MLflow's own threads: the loop does not wait for a server.
+        # MLflow's own threads send it: the loop does not wait for a server.
         self._sent = self._client.log_batch(self._run, metrics, synchronous=False)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -61,7 +61,7 @@ class MLflow:
             self._client.log_artifact(self._run, str(path))
 
     def rewind(self, step: int) -> None:
-        """MLflow keeps both records of a step, by their time."""
+        """Does nothing: MLflow keeps both records of a step, by their time."""
 
     def _folder(self, run: str | None, folder: Path) -> None:
         self._client.log_artifacts(run, str(folder), f"{folder.parent.name}/{folder.name}")

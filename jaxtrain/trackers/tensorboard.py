@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import APPEND, append
-from jaxtrain.trackers.uploads import _import
+from jaxtrain.trackers.uploads import import_package
 
 
-class TensorBoard:
-    """Event files in RUN_DIR/tensorboard, made of tensorboardX's messages.
+class TensorBoardTracker:
+    """Writes event files to RUN_DIR/tensorboard with tensorboardX's messages.
 
-    Every event is one write to an appending file in this thread. tensorboardX's SummaryWriter hands events to a
-    thread through a short queue, and when that thread dies of a full disk the next `add_scalar` waits for ever; its
-    file writer syncs the disk with every flush, milliseconds a step.
+    Every event is one write to an appending file in this thread. tensorboardX's SummaryWriter passes events to a thread
+    through a short queue; if that thread dies of a full disk, the next `add_scalar` blocks forever. Its file writer
+    syncs the disk with every flush, which takes milliseconds per step.
     """
 
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "tensorboard"
-        self._events = _import("tensorboardX.proto.event_pb2", "")
-        self._summaries = _import("tensorboardX.proto.summary_pb2", "")
-        self._checksum = _import("tensorboardX.record_writer", "").masked_crc32c
+        self._events = import_package("tensorboardX.proto.event_pb2", "")
+        self._summaries = import_package("tensorboardX.proto.summary_pb2", "")
+        self._checksum = import_package("tensorboardX.record_writer", "").masked_crc32c
         self._file: int | None = None
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names: seconds first. The rest keeps two starts apart.
+        # TensorBoard reads files in the order of their names, so seconds come first. The rest makes the name unique.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = os.open(self._folder / name, APPEND, 0o644)
         self._write(file_version="brain.Event:2")
         self.rewind(int(info.get("step", 0)))
 
     def rewind(self, step: int) -> None:
-        # Tells TensorBoard to forget what was written for later steps, by a dead run too.
+        # Tells TensorBoard to discard values of later steps, also those of a killed run.
         session = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=step + 1, session_log=session)
 
@@ -48,10 +48,10 @@ class TensorBoard:
         self._write(step=step, summary=self._summaries.Summary(value=scalars))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """TensorBoard shows numbers only."""
+        """Does nothing: TensorBoard shows numbers only."""
 
     def artifact(self, path: Path) -> None:
-        """TensorBoard shows numbers only."""
+        """Does nothing: TensorBoard shows numbers only."""
 
     def close(self) -> None:
         if self._file is not None:

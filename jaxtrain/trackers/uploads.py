@@ -1,4 +1,4 @@
-"""Trackers on other people's formats: TensorBoard, Weights & Biases, MLflow. Each imports its package when made."""
+"""Helpers of trackers with optional packages: imports, uploads in the background, ids of resumed runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from jaxtrain.errors import UserError
 
 
-class Uploads:
-    """Hands folders on in a thread of its own, one after the other: the loop does not wait for a server."""
+class UploadQueue:
+    """Uploads folders one by one in a thread of its own, so that the loop does not wait for a server."""
 
     def __init__(self) -> None:
         self._pool, self._sent = ThreadPoolExecutor(1), []
 
     def add(self, send: Callable[[Path], Any], folder: Path) -> None:
-        """`send(folder)`, unless the folder is deleted before its turn or meanwhile."""
+        """Schedules `send(folder)`, which is skipped if the folder is deleted before or meanwhile."""
         self._sent.append(self._pool.submit(self._try, send, folder))
 
     def close(self) -> None:
-        """Waits for all; raises what the first that failed raised."""
+        """Waits for all uploads; raises the error of the first that failed."""
         self._pool.shutdown()
         for sent in self._sent:
             sent.result()
@@ -37,7 +37,7 @@ class Uploads:
                 raise
 
 
-def _import(module: str, extra: str) -> Any:
+def import_package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -45,14 +45,14 @@ def _import(module: str, extra: str) -> Any:
         raise UserError(f"log.{extra or 'tensorboard'} needs {error.name or module}: pip install '{hint}'") from None
 
 
-def _remembered(path: Path) -> str | None:
-    """The id of the run to join, or None."""
+def read_run_id(path: Path) -> str | None:
+    """Reads the id of the run to continue; None if there is none."""
     return path.read_text().strip() or None if path.exists() else None
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys."""
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested mappings to one with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

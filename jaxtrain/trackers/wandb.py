@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import valid
-from jaxtrain.trackers.uploads import Uploads, _import, _remembered
+from jaxtrain.trackers.uploads import UploadQueue, import_package, read_run_id
 
 
-class WandB:
-    """A Weights & Biases run in RUN_DIR/wandb. A resumed run joins the same one by the id kept beside it.
+class WandbTracker:
+    """Logs to a Weights & Biases run in RUN_DIR/wandb. A resumed run continues it by the id in RUN_DIR/wandb.id.
 
-    Steps that the server has already are ignored by it, with those of a dead run the same numbers anyway. Works
-    without a network under WANDB_MODE=offline.
+    The server ignores steps that it has already; a resumed run repeats the same numbers. WANDB_MODE=offline works
+    without a network.
     """
 
     def __init__(self, project: str, name: str, run_dir: Path):
-        self._wandb = _import("wandb", "wandb")
+        self._wandb = import_package("wandb", "wandb")
         self._project, self._name, self._dir, self._run = project, name, Path(run_dir), None
-        self._uploads = Uploads()
+        self._uploads = UploadQueue()
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._dir.mkdir(parents=True, exist_ok=True)
-        known = _remembered(self._dir / "wandb.id")
+        run_id = read_run_id(self._dir / "wandb.id")
         self._run = self._wandb.init(
-            project=self._project, name=self._name, dir=str(self._dir), id=known, resume="allow" if known else None,
+            project=self._project, name=self._name, dir=str(self._dir), id=run_id, resume="allow" if run_id else None,
             config=valid(info.get("config", {})),
         )  # fmt: skip
         (self._dir / "wandb.id").write_text(self._run.id)
@@ -44,10 +44,10 @@ class WandB:
             self._started().save(str(path), base_path=str(Path(path).parent), policy="now")
 
     def rewind(self, step: int) -> None:
-        """W&B takes no step twice: the first record of each stays."""
+        """Does nothing: W&B keeps the first record of each step."""
 
     def _folder(self, folder: Path) -> None:
-        """Checkpoints are versions of one artifact, `checkpoints-ID`."""
+        """Logs a checkpoint as a version of the artifact `checkpoints-ID`."""
         kind = folder.parent.name
         artifact = self._wandb.Artifact(f"{kind}-{self._started().id}", type=kind)
         artifact.add_dir(str(folder))

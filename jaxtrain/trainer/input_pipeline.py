@@ -12,7 +12,7 @@ from jaxtrain.data.skipped_batches import Skips, batch_of
 DEPTH = 2  # batches made ahead
 
 
-class Feed:
+class BatchFeed:
     """The batch of any step; those of the steps after it are fetched meanwhile. Use as a context manager.
 
     Args:
@@ -25,7 +25,7 @@ class Feed:
         self._fetch, self._skips, self._stop = fetch, skips, stop
         self._next, self._ahead = -1, None
 
-    def at(self, step: int) -> Any:
+    def batch_at(self, step: int) -> Any:
         """The batch of a step, counted from 0. In turn it is ready, or waited for; else fetching begins anew there."""
         if self._ahead is None or step != self._next:
             self.close()
@@ -40,7 +40,7 @@ class Feed:
             self._ahead.close()
             self._ahead = None
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> BatchFeed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):

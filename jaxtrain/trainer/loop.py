@@ -17,9 +17,9 @@ from jaxtrain.callbacks.base import Callback
 from jaxtrain.config import Config
 from jaxtrain.core.program import Program, State
 from jaxtrain.errors import NotSavedError, TrainingError
-from jaxtrain.trackers.console import Screen
-from jaxtrain.trackers.goodput import Ledger
-from jaxtrain.trainer.setup import fresh_directory, open_trainer
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
+from jaxtrain.trainer.setup import new_run_directory, open_trainer
 from jaxtrain.trainer.signals import Signals
 from jaxtrain.trainer.trainer import Trainer
 
@@ -55,8 +55,8 @@ def train(
     run_dir: str | Path | None = None,
     *,
     resume: bool = False,
-    console: Screen | None = None,
-    ledger: Ledger | None = None,
+    console: ConsoleTracker | None = None,
+    ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
@@ -75,8 +75,8 @@ def train(
         DivergedError: steps stay without an update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard: [check@STEPS]`).
     """
-    directory = Path(run_dir) if run_dir is not None else fresh_directory(config)
-    console = console or Screen(config.steps)
+    directory = Path(run_dir) if run_dir is not None else new_run_directory(config)
+    console = console or ConsoleTracker(config.steps)
     trainer, state, step = open_trainer(
         config, directory, console=console, resume=resume, ledger=ledger, callbacks=callbacks
     )
@@ -109,17 +109,17 @@ def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[St
         while step < config.steps and stopped_by is None:
             callbacks.each(Callback.on_step_begin, trainer, step)
             with ledger.phase("data"):
-                batch = batches.at(step)
+                batch = batches.batch_at(step)
             state, metrics = trainer.step(state, batch, step)
             log(trainer, pending)
             callbacks.each(Callback.on_step_dispatched, trainer, step)
             step += 1
             pending = step, metrics
-            ledger.at(step)
+            ledger.begin_step(step)
             state = callbacks.on_step_end(trainer, state, step)
             if step == first + 1:
                 jax.block_until_ready(metrics)
-                seconds = round(trainer.meter.compiled(step), 2)
+                seconds = round(trainer.meter.end_compilation(step), 2)
                 trainer.trackers.event("compiled", step=step, seconds=seconds)
                 trainer.time_stages(state, batch)
             stopped_by = signals.stop_at(step)

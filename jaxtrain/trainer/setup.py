@@ -28,11 +28,11 @@ from jaxtrain.planning.hardware.peak import Peak, device_peak
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding import layout as layouts
 from jaxtrain.sharding.context_parallel import has_tokens
-from jaxtrain.trackers.base import Observers
-from jaxtrain.trackers.build import trackers
-from jaxtrain.trackers.console import Screen
-from jaxtrain.trackers.files import furthest
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.base import TrackerList
+from jaxtrain.trackers.build import build_trackers
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.files import furthest_step
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory
 from jaxtrain.trainer.compatibility import environment
 from jaxtrain.trainer.restore import initial_state, restore
@@ -43,9 +43,9 @@ def open_trainer(
     config: Config,
     directory: Path,
     *,
-    console: Screen,
+    console: ConsoleTracker,
     resume: bool,
-    ledger: Ledger | None = None,
+    ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[Trainer, State, int]:
     """Builds a trainer that is ready for its next step: (trainer, state, finished steps).
@@ -57,7 +57,7 @@ def open_trainer(
         UserError: bad input, a folder that holds another run, or a config that the checkpoint of a resumed run does
             not accept.
     """
-    ledger = ledger or Ledger()
+    ledger = ledger or GoodputLedger()
     devices = runtime.start(config)
     layouts.resolve(config, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
@@ -92,14 +92,14 @@ def open_trainer(
 
 def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
     """Notifies trackers and callbacks of the start."""
-    trainer.ledger.reached = max(furthest(trainer.dir), step)
-    trainer.ledger.at(step)
+    trainer.ledger.furthest_step = max(furthest_step(trainer.dir), step)
+    trainer.ledger.begin_step(step)
     trainer.trackers.start(info | {"step": step})
     trainer.callbacks.each(Callback.on_train_begin, trainer, step)
     trainer.ledger.begin("compile")
 
 
-def open_data(config: Config, console: Screen) -> tuple[Any, dict[str, Any]]:
+def open_data(config: Config, console: ConsoleTracker) -> tuple[Any, dict[str, Any]]:
     """Opens the training data, and the sets to validate on by the prefix of their metrics.
 
     A missing token cache is built.
@@ -122,12 +122,12 @@ def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
 
 def _assemble(
     config: Config, directory: Path, program: Program, data: Any, eval_sets: Any, checkpointer: Checkpointer,
-    console: Screen, ledger: Ledger, ticker: Ticker, callbacks: CallbackList,
+    console: ConsoleTracker, ledger: GoodputLedger, ticker: Ticker, callbacks: CallbackList,
 ) -> Trainer:  # fmt: skip
     is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
     manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
-    observers = Observers(trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
+    observers = TrackerList(build_trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
     items = config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
@@ -138,7 +138,7 @@ def _assemble(
     )  # fmt: skip
 
 
-def fresh_directory(config: Config) -> Path:
+def new_run_directory(config: Config) -> Path:
     """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another.
 
     With several processes it is DIR/NAME and must be new, which `open_trainer` checks: they could not agree on a
@@ -158,7 +158,7 @@ def start_info(trainer: Trainer) -> dict[str, Any]:
     return info | {key: manifest[key] for key in ("mesh", "versions", "processes")}
 
 
-def _cache_progress(console: Screen) -> Any:
+def _cache_progress(console: ConsoleTracker) -> Any:
     shown = {"tenth": -1}
 
     def progress(done: int, total: int) -> None:

@@ -18,11 +18,11 @@ from jaxtrain.core.stage_timing import stage_costs
 from jaxtrain.data.skipped_batches import merged
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.pipeline.schedules.cost import price
-from jaxtrain.trackers.base import Observers
-from jaxtrain.trackers.console import Screen
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.base import TrackerList
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter
-from jaxtrain.trainer.input_pipeline import Feed
+from jaxtrain.trainer.input_pipeline import BatchFeed
 
 
 @dataclass(eq=False)
@@ -47,9 +47,9 @@ class Trainer:
     data: Any
     eval_sets: dict[str, Any]
     checkpointer: Checkpointer
-    trackers: Observers
-    console: Screen
-    ledger: Ledger
+    trackers: TrackerList
+    console: ConsoleTracker
+    ledger: GoodputLedger
     meter: Meter
     ticker: Ticker
     manifest: dict[str, Any]
@@ -60,10 +60,10 @@ class Trainer:
         """Device batches of a data set."""
         return placer(split, self.program)
 
-    def batches(self) -> Feed:
+    def batches(self) -> BatchFeed:
         """Device batches of training, by step, prefetched."""
         fetch = self.callbacks.wrap_fetch(self.place(self.data))
-        return Feed(fetch, lambda: merged(self.manifest.get("skips", ())), self.config.steps)
+        return BatchFeed(fetch, lambda: merged(self.manifest.get("skips", ())), self.config.steps)
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, dict[str, jax.Array]]:
         """Dispatches the step after `step`: (state, metrics on the device)."""
@@ -96,7 +96,7 @@ class Trainer:
         """Returns (state, step) of an earlier step if a callback wants to continue from there."""
         rewound = self.callbacks.first(Callback.rewind, self, state, step)
         if rewound is not None:
-            self.meter.compiled(rewound[1])
+            self.meter.end_compilation(rewound[1])
             self.latest_metrics.clear()
             self.callbacks.each(Callback.on_rewind, self, rewound[1])
         return rewound

@@ -39,13 +39,13 @@ def test_names():
 def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_listed(tmp_path):
     kill_, nan = configured("kill@3", "nan@5")
     faults = (kill_, nan, kill_)
-    assert fault_injection.remaining(faults, tmp_path) == faults
-    fault_injection.remember(tmp_path, "kill@step:3/0")
-    assert fault_injection.remaining(faults, tmp_path) == (nan, kill_)
+    assert fault_injection.remaining_faults(faults, tmp_path) == faults
+    fault_injection.record_fault(tmp_path, "kill@step:3/0")
+    assert fault_injection.remaining_faults(faults, tmp_path) == (nan, kill_)
     with open(tmp_path / fault_injection.FILE, "a") as file:
         file.write('{"fault": "nan@')  # cut by a kill: it did not happen
-    assert fault_injection.remaining(faults, tmp_path) == (nan, kill_)
-    hooks = fault_injection.Faults((kill_,), tmp_path)
+    assert fault_injection.remaining_faults(faults, tmp_path) == (nan, kill_)
+    hooks = fault_injection.FaultInjector((kill_,), tmp_path)
     hooks.trigger("step", 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fault_injection.ENDS, "kill", kill)
@@ -64,7 +64,7 @@ def test_a_run_dies_there_once_and_goes_on_as_if_it_had_not(tmp_path, monkeypatc
     step = int(text.rpartition(":")[2].rpartition("@")[2])
     assert max(tiny.losses(config.run_dir)) in range(step - 3, step + 1)
     assert step not in tiny.saved(config.run_dir)
-    assert fault_injection.fired(config.run_dir) == [text]
+    assert fault_injection.past_faults(config.run_dir) == [fault_injection.describe(one) for one in configured(text)]
     assert tiny.train(config, resume=True).step == 12
     assert tiny.losses(config.run_dir) == tiny.losses(whole.run_dir)
 
@@ -74,8 +74,8 @@ def test_nan_gradients_come_once(tmp_path):
     result = tiny.train(config)
     assert [record["step"] for record in tiny.records(result.run_dir) if record["skipped"]] == [3, 5]
     assert np.isfinite(result.metrics["loss"])
-    assert fault_injection.fired(result.run_dir) == ["nan@3", "nan@5"]
-    assert fault_injection.remaining(config, result.run_dir) == ()
+    assert fault_injection.past_faults(result.run_dir) == ["nan@step:3/0", "nan@step:5/0"]
+    assert fault_injection.remaining_faults(config.debug.faults, result.run_dir) == ()
 
 
 def test_a_full_disk_costs_a_save_and_a_slow_one_time(tmp_path, monkeypatch):
@@ -101,13 +101,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
 
 def test_what_writes_checkpoints_is_wrapped_only_meanwhile_and_only_where_asked(tmp_path):
     real = orbax.write, orbax.start, os.replace
-    with fault_injection.Faults((), tmp_path) as hooks:
+    with fault_injection.FaultInjector((), tmp_path) as hooks:
         assert (orbax.write, orbax.start, os.replace) == real
-        assert hooks.fetch(test_texts) is test_texts
-    with fault_injection.Faults(("kill@save:3",), tmp_path):
+        assert hooks.wrap_fetch(test_names) is test_names
+    with fault_injection.FaultInjector(configured("kill@save:3"), tmp_path):
         assert orbax.write is not real[0]
     assert (orbax.write, orbax.start, os.replace) == real
-    with fault_injection.Faults(("kill@save:3/1",), tmp_path):  # another process's
+    with fault_injection.FaultInjector(configured("kill@save:3/1"), tmp_path):  # another process's
         assert orbax.write is real[0]
     assert not (tmp_path / fault_injection.FILE).exists()
 

@@ -12,7 +12,7 @@ import tiny
 from faults import debug
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.callbacks.bit_digest import bit_sum, digests, odd_ones
+from jaxtrain.callbacks.bit_digest import bit_sum, device_digests, differing_replicas
 from jaxtrain.errors import CorruptionError
 from jaxtrain.trainer import loop
 
@@ -57,10 +57,10 @@ def test_the_replica_that_differs_is_named(mesh, spec, device, named):
     placed = NamedSharding(mesh, spec)
     tree = {"a": jax.device_put(np.arange(16.0, dtype=np.float32), placed), "b": jax.device_put(np.ones(8), placed)}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    sums = digests(abstract, mesh)
-    assert odd_ones(np.asarray(sums(tree)), abstract, mesh) == []
+    sums = device_digests(abstract, mesh)
+    assert differing_replicas(np.asarray(sums(tree)), abstract, mesh) == []
     wrong = {**tree, "a": with_flipped(tree["a"], device)}
-    found = odd_ones(np.asarray(sums(wrong)), abstract, mesh)
+    found = differing_replicas(np.asarray(sums(wrong)), abstract, mesh)
     assert found == ([("a", named)] if named else [])
     assert (np.asarray(sums(wrong)) != np.asarray(sums(tree))).any(axis=1).tolist() == [i == device for i in range(8)]
 

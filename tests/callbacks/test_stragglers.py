@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtrain.callbacks import stragglers
-from jaxtrain.callbacks.stragglers import EVERY, IN_A_ROW, SHARE, SILENCE, Pace, outliers
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.callbacks.stragglers import EVERY, IN_A_ROW, SHARE, SILENCE, StragglerMonitor, outliers
+from jaxtrain.trackers.goodput import GoodputLedger
 
 
 class Clock:
@@ -40,10 +40,10 @@ class Machines:
     def __init__(self, waits, monkeypatch):
         self.clock, board = Clock(), Shared()
         self.waits = list(waits)
-        self.ledgers = [Ledger(clock=self.clock) for _ in self.waits]
+        self.ledgers = [GoodputLedger(clock=self.clock) for _ in self.waits]
         for ledger in self.ledgers:
             ledger.begin("compute")
-        self.paces = [Pace(ledger, index, board) for index, ledger in enumerate(self.ledgers)]
+        self.paces = [StragglerMonitor(ledger, index, board) for index, ledger in enumerate(self.ledgers)]
         self.step, self.warnings, self._patch = 0, [], monkeypatch
 
     def run(self, seconds: int) -> list[str]:
@@ -56,7 +56,7 @@ class Machines:
                     self.clock.now = begun
                     with ledger.phase("data"):
                         self.clock.now = begun + wait
-                    ledger.at(self.step)
+                    ledger.begin_step(self.step)
                 self.clock.now = begun + 0.1
             for index in reversed(range(len(self.paces))):
                 self._patch.setattr(socket, "gethostname", lambda index=index: f"host{index}")

@@ -21,7 +21,7 @@ from jaxtrain.hlo.collectives import report, summary
 from jaxtrain.io import watchdog
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.io.watchdog import DEADLINES, LEAST, Watchdog
-from jaxtrain.trackers.goodput import BUCKETS, Ledger
+from jaxtrain.trackers.goodput import BUCKETS, GoodputLedger
 
 
 class Ended(Exception):
@@ -34,7 +34,7 @@ def end(code: int) -> None:
 
 
 def make(tmp_path: Path, **options):
-    ledger, events = Ledger(), []
+    ledger, events = GoodputLedger(), []
     dog = Watchdog(ledger, tmp_path, lambda kind, **fields: events.append((kind, fields)), end=end, **options)
     return ledger, dog, events
 
@@ -108,7 +108,7 @@ def test_every_change_starts_the_count_anew(tmp_path):
         for _ in range(4):
             dog()
         if step % 2:
-            ledger.at(step)
+            ledger.begin_step(step)
         else:
             with ledger.phase("data"):
                 pass
@@ -176,11 +176,11 @@ def test_a_call_that_fails_is_left_out_and_said(capfd):
 STOPPED = """
 import time, sys
 from pathlib import Path
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.io import watchdog
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.io.watchdog import Watchdog
-ledger = Ledger()
+ledger = GoodputLedger()
 ticker = Ticker(Watchdog(ledger, Path(sys.argv[1]), print, limit=0.6, period=0.05), period=0.05)
 with ledger.phase("data"):
     print("ready", flush=True)

@@ -16,7 +16,7 @@ import jaxtrain
 from jaxtrain.checkpoint import Store
 from jaxtrain.config.schema import Config
 from jaxtrain.nn.env import constant
-from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.console import ConsoleTracker
 
 SIZE = 24
 
@@ -73,7 +73,7 @@ def config(tmp_path: Path, **changes) -> Config:
 
 
 def train(config: Config, resume: bool = False, **options):
-    screen = Screen(config.steps, console=Console(file=io.StringIO(), width=200), live=False)
+    screen = ConsoleTracker(config.steps, console=Console(file=io.StringIO(), width=200), live=False)
     return jaxtrain.train(config, config.run_dir, resume=resume, console=screen, **options)
 
 

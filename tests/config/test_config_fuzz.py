@@ -260,10 +260,14 @@ GOOD = {
     "steps": st.integers(1, 2**31 - 1),
     "step": st.one_of(
         st.fixed_dictionaries({"remat": st.sampled_from(["none", "full", "dots"])}),
-        st.fixed_dictionaries({
-            "remat": st.just("full"),
-            "remat_save": st.dictionaries(st.sampled_from(["q", "up", "residual"]), st.sampled_from(["device", "host"])),
-        }),
+        st.fixed_dictionaries(
+            {
+                "remat": st.just("full"),
+                "remat_save": st.dictionaries(
+                    st.sampled_from(["q", "up", "residual"]), st.sampled_from(["device", "host"])
+                ),
+            }
+        ),
     ),
     "layout": st.sampled_from(["ddp", "fsdp", "hsdp", "tp", "tp_sp", "fsdp_tp", "3d"]),
     "rules": st.dictionaries(

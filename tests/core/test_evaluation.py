@@ -16,8 +16,8 @@ from rich.console import Console
 
 import jaxtrain
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from jaxtrain.inference.runs import evaluate
-from jaxtrain.trackers.console import Screen
+from jaxtrain.inference.model import evaluate
+from jaxtrain.trackers.console import ConsoleTracker
 
 METRICS = {"loss", "cross_entropy", "perplexity", "bits_per_byte"}
 TEXTS = {  # shorter than a row, so that each is read as one piece
@@ -48,7 +48,7 @@ def base(tmp_path: Path) -> dict[str, Any]:
 
 
 def trained(base: dict[str, Any], *overrides: str) -> Any:
-    screen = Screen(4, console=Console(file=io.StringIO()), live=False)
+    screen = ConsoleTracker(4, console=Console(file=io.StringIO()), live=False)
     return jaxtrain.train(jaxtrain.load(None, *overrides, base=base), console=screen)
 
 

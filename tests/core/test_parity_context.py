@@ -12,7 +12,7 @@ import pytest
 from harness import close_trees
 
 from jaxtrain.core.placement import Placer, row_order
-from jaxtrain.inference.generate import Generator, decoding
+from jaxtrain.inference.generate import Generator, decoding_sharder
 from jaxtrain.models.definition import define, make_env
 
 FORMULATIONS = ("gather", "ulysses", "ring")
@@ -75,7 +75,7 @@ def test_generation_on_a_ring():
     prompt, texts = np.array([3, 1, 4, 1, 5], np.int32), []
     for program in (harness.program(model=LIGHT), harness.program(FSDP, RULES, context_parallel="ring", model=LIGHT)):
         tree = program.init()["params"]
-        definition = define(program.config, make_env(program.config, decoding(program.sharder)), 256)
+        definition = define(program.config, make_env(program.config, decoding_sharder(program.sharder)), 256)
         texts.append(list(Generator(definition, 250, temperature=0)(tree, prompt, 8, seed=0, eos=None)))
     assert texts[0] == texts[1]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from harness import close_trees
 
-from jaxtrain.inference.generate import decoding
+from jaxtrain.inference.generate import decoding_sharder
 from jaxtrain.models.definition import define, make_env
 
 RULES = harness.RULES | {"batch": ["data", "fsdp", "expert"], "embed": ["fsdp", "expert"], "expert": "expert"}
@@ -150,7 +150,7 @@ def test_decoding_on_a_mesh_equals_one_device():
     tokens = harness.batch(1)["tokens"][:3, :8]
 
     def logits(run):
-        definition = define(run.config, make_env(run.config, decoding(run.sharder)), 256)
+        definition = define(run.config, make_env(run.config, decoding_sharder(run.sharder)), 256)
         placed = jax.tree.map(lambda p, s: jax.device_put(p, s.sharding), params("gshard"), run.state["params"])
 
         def decode(params):

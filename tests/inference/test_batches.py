@@ -10,7 +10,7 @@ import jaxtrain
 from jaxtrain.config.schema import Config
 from jaxtrain.core.program import build
 from jaxtrain.errors import UserError
-from jaxtrain.inference.generate import Generator, decoding, even_rows
+from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.models.definition import define, make_env
 from jaxtrain.sharding.sharder import Sharder
 
@@ -68,8 +68,8 @@ def test_eight_devices_write_the_same_and_share_out_the_cache(alone, layout):
     cfg = jaxtrain.load(None, *layout, base=base)
     program = build(cfg, 128, jax.devices()[:8])
     placed = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, program.state["params"])
-    rows = even_rows(program.sharder, len(PROMPTS))
-    sharder = decoding(program.sharder, rows)
+    rows = padded_rows(program.sharder, len(PROMPTS))
+    sharder = decoding_sharder(program.sharder, rows)
     generator = Generator(define(cfg, make_env(cfg, sharder), 128), 120, temperature=0)
     assert columns(generator, placed, PROMPTS, 9, eos=None, rows=rows) == expected
     kept = generator._prefill(placed, np.zeros((rows, 16), np.int32), np.full(rows, 4), jax.random.key(0), capacity=20)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.cli.main import main
 from jaxtrain.data.tokenizer import EOS, ByteTokenizer, load_tokenizer, train_bpe
-from jaxtrain.inference.runs import _text
+from jaxtrain.inference.model import _text
 
 TEXT = "the quick brown fox runs over the lazy dog and then it sleeps on a red mat in the house "
 PROMPTS = ["the cat", "a", "dogs and cats run over the house", "why not"]

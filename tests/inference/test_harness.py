@@ -16,8 +16,8 @@ from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.program import build
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import EOS, load_tokenizer, train_bpe
-from jaxtrain.inference import harness
-from jaxtrain.inference.runs import weights
+from jaxtrain.inference import eval_harness
+from jaxtrain.inference.model import load_params
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval (jaxtrain[lm-eval])")
@@ -98,7 +98,7 @@ def test_scores_are_those_of_the_hf_backend(place: Path, peer: Any, tmp_path: Pa
     options = TASKS["local_generation"]["generation_kwargs"]
     said = peer.generate_until(instances("generate_until", [(q, dict(options)) for q in QUESTIONS]))
     tasks(tmp_path, said)
-    got = harness.evaluate_tasks(place / "run", None, [], list(TASKS), include_path=str(tmp_path), rows=3)
+    got = eval_harness.evaluate_tasks(place / "run", None, [], list(TASKS), include_path=str(tmp_path), rows=3)
     manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path))
     want = lm_eval.evaluator.simple_evaluate(
         peer, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, log_samples=False
@@ -109,15 +109,15 @@ def test_scores_are_those_of_the_hf_backend(place: Path, peer: Any, tmp_path: Pa
         assert numbers
         assert {key: got["results"][task][key] for key in numbers} == pytest.approx(numbers, rel=1e-4), task
     assert got["results"]["local_generation"]["exact_match,none"] == 0.5
-    assert len(harness.lines(got)) == 6
+    assert len(eval_harness.format_lines(got)) == 6
 
 
 def test_every_log_likelihood_is_that_of_the_hf_backend(place: Path, peer: Any):
     config, _ = resolve(saved_config(place / "run"), paths=False)
     tokenizer = load_tokenizer(config.data.tokenizer)
     program = build(config, config.model.vocab or tokenizer.vocab, jax.devices()[:8])
-    params = weights(place / "run", None, program)[0]
-    ours = harness.adapter(harness.open_reader(program, tokenizer, params, 3))
+    params = load_params(place / "run", None, program)[0]
+    ours = eval_harness.harness_adapter(eval_harness.open_harness_model(program, tokenizer, params, 3))
     pairs = [(q, " the red mat") for q in QUESTIONS] + [("", "a dog"), (TEXT * 4, " runs"), ("it ", "sleeps")]
     got, want = (lm.loglikelihood(instances("loglikelihood", pairs)) for lm in (ours, peer))
     assert [score for score, _ in got] == pytest.approx([score for score, _ in want], abs=1e-4)
@@ -129,4 +129,4 @@ def test_every_log_likelihood_is_that_of_the_hf_backend(place: Path, peer: Any):
 
 def test_a_task_that_is_not_there_is_said_in_one_line(place: Path):
     with pytest.raises(ValueError, match=r"--tasks: no task nowhere in the harness; --include-path DIR"):
-        harness.evaluate_tasks(place / "run", None, [], ["nowhere"])
+        eval_harness.evaluate_tasks(place / "run", None, [], ["nowhere"])

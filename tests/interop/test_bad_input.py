@@ -193,7 +193,10 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
         ({"qk_norm": "per_head"}, "qwen3"),
         ({"moe": MoeConfig(num_experts=4)}, "mixtral"),
         ({"moe": MoeConfig(num_experts=4), "qk_norm": "per_head"}, "qwen3_moe"),
-        ({"norm": "gemma_rmsnorm", "norm_placement": "sandwich", "embed_multiplier": 8**0.5, "activation": "geglu"}, "gemma2"),
+        (
+            {"norm": "gemma_rmsnorm", "norm_placement": "sandwich", "embed_multiplier": 8**0.5, "activation": "geglu"},
+            "gemma2",
+        ),
         (
             {
                 "norm": "gemma_rmsnorm",

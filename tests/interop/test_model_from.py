@@ -22,7 +22,7 @@ from jaxtrain.interop.safetensors_io import tensors, write_model
 from jaxtrain.interop.tensor_map import PLACES
 from jaxtrain.interop.tensor_slices import parts, whole_shapes
 from jaxtrain.models.decoder_params import decoder_tensors
-from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.console import ConsoleTracker
 
 MODEL = ModelConfig(vocab=260, embed=16, layers=4, heads=4, kv_heads=2, mlp=24, qk_norm="per_head", tie_embeddings=True)
 
@@ -90,7 +90,7 @@ def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
     losses = {}
     for layout in ("layout=ddp", "layout=pp_fsdp mesh.pipeline=2 step.microbatches=2"):
         config = load(None, *options(folder, tmp_path, *layout.split(), f"name={layout[7:10]}"))
-        result = train(config, console=Screen(2, console=Console(quiet=True)))
+        result = train(config, console=ConsoleTracker(2, console=Console(quiet=True)))
         lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
         losses[layout] = [json.loads(line)["loss"] for line in lines]
         table = tensors(folder)["model.embed_tokens.weight"].open()
@@ -102,7 +102,7 @@ def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
     shutil.rmtree(folder)
     run = tmp_path / "runs/ddp"
     again = load(str(run / "config.yaml"), "steps=3")
-    result = train(again, run, resume=True, console=Screen(3, console=Console(quiet=True)))
+    result = train(again, run, resume=True, console=ConsoleTracker(3, console=Console(quiet=True)))
     assert result.step == 3
 
 

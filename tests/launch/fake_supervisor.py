@@ -1,4 +1,4 @@
-"""`jaxtrain launch`, whose workers only do what FOLDER/plan.json says: `python fake_supervisor.py FOLDER ARGUMENTS`."""
+"""`jaxtrain launch` with workers that only follow FOLDER/plan.json: `python fake_supervisor.py FOLDER ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxtrain.cli.arguments import COMMANDS
 from jaxtrain.config import Config
 from jaxtrain.launch.agent import Agent
 from jaxtrain.launch.options import parse_options
-from jaxtrain.launch.policy import Placement
-from jaxtrain.launch.supervisor import lead
+from jaxtrain.launch.supervisor import run_leader
+from jaxtrain.launch.types import Placement
 from jaxtrain.launch.worker_logs import Terminal
 
-# A plan has, for GENERATION.RANK or GENERATION, what a worker does; otherwise it runs until SIGTERM.
+# plan.json maps GENERATION.RANK or GENERATION to the action of a worker; otherwise it runs until SIGTERM.
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -42,21 +42,21 @@ time.sleep(60)
 """
 
 
-class Run:
-    """Fits everything; nothing is ever saved."""
+class FakeJob:
+    """Job that fits any number of processes and never saves."""
 
     is_simulated = True
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def place(self, available: int) -> Placement | None:
+    def largest_placement(self, available: int) -> Placement | None:
         return Placement(available, available, (), "data", Config()) if available else None
 
-    def begin(self, placement: Placement) -> None:
+    def write_config(self, placement: Placement) -> None:
         del placement
 
-    def newest(self) -> int | None:
+    def newest_checkpoint(self) -> int | None:
         return None
 
 
@@ -67,10 +67,10 @@ def command(directory: str) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     COMMANDS["launch"].add_arguments(parser)
-    chosen, terminal = parse_options(parser.parse_args(sys.argv[2:])), Terminal()
-    if chosen.place.node == 0:
-        code = lead(Run(Path(sys.argv[1])), chosen.policy, chosen, command, terminal)
+    options, terminal = parse_options(parser.parse_args(sys.argv[2:])), Terminal()
+    if options.agent.node == 0:
+        code = run_leader(FakeJob(Path(sys.argv[1])), options.policy, options, command, terminal)
     else:
-        code = Agent(chosen.place, command, terminal).run()
+        code = Agent(options.agent, command, terminal).run()
     terminal.close()
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""Arguments, else the environment, else one line that says what is missing."""
+"""Options from arguments, else the environment, else a one-line error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from jaxtrain.cli.arguments import COMMANDS
 from jaxtrain.errors import UserError
 from jaxtrain.launch.options import parse_options, resume_command
-from jaxtrain.launch.supervisor import command
+from jaxtrain.launch.supervisor import worker_command
 
 
 def parsed(*arguments: str, **environ: str):
@@ -20,8 +20,8 @@ def parsed(*arguments: str, **environ: str):
 
 def test_local_listens_on_loopback_alone():
     found = parsed("local", "c.yaml", "steps=3", "--processes", "4", JAXTRAIN_NODES="9", SLURM_NODEID="3")
-    assert found.place.leader == ("127.0.0.1", 0)
-    assert (found.place.node, found.place.slots, found.policy.nodes) == (0, 4, 1)
+    assert found.agent.leader == ("127.0.0.1", 0)
+    assert (found.agent.node, found.agent.slots, found.policy.nodes) == (0, 4, 1)
     assert (found.source, found.overrides) == ("c.yaml", ("steps=3",))
 
 
@@ -31,11 +31,11 @@ def test_a_node_takes_arguments_then_its_own_names_then_slurms():
         "JAXTRAIN_PROCESSES": "2",
     }  # fmt: skip
     found = parsed("node", "c.yaml", **env)
-    assert (found.place.node, found.policy.nodes, found.place.slots) == (6, 8, 2)
-    assert found.place.leader == ("10.0.0.1", 29400)
-    assert found.place.host == ""
-    assert parsed("node", "c.yaml", "--node", "0", **env).place.host == "10.0.0.1"
-    assert parsed("node", "c.yaml", "--node", "7", "--host", "me", **env).place.host == "me"
+    assert (found.agent.node, found.policy.nodes, found.agent.slots) == (6, 8, 2)
+    assert found.agent.leader == ("10.0.0.1", 29400)
+    assert found.agent.host == ""
+    assert parsed("node", "c.yaml", "--node", "0", **env).agent.host == "10.0.0.1"
+    assert parsed("node", "c.yaml", "--node", "7", "--host", "me", **env).agent.host == "me"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_is_missing_or_wrong_is_one_line(arguments, said):
 def test_workers_hear_of_a_deadline_only_where_one_is_given():
     for given, expected in (((), []), (("--deadline=2.5",), ["--deadline=2.5"])):
         chosen = parsed("local", "c.yaml", "--processes=2", *given)
-        assert list(command(chosen.deadline)("/runs/a"))[4:] == ["/runs/a", *expected]
+        assert list(worker_command(chosen.deadline)("/runs/a"))[4:] == ["/runs/a", *expected]
 
 
 def test_the_command_that_goes_on():

@@ -116,6 +116,6 @@ def test_a_node_that_is_not_heard_of_is_left_behind_and_joins_again(tmp_path: Pa
     assert [start["processes"] for start in job.events("start")] == [2, 1, 2]
     assert [end["cause"].replace(" (127.0.0.1)", "") for end in job.events("end")] == [
         "node 1 is lost: it gave no sign of life for 3 s",
-        "node 1 joined: going on with 2 processes",
+        "node 1 joined: continuing with 2 processes",
         "finished",
     ]

@@ -1,4 +1,4 @@
-"""The leader's decisions, with a clock and agents that are told what to do: no sockets, no processes."""
+"""Decisions of the leader, with a fake clock and fake agents: no sockets, no processes."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import Config
-from jaxtrain.launch.leader import KILL, SETTLE, Leader
-from jaxtrain.launch.policy import Phase, Placement, Policy
+from jaxtrain.launch.leader import KILL_TIMEOUT, SETTLE_TIME, Leader
+from jaxtrain.launch.types import Phase, Placement, RestartPolicy
 
 
 @dataclass
-class FakeRun:
-    """Fits any number of processes in `fits`; its newest checkpoint is what a test says."""
+class FakeJob:
+    """Job that fits any number of processes in `fits`; a test sets its newest checkpoint."""
 
     fits: tuple[int, ...] = tuple(range(1, 100))
     step: int | None = None
-    begun: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
     directory: Path = Path("/run")
     is_simulated: bool = True
 
-    def place(self, available: int) -> Placement | None:
+    def largest_placement(self, available: int) -> Placement | None:
         count = max((n for n in self.fits if n <= available), default=0)
         return Placement(count, 2 * count, (), "data", Config()) if count else None
 
-    def begin(self, placement: Placement) -> None:
-        self.begun.append(placement.processes)
+    def write_config(self, placement: Placement) -> None:
+        self.written.append(placement.processes)
 
-    def newest(self) -> int | None:
+    def newest_checkpoint(self) -> int | None:
         return self.step
 
 
 class World:
     """A leader, a clock, and nodes whose workers end when they are killed or asked to stop."""
 
-    def __init__(self, run: FakeRun | None = None, **policy):
+    def __init__(self, job: FakeJob | None = None, **policy):
         self.now = 0.0
-        self.run = run or FakeRun()
-        self.leader = Leader(self.run, Policy(**policy), clock=lambda: self.now)
+        self.job = job or FakeJob()
+        self.leader = Leader(self.job, RestartPolicy(**policy), clock=lambda: self.now)
         self.ranks: dict[int, list[int]] = {}
         self.obeys_stop, self.obeys_kill = True, True
         self.sent: list[tuple[int, str]] = []
 
     def join(self, node: int, slots: int = 1, host: str = "") -> None:
         self.ranks[node] = []
-        self.leader.joined(node, slots, host or f"host{node}", 1000 + node)
+        self.leader.node_joined(node, slots, host or f"host{node}", 1000 + node)
         self.settle()
 
     def exit(self, rank: int, code: int) -> None:
         node = next(n for n, ranks in self.ranks.items() if rank in ranks)
         self.ranks[node].remove(rank)
-        self.leader.exited(node, self.leader.generation, rank, 100 + rank, code)
+        self.leader.worker_exited(node, self.leader.generation, rank, 100 + rank, code)
         if not self.ranks[node]:
-            self.leader.idle(node, self.leader.generation, 2000 + node)
+            self.leader.node_idle(node, self.leader.generation, 2000 + node)
         self.settle()
 
     def lose(self, node: int) -> None:
         del self.ranks[node]
-        self.leader.lost(node, "closed its connection")
+        self.leader.node_lost(node, "closed its connection")
         self.settle()
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
         for node in self.ranks:
-            if node in self.leader.roster.nodes:
-                self.leader.beat(node)
+            if node in self.leader.pool.nodes:
+                self.leader.heartbeat(node)
         self.leader.tick()
         self.settle()
 
     def settle(self) -> None:
-        """Agents do as they are told."""
+        """Lets the agents obey the leader's messages."""
         while self.leader.outbox:
             node, kind, fields = self.leader.outbox.popleft()
             self.sent.append((node, kind))
@@ -83,23 +83,23 @@ class World:
             elif kind == "kill" and self.obeys_kill:
                 self.end(node, -9)
             elif kind == "stop" and self.obeys_stop:
-                self.run.step = (self.run.step or 0) + 1
+                self.job.step = (self.job.step or 0) + 1
                 self.end(node, 75)
 
     def end(self, node: int, code: int) -> None:
         ranks, self.ranks[node] = self.ranks[node], []
         for rank in ranks:
-            self.leader.exited(node, self.leader.generation, rank, 100 + rank, code)
+            self.leader.worker_exited(node, self.leader.generation, rank, 100 + rank, code)
         if ranks:
-            self.leader.idle(node, self.leader.generation, 3000 + node)
+            self.leader.node_idle(node, self.leader.generation, 3000 + node)
 
     @property
     def lines(self) -> list[str]:
-        return [news.line for news in self.leader.news]
+        return [event.line for event in self.leader.events]
 
     @property
     def records(self) -> list[dict]:
-        return [news.record for news in self.leader.news if news.record]
+        return [event.record for event in self.leader.events if event.record]
 
     @property
     def causes(self) -> list[str]:
@@ -117,7 +117,7 @@ def test_it_waits_for_its_nodes_then_starts_with_fresh_addresses():
     world.join(0, slots=2)
     assert world.ranks == {0: [0, 1], 1: [2, 3]}
     assert world.start["address"] == "host0:1000"
-    assert world.start["count"] == 4
+    assert world.start["processes"] == 4
     world.exit(3, -9)
     assert world.start["address"] == "host0:3000"  # a port told after the generation before
     assert world.leader.generation == 2
@@ -163,7 +163,7 @@ def test_a_lost_worker_ends_the_generation_and_the_next_starts_at_once(code, sai
     world = World(nodes=1)
     world.join(0, slots=4)
     world.exit(2, code)
-    world.wait(SETTLE)
+    world.wait(SETTLE_TIME)
     assert world.causes == [said]
     assert world.leader.generation == 2
     assert world.running == 4
@@ -183,7 +183,7 @@ def test_who_did_not_answer_is_the_cause_when_jax_ends_the_others():
     world.join(0, slots=3)
     world.exit(0, -6)
     world.exit(2, -6)
-    world.wait(SETTLE)
+    world.wait(SETTLE_TIME)
     assert world.causes == ["process 1 did not answer its peers, which JAX ended"]
     assert world.running == 3
 
@@ -197,7 +197,7 @@ def test_bad_input_is_not_tried_again_in_the_first_generation():
 
 
 def test_backoff_doubles_and_a_newer_checkpoint_resets_it():
-    world = World(nodes=1, max_restarts=9, failures=99, backoff=1.0)
+    world = World(nodes=1, max_restarts=9, max_failures=99, backoff=1.0)
     world.join(0, slots=1)
 
     def delay() -> float:
@@ -208,14 +208,14 @@ def test_backoff_doubles_and_a_newer_checkpoint_resets_it():
         return world.now - begun
 
     assert [delay() for _ in range(5)] == [0, 1, 2, 4, 8]
-    world.run.step = 10
+    world.job.step = 10
     assert [delay() for _ in range(2)] == [0, 1]
-    world.run.step = 10  # no newer one
+    world.job.step = 10  # no newer one
     assert delay() == 2
 
 
 def test_restarts_without_progress_are_counted_and_the_code_is_passed_on():
-    world = World(nodes=1, max_restarts=2, failures=99)
+    world = World(nodes=1, max_restarts=2, max_failures=99)
     world.join(0, slots=2)
     for _ in range(2):
         world.exit(1, -9)
@@ -226,41 +226,41 @@ def test_restarts_without_progress_are_counted_and_the_code_is_passed_on():
 
 
 def test_a_slot_that_keeps_failing_is_left_out_and_a_spare_takes_its_place():
-    world = World(nodes=1, spares=1, failures=2, max_restarts=9)
+    world = World(nodes=1, spares=1, max_failures=2, max_restarts=9)
     world.join(0, slots=3)
     assert world.running == 2
     for _ in range(2):
         world.exit(1, -9)
         world.wait(60)
-    assert any("slot 1 of node 0 is black-listed after 2 failures" in line for line in world.lines)
+    assert any("slot 1 of node 0 is on the denylist after 2 failures" in line for line in world.lines)
     assert world.start["slots"] == [0, 2]
     for _ in range(2):
         world.exit(1, -9)
         world.wait(60)
     assert world.start["slots"] == [0]  # no spare is left
-    world.run.step = 5
+    world.job.step = 5
     world.exit(0, -9)
     assert world.start["slots"] == [0]  # progress does not bring a listed one back
 
 
 def test_progress_forgives_a_slot():
-    world = World(nodes=1, failures=2, max_restarts=9)
+    world = World(nodes=1, max_failures=2, max_restarts=9)
     world.join(0, slots=2)
     for step in range(1, 5):
-        world.run.step = step
+        world.job.step = step
         world.exit(1, -9)
         world.wait(60)
     assert world.running == 2
 
 
 def test_a_node_that_keeps_failing_is_left_out_whole_unless_it_is_the_only_one():
-    world = World(nodes=2, failures=2, max_restarts=9)
+    world = World(nodes=2, max_failures=2, max_restarts=9)
     world.join(0, slots=2)
     world.join(1, slots=2)
     world.exit(2, -9)
     world.exit(3, -9)
     world.wait(60)
-    assert any("node 1 is black-listed" in line for line in world.lines)
+    assert any("node 1 is on the denylist" in line for line in world.lines)
     assert world.ranks == {0: [0, 1], 1: []}
     world.exit(0, -9)
     world.wait(60)
@@ -282,24 +282,24 @@ def test_shrink_and_grow():
     world.join(2)
     assert "stop" in [kind for _, kind in world.sent]
     assert world.running == 3
-    assert world.causes[-1] == "node 2 (host2) joined: going on with 3 processes"
+    assert world.causes[-1] == "node 2 (host2) joined: continuing with 3 processes"
     world.join(3)
-    assert world.run.begun == [4, 3, 2, 3, 4]
+    assert world.job.written == [4, 3, 2, 3, 4]
     assert world.leader.generation == 5
 
 
 def test_a_node_that_would_not_make_it_larger_does_not_stop_it():
-    world = World(FakeRun(fits=(1, 2, 4)), nodes=2)
+    world = World(FakeJob(fits=(1, 2, 4)), nodes=2)
     world.join(0)
     world.join(1)
     world.join(2)
     assert world.leader.generation == 1
     world.join(3)
-    assert world.run.begun == [2, 4]
+    assert world.job.written == [2, 4]
 
 
 def test_what_does_not_fit_stays_idle_and_is_said():
-    world = World(FakeRun(fits=(1, 2, 4)), nodes=1)
+    world = World(FakeJob(fits=(1, 2, 4)), nodes=1)
     world.join(0, slots=3)
     assert world.running == 2
     assert world.records[0]["idle"] == 1
@@ -307,7 +307,7 @@ def test_what_does_not_fit_stays_idle_and_is_said():
 
 
 def test_on_too_few_nodes_for_any_mesh_it_waits_for_them_to_come_back():
-    world = World(FakeRun(fits=(2,)), nodes=2, join_timeout=60)
+    world = World(FakeJob(fits=(2,)), nodes=2, join_timeout=60)
     world.join(0)
     world.join(1)
     world.lose(1)
@@ -315,7 +315,7 @@ def test_on_too_few_nodes_for_any_mesh_it_waits_for_them_to_come_back():
     assert "expected an axis of -1, or --fallback; waiting 60 s" in world.lines[-1]
     world.wait(59)
     world.join(1)
-    assert world.run.begun == [2, 2]
+    assert world.job.written == [2, 2]
     world.lose(1)
     world.wait(2)
     world.wait(61)
@@ -330,7 +330,7 @@ def test_silence_is_a_loss_and_words_are_signs_of_life():
         world.wait(15)
     assert world.leader.generation == 1
     world.now += 21
-    world.leader.beat(0)
+    world.leader.heartbeat(0)
     del world.ranks[1]
     world.leader.tick()
     world.settle()
@@ -345,14 +345,14 @@ def test_a_node_that_does_not_get_rid_of_its_workers_is_lost():
     world.obeys_kill = False
     world.exit(0, -9)
     assert world.leader.phase is Phase.ENDING
-    world.wait(KILL + 1)
-    assert world.run.begun == [2, 1]
+    world.wait(KILL_TIMEOUT + 1)
+    assert world.job.written == [2, 1]
 
 
 def test_a_signal_saves_and_ends_the_job():
     world = World(nodes=1)
     world.join(0, slots=2)
-    world.leader.signalled(0, 15)
+    world.leader.signal_received(0, 15)
     world.settle()
     assert world.leader.code == 75
     assert world.causes == ["signal 15"]
@@ -362,7 +362,7 @@ def test_a_signal_before_the_workers_can_save():
     world = World(nodes=1)
     world.join(0, slots=2)
     world.obeys_stop = False
-    world.leader.signalled(0, 15)
+    world.leader.signal_received(0, 15)
     world.settle()
     world.exit(0, -15)
     assert world.leader.code == 75
@@ -372,7 +372,7 @@ def test_a_worker_lost_while_it_saves_is_not_called_saved():
     world = World(nodes=1)
     world.join(0, slots=2)
     world.obeys_stop = False
-    world.leader.signalled(0, 15)
+    world.leader.signal_received(0, 15)
     world.settle()
     world.exit(0, -9)
     assert world.leader.code == 137
@@ -383,10 +383,10 @@ def test_the_second_signal_ends_it_at_once_but_not_that_of_another_node():
     world.join(0)
     world.join(1)
     world.obeys_stop = False
-    world.leader.signalled(0, 15)
-    world.leader.signalled(1, 15)
+    world.leader.signal_received(0, 15)
+    world.leader.signal_received(1, 15)
     assert world.leader.code is None
-    world.leader.signalled(0, 15, again=True)
+    world.leader.signal_received(0, 15, is_repeated=True)
     assert world.leader.code == 143
 
 
@@ -414,7 +414,7 @@ def test_a_stop_that_hangs_is_bounded():
     world = World(nodes=1, stop_timeout=100)
     world.join(0, slots=2)
     world.obeys_stop = False
-    world.leader.signalled(0, 15)
+    world.leader.signal_received(0, 15)
     world.settle()
     world.wait(101)
     assert world.leader.code == 1
@@ -428,7 +428,7 @@ def test_a_disk_that_takes_nothing_is_tried_again(monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.run, "begin", full)
+        patch.setattr(world.job, "write_config", full)
         world.join(0)
         assert world.running == 0
     world.wait(11)
@@ -437,21 +437,21 @@ def test_a_disk_that_takes_nothing_is_tried_again(monkeypatch):
 
 
 def test_generations_go_on_counting_where_an_earlier_launch_ended():
-    leader = Leader(FakeRun(), Policy(), generation=7, clock=lambda: 0.0)
-    leader.joined(0, 1, "h", 1)
+    leader = Leader(FakeJob(), RestartPolicy(), generation=7, clock=lambda: 0.0)
+    leader.node_joined(0, 1, "h", 1)
     assert leader.generation == 8
     assert leader.phase is Phase.RUNNING
 
 
 def test_each_node_copies_to_its_own_memory_and_then_to_the_next_ones():
-    leader, told = Leader(FakeRun(), Policy(nodes=4, memory=2), clock=lambda: 0.0), {}
+    leader, told = Leader(FakeJob(), RestartPolicy(nodes=4, memory_every=2), clock=lambda: 0.0), {}
     for node, port in ((2, 22), (0, 20), (3, 0), (1, 21)):  # node 3 has none
-        leader.joined(node, 1, f"h{node}", 1000, port)
+        leader.node_joined(node, 1, f"h{node}", 1000, port)
     while leader.outbox:
         node, kind, fields = leader.outbox.popleft()
         told[node] = fields
-        assert (kind, fields["memory"]) == ("start", 2)
-    assert [told[node]["stocks"] for node in range(4)] == [
+        assert (kind, fields["memory_every"]) == ("start", 2)
+    assert [told[node]["memory_addresses"] for node in range(4)] == [
         ["h0:20", "h1:21", "h2:22"], ["h1:21", "h2:22", "h0:20"], ["h2:22", "h0:20", "h1:21"],
         ["h0:20", "h1:21", "h2:22"],
     ]  # fmt: skip
@@ -461,14 +461,14 @@ def test_each_node_copies_to_its_own_memory_and_then_to_the_next_ones():
 
 def test_a_newer_step_in_memory_is_progress_like_a_checkpoint():
     for kept, generations in ((lambda n: n, 12), (lambda n: -1, 3), (lambda n: 5, 3)):
-        world = World(max_restarts=2, failures=100, backoff=1.0)
+        world = World(max_restarts=2, max_failures=100, backoff=1.0)
         world.join(0)
         for number in range(11):
             if world.leader.phase is Phase.OVER:
                 break
             world.ranks[0] = []
-            world.leader.exited(0, world.leader.generation, 0, 1, -9)
-            world.leader.idle(0, world.leader.generation, 1, kept(number))
+            world.leader.worker_exited(0, world.leader.generation, 0, 1, -9)
+            world.leader.node_idle(0, world.leader.generation, 1, kept(number))
             world.settle()
             world.wait(100)
         assert world.leader.generation == generations

@@ -1,4 +1,4 @@
-"""Messages: what one side encodes the other decodes, and nothing else is taken."""
+"""Messages of the launcher: decoding returns what was encoded, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import socket
 import pytest
 
 from jaxtrain.errors import ProtocolError
-from jaxtrain.launch.protocol import LIMIT, Channel, Closed, decode, encode
+from jaxtrain.launch.protocol import MAX_BYTES, Channel, ConnectionClosed, decode, encode
 
 EXIT = {"generation": 3, "rank": 1, "pid": 77, "code": -9}
-IDLE = {"generation": 3, "port": 5, "kept": -1}
+IDLE = {"generation": 3, "port": 5, "memory_step": -1}
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ class Unix(Channel):
 def test_what_is_sent_arrives_in_whatever_pieces(pair):
     a, b = pair
     channel, got = Unix(b), []
-    data = encode("exit", **EXIT) + encode("beat") + encode("idle", **IDLE)
+    data = encode("exit", **EXIT) + encode("heartbeat") + encode("idle", **IDLE)
     for i in range(0, len(data), 7):
         a.sendall(data[i : i + 7])
         got += channel.receive()
-    assert got == [{"kind": "exit", **EXIT}, {"kind": "beat"}, {"kind": "idle", **IDLE}]
+    assert got == [{"kind": "exit", **EXIT}, {"kind": "heartbeat"}, {"kind": "idle", **IDLE}]
     a.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ConnectionClosed):
         channel.receive()
 
 
@@ -57,7 +57,7 @@ def test_what_is_sent_arrives_in_whatever_pieces(pair):
         json.dumps({"kind": "exit", **EXIT, "rank": "1"}).encode(),
         json.dumps({"kind": "exit", "rank": 1}).encode(),
         b"[" * 30000,
-        pickle.dumps({"kind": "beat"}),
+        pickle.dumps({"kind": "heartbeat"}),
     ],
 )
 def test_what_is_no_message_is_refused(line):
@@ -68,9 +68,9 @@ def test_what_is_no_message_is_refused(line):
 def test_a_message_is_bounded(pair):
     a, b = pair
     channel = Unix(b)
-    with pytest.raises(ProtocolError, match=str(LIMIT)):
-        encode("end", code=1, text="x" * LIMIT)
-    a.sendall(b"x" * LIMIT)
+    with pytest.raises(ProtocolError, match=str(MAX_BYTES)):
+        encode("end", code=1, text="x" * MAX_BYTES)
+    a.sendall(b"x" * MAX_BYTES)
 
     def receive_all():
         while True:

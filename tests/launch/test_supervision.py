@@ -1,4 +1,4 @@
-"""Supervisors and agents as real processes, over workers that crash, hang and are killed as they are told."""
+"""Supervisors and agents as real processes, with fake workers that crash, hang and are killed on request."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_lost_node_shrinks_the_job_and_one_that_joins_makes_it_larger(scene: S
     assert (finished(first), finished(third)) == (0, 0), scene.terminal()
     causes = [cause for cause, _ in scene.ends()]
     assert causes[0] == "node 1 (127.0.0.1) is lost: it closed its connection"
-    assert causes[1] == "node 1 (127.0.0.1) joined: going on with 2 processes"
+    assert causes[1] == "node 1 (127.0.0.1) joined: continuing with 2 processes"
 
 
 def test_a_node_that_is_not_heard_of_is_done_without_and_comes_back(scene: Scene):
@@ -205,8 +205,9 @@ def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(sc
         scene.start("node", "x", "--nodes=2", "--node=1", f"--coordinator={address}", "--processes=1", "--heartbeat=4")
         connection, _ = silent.accept()
         with connection:
-            start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "count": 1, "devices": 1}
-            start |= {"simulated": True, "slots": [0], "ranks": [0], "memory": 0, "token": "", "stocks": []}
+            start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "processes": 1}
+            start |= {"devices_per_process": 1, "is_simulated": True, "slots": [0], "ranks": [0], "memory_every": 0}
+            start |= {"token": "", "memory_addresses": []}
             connection.sendall(encode("start", **start))
             begun = time.monotonic()
             worker = scene.pid(1, 0)
@@ -230,7 +231,7 @@ def test_a_stranger_is_no_agent(scene: Scene):
     first = node(0)
     until(lambda: (scene.folder / "launch.jsonl").exists(), "no leader")
     port = int(first.args[first.args.index("x") + 2].rpartition(":")[2])
-    for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind":"beat"}\n', b"x" * (1 << 17)):
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind":"heartbeat"}\n', b"x" * (1 << 17)):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             try:
                 stranger.sendall(data)

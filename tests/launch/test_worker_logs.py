@@ -1,4 +1,4 @@
-"""One log: process 0 speaks for the run, the others only of trouble, and the files have everything."""
+"""Terminal: all lines of process 0, only problems of the others; the files have everything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pty
 import subprocess
 import sys
 
-from jaxtrain.launch.worker_logs import Log, Terminal
+from jaxtrain.launch.worker_logs import Terminal, WorkerLog
 
 TRACE = b"""Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -20,7 +20,7 @@ after
 
 def test_process_0_passes_through_and_others_only_in_trouble(tmp_path, capsys):
     terminal = Terminal()
-    first, second = Log(tmp_path / "0.log", 0, terminal), Log(tmp_path / "1.log", 1, terminal)
+    first, second = WorkerLog(tmp_path / "0.log", 0, terminal), WorkerLog(tmp_path / "1.log", 1, terminal)
     first.add("out", b"step 1/2  lo")
     first.add("out", b"ss 3\nnext  jaxtrain resume runs/a\nlast")
     first.add("err", b"E0000 00:00:1700000000.000000 12 a.cc:1] noise\nsaid\n")
@@ -40,10 +40,10 @@ def test_process_0_passes_through_and_others_only_in_trouble(tmp_path, capsys):
 
 def test_what_several_say_alike_is_shown_once(tmp_path, capsys):
     terminal = Terminal()
-    logs = [Log(tmp_path / f"{rank}.log", rank, terminal) for rank in (1, 2)]
+    logs = [WorkerLog(tmp_path / f"{rank}.log", rank, terminal) for rank in (1, 2)]
     for log in logs:
         log.add("err", b"jaxtrain: mesh: does not fit\n")
-    terminal.begin()
+    terminal.start_generation()
     logs[1].add("err", b"jaxtrain: mesh: does not fit\n")
     logs[1].is_quiet = True
     logs[1].add("err", b"jaxtrain: another\n")

@@ -1,4 +1,4 @@
-"""What a worker is started with, and how it leaves."""
+"""Environment of a worker, and its exit."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import sys
 import pytest
 
 from jaxtrain.checkpoint.memory.client import Nodes, nodes
-from jaxtrain.launch.workers import environment
+from jaxtrain.launch.workers import worker_environment
 
 START = {
-    "kind": "start", "generation": 3, "run": "/run", "address": "10.0.0.1:77", "count": 6, "devices": 2,
-    "simulated": False, "slots": [1], "ranks": [4], "memory": 0, "token": "t", "stocks": [],
+    "kind": "start", "generation": 3, "run": "/run", "address": "10.0.0.1:77", "processes": 6, "devices_per_process": 2,
+    "is_simulated": False, "slots": [1], "ranks": [4], "memory_every": 0, "token": "t", "memory_addresses": [],
 }  # fmt: skip
 
 
 def test_a_worker_knows_the_others_and_sees_its_own_gpus():
-    env = environment(START, 4, 1, {"HOME": "/h", "JAX_PROCESS_ID": "9"}, 30)
+    env = worker_environment(START, 4, 1, {"HOME": "/h", "JAX_PROCESS_ID": "9"}, 30)
     assert env["JAX_COORDINATOR_ADDRESS"] == "10.0.0.1:77"
     assert (env["JAX_NUM_PROCESSES"], env["JAX_PROCESS_ID"], env["JAXTRAIN_GENERATION"]) == ("6", "4", "3")
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert env["JAX_LOCAL_DEVICE_IDS"] == "0,1"
     assert "XLA_FLAGS" not in env
     assert env["HOME"] == "/h"
-    assert environment(START, 4, 1, {"CUDA_VISIBLE_DEVICES": "7,5,3,1"}, 30)["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert worker_environment(START, 4, 1, {"CUDA_VISIBLE_DEVICES": "7,5,3,1"}, 30)["CUDA_VISIBLE_DEVICES"] == "3,1"
 
 
 def test_a_worker_knows_where_to_copy_its_state_if_it_is_to():
-    assert nodes(environment(START | {"stocks": ["10.0.0.2:5"]}, 4, 1, {}, 30)) is None
-    assert nodes(environment(START | {"memory": 2}, 4, 1, {}, 30)) is None  # no node has room for it
-    env = environment(START | {"memory": 2, "stocks": ["10.0.0.2:5", "::1:6"]}, 4, 1, {}, 30)
+    assert nodes(worker_environment(START | {"memory_addresses": ["10.0.0.2:5"]}, 4, 1, {}, 30)) is None
+    assert nodes(worker_environment(START | {"memory_every": 2}, 4, 1, {}, 30)) is None  # no node has room for it
+    env = worker_environment(START | {"memory_every": 2, "memory_addresses": ["10.0.0.2:5", "::1:6"]}, 4, 1, {}, 30)
     assert nodes(env) == Nodes(2, 3, "t", (("10.0.0.2", 5), ("::1", 6)))
 
 
 def test_simulated_devices_wait_for_others_only_so_long():
-    start = START | {"simulated": True}
-    env = environment(start, 4, 1, {"XLA_FLAGS": "--xla_a=1"}, 30)
+    start = START | {"is_simulated": True}
+    env = worker_environment(start, 4, 1, {"XLA_FLAGS": "--xla_a=1"}, 30)
     assert env["XLA_FLAGS"] == "--xla_a=1 --xla_cpu_collective_timeout_seconds=30"
     assert env["JAX_PLATFORMS"] == "cpu"
     own = {"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=5"}
-    assert environment(start, 4, 1, own, 30)["XLA_FLAGS"] == own["XLA_FLAGS"]
+    assert worker_environment(start, 4, 1, own, 30)["XLA_FLAGS"] == own["XLA_FLAGS"]
 
 
 LEAVE = """

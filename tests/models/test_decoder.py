@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_decoder
 import pytest
-
 from remat import remat as saving
+
 from jaxtrain.config.schema import Config
 from jaxtrain.models.definition import define, make_env
 from jaxtrain.sharding.sharder import Sharder

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from remat import remat as saving
+
 from jaxtrain.config.schema import Config, ModelConfig
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.losses.terms import parted

@@ -163,7 +163,9 @@ def test_names_decide(names, matrix, orthogonal, sides):
 
 def test_names_of_the_wrong_length():
     with pytest.raises(ValueError, match=r"parameter a\.b: 1 logical names \('embed',\) for shape \(2, 3\)"):
-        optimizer(config("adamw"), rate(1), {"a": {"b": ("embed",)}}, {"a": {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
+        optimizer(
+            config("adamw"), rate(1), {"a": {"b": ("embed",)}}, {"a": {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}}
+        )
 
 
 @settings(max_examples=50, deadline=None)

@@ -47,7 +47,9 @@ def test_milestones():
     assert float(lr(100)) == 0
 
 
-@pytest.mark.parametrize("extreme", [{"decay_fraction": 0.0}, {"decay_fraction": 1.0}, {"min_lr_ratio": 1.0}, {"peak": 0.0}])
+@pytest.mark.parametrize(
+    "extreme", [{"decay_fraction": 0.0}, {"decay_fraction": 1.0}, {"min_lr_ratio": 1.0}, {"peak": 0.0}]
+)
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 def test_always_finite(name, extreme):
     extreme = dict(extreme)

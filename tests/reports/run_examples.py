@@ -50,7 +50,7 @@ class Folder:
             file.write(json.dumps(record) + "\n")
 
 
-def three_lives(path: Path, text: str = "cannot be deleted") -> Folder:
+def three_attempts(path: Path, text: str = "cannot be deleted") -> Folder:
     """Killed after 100 s, hung after 50 s more, finished; down for 20 s and 10 s between."""
     run = Folder(path)
     run.event(10, "start", step=0, name="my run", steps=30, processes=2)

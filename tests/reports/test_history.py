@@ -6,35 +6,35 @@ import json
 import math
 
 import pytest
-from run_examples import BEGAN, Folder, three_lives
+from run_examples import BEGAN, Folder, three_attempts
 
 from jaxtrain.checkpoint import Committed
 from jaxtrain.checkpoint.events import Copied
 from jaxtrain.errors import UserError
-from jaxtrain.reports.history import ALL, as_dict, read, said
+from jaxtrain.reports.history import ALL_BUCKETS, as_dict, format_seconds, read_history
 
 
 def test_every_second_from_the_first_start_to_the_last_word(tmp_path):
-    three_lives(tmp_path)
-    run = read(tmp_path)
-    assert [life.began - BEGAN for life in run.lives] == pytest.approx([0, 120, 180])
+    three_attempts(tmp_path)
+    run = read_history(tmp_path)
+    assert [attempt.began - BEGAN for attempt in run.attempts] == pytest.approx([0, 120, 180])
     assert run.elapsed == pytest.approx(280)
     assert sum(run.seconds.values()) == pytest.approx(280)
     expected = {
         "compute": 120, "data": 24, "compile": 40, "init": 28, "checkpoint": 10, "restore": 2, "eval": 10, "replay": 15,
-        "down": 20 + 10 + 1,  # and the second that the second life had not written when it hung
+        "down": 20 + 10 + 1,  # and the second that the second attempt had not written when it hung
     }  # fmt: skip
     assert run.seconds == pytest.approx(expected)
-    assert run.seconds.keys() == ALL.keys()
+    assert run.seconds.keys() == ALL_BUCKETS.keys()
     assert run.goodput == pytest.approx(120 / 280)
 
 
 def test_how_each_life_ended(tmp_path):
-    three_lives(tmp_path)
-    run = read(tmp_path)
-    assert [(life.first, life.last) for life in run.lives] == [(0, 15), (10, 20), (20, 30)]
-    killed, hung, finished = (life.cause for life in run.lives)
-    assert killed == "killed without a word"
+    three_attempts(tmp_path)
+    run = read_history(tmp_path)
+    assert [(attempt.first, attempt.last) for attempt in run.attempts] == [(0, 15), (10, 20), (20, 30)]
+    killed, hung, finished = (attempt.cause for attempt in run.attempts)
+    assert killed == "killed"
     assert hung == "process 1 on h1 hung in data, see hang-1.txt"
     assert finished == run.state == "finished"
 
@@ -44,11 +44,11 @@ def test_who_hung_counts_more_than_who_was_torn_down_by_it(tmp_path):
     folder.event(0, "start", step=0, name="run")
     folder.event(50, "hang", step=3, phase="data", process=1, host="h", file="hang-1.txt")
     folder.event(51, "stop", step=3, reason="ValueError: connection closed by peer")
-    assert read(tmp_path).state == "stopped: process 1 on h hung in data, see hang-1.txt"
+    assert read_history(tmp_path).state == "stopped: process 1 on h hung in data, see hang-1.txt"
 
 
 def test_a_supervisor_knows_causes_and_generations_that_never_trained(tmp_path):
-    folder = three_lives(tmp_path)
+    folder = three_attempts(tmp_path)
     folder.launch(-1, "start", 1, processes=2)
     folder.launch(101, "end", 1, processes=2, cause="process 1 (pid 7) was killed by signal 9")
     folder.launch(102, "start", 2, processes=2)
@@ -58,12 +58,12 @@ def test_a_supervisor_knows_causes_and_generations_that_never_trained(tmp_path):
     folder.launch(179, "start", 4, processes=1)
     folder.launch(281, "end", 4, processes=1, cause="finished")
     folder.broken("launch.jsonl")
-    run = read(tmp_path)
-    assert [life.generation for life in run.lives] == [1, 3, 4]
-    assert run.lives[0].cause == "process 1 (pid 7) was killed by signal 9"
-    assert run.lives[1].cause.endswith("see hang-1.txt (process 1 (pid 11) was hung (exit code 70))")
-    assert run.lives[2].cause == "finished"
-    assert [event["generation"] for event in run.failed] == [2]
+    run = read_history(tmp_path)
+    assert [attempt.generation for attempt in run.attempts] == [1, 3, 4]
+    assert run.attempts[0].cause == "process 1 (pid 7) was killed by signal 9"
+    assert run.attempts[1].cause.endswith("see hang-1.txt (process 1 (pid 11) was hung (exit code 70))")
+    assert run.attempts[2].cause == "finished"
+    assert [event["generation"] for event in run.failed_generations] == [2]
 
 
 def test_a_live_run_and_one_that_is_silent(tmp_path):
@@ -73,17 +73,17 @@ def test_a_live_run_and_one_that_is_silent(tmp_path):
     folder.broken("events.jsonl")
     folder.steps(1, 6)
     folder.broken("metrics.jsonl")
-    assert read(tmp_path, BEGAN + 30).state == "running: training steps"
-    assert read(tmp_path, BEGAN + 7225).state == "silent for 2:00 h: killed, or on another clock"
-    assert read(tmp_path, BEGAN + 30).goodput == pytest.approx(0.8)
-    assert read(tmp_path, BEGAN + 30).step == 6
+    assert read_history(tmp_path, BEGAN + 30).state == "running: training steps"
+    assert read_history(tmp_path, BEGAN + 7225).state == "silent for 2:00 h: killed, or its clock differs"
+    assert read_history(tmp_path, BEGAN + 30).goodput == pytest.approx(0.8)
+    assert read_history(tmp_path, BEGAN + 30).step == 6
 
 
 def test_a_run_without_a_ledger_has_no_goodput(tmp_path):
     folder = Folder(tmp_path)
     folder.event(0, "start", step=0, name="old")
     folder.event(50, "stop", step=3, reason="DivergedError: loss nan")
-    run = read(tmp_path)
+    run = read_history(tmp_path)
     assert run.goodput is None
     assert (run.seconds["down"], run.state) == (50, "stopped: DivergedError: loss nan")
 
@@ -95,18 +95,18 @@ def test_what_happens_as_it_should_is_no_news(tmp_path):
     for event in (Committed(4, 10, 0.1, 0.0), Copied(4, "s3://b/run", 10, 0.1)):
         folder.event(1, event.kind, **event.shown())
     folder.event(2, "rollback", step=4, spike=6)
-    run = read(tmp_path)
-    assert [event["kind"] for event in run.others] == ["rollback"]
+    run = read_history(tmp_path)
+    assert [event["kind"] for event in run.other_events] == ["rollback"]
     assert len(run.saves) == 1
 
 
-def test_lives_that_overlap_by_a_clock_set_back_are_never_negative(tmp_path):
+def test_attempts_that_overlap_by_a_clock_set_back_are_never_negative(tmp_path):
     folder = Folder(tmp_path)
     folder.event(5, "start", step=0, name="run")
     folder.ledger(100, 7, compute=100.0)
     folder.event(60, "resume", step=5, name="run")
     folder.ledger(90, 9, compute=40.0)
-    run = read(tmp_path)
+    run = read_history(tmp_path)
     assert run.seconds["down"] == 0
     assert sum(run.seconds.values()) == run.elapsed == 140
 
@@ -117,7 +117,7 @@ def test_series_take_numbers_as_they_are_written(tmp_path):
     folder.steps(1, 3)
     folder.steps(2, 2, loss="nan")
     folder.steps(4, 4, loss=None)
-    run = read(tmp_path)
+    run = read_history(tmp_path)
     steps, values = zip(*run.series("loss"))
     assert steps == (1, 2, 3)
     assert math.isnan(values[1])
@@ -126,30 +126,30 @@ def test_series_take_numbers_as_they_are_written(tmp_path):
 @pytest.mark.parametrize("write", [lambda folder: None, lambda folder: folder.broken("events.jsonl")])
 def test_what_is_no_run_is_refused_in_one_line(tmp_path, write):
     write(Folder(tmp_path))
-    with pytest.raises(UserError, match=r"not a run .*expected the folder that `jaxtrain train` printed"):
-        read(tmp_path)
+    with pytest.raises(UserError, match=r"not a run .*expected the directory that `jaxtrain train` printed"):
+        read_history(tmp_path)
 
 
 @pytest.mark.parametrize("line", ['{"kind": "ledger"}', "7", '{"time": "now", "kind": "start"}', "\x00\xff"])
 def test_lines_of_another_kind_are_passed_over(tmp_path, line):
-    folder = three_lives(tmp_path)
+    folder = three_attempts(tmp_path)
     with (folder.path / "events.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert read(tmp_path).elapsed == pytest.approx(280)
+    assert read_history(tmp_path).elapsed == pytest.approx(280)
 
 
 def test_fields_of_another_kind_do_no_harm(tmp_path):
-    folder = three_lives(tmp_path)
+    folder = three_attempts(tmp_path)
     folder.event(280, "ledger", step="x", elapsed=None, seconds={"compute": "much", "lunch": 5})
     folder.event(280, "stop", step=[], reason=None)
-    read(tmp_path)
+    read_history(tmp_path)
 
 
 def test_json(tmp_path):
-    three_lives(tmp_path)
-    found = json.loads(json.dumps(as_dict(read(tmp_path))))
+    three_attempts(tmp_path)
+    found = json.loads(json.dumps(as_dict(read_history(tmp_path))))
     assert found["goodput"] == pytest.approx(120 / 280)
-    assert [life["cause"] for life in found["lives"]][2] == "finished"
+    assert [attempt["cause"] for attempt in found["attempts"]][2] == "finished"
     assert found["last"] == {"loss": pytest.approx(1 / 6), "eval/loss": 0.25, "eval/cross_entropy": 0.25}
     assert found["tokens_per_sec"] == pytest.approx(3000 / 280)
 
@@ -160,4 +160,4 @@ def test_json(tmp_path):
      (3600, "1:00 h"), (48 * 3600, "2.0 days")],
 )  # fmt: skip
 def test_times_are_said_in_units_that_suit_them(seconds, expected):
-    assert said(seconds) == expected
+    assert format_seconds(seconds) == expected

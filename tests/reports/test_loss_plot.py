@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from jaxtrain.reports import loss_plot as plot
-from jaxtrain.reports.loss_plot import loss_plot
-from jaxtrain.trackers.files import Files
+from jaxtrain.reports.loss_plot import plot_loss
+from jaxtrain.trackers.files import JsonlTracker
 
 
 def run(run_dir, losses, evals=(), entropy=None):
-    files = Files(run_dir)
+    files = JsonlTracker(run_dir)
     files.start({"step": 0, "name": "my run"} | ({} if entropy is None else {"unigram_entropy": entropy}))
     for step, loss in enumerate(losses, 1):
         files.log(step, {"loss": loss, "lr": 1e-3 / step})
@@ -26,12 +26,12 @@ def drawn(monkeypatch, run_dir):
 
     kept = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: kept.append(self))
-    loss_plot(run_dir)
+    plot_loss(run_dir)
     return kept[0].axes
 
 
 def test_png(tmp_path):
-    path = loss_plot(run(tmp_path, np.linspace(5, 1, 200), [(100, 3.2)], entropy=3.1))
+    path = plot_loss(run(tmp_path, np.linspace(5, 1, 200), [(100, 3.2)], entropy=3.1))
     assert path == tmp_path / "loss.png"
     image = matplotlib.image.imread(path)
     assert image.shape[0] > 600
@@ -69,9 +69,9 @@ def test_smoothed_mean():
 
 @pytest.mark.parametrize("losses", [[float("nan")] * 3, [2.0], [2.0, 2.0], [float("inf"), 1.0]], ids=str)
 def test_odd_runs_still_draw(tmp_path, losses):
-    assert loss_plot(run(tmp_path, losses)).stat().st_size > 1000
+    assert plot_loss(run(tmp_path, losses)).stat().st_size > 1000
 
 
 def test_nothing_logged(tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.jsonl: no training loss to plot"):
-        loss_plot(tmp_path)
+        plot_loss(tmp_path)

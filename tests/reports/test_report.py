@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "observe"))
-from run_examples import Folder, three_lives
+from run_examples import Folder, three_attempts
 
 from jaxtrain.cli.main import main
 from jaxtrain.cli.report import braille, columns, report
 from jaxtrain.io import svg
 from jaxtrain.reports import page as report_page
-from jaxtrain.reports.history import read
+from jaxtrain.reports.history import read_history
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" [red]\x1b[31m"
 
@@ -36,8 +36,8 @@ def parsed(text: str) -> ElementTree.Element:
 
 
 def test_on_the_terminal(tmp_path):
-    three_lives(tmp_path / "runs/mine")
-    text = text_of(read(tmp_path / "runs/mine"))
+    three_attempts(tmp_path / "runs/mine")
+    text = text_of(read_history(tmp_path / "runs/mine"))
     for said in (
         "my run", "finished", "43%", "4:40 min of wall time", "30 of 30", "2 restarts", "0.1667", "0.2500 at step 30",
         "1.02k tok/s", "11 over the whole time", "100.0 ms", "10.0 ms waiting for data", "40%",
@@ -47,7 +47,7 @@ def test_on_the_terminal(tmp_path):
     shares = [float(share) for share in re.findall(r"([\d.]+)%", spent)]
     assert sum(shares) == pytest.approx(100, abs=2)
     ends = text.partition("starts and ends")[2]
-    assert re.search(r"1-15 +1:40 min +60% +20 s +killed without a word", ends)
+    assert re.search(r"1-15 +1:40 min +60% +20 s +killed", ends)
     assert "hung in data" in " ".join(ends.split())
     assert "cannot be deleted" in ends
     assert re.search(r"10 +0.5 MiB +0.25 +0.01", ends)
@@ -55,37 +55,37 @@ def test_on_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_every_line_fits(tmp_path, width):
-    three_lives(tmp_path)
-    lines = text_of(read(tmp_path), width).splitlines()
+    three_attempts(tmp_path)
+    lines = text_of(read_history(tmp_path), width).splitlines()
     assert max(map(len, lines)) <= width
     assert "4:40 min" in " ".join(lines)
 
 
 def test_a_run_that_has_only_begun(tmp_path):
     Folder(tmp_path).event(0, "start", step=0, name="young", steps=10)
-    run = read(tmp_path)
+    run = read_history(tmp_path)
     assert "goodput unknown" in text_of(run)
     parsed(report_page.page(run))
 
 
 def test_a_page_needs_nothing_else(tmp_path):
-    three_lives(tmp_path)
-    text = report_page.page(read(tmp_path))
+    three_attempts(tmp_path)
+    text = report_page.page(read_history(tmp_path))
     words = " ".join("".join(parsed(text).itertext()).split())
     assert set(re.findall(r"https?://[^\"' <]+", text)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<script|<link|<img|<iframe|@import|url\(|src=", text)
     assert not re.search(r"\bNone\b|\bnan\b", words)
-    assert text.count("<svg") == 5  # time, loss, rate, throughput, lives
-    for said in ("my run: report", "42.9%", "steps done again after a restart", "killed without a word", "0.2500"):
+    assert text.count("<svg") == 5  # time, loss, rate, throughput, attempts
+    for said in ("my run: report", "42.9%", "steps done again after a restart", "killed", "0.2500"):
         assert said in words, said
 
 
 def test_text_of_others_is_escaped(tmp_path):
-    folder = three_lives(tmp_path, HOSTILE)
+    folder = three_attempts(tmp_path, HOSTILE)
     folder.event(281, "resume", step=30, name=HOSTILE, steps=40)
     folder.event(282, "skipped", step=30, why=HOSTILE)
     folder.event(283, "stop", step=31, reason=HOSTILE)
-    run = read(tmp_path)
+    run = read_history(tmp_path)
     page = report_page.page(run)
     assert "<script" not in page
     assert "".join(parsed(page).itertext()).count("alert('x')") >= 4
@@ -95,15 +95,17 @@ def test_text_of_others_is_escaped(tmp_path):
 
 
 def test_the_bar_of_all_time_is_to_scale(tmp_path):
-    three_lives(tmp_path)
-    bars = {node.attrib["class"]: float(node.attrib["width"]) for node in parsed(report_page.shares(read(tmp_path)))}
+    three_attempts(tmp_path)
+    bars = {
+        node.attrib["class"]: float(node.attrib["width"]) for node in parsed(report_page.shares(read_history(tmp_path)))
+    }
     assert bars["compute"] == pytest.approx(12 * bars["checkpoint"], rel=0.02)
     assert sum(bars.values()) == pytest.approx(svg.WIDTH - 20, abs=0.5)
 
 
-def test_lives_lie_where_they_were_in_time(tmp_path):
-    three_lives(tmp_path)
-    nodes = [n for n in parsed(report_page.timeline(read(tmp_path))) if n.tag.endswith("rect")]
+def test_attempts_lie_where_they_were_in_time(tmp_path):
+    three_attempts(tmp_path)
+    nodes = [n for n in parsed(report_page.timeline(read_history(tmp_path))) if n.tag.endswith("rect")]
     rows: dict[str, list[tuple[float, float]]] = {}
     for node in nodes:
         rows.setdefault(node.attrib["y"], []).append((float(node.attrib["x"]), float(node.attrib["width"])))
@@ -114,8 +116,8 @@ def test_lives_lie_where_they_were_in_time(tmp_path):
 
 
 def test_a_curve_goes_through_its_values(tmp_path):
-    three_lives(tmp_path)
-    drawn = report_page.curve(read(tmp_path), "loss", "loss")
+    three_attempts(tmp_path)
+    drawn = report_page.curve(read_history(tmp_path), "loss", "loss")
     (line,) = re.findall(r'class="curve" points="([^"]+)"', drawn)
     points = [tuple(map(float, point.split(","))) for point in line.split()]
     assert len(points) == 30
@@ -128,7 +130,7 @@ def test_a_curve_goes_through_its_values(tmp_path):
 
 def test_long_curves_are_small():
     points = [(float(step), value) for step, value in enumerate([1.0, 3.0] * 50_000)]
-    thin = report_page.thinned(points, 600)
+    thin = report_page.downsampled(points, 600)
     assert len(thin) <= 600
     assert [value for _, value in thin] == pytest.approx([2.0] * len(thin), abs=0.02)
 
@@ -146,7 +148,7 @@ def test_a_curve_of_dots():
 
 
 def test_the_command_writes_what_is_asked_for(tmp_path, capsys):
-    three_lives(tmp_path / "run")
+    three_attempts(tmp_path / "run")
     files = {name: str(tmp_path / f"out.{name}") for name in ("html", "json")}
     assert main(["report", str(tmp_path / "run"), "--html", files["html"], "--json", files["json"]]) == 0
     shown = capsys.readouterr()
@@ -162,7 +164,7 @@ def test_the_command_writes_what_is_asked_for(tmp_path, capsys):
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
-    three_lives(tmp_path / "run")
+    three_attempts(tmp_path / "run")
     assert main(["report", *arguments]) == 2
     err = capsys.readouterr().err
     assert said in err

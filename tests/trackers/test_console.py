@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxtrain.reports.layout_table import logical_names, mesh_line, parameter_table, tensors, unsharded_dims
+from jaxtrain.reports.layout_table import logical_names, mesh_line, parameter_rows, parameter_table, unsharded_dims
 from jaxtrain.trackers.console import (
-    Screen,
+    ConsoleTracker,
     Status,
     count,
     duration,
@@ -73,10 +73,10 @@ def test_mfu_is_left_out_not_made_up():
     assert "waiting for the first step" in live_line(Status(10), 79).plain
 
 
-def recorded(width: int, live: bool, **kwargs) -> tuple[Screen, io.StringIO]:
+def recorded(width: int, live: bool, **kwargs) -> tuple[ConsoleTracker, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=live, color_system=None, legacy_windows=False)
-    return Screen(30, console=console, live=live, **kwargs), out
+    return ConsoleTracker(30, console=console, live=live, **kwargs), out
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -166,7 +166,7 @@ RULES = {"embed": ("data", "fsdp"), "heads": ("model",), "vocab": ("model",)}
 
 
 def rows():
-    return tensors(PARAMS, NAMES, lambda names, shape: [RULES.get(name, ()) for name in names], SIZES)
+    return parameter_rows(PARAMS, NAMES, lambda names, shape: [RULES.get(name, ()) for name in names], SIZES)
 
 
 def test_tensors():
@@ -203,9 +203,13 @@ def test_the_reason_of_every_whole_dim():
         "unsharded: layers.norm (dim 1): dims without a logical name",
     ]
     assert unsharded_dims(rows(), RULES, {"data": 1, "fsdp": 1, "model": 1}) == []
-    (shared,) = tensors({"k": Leaf(8, 2)}, {"k": (None, "kv_shared")}, lambda names, shape: [("fsdp",), ()], SIZES)
+    (shared,) = parameter_rows(
+        {"k": Leaf(8, 2)}, {"k": (None, "kv_shared")}, lambda names, shape: [("fsdp",), ()], SIZES
+    )
     assert "repeated for use" in unsharded_dims([shared], RULES, SIZES)[0]
-    (unequal,) = tensors({"w": Leaf(6, 8)}, {"w": ("layers", "embed")}, lambda names, shape: [(), ("fsdp",)], SIZES)
+    (unequal,) = parameter_rows(
+        {"w": Leaf(6, 8)}, {"w": ("layers", "embed")}, lambda names, shape: [(), ("fsdp",)], SIZES
+    )
     (line,) = unsharded_dims([unequal], RULES | {"layers": ("pipeline",)}, SIZES)
     assert line == "unsharded: layers: the stages of pipeline do not divide them, and spread another dim"
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.trackers.base import Observers
-from jaxtrain.trackers.files import Files, furthest
-from jaxtrain.trackers.goodput import BUCKETS, Ledger, LedgerWriter
+from jaxtrain.trackers.base import TrackerList
+from jaxtrain.trackers.files import JsonlTracker, furthest_step
+from jaxtrain.trackers.goodput import BUCKETS, GoodputLedger, LedgerWriter
 
 
 class Clock:
@@ -48,8 +48,8 @@ class Stop(Exception):
 def test_every_second_is_in_one_bucket(todo, age, reached):
     """Against a count of its own, that books every wait where the innermost phase says."""
     clock = Clock()
-    ledger = Ledger(age=age, clock=clock)
-    ledger.reached = reached
+    ledger = GoodputLedger(age=age, clock=clock)
+    ledger.furthest_step = reached
     expected = dict.fromkeys(BUCKETS, 0.0) | {"init": age}
     model = {"base": "init", "replay": False, "reached": reached}
 
@@ -63,7 +63,7 @@ def test_every_second_is_in_one_bucket(todo, age, reached):
             ledger.begin(rest[0])
             model["base"] = rest[0]
         elif kind == "at":
-            ledger.at(rest[0])
+            ledger.begin_step(rest[0])
             model["replay"] = rest[0] <= model["reached"]
             model["reached"] = max(model["reached"], rest[0])
         else:
@@ -79,35 +79,35 @@ def test_every_second_is_in_one_bucket(todo, age, reached):
 
     for act in todo:
         run(act, None)
-    elapsed, found = ledger.state()
+    elapsed, found = ledger.totals()
     assert elapsed == pytest.approx(clock.now - 1000.0 + age)
     assert sum(found.values()) == pytest.approx(elapsed, abs=1e-6)
     assert found == pytest.approx(expected, abs=1e-6)
-    assert ledger.reached == model["reached"]
+    assert ledger.furthest_step == model["reached"]
 
 
 def test_steps_done_before_are_replays_until_new_ground():
     clock = Clock()
-    ledger = Ledger(clock=clock)
-    ledger.reached = 7
+    ledger = GoodputLedger(clock=clock)
+    ledger.furthest_step = 7
     ledger.begin("compute")
     for step in (5, 6, 7, 8, 9):
-        ledger.at(step)
+        ledger.begin_step(step)
         clock.now += 1
         with ledger.phase("data"):
             clock.now += 0.25
-    ledger.at(6)  # a run that goes back by itself
+    ledger.begin_step(6)  # a run that goes back by itself
     clock.now += 4
     found = ledger.seconds()
     assert (found["replay"], found["compute"], found["data"]) == (3 + 4, 2, 5 * 0.25)
-    assert ledger.reached == 9
+    assert ledger.furthest_step == 9
 
 
 def test_the_time_of_a_step_is_its_own():
     clock = Clock()
-    ledger = Ledger(clock=clock)
+    ledger = GoodputLedger(clock=clock)
     ledger.begin("compile")
-    ledger.at(1)
+    ledger.begin_step(1)
     clock.now += 100
     ledger.begin("compute")
     for step in range(2, 8):
@@ -115,34 +115,34 @@ def test_the_time_of_a_step_is_its_own():
         clock.now += 2
         with ledger.phase("eval"):
             clock.now += 50
-        ledger.at(step)
+        ledger.begin_step(step)
     assert ledger.step_time() == 2
 
 
 def test_what_is_no_bucket_is_refused():
-    ledger = Ledger()
-    with pytest.raises(ValueError, match="no bucket `lunch`; there are compute"), ledger.phase("lunch"):
+    ledger = GoodputLedger()
+    with pytest.raises(ValueError, match="no bucket `lunch`; expected one of compute"), ledger.phase("lunch"):
         pass
     with pytest.raises(ValueError, match="no bucket"):
         ledger.begin("lunch")
 
 
 def test_another_thread_may_look_at_any_time():
-    ledger, done = Ledger(), threading.Event()
+    ledger, done = GoodputLedger(), threading.Event()
     wrong = []
 
-    def look():
+    def snapshot():
         while not done.is_set():
-            elapsed, found = ledger.state()
+            elapsed, found = ledger.totals()
             if abs(sum(found.values()) - elapsed) > 1e-6:
                 wrong.append((elapsed, found))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=snapshot)
     thread.start()
     for step in range(3000):
         with ledger.phase("data"):
             pass
-        ledger.at(step)
+        ledger.begin_step(step)
     done.set()
     thread.join()
     assert not wrong
@@ -150,7 +150,7 @@ def test_another_thread_may_look_at_any_time():
 
 def test_records_come_often_at_first_and_seldom_later(tmp_path):
     clock, said, at = Clock(), [], []
-    ledger = Ledger(clock=clock)
+    ledger = GoodputLedger(clock=clock)
     records = LedgerWriter(ledger, lambda kind, **fields: (said.append((kind, fields)), at.append(clock.now - 1000)))
     ledger.begin("compile")
     for _ in range(4000):
@@ -174,9 +174,9 @@ def test_records_reach_the_file_and_nobody_else(tmp_path):
         def event(self, kind, **fields):
             raise AssertionError("a record is no news")
 
-    observers = Observers([Files(tmp_path), Loud()])
+    observers = TrackerList([JsonlTracker(tmp_path), Loud()])
     observers.start({"step": 0})
-    ledger = Ledger()
+    ledger = GoodputLedger()
     LedgerWriter(ledger, observers.record).write()
     observers.close()
     start, record = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
@@ -185,20 +185,20 @@ def test_records_reach_the_file_and_nobody_else(tmp_path):
 
 
 def test_furthest_step_is_that_of_any_life(tmp_path):
-    assert furthest(tmp_path) == 0
-    files = Files(tmp_path)
+    assert furthest_step(tmp_path) == 0
+    files = JsonlTracker(tmp_path)
     files.start({"step": 0})
     for step in range(1, 11):
         files.log(step, {"loss": 1.0})
-    assert furthest(tmp_path) == 10
+    assert furthest_step(tmp_path) == 10
     files.event("ledger", step=11, reached=12)
     files.close()
-    again = Files(tmp_path)
+    again = JsonlTracker(tmp_path)
     again.start({"step": 4})  # cuts the metrics of 5 to 10
     again.close()
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"kind": "ledger", "step": 99')
-    assert furthest(tmp_path) == 12
+    assert furthest_step(tmp_path) == 12
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.models.flops import Flops
 from jaxtrain.planning.hardware.peak import Peak
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory, process_memory
 
 
@@ -20,7 +20,7 @@ class Clock:
 
 def make(**kwargs):
     clock = Clock()
-    ledger = Ledger(clock=clock)
+    ledger = GoodputLedger(clock=clock)
     ledger.begin("compile")
     return clock, ledger, Meter(ledger, tokens=1000, devices=4, memory=lambda: 7, **kwargs)
 
@@ -28,7 +28,7 @@ def make(**kwargs):
 def test_record_over_several_steps():
     clock, ledger, meter = make(flops=Flops(3e6, 4e6), peak=Peak(1e9, "test"))
     clock.now += 30
-    assert meter.compiled(11) == 30
+    assert meter.end_compilation(11) == 30
     for _ in range(5):
         with ledger.phase("data"):
             clock.now += 0.1
@@ -57,11 +57,11 @@ def test_first_record_has_no_rates_without_compiled():
 def test_mfu_is_left_out_when_unknown():
     for kwargs in ({}, {"flops": Flops(1.0, None)}, {"peak": Peak(1.0, "test")}):
         clock, _, meter = make(**kwargs)
-        meter.compiled(0)
+        meter.end_compilation(0)
         clock.now += 1
         assert not {"mfu", "hfu"} & set(meter.record(1, {}))
     clock, _, meter = make(flops=Flops(1e6, None), peak=Peak(1e9, "test"))
-    meter.compiled(0)
+    meter.end_compilation(0)
     clock.now += 1
     record = meter.record(1, {})
     assert record["mfu"] == pytest.approx(0.25)

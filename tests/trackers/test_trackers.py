@@ -13,13 +13,13 @@ import pytest
 
 from jaxtrain.config.schema import Config
 from jaxtrain.io.jsonl import cut_after, read_lines
-from jaxtrain.trackers.base import Observers
-from jaxtrain.trackers.build import trackers
-from jaxtrain.trackers.files import Files
-from jaxtrain.trackers.mlflow import MLflow
-from jaxtrain.trackers.tensorboard import TensorBoard
-from jaxtrain.trackers.uploads import Uploads
-from jaxtrain.trackers.wandb import WandB
+from jaxtrain.trackers.base import TrackerList
+from jaxtrain.trackers.build import build_trackers
+from jaxtrain.trackers.files import JsonlTracker
+from jaxtrain.trackers.mlflow import MLflowTracker
+from jaxtrain.trackers.tensorboard import TensorBoardTracker
+from jaxtrain.trackers.uploads import UploadQueue
+from jaxtrain.trackers.wandb import WandbTracker
 
 
 def lines(path: Path) -> list[dict]:
@@ -31,7 +31,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def write(run_dir: Path, start: int, end: int, close: bool = True) -> None:
-    files = Files(run_dir)
+    files = JsonlTracker(run_dir)
     files.start({"step": start, "name": "run"})
     for step in range(start + 1, end + 1):
         files.log(step, {"step": step, "loss": 1 / step})
@@ -40,7 +40,7 @@ def write(run_dir: Path, start: int, end: int, close: bool = True) -> None:
 
 
 def test_files(tmp_path):
-    files = Files(tmp_path / "run")
+    files = JsonlTracker(tmp_path / "run")
     files.start({"step": 0, "name": "run", "config": {"seed": 1}, "flops": "as stated", "path": Path("/x")})
     files.log(1, {"loss": np.float32(2.5), "tokens": np.int64(1024), "mfu": 0.5})
     files.event("save", step=1, seconds=0.25)
@@ -54,7 +54,7 @@ def test_files(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_valid_json(tmp_path):
-    files = Files(tmp_path)
+    files = JsonlTracker(tmp_path)
     files.start({"step": 0})
     files.log(1, {"loss": float("nan"), "a": float("inf"), "b": np.float32("-inf"), "nested": [float("nan")]})
     files.close()
@@ -108,8 +108,8 @@ def test_nothing_is_lost_when_the_process_dies(tmp_path):
     code = f"""
 import os
 from pathlib import Path
-from jaxtrain.trackers.base import Files
-files = Files(Path({str(tmp_path)!r}))
+from jaxtrain.trackers.base import JsonlTracker
+files = JsonlTracker(Path({str(tmp_path)!r}))
 files.start({{"step": 0}})
 for step in range(1, 51):
     files.log(step, {{"loss": 1.0}})
@@ -134,21 +134,21 @@ class Broken:
 @pytest.mark.parametrize("method", ["start", "log", "event", "artifact", "close"])
 def test_a_failing_tracker_is_reported_once_and_dropped(tmp_path, method):
     said = []
-    observers = Observers([Broken(method), Files(tmp_path)], report=said.append)
+    observers = TrackerList([Broken(method), JsonlTracker(tmp_path)], report=said.append)
     observers.start({"step": 0})
     for step in (1, 2):
         observers.log(step, {"loss": 1.0})
         observers.event("eval", step=step)
     observers.artifact(tmp_path / "loss.png")
     observers.close()
-    assert said == [f"Broken tracker dropped, training goes on: {method}: No space left on device"]
+    assert said == [f"tracker Broken dropped, training continues: {method}: No space left on device"]
     assert steps(tmp_path) == [1, 2]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_does_not_stop_training(tmp_path):
-    said, files = [], Files(tmp_path)
-    observers = Observers([files], report=said.append)
+    said, files = [], JsonlTracker(tmp_path)
+    observers = TrackerList([files], report=said.append)
     observers.start({"step": 0})
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, files._files["metrics.jsonl"])
@@ -165,22 +165,23 @@ def test_interrupts_pass(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Observers([Interrupted()]).log(1, {})
+        TrackerList([Interrupted()]).log(1, {})
 
 
 def test_only_the_main_process_writes(tmp_path):
-    assert trackers(Config(), tmp_path / "run", is_main=False) == []
+    assert build_trackers(Config(), tmp_path / "run", is_main=False) == []
     assert not (tmp_path / "run").exists()
-    kinds = [type(t) for t in trackers(Config(), tmp_path, is_main=True)]
-    assert kinds == [Files, TensorBoard]
-    assert [type(t) for t in trackers(Config(log={"tensorboard": False}), tmp_path, is_main=True)] == [Files]
+    kinds = [type(t) for t in build_trackers(Config(), tmp_path, is_main=True)]
+    assert kinds == [JsonlTracker, TensorBoardTracker]
+    without = build_trackers(Config(log={"tensorboard": False}), tmp_path, is_main=True)
+    assert [type(t) for t in without] == [JsonlTracker]
 
 
 @pytest.mark.parametrize(("key", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, key, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"^log\.{key} needs {module}: pip install 'jaxtrain\[{key}\]'$"):
-        trackers(Config(log={key: "project"}), tmp_path, is_main=True)
+        build_trackers(Config(log={key: "project"}), tmp_path, is_main=True)
 
 
 def tensorboard_events(folder: Path) -> list:
@@ -199,7 +200,7 @@ def tensorboard_events(folder: Path) -> list:
 
 def test_tensorboard(tmp_path):
     for start in (0, 2):
-        board = TensorBoard(tmp_path)
+        board = TensorBoardTracker(tmp_path)
         board.start({"step": start})
         board.log(start + 1, {"step": start + 1, "loss": 0.5, "eval/loss": float("nan")})
         events = tensorboard_events(tmp_path / "tensorboard")  # before close: nothing waits in a buffer
@@ -220,7 +221,7 @@ def test_a_folder_that_is_deleted_before_its_turn_is_passed_over(tmp_path):
 
     sent: list[str] = []
     for names, failed in ((["1", "2"], None), (["3"], FileNotFoundError)):
-        uploads = Uploads()
+        uploads = UploadQueue()
         for name in names:
             if name != "1":
                 (tmp_path / name).mkdir()
@@ -243,7 +244,7 @@ def test_wandb_offline_joins_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = set()
     for start in (0, 2):
-        tracker = WandB("project", "run", tmp_path)
+        tracker = WandbTracker("project", "run", tmp_path)
         tracker.start({"step": start, "config": {"model": {"layers": 2}}})
         tracker.log(start + 1, {"step": start + 1, "loss": 1.0})
         tracker.event("save", step=1)
@@ -262,7 +263,7 @@ def test_mlflow_joins_the_same_run(tmp_path, monkeypatch):
     tracking = pytest.importorskip("mlflow.tracking", reason="needs jaxtrain[mlflow]")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for start in (0, 2):
-        tracker = MLflow("experiment", "run", tmp_path)
+        tracker = MLflowTracker("experiment", "run", tmp_path)
         tracker.start({"step": start, "config": {"model": {"layers": 2}}})
         for step in (start + 1, start + 2):
             tracker.log(step, {"step": step, "loss": 1 / step})
@@ -282,7 +283,7 @@ def test_read_lines_of_a_missing_file(tmp_path):
 
 def test_no_jax_is_imported():
     modules = ["trackers.base", "trackers.build", "trackers.console", "trackers.uploads", "reports.layout_table"]
-    modules += ["reports.loss_plot", "models.flops", "planning.hardware.peak", "trainer.meter"]
+    modules += ["reports.loss_plot", "models.flops", "planning.hardware.peak", "trackers.meter"]
     code = "import sys\n" + "".join(f"import jaxtrain.{module}\n" for module in modules)
     code += "assert not {'jax', 'wandb', 'mlflow', 'matplotlib', 'tensorboardX'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 import jaxtrain
 from jaxtrain.reports.history import read
-from jaxtrain.trackers.console import Screen
-from jaxtrain.trackers.goodput import Ledger
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
 
 
 class Rows:
@@ -41,7 +41,7 @@ def train(tmp_path, **options):
         "model": {"type": "linear_model:Linear", "options": {"size": 4}},
         "data": {"type": "test_goodput:Rows", "global_batch": 8},
     }  # fmt: skip
-    screen = Screen(8, console=Console(file=io.StringIO(), width=100), live=False)
+    screen = ConsoleTracker(8, console=Console(file=io.StringIO(), width=100), live=False)
     return jaxtrain.train(jaxtrain.load(None, base=base), tmp_path / "run", console=screen, **options)
 
 
@@ -49,12 +49,12 @@ def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Rows, "fails", 5)
     begun = time.monotonic()
     with pytest.raises(OSError, match="the disk is gone"):
-        train(tmp_path, ledger=Ledger())
+        train(tmp_path, ledger=GoodputLedger())
     first = time.monotonic() - begun
     monkeypatch.setattr(Rows, "fails", None)
     monkeypatch.setattr(Rows, "slow", (6, 7))
     time.sleep(0.3)
-    train(tmp_path, resume=True, ledger=Ledger(age=0.2))
+    train(tmp_path, resume=True, ledger=GoodputLedger(age=0.2))
     run = read(tmp_path / "run")
     failed, finished = run.lives
     assert failed.cause == "OSError: the disk is gone"

@@ -20,7 +20,7 @@ from jaxtrain.errors import DivergedError, TrainingError
 from jaxtrain.models.flops import decoder_flops
 from jaxtrain.pipeline.schedules.cost import Costs, price
 from jaxtrain.pipeline.schedules.shipped import make
-from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer import loop, trainer
 from jaxtrain.trainer.setup import open_trainer
 
@@ -47,8 +47,8 @@ def config(tmp_path, corpus, *overrides):
     return jaxtrain.load(None, "layout=3d", *overrides, base=base)
 
 
-def quiet(steps: int = 8) -> Screen:
-    return Screen(steps, console=Console(file=io.StringIO(), width=100), live=False)
+def quiet(steps: int = 8) -> ConsoleTracker:
+    return ConsoleTracker(steps, console=Console(file=io.StringIO(), width=100), live=False)
 
 
 def losses(run_dir) -> dict[int, float]:

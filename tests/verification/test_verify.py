@@ -17,6 +17,7 @@ from jaxtrain.cli.main import main
 from jaxtrain.config import UserError
 from jaxtrain.config.schema import MeshConfig
 from jaxtrain.core.program import build
+from jaxtrain.core.resolve import resolve
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Verdict, cause, compare
@@ -113,7 +114,7 @@ def test_nothing_compared_is_not_called_equal():
 
 @pytest.mark.parametrize(("width", "is_shown"), [(80, (False, False)), (110, (True, False)), (140, (True, True))])
 def test_a_row_of_the_table_is_one_line_of_any_screen_and_the_rest_is_said_below(width, is_shown):
-    candidate = Candidate("cp_ulysses", load(None, "mesh={data: 2, context: 2, model: 2}"))
+    candidate = Candidate("cp_ulysses", resolve(None, "mesh={data: 2, context: 2, model: 2}", checks=())[0])
     equal = Row(candidate, Verdict(1e-7, 2e-7, "layers/attention/q", 3e-5, None), "fsdp 65 AG 2.2 MB")
     console = Console(width=width, file=io.StringIO(), record=True)
     outcome = Outcome([equal, Row(candidate, None, error="INTERNAL: " + "long " * 20)], [], {}, 8, 3)

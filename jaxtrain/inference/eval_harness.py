@@ -18,9 +18,9 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
-from jaxtrain.inference.generate import Generator, decoding, even_rows
-from jaxtrain.inference.runs import tokenizer_of, weights
-from jaxtrain.inference.score import Scorer, scoring
+from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
+from jaxtrain.inference.model import load_params, text_tokenizer
+from jaxtrain.inference.score import Scorer, scoring_sharder
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.definition import define, make_env
 
@@ -28,7 +28,7 @@ NEW_TOKENS = 256  # that a generation has at most, where its task does not say: 
 
 
 @dataclass(frozen=True)
-class Reader:
+class HarnessModel:
     """What the harness's interface needs of a checkpoint. `longest`: tokens that are read at once."""
 
     tokenizer: Tokenizer
@@ -63,18 +63,19 @@ def evaluate_tasks(
         raise UserError(f"--tasks: no task {', '.join(unknown)} in the harness{where}")
     if runtime.processes() > 1:
         raise UserError(f"eval --tasks runs as one process; {runtime.PROCESSES} says {runtime.processes()}")
-    tokenizer = tokenizer_of(config)
+    tokenizer = text_tokenizer(config)
     program = build(config, vocabulary(config, tokenizer.vocab), runtime.start(config))
-    reader = open_reader(program, tokenizer, weights(directory, step, program)[0], rows or config.data.global_batch)
+    params, _ = load_params(directory, step, program)
+    model = open_harness_model(program, tokenizer, params, rows or config.data.global_batch)
     found = harness.evaluator.simple_evaluate(
-        adapter(reader), tasks=list(tasks), task_manager=known, limit=limit, num_fewshot=num_fewshot,
+        harness_adapter(model), tasks=list(tasks), task_manager=known, limit=limit, num_fewshot=num_fewshot,
         log_samples=False, bootstrap_iters=0,
     )  # fmt: skip
     kept = ("results", "groups", "versions", "n-shot", "higher_is_better", "n-samples")
     return {key: found[key] for key in kept if key in found}
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
+def write_results(path: Path, results: dict[str, Any]) -> None:
     """Results as JSON, replaced at once."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -95,7 +96,7 @@ def _require() -> Any:
         raise UserError(message) from error
 
 
-def open_reader(program: Program, tokenizer: Tokenizer, params: Any, rows: int) -> Reader:
+def open_harness_model(program: Program, tokenizer: Tokenizer, params: Any, rows: int) -> HarnessModel:
     """Scores and generations of these weights, sharded by the program's layout."""
     config, vocab = program.config, program.definition.params["embed"]["table"].shape[0]
     longest = config.data.sequence
@@ -103,10 +104,10 @@ def open_reader(program: Program, tokenizer: Tokenizer, params: Any, rows: int) 
     def defined(sharder: Any) -> Any:
         return define(config, make_env(config, sharder), vocab)
 
-    sharder = scoring(program.sharder)
+    sharder = scoring_sharder(program.sharder)
     scorer = Scorer(defined(sharder), sharder, longest, rows)
-    whole = even_rows(program.sharder, rows)
-    definition, made = defined(decoding(program.sharder, whole)), {}
+    whole = padded_rows(program.sharder, rows)
+    definition, made = defined(decoding_sharder(program.sharder, whole)), {}
 
     def generate(prompts: Sequence[list[int]], tokens: int, sampling: dict[str, Any]) -> Iterator[list[int | None]]:
         key = tuple(sorted(sampling.items()))
@@ -115,10 +116,10 @@ def open_reader(program: Program, tokenizer: Tokenizer, params: Any, rows: int) 
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         return made[key].batch(params, ids, tokens, seed=config.seed, eos=tokenizer.eos, rows=whole)
 
-    return Reader(tokenizer, longest, rows, lambda pairs: scorer(params, pairs), generate)
+    return HarnessModel(tokenizer, longest, rows, lambda pairs: scorer(params, pairs), generate)
 
 
-def adapter(reader: Reader) -> Any:
+def harness_adapter(reader: HarnessModel) -> Any:
     """A `lm_eval.api.model.TemplateLM` that reads with `reader`."""
     model = importlib.import_module("lm_eval.api.model")
     utils = importlib.import_module("lm_eval.utils")
@@ -170,7 +171,7 @@ def adapter(reader: Reader) -> Any:
     return Adapter()
 
 
-def _until(reader: Reader, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
+def _until(reader: HarnessModel, prompts: list[list[int]], options: dict[str, Any]) -> list[str]:
     """Texts up to the first of the words to stop at; all have the same options, which are the harness's."""
     until = options.get("until") or []
     stops = [word for word in ([until] if isinstance(until, str) else until) if word]
@@ -199,7 +200,7 @@ def _until(reader: Reader, prompts: list[list[int]], options: dict[str, Any]) ->
     return texts
 
 
-def lines(results: dict[str, Any]) -> list[str]:
+def format_lines(results: dict[str, Any]) -> list[str]:
     """A line for each metric of each task."""
     rows = [
         f"{task}  {name.removesuffix(',none')}  {value:.4f}"

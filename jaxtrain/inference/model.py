@@ -20,13 +20,13 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
-from jaxtrain.inference.generate import Generator, decoding, even_rows
+from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.interop.config_json import opened
 from jaxtrain.interop.load_weights import load
 from jaxtrain.interop.tensor_map import PLACES
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.definition import define, make_env
-from jaxtrain.trackers.console import Screen
+from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
 TOGETHER = 32  # prompts of a batch at most
@@ -44,16 +44,16 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
     devices = runtime.start(config)
-    data, sets = open_data(config, Screen(config.steps, console=Console(stderr=True)))
+    data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True)))
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")
     program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
-    params, done = weights(directory, step, program)
+    params, done = load_params(directory, step, program)
     return {"step": done, **validate(program, sets, params, count)}
 
 
-def open_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
+def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
     """Program, tokenizer and weights of a run's checkpoint or of a Hugging Face folder, sharded by the layout.
 
     Needs the tokenizer, not the data.
@@ -64,9 +64,9 @@ def open_model(directory: Path, step: int | None, overrides: Sequence[str]) -> t
     if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
         return _huggingface(directory, step, overrides)
     config, _ = resolve(saved_config(directory), *overrides, paths=False)
-    tokenizer = tokenizer_of(config)
+    tokenizer = text_tokenizer(config)
     program = build(config, vocabulary(config, tokenizer.vocab), runtime.start(config))
-    return program, tokenizer, weights(directory, step, program)[0]
+    return program, tokenizer, load_params(directory, step, program)[0]
 
 
 def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
@@ -82,15 +82,15 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
     if origin["data.tokenizer"] == "default":
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build(config, section["vocab"], runtime.start(config))
-    return program, tokenizer_of(config), load(folder, PLACES[family.name], program.state["params"])
+    return program, text_tokenizer(config), load(folder, PLACES[family.name], program.state["params"])
 
 
-def complete(
+def complete_prompts(
     program: Program, tokenizer: Tokenizer, params: Any, prompts: Sequence[str], tokens: int, seed: int, **sampling: Any
 ) -> Iterator[str]:
     """Every prompt with its continuation, in order; see `jaxtrain.inference.generate.Generator` for the sampling."""
     together = min(TOGETHER, len(prompts))
-    rows = even_rows(program.sharder, together)
+    rows = padded_rows(program.sharder, together)
     generator = _generator(program, tokenizer, rows, **sampling)
     for first in range(0, len(prompts), together):
         some = prompts[first : first + together]
@@ -105,7 +105,7 @@ def complete(
 
 
 def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: Any) -> Generator:
-    sharder = decoding(program.sharder, rows)
+    sharder = decoding_sharder(program.sharder, rows)
     vocab = program.definition.params["embed"]["table"].shape[0]
     return Generator(define(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling)
 
@@ -116,7 +116,7 @@ def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
 
-def streamer(
+def text_streamer(
     program: Program, tokenizer: Tokenizer, params: Any, **sampling: Any
 ) -> Callable[[str, int, int], Iterator[str]]:
     """`stream(prompt, tokens, seed)`: the prompt, then text as it is generated."""
@@ -131,14 +131,14 @@ def streamer(
     return stream
 
 
-def tokenizer_of(config: Config) -> Tokenizer:
+def text_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of a run's text. Raises UserError where it is no language model's."""
     if config.model.type != "decoder" or config.data.type != "text":
         raise UserError(f"generate: model {config.model.type} on data {config.data.type} is not a language model")
     return load_tokenizer(config.data.tokenizer)
 
 
-def weights(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
+def load_params(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
     """A checkpoint's weights, the averaged ones where the run keeps them, and its step."""
     kind = "ema" if "ema" in program.state else "params"
     wanted = {kind: program.state[kind], "step": program.state["step"]}
