@@ -43,7 +43,7 @@ def train(
         ValueError: bad input, in one line for each problem.
         NotSavedError: the last checkpoint could not be written.
         DivergedError: steps stay without an update, because loss or gradients are bad.
-        CorruptionError: a device computes wrong results (`guard: [check@STEPS]`).
+        CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
     default = default_callbacks(config, profile=profile, deadline=deadline, verbose=verbose)
     return loop.train(config, run_dir, resume=resume, console=console, ledger=ledger, callbacks=[*default, *callbacks])

@@ -51,6 +51,7 @@ def _note(
     read = {(problem.where, problem.key) for problem in problems}
     for detail in error.errors(include_url=False, include_context=False):
         location = tuple(detail["loc"])
+        location = location[:-2] if location[-1:] == ("[key]",) else location  # of a bad key the whole is shown
         node, path = deepest(tree, location)
         if path in seen or not path:
             if not path and () not in seen:  # no key is to blame: nothing to drop but everything
@@ -180,6 +181,7 @@ def schema_at(path: Path) -> Mapping[str, Any]:
         found: Any = schema.get("properties", {}).get(str(part))
         if found is None and str(part).isdecimal():
             found = next((v["items"] for v in _variants(schema) if "items" in v), None)
+            found = found or dict(enumerate(schema.get("prefixItems", ()))).get(int(part))
         if found is None:
             found = schema.get("additionalProperties")
         if not isinstance(found, dict):

@@ -73,7 +73,7 @@ def train(
         ValueError: bad input, in one line for each problem.
         NotSavedError: the last checkpoint could not be written.
         DivergedError: steps stay without an update, because loss or gradients are bad.
-        CorruptionError: a device computes wrong results (`guard: [check@STEPS]`).
+        CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
     directory = Path(run_dir) if run_dir is not None else new_run_directory(config)
     console = console or ConsoleTracker(config.steps)

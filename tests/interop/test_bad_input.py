@@ -174,7 +174,7 @@ def test_absent_fields_mean_what_the_class_says():
     _, gpt2 = decode({"model_type": "gpt2"}, "")
     assert (gpt2["mlp"], gpt2["learned_positions"], gpt2["tie_embeddings"]) == (3072, 1024, True)
     assert mistral["sliding_window"] == 4096
-    assert (mixtral["rope_theta"], mixtral["norm_epsilon"], mixtral["moe"]["experts"]) == (1e6, 1e-5, 8)
+    assert (mixtral["rope_theta"], mixtral["norm_epsilon"], mixtral["moe"]["num_experts"]) == (1e6, 1e-5, 8)
     assert (gemma["sliding_window_pattern"], gemma["tie_embeddings"], gemma["logits_softcap"]) == (2, True, 30.0)
 
 

@@ -53,7 +53,7 @@ def search(
         budget: seconds for everything.
         top: steps that fit to compile; 0 for formulas alone.
         jobs: compilers at a time.
-        cache: folder of compiled plans; default: `plan` beside `compile_cache`.
+        cache: folder of compiled plans; default: ~/.cache/jaxtrain/plan.
         progress: told how far it is.
         predict: compiles; takes (config, vocab, target, timeout=seconds). Default: `plan.predict`.
 
