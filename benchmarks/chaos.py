@@ -78,7 +78,8 @@ def config(folder: Path, name: str, steps: int, faults: list[str]) -> Any:
     base = {
         "name": name, "dir": str(folder / "runs"), "steps": steps, "precision": "fp32", "simulate": 1,
         "model": {"embed": 32, "layers": 2, "heads": 2, "mlp": 64},
-        "data": {"sources": [{"path": str(folder / "text")}], "sequence": 64, "global_batch": 4, "validation_fraction": 0.1,
+        "data": {"sources": [{"path": str(folder / "text")}], "sequence": 64, "global_batch": 4,
+        "validation_fraction": 0.1,
                  "cache_dir": str(folder / "cache"), "workers": 1},
         "optimizer": {"lr": 1e-3}, "schedule": {"name": "constant"}, "loss": {"vocab_chunks": 1},
         "checkpoint": {"every": SAVES}, "eval": {"every": EVALS, "batches": 1}, "log": {"tensorboard": False},

@@ -67,7 +67,8 @@ class Ours:
         config = Config(**{
             "steps": 1000, "precision": spec["precision"], "model": size,
             "data": {"sequence": length, "global_batch": rows},
-            "optimizer": {"lr": LR, "betas": BETAS, "epsilon": EPSILON, "weight_decay": DECAY, "decay_all_parameters": True, "grad_clip_norm": CLIP}, "schedule": {"name": "constant"},
+            "optimizer": {"lr": LR, "betas": BETAS, "epsilon": EPSILON, "weight_decay": DECAY,
+            "decay_all_parameters": True, "grad_clip_norm": CLIP}, "schedule": {"name": "constant"},
         })  # fmt: skip
         self.program = build(config, vocab, jax.devices()[:1])
         self.state = self.program.init()

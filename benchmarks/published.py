@@ -49,10 +49,12 @@ def _keys(
     model: Iterable[str], devices: int, length: int, rows: int, remat: str = "full", *more: str, accumulate: int = 1
 ) -> tuple[str, ...]:
     """FSDP over all devices, with so many rows a device in a microbatch."""
+    saved = remat.strip("[]").split(",") if remat.startswith("[") else []
     return (
         *model, "layout=fsdp", f"mesh.fsdp={devices}", f"data.sequence={length}",
         f"data.global_batch={rows * devices * accumulate}", "data.validation_fraction=0", "precision=bf16",
-        f"step.remat={remat}", f"step.microbatches={accumulate}", *more,
+        f"step.remat={'full' if saved else remat}",
+        *(f"step.remat_save.{name}=device" for name in saved), f"step.microbatches={accumulate}", *more,
     )  # fmt: skip
 
 
@@ -138,19 +140,25 @@ TPUS = (
     ),
     Run(
         "Llama 3.1 8B, MaxText", "v6e:16x16", 7207, 128256,
-        _keys(_LLAMA3_8B, 256, 8192, 4, "full", "step.remat_save={input: host, q: host, k: host, v: host, residual: host}"), _MAXTEXT, "fitted",
+        _keys(_LLAMA3_8B, 256, 8192, 4, "full",
+        "step.remat_save.input=host", "step.remat_save.q=host", "step.remat_save.k=host", "step.remat_save.v=host",
+        "step.remat_save.residual=host"), _MAXTEXT, "fitted",
     ),
     Run(
         "Llama 3.1 70B, MaxText", "v6e:16x16", 960, 128256,
-        _keys(_LLAMA3_70B, 256, 8192, 5, "full", "step.remat_save={input: host, q: host, k: host, v: host}"), _MAXTEXT,
+        _keys(_LLAMA3_70B, 256, 8192, 5, "full", "step.remat_save.input=host", "step.remat_save.q=host",
+        "step.remat_save.k=host", "step.remat_save.v=host"), _MAXTEXT,
     ),
     Run(
         "Llama 2 70B, MaxText", "v6e:16x16", 900, 32000,
-        _keys(_LLAMA2_70B, 256, 4096, 2, "full", "step.remat_save={q: host, k: host, v: host}"), _MAXTEXT,
+        _keys(_LLAMA2_70B, 256, 4096, 2, "full", "step.remat_save.q=host", "step.remat_save.k=host",
+        "step.remat_save.v=host"), _MAXTEXT,
     ),
     Run(
         "Llama 3.1 405B, MaxText", "v6e:16x16", 123, 128256,
-        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full", "step.remat_save={input: host, q: host, k: host, v: host, residual: host}"), "layout=fsdp_tp",
+        (*_keys(_LLAMA3_405B, 64, 8192, 4, "full",
+        "step.remat_save.input=host", "step.remat_save.q=host", "step.remat_save.k=host", "step.remat_save.v=host",
+        "step.remat_save.residual=host"), "layout=fsdp_tp",
          "mesh.model=4"),
         _MAXTEXT, flags="--xla_tpu_scheduler_percent_shared_memory_limit=90",  # without, 5% too much memory
     ),

@@ -17,7 +17,8 @@ DECODER_KEYS = tuple(
     field.alias or name for name, field in ModelConfig.model_fields.items() if name not in ("type", "options")
 )
 SET_NAME = r"[A-Za-z][\w\-]*"
-# Values that the decoder names, for `step.remat_save`. A layer's input is kept anyway, on the device if not on the host.
+# Values that the decoder names, for `step.remat_save`. A layer's input is kept anyway, on the device if not on the
+# host.
 SAVED_NAMES = ("input", "q", "k", "v", "attention", "up", "gate", "residual")
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")
 HUB = "hf://"

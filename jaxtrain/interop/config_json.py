@@ -172,10 +172,11 @@ def canonical(model: ModelConfig, vocab: int) -> Json:
     values: Json = {key: value for key, value in model.model_dump().items() if key not in ("type", "options", "from")}
     moe, scaling, biases = (values.pop(key) for key in ("moe", "rope_scaling", "biases"))
     values |= {f"biases.{name}": name in biases for name in BIASES}
+    pattern = model.sliding_window_pattern
     values |= {
         "vocab": vocab, "kv_heads": model.kv_heads or model.heads, "head_dim": head_dim,
         "attention_scale": model.attention_scale or head_dim**-0.5,
-        "sliding_window_pattern": model.sliding_window_pattern if model.sliding_window and model.sliding_window_pattern <= model.layers else 1,
+        "sliding_window_pattern": pattern if model.sliding_window and pattern <= model.layers else 1,
         "sliding_window_rope_theta": _own_theta(model),
     }  # fmt: skip
     if moe is not None:

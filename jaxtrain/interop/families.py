@@ -116,7 +116,8 @@ _ALL = (
     Family(
         "granite", "GraniteForCausalLM",
         FIELDS | BIAS | {
-            "mlp_bias": ("biases.mlp",), "embedding_multiplier": ("embed_multiplier",), "logits_scaling": ("logits_divisor",),
+            "mlp_bias": ("biases.mlp",), "embedding_multiplier": ("embed_multiplier",),
+            "logits_scaling": ("logits_divisor",),
             "residual_multiplier": ("residual_multiplier",), "attention_multiplier": ("attention_scale",),
         },
         DEFAULTS | {"attention_bias": False, "mlp_bias": False} | dict.fromkeys(

@@ -25,8 +25,8 @@ def schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
         inverse_sqrt     lr * sqrt((w + 1) / (s + 1))                    Vaswani et al. 2017, arXiv 1706.03762
         constant         lr
 
-    `min_lr_ratio` is reached at s = S, one step after the last, so that no step is spent at a rate of zero. In wsd a warm-up
-    that reaches into the last d steps goes first and the decay takes what is left.
+    `min_lr_ratio` is reached at s = S, one step after the last, so that no step is spent at a rate of zero. In wsd a
+    warm-up that reaches into the last d steps goes first, and the decay takes the rest.
     """
     warmup = min(cfg.warmup_steps, steps)
     shape = _SHAPES[cfg.name](cfg, warmup, steps)

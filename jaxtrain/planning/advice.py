@@ -219,8 +219,7 @@ def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
     if replicas > 1 and config.zero < 3:
         yield Advice("zero=3", 0.0, f"the train state is split over {REPLICAS} {replicas}")
     if config.model.type == "decoder" and _has_host(plan) and "input" not in config.step.remat_save:
-        saved = ", ".join(f"{name}: {where}" for name, where in {**config.step.remat_save, "input": "host"}.items())
-        yield Advice(f"step.remat_save={{{saved}}}", 0.0, "what a layer keeps waits in the host's memory")
+        yield Advice("step.remat_save.input=host", 0.0, "what a layer keeps waits in the host's memory")
     if config.model.type == "decoder" and plan.sizes.get("model", 1) == 1:
         sizes = [size for size in range(_node(plan), 1, -1) if plan.devices % size == 0]
         if change := _first(config, plan, (_tensor_parallel(plan, size) for size in sizes)):

@@ -60,7 +60,8 @@ class Choice:
         pipeline, step = config.pipeline, config.step
         return cls(
             tuple(sizes[axis] for axis in AXES), "model" in config.rules.get(SEQUENCE, ()), config.zero,
-            config.context_parallel if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.virtual_stages, step.microbatches,
+            config.context_parallel if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.virtual_stages,
+            step.microbatches,
             step.remat_policy, step.offloaded,
         )  # fmt: skip
 

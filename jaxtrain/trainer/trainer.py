@@ -86,7 +86,7 @@ class Trainer:
         return scores
 
     def save(self, state: State, step: int, scores: dict[str, float], is_last: bool) -> None:
-        """Starts a checkpoint, unless a callback objects. Without scores of this step, the newest validation ranks it."""
+        """Starts a checkpoint, unless a callback objects. The newest validation ranks it if this step has none."""
         if self.callbacks.allows_save(self, state, step, is_last):
             scores = scores or {name: value for name, value in self.latest_metrics.items() if name.startswith("eval/")}
             with self.ledger.phase("checkpoint"):

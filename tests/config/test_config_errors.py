@@ -198,7 +198,8 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ),
         (
             "data: {validation_fraction: 0}\neval: {every: 5}",
-            "data.validation_fraction: nothing is kept for validation; set data.validation_fraction above 0, or eval.every to null",
+            "data.validation_fraction: nothing is kept for validation; set data.validation_fraction above 0, or"
+            " eval.every to null",
         ),
     ],
 )
@@ -284,7 +285,8 @@ def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
     found = lines("layout: own\n", tmp_path)
     assert [line.rpartition("/")[2] for line in found] == [
         "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
-        "own.yaml:3: rule: a layout holds mesh, rules, context_parallel, zero and pipeline only (did you mean `rules`?)",
+        "own.yaml:3: rule: a layout holds mesh, rules, context_parallel, zero and pipeline only (did you mean"
+        " `rules`?)",
     ]
 
 

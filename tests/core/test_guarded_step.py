@@ -15,7 +15,8 @@ from jaxtrain.core import step as steps
 from jaxtrain.core.program import build
 
 SMALL = {
-    "model": {"embed": 16, "heads": 2, "kv_heads": 2, "mlp": 32, "sliding_window": None, "sliding_window_pattern": 1, "qk_norm": "none",
+    "model": {"embed": 16, "heads": 2, "kv_heads": 2, "mlp": 32, "sliding_window": None, "sliding_window_pattern": 1,
+    "qk_norm": "none",
               "biases": []},
     "loss": {"vocab_chunks": 1},
 }  # fmt: skip

@@ -30,19 +30,23 @@ STEPS, DEVICES = 20, 8
 MODELS = {
     "dense": {
         "model": {"embed": 32, "layers": 4, "heads": 8, "kv_heads": 4, "mlp": 64, "qk_norm": "full",
-                  "biases": ["qkv"], "sliding_window": 20, "sliding_window_rope_theta": 500.0, "residual_multiplier": 0.7,
+                  "biases": ["qkv"], "sliding_window": 20, "sliding_window_rope_theta": 500.0,
+                  "residual_multiplier": 0.7,
                   "logits_softcap": 20.0},
         "loss": {"z_loss": 1e-3, "label_smoothing": 0.05},
     },
     "moe": {
         "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 32, "tie_embeddings": True,
-                  "moe": {"num_experts": 8, "top_k": 2, "shared_experts": 1, "capacity_factor": 1.25, "bias_update_rate": 1e-3,
+                  "moe": {"num_experts": 8, "top_k": 2, "shared_experts": 1, "capacity_factor": 1.25,
+                  "bias_update_rate": 1e-3,
                           "load_balance_loss": 0.02, "router_z_loss": 1e-3}},
-                # Steps so small that no token's two best experts come within rounding of each other: then a choice would flip.
+                # Steps so small that no token's two best experts come within rounding of each other: then a choice
+                # would flip.
         "optimizer": {"lr": 1e-3}, "seed": 2,
     },
     "gpt2": {
-        "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "biases": ["qkv", "output", "mlp"],
+        "model": {"embed": 32, "layers": 4, "heads": 4, "mlp": 64, "activation": "gelu", "biases": ["qkv", "output",
+        "mlp"],
                   "norm": "layernorm", "tie_embeddings": True,
                   "learned_positions": 32},
         "data": {"sequence": 32},

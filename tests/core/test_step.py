@@ -21,7 +21,8 @@ def test_loss_and_gradient_of_a_linear_model_by_formula():
     cfg = Config(
         precision="fp32", mesh={"data": 4}, rules={"batch": "data"}, steps=10,
         model={"type": "linear_model:Linear", "options": {"size": 3}}, data={"global_batch": 8, "sequence": 1},
-        optimizer={"name": "sgd", "lr": 0.1, "betas": (0.0, 0.95), "weight_decay": 0.0, "grad_clip_norm": None}, schedule={"name": "constant"},
+        optimizer={"name": "sgd", "lr": 0.1, "betas": (0.0, 0.95), "weight_decay": 0.0, "grad_clip_norm": None},
+        schedule={"name": "constant"},
         step={"microbatches": 2},
     )  # fmt: skip
     program = build(cfg, None, jax.devices()[:4])

@@ -87,7 +87,8 @@ KNOWN = {
          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
          "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
          "sliding_window_pattern": 6},
-        {"sliding_window": 512, "sliding_window_pattern": 6, "sliding_window_rope_theta": 1e4, "rope_theta": 1e6, "qk_norm": "per_head"},
+        {"sliding_window": 512, "sliding_window_pattern": 6, "sliding_window_rope_theta": 1e4, "rope_theta": 1e6,
+        "qk_norm": "per_head"},
     ),
     "OLMo 2 7B": (
         7_298_617_344,

@@ -47,7 +47,8 @@ def options(folder: Path, tmp_path: Path, *more: str) -> list[str]:
         (tmp_path / f"text/{name}.txt").write_text(f"{name} " * 200)
     return [
         f"model.from={folder}", f"dir={tmp_path}/runs", f"data.sources=[{{path: {tmp_path}/text}}]",
-        "precision=fp32", f"data.cache_dir={tmp_path}/cache", "data.workers=1", "data.sequence=32", "data.validation_fraction=0",
+        "precision=fp32", f"data.cache_dir={tmp_path}/cache", "data.workers=1", "data.sequence=32",
+        "data.validation_fraction=0",
         "steps=2", "log.tensorboard=false", "optimizer.ema_decay=0.5", *more,
     ]  # fmt: skip
 

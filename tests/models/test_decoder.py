@@ -24,16 +24,20 @@ FAMILIES = {
     "qwen3": {"kv_heads": 2, "head_dim": 12, "qk_norm": "per_head"},
     "gemma2": {
         "kv_heads": 2, "head_dim": 16, "activation": "geglu", "norm": "gemma_rmsnorm", "norm_placement": "sandwich",
-        "embed_multiplier": 32**0.5, "tie_embeddings": True, "sliding_window": 4, "sliding_window_pattern": 2, "attention_scale": 0.3,
+        "embed_multiplier": 32**0.5, "tie_embeddings": True, "sliding_window": 4, "sliding_window_pattern": 2,
+        "attention_scale": 0.3,
         "attention_softcap": 5.0, "logits_softcap": 3.0,
     },
     "gemma3": {
-        "kv_heads": 2, "head_dim": 12, "norm": "gemma_rmsnorm", "norm_placement": "sandwich", "embed_multiplier": 32**0.5, "qk_norm": "per_head",
-        "sliding_window": 4, "sliding_window_pattern": 2, "sliding_window_rope_theta": 30.0, "rope_scaling": {"type": "linear", "factor": 4.0},
+        "kv_heads": 2, "head_dim": 12, "norm": "gemma_rmsnorm", "norm_placement": "sandwich",
+        "embed_multiplier": 32**0.5, "qk_norm": "per_head",
+        "sliding_window": 4, "sliding_window_pattern": 2, "sliding_window_rope_theta": 30.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
     },
     "olmo2": {"kv_heads": 2, "qk_norm": "full", "norm_placement": "post", "biases": ["qkv"]},
     "granite": {
-        "embed_multiplier": 3.0, "residual_multiplier": 0.3, "logits_divisor": 2.5, "logits_softcap": 1.0, "attention_scale": 0.2,
+        "embed_multiplier": 3.0, "residual_multiplier": 0.3, "logits_divisor": 2.5, "logits_softcap": 1.0,
+        "attention_scale": 0.2,
     },
     "mixtral": {"kv_heads": 2, "moe": {"num_experts": 4, "top_k": 2}},
     "switch": {"moe": {"num_experts": 4, "top_k": 1, "capacity_factor": 0.8}, "mlp": 24, "activation": "gelu"},
@@ -49,7 +53,8 @@ FAMILIES = {
         "norm": "layernorm", "learned_positions": 16,
     },
     "layer_norms": {
-        "norm": "layernorm", "kv_heads": 2, "qk_norm": "full", "norm_placement": "sandwich", "embed_multiplier": 3.0, "sliding_window": 4,
+        "norm": "layernorm", "kv_heads": 2, "qk_norm": "full", "norm_placement": "sandwich", "embed_multiplier": 3.0,
+        "sliding_window": 4,
         "learned_positions": 12, "head_dim": 7,
     },
 }  # fmt: skip

@@ -317,8 +317,10 @@ def test_a_decoder(remat: Any):
 
 
 @pytest.mark.parametrize(("precision", "remat", "options"), [
-    ("bf16", "none", {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 3, "biases": ["qkv"], "norm_placement": "sandwich"}),
-    ("bf16", "full", {"moe": MOE, "layers": 2}), ("fp32", "none", {"moe": MOE | {"capacity_factor": 0.8, "shared_experts": 1}}),
+    ("bf16", "none", {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 3, "biases": ["qkv"],
+    "norm_placement": "sandwich"}),
+    ("bf16", "full", {"moe": MOE, "layers": 2}), ("fp32", "none", {"moe": MOE | {"capacity_factor": 0.8,
+    "shared_experts": 1}}),
 ], ids=["windows", "dropless", "capacity"])  # fmt: skip
 def test_decoders(precision: str, remat: str, options: dict):
     check(*decoder(precision, remat, **options), 1e-6 if precision == "fp32" else 2**-8)

@@ -65,7 +65,11 @@ def test_what_waits_in_the_hosts_memory():
     offloads = (
         "precision=bf16",
         "step.remat=full",
-        "step.remat_save={input: host, q: host, k: host, v: host, residual: host}",
+        "step.remat_save.input=host",
+        "step.remat_save.q=host",
+        "step.remat_save.k=host",
+        "step.remat_save.v=host",
+        "step.remat_save.residual=host",
     )
     config, _ = resolve("configs/models/llama3_8b.yaml", "layout=fsdp", *keys, *offloads, paths=False)
     found = predict.predict(config, 128256, "h100:1x8")

@@ -57,37 +57,44 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         ),
         (
             ["layout=cp_ulysses", "model.heads=6", "model.head_dim=8"],
-            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 6 heads cannot be split;"
+            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 6 heads cannot be"
+            " split;"
             " expected 2, 3 or 6 shards, or context_parallel: ring or gather",
         ),
         (
             ["layout=cp_ulysses", "mesh.model=2", "rules.heads=model", "rules.kv_heads=model", "model.heads=4"],
-            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 4 heads over 2 shards are 2"
+            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 4 heads over 2"
+            " shards are 2"
             " each, and these cannot be split; expected 1 or 2 shards, or context_parallel: ring or gather",
         ),
         (
             ["layout=fsdp", "context_parallel=ring"],
-            "command line: context_parallel: ring crosses the shards of a sequence, and the layout makes none; expected auto, or"
+            "command line: context_parallel: ring crosses the shards of a sequence, and the layout makes none;"
+            " expected auto, or"
             " a rule `context: context` with mesh.context above 1",
         ),
         (
             ["layout=cp_ring", "mesh.context=1"],
-            "layout cp_ring: context_parallel: ring crosses the shards of a sequence, and the layout makes none; expected auto,"
+            "layout cp_ring: context_parallel: ring crosses the shards of a sequence, and the layout makes none;"
+            " expected auto,"
             " or mesh.context above 1",
         ),
         (
             ["layout=cp_ring", "step.attention=splash"],
-            "command line: step.attention: `splash` needs whole sequences, and context_parallel: ring keeps them in shards;"
+            "command line: step.attention: `splash` needs whole sequences, and context_parallel: ring keeps them in"
+            " shards;"
             " expected auto or xla, or context_parallel: ulysses",
         ),
         (
             ["layout=cp_gather", "step.attention=cudnn"],
-            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in shards;"
+            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in"
+            " shards;"
             " expected auto or xla, or context_parallel: ulysses",
         ),
         (
             ["layout=cp_ulysses", "context_parallel=auto", "model.heads=6", "model.head_dim=8", "step.attention=cudnn"],
-            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in shards;"
+            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in"
+            " shards;"
             " expected auto or xla, or heads that the 4 shards of context divide",
         ),
         (
@@ -97,7 +104,8 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         ),
         (
             ["context_parallel=rign"],
-            'command line: context_parallel: expected one of auto, gather, ulysses or ring; found "rign" (did you mean `ring`?)',
+            'command line: context_parallel: expected one of auto, gather, ulysses or ring; found "rign" (did you'
+            " mean `ring`?)",
         ),
     ],
 )

@@ -19,7 +19,8 @@ MODEL = {
     "biases": ["qkv", "mlp"], "sliding_window": 24, "sliding_window_pattern": 2,
 }  # fmt: skip
 OTHERS = {  # options of other families: OLMo 2, Gemma 3, Granite
-    "qk_norm": "full", "norm_placement": "post", "sliding_window_rope_theta": 100.0, "embed_multiplier": 3.0, "residual_multiplier": 0.5,
+    "qk_norm": "full", "norm_placement": "post", "sliding_window_rope_theta": 100.0, "embed_multiplier": 3.0,
+    "residual_multiplier": 0.5,
     "logits_divisor": 2.0,
 }  # fmt: skip
 ROWS, LENGTH = 8, 32

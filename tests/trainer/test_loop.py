@@ -42,7 +42,8 @@ def config(tmp_path, corpus, *overrides):
         "model": {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64},
         "data": {"sources": [{"path": str(corpus)}], "sequence": 64, "global_batch": 8, "validation_fraction": 0.2,
                  "cache_dir": str(tmp_path / "cache"), "workers": 1},
-        "optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 2}, "checkpoint": {"every": 4}, "eval": {"every": 4, "batches": 2},
+        "optimizer": {"lr": 1e-3}, "schedule": {"warmup_steps": 2}, "checkpoint": {"every": 4}, "eval": {"every": 4,
+        "batches": 2},
     }  # fmt: skip
     return jaxtrain.load(None, "layout=3d", *overrides, base=base)
 
