@@ -1,21 +1,21 @@
-"""Failures on purpose, at named places of a run, each once in a run's folder: what recovery is tested with.
+"""Fault injection to test recovery: failures at named places of a run, each once per run directory.
 
-A fault is written to RUN_DIR/faults.jsonl before it happens, so that the restarted run does not meet it again; a text
-that is given twice happens twice. Without faults nothing here is ever called: `Faults` of no faults does nothing.
+A fault is written to RUN_DIR/faults.jsonl before it happens, so that the restarted run does not repeat it; a fault that
+the config lists twice happens twice.
 
-    kill, stop, hang   SIGKILL, SIGSTOP, or a wait for ever, at a place:
-                         step        after that many steps, the last one still running
-                         data        in the loader, while it makes the batch of that step
+    kill, stop, hang   SIGKILL, SIGSTOP, or waiting forever, at a place:
+                         step        after that many steps, while the last one still runs
+                         data        in the loader, before the batch of that step
                          eval        in the validation after that step
-                         logged      metrics are written, the checkpoint is not begun
-                         save        some of the checkpoint's files are written
-                         commit      all is written but the rename of its marker
-                         committed   the marker is there, nobody has been told
-    slow_disk          writing that checkpoint takes SLOW seconds more
+                         logged      after the metrics are written, before the checkpoint
+                         save        after some of the checkpoint's files are written
+                         commit      after all files, before the rename of the marker
+                         committed   after that rename
+    slow_disk          writing the checkpoint of that step takes SLOW seconds longer
     full_disk          writing it raises ENOSPC (one of several processes: after its part is written)
-    corrupt            bytes of a file are flipped after its commit
-    nan                all gradients of that step are NaN, in the graph (`train.step`)
-    flip               one bit of one replica of a replicated parameter, after that step
+    corrupt            bits of a file are flipped after the commit
+    nan                all gradients of that step are NaN, in the compiled step (`core.step`)
+    flip               one bit of one replica of a replicated parameter is flipped after that step
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FLIPPED = 64  # bytes
 
 
 def remaining_faults(config: Config, run_dir: Path) -> tuple[str, ...]:
-    """The faults of a config that have not happened in this folder."""
+    """Returns the faults of a config that have not happened in this run directory."""
     counts = Counter(past_faults(run_dir))
     left = []
     for text in config.faults:
@@ -66,24 +66,28 @@ def remaining_faults(config: Config, run_dir: Path) -> tuple[str, ...]:
 
 
 def past_faults(run_dir: Path) -> list[str]:
-    """The faults that happened in this folder, in their order; a line that a kill broke never happened."""
+    """Returns the faults that happened in this run directory, in order; ignores lines that a kill left incomplete."""
     path = run_dir / FILE
     if not path.exists():
         return []
-    found = []
+    faults = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(str(json.loads(line)["fault"]))
+            faults.append(str(json.loads(line)["fault"]))
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return faults
 
 
 class FaultInjector:
-    """The places at which faults happen. Enter it around training: what writes checkpoints is wrapped meanwhile."""
+    """Triggers faults at their places. While the context is active, functions that write checkpoints are wrapped."""
 
     def __init__(self, texts: tuple[str, ...], run_dir: Path) -> None:
-        """`texts`: what `remaining` says. `run_dir`: where they are remembered."""
+        """
+        Args:
+            texts: result of `remaining_faults`.
+            run_dir: run directory, where faults are recorded.
+        """
         index = jax.process_index()
         everywhere = [fault(text) for text in texts]
         self._left = [one for one in everywhere if one.process == index or one.kind == "nan"]
@@ -100,13 +104,13 @@ class FaultInjector:
         self._stack.close()
 
     def trigger(self, place: str, step: int) -> None:
-        """Whatever happens at a place of a step."""
+        """Triggers the faults at a place of a step."""
         for one in self._take(place, step):
             if one.kind in ENDS:
                 ENDS[one.kind]()
 
     def wrap_fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
-        """A loader's `fetch(batch index)` with its place; itself without faults there."""
+        """Returns the loader's `fetch(batch index)` with its faults; unchanged if there are none."""
         if not any(one.place == DATA for one in self._left):
             return fetch
 
@@ -117,26 +121,29 @@ class FaultInjector:
         return hooked
 
     def after_step(self, state: Any, done: int) -> Any:
-        """The state after a step, flipped where it is its turn; other faults at a step happen here."""
+        """Triggers the faults after a step; returns the state, with a flipped bit if that is due."""
         for one in self._take(STEP, done):
             if one.kind == "flip":
-                state = {**state, "params": flipped(state["params"], done)}
+                state = {**state, "params": flip_bit(state["params"], done)}
             elif one.kind in ENDS:
                 ENDS[one.kind]()
         return state
 
     def _take(self, place: str, step: int) -> list[Fault]:
-        """The faults of a place and step, which happen now: taken off the list, and remembered on disk first."""
+        """Returns the faults due at a place and step, records them on disk and removes them from the list."""
         with self._lock:
             here = {one.text: one for one in self._left if one.place == place and one.step == step}
-            due = list(here.values())  # of equal ones the next comes next time
+            due = list(here.values())  # equal faults happen one at a time
             for one in due:
                 self._left.remove(one)
                 record_fault(self._dir, one.text)
         return due
 
     def _writes(self, real: Callable, together: bool = False) -> Callable:
-        """`together`: all processes begin, and only who waits for the end learns that a disk is full."""
+        """Wraps a function that writes a checkpoint.
+
+        `together`: all processes begin the save, and the error of a full disk appears only when it is waited for.
+        """
 
         def write(path: Path, *args: Any) -> Any:
             due, is_full = self._take(SAVE, _step_of(path)), False
@@ -151,7 +158,7 @@ class FaultInjector:
                     threading.Thread(target=_when_begun, args=(path, ENDS[one.kind]), daemon=True).start()
             out = real(path, *args)
             if any(one.kind in ENDS for one in due):
-                time.sleep(SLOW)  # if the disk was faster than the thread that looks on
+                time.sleep(SLOW)  # the disk may be faster than the thread of the fault
             return _DiskFullSave(out) if is_full else out
 
         return write
@@ -164,7 +171,7 @@ class FaultInjector:
             real(source, target, **options)
             for one in self._take(COMMITTED, step):
                 if one.kind == "corrupt":
-                    corrupt(path.parent, one.step)
+                    corrupt_checkpoint(path.parent, one.step)
                 else:
                     ENDS[one.kind]()
 
@@ -172,7 +179,7 @@ class FaultInjector:
 
 
 class FaultInjection(Callback):
-    """Makes the faults of the config happen, each once in a run's folder."""
+    """Triggers the faults of the config, each once per run directory."""
 
     def __init__(self) -> None:
         self._faults: FaultInjector | None = None
@@ -192,15 +199,15 @@ class FaultInjection(Callback):
         return self._get().wrap_fetch(fetch)
 
     def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
-        """Lets the faults after a step happen."""
+        """Triggers the faults after a step."""
         return self._get().after_step(state, step)
 
     def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
-        """Lets the faults of the validation happen."""
+        """Triggers the faults of the validation."""
         self._get().trigger("eval", step)
 
     def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
-        """Lets the faults between logging and saving happen."""
+        """Triggers the faults between logging and saving."""
         self._get().trigger("logged", step)
         return True
 
@@ -214,7 +221,7 @@ class FaultInjection(Callback):
 
 
 class _DiskFullSave:
-    """What waits for a save that found the disk full."""
+    """Pending save that fails with a full disk when it is waited for."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -225,11 +232,11 @@ class _DiskFullSave:
 
 
 def _full_disk() -> OSError:
-    return OSError(errno.ENOSPC, "No space left on device (a fault)")
+    return OSError(errno.ENOSPC, "No space left on device (injected fault)")
 
 
 def record_fault(run_dir: Path, text: str) -> None:
-    """Notes on disk that a fault happens."""
+    """Records on disk that a fault happens."""
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "fault": text, "pid": os.getpid()}
     file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -239,26 +246,26 @@ def record_fault(run_dir: Path, text: str) -> None:
         os.close(file)
 
 
-def corrupt(folder: Path, seed: int) -> Path:
-    """Flips bytes amid the largest file of a checkpoint, in place. Returns the file."""
+def corrupt_checkpoint(folder: Path, seed: int) -> Path:
+    """Flips bits in the largest file of a checkpoint, in place. Returns the file."""
     files = sorted((path for path in folder.rglob("*") if path.is_file() and path.name != MARKER), key=str)
     path = max(files, key=lambda file: file.stat().st_size)
     size, rng = path.stat().st_size, random.Random(seed)
     with open(path, "r+b") as file:
         for _ in range(min(FLIPPED, size)):
-            place = rng.randrange(size)
-            file.seek(place)
+            position = rng.randrange(size)
+            file.seek(position)
             byte = file.read(1)[0]
-            file.seek(place)
+            file.seek(position)
             file.write(bytes([byte ^ (1 << rng.randrange(8))]))
     return path
 
 
-def flipped(params: Any, seed: int) -> Any:
-    """The parameters with one bit of one replica flipped: of the last device that holds the first replicated tensor.
+def flip_bit(params: Any, seed: int) -> Any:
+    """Flips one bit of one replica of the first replicated parameter, on the last device that holds it.
 
-    Its other replicas are untouched, so that the array is not what JAX takes it for. Raises UserError where no
-    parameter has replicas on devices of this process.
+    The other replicas stay unchanged, which JAX does not notice. Raises UserError if no parameter has replicas on
+    devices of this process.
     """
     leaves, tree = jax.tree.flatten(params)
     for index, leaf in enumerate(leaves):
@@ -271,7 +278,7 @@ def flipped(params: Any, seed: int) -> Any:
 
 
 def _with_flipped(leaf: jax.Array, seed: int) -> jax.Array:
-    """`leaf` with one bit of its last shard flipped: the lowest of a byte, which nobody would see in a loss."""
+    """Flips the lowest bit of one byte of the last shard, too little to be visible in the loss."""
     shards = [shard.data for shard in leaf.addressable_shards]
     wrong = np.array(jax.device_get(shards[-1]))
     flat = wrong.reshape(-1).view(np.uint8)
@@ -297,7 +304,7 @@ ENDS: dict[str, Callable[[], None]] = {"kill": _kill, "stop": _stop, "hang": _ha
 
 
 def _when_begun(path: Path, end: Callable[[], None]) -> None:
-    """Calls `end` as soon as files of a save are there; at last when the save should be done."""
+    """Calls `end` as soon as files of a save exist, at the latest when the save should be done."""
     deadline = time.monotonic() + SLOW / 2
     while time.monotonic() < deadline:
         folders = [one for one in path.parent.glob(f"{path.name}*") if one.is_dir()]
@@ -308,6 +315,6 @@ def _when_begun(path: Path, end: Callable[[], None]) -> None:
 
 
 def _step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder, `.../8` or `.../8.orbax...`; -1 of any other."""
+    """Returns the step of a checkpoint folder, `.../8` or `.../8.orbax...`; -1 for any other folder."""
     name = Path(folder).name.partition(".")[0]
     return int(name) if name.isdecimal() else -1

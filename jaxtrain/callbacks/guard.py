@@ -38,15 +38,15 @@ class StepGuard(Callback):
     def __init__(self, spikes: Spikes | None) -> None:
         self._spikes, self._patience = spikes, PATIENCE
         self._in_row, self._rollbacks = 0, dict[int, int]()
-        self._spike_step: int | None = None  # a spike that training has to go back for
+        self._spike_step: int | None = None  # spike that a rollback is due for
         self.skipped = 0  # steps without an update since the start
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
-        """Fewer bad steps in a row end a run with few steps left."""
+        """Limits the consecutive bad steps that end the run to the number of steps left."""
         self._patience = max(1, min(PATIENCE, trainer.config.steps - step))
 
     def on_metrics(self, trainer: TrainerView, step: int, values: Mapping[str, float]) -> None:
-        """Takes note of a finished step. Raises DivergedError after too many in a row without an update."""
+        """Records a finished step. Raises DivergedError after too many in a row without an update."""
         limit = math.inf if self._spikes is None or self._spikes.skips else self._spikes.threshold
         if values.get("spike", 0.0) > limit and not self._spike_step:
             self._spike_step = step
@@ -88,22 +88,23 @@ class StepGuard(Callback):
         with trainer.ledger.phase("restore"):
             target = self._checkpoint_before(trainer, spike)
         if target is None:
-            trainer.trackers.event("warning", text=f"no checkpoint before the spike at step {spike}: training goes on")
+            text = f"no checkpoint before the spike at step {spike}: training continues"
+            trainer.trackers.event("warning", text=text)
             return None
         self._rollbacks[target] = self._rollbacks.get(target, 0) + 1
         if self._rollbacks[target] > MAX_ROLLBACKS:
-            text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} returns to checkpoint {target}"
+            text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} rollbacks to checkpoint {target}"
             raise DivergedError(f"{text}; that is the last good one")
         skipped = self._batches_around(spike, target, merged(trainer.manifest.get("skips", ())))
         for leaf in jax.tree.leaves(state):
-            leaf.delete()  # room for what takes its place
+            leaf.delete()  # frees memory for the restored state
         with trainer.ledger.phase("restore"):
             trainer.checkpointer.rewind(target)
             state, _ = trainer.checkpointer.restore(None, trainer.program.state)
         trainer.manifest["skips"] = [list(part) for part in merged(trainer.manifest.get("skips", ()), skipped)]
         step = int(jax.device_get(state["step"]))
         trainer.trackers.rewind(step)
-        batches = f"{skipped[0]} to {skipped[1] - 1} passed over"
+        batches = f"{skipped[0]} to {skipped[1] - 1} skipped"
         trainer.trackers.event("rollback", step=step, spike=spike, batches=batches)
         return state, step
 
