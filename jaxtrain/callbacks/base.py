@@ -38,19 +38,19 @@ class TrainerView(Protocol):
     latest_metrics: dict[str, float]
 
     def last_good_checkpoint(self) -> str:
-        """The newest checkpoint, in words, for an error message."""
+        """Describes the newest checkpoint, for an error message."""
         ...
 
 
 @dataclass(frozen=True)
 class StateSource:
-    """A state outside of the checkpoints that a run can resume from.
+    """State outside of the checkpoints that a run can resume from.
 
     Attributes:
-        step: finished steps.
-        manifest: as in a checkpoint.
-        name: for the log, such as `the memory of the nodes`.
-        load: abstract state -> state in its shardings, or None if it cannot be read after all.
+        step: number of finished steps.
+        manifest: manifest as in a checkpoint.
+        name: name for the log, such as `the memory of the nodes`.
+        load: abstract state -> state in its shardings, or None if it cannot be read.
     """
 
     step: int
@@ -114,7 +114,7 @@ class Callback:
         """Called before validation."""
 
     def is_healthy(self) -> bool:
-        """Returns False while steps go wrong: no state is kept meanwhile."""
+        """Returns False while steps go wrong; no state is kept meanwhile."""
         return True
 
     def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:

@@ -1,7 +1,8 @@
-"""Sums of the bits of a sharded tree, device by device, to find bits that differ where they should not.
+"""Digests of the bits of a sharded tree on each device, to find replicas that differ.
 
-Every element counts as uint32, times an odd hash of its place in the shard, modulo 2^32: a flipped bit changes the sum
-of its tensor for sure, because an odd number times a power of two below 2^32 is never 0; so do swapped elements.
+The digest of a tensor is a sum modulo 2^32 of its elements as uint32, each times an odd hash of its position in the
+shard. A flipped bit always changes it, because an odd number times a power of two below 2^32 is never 0. Swapped
+elements change it, too.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 
 def device_digests(abstract: Any, mesh: Mesh) -> Callable[[Any], jax.Array]:
-    """A jitted function: tree -> uint32 [devices, leaves], on every device; devices in the order of the mesh.
+    """Builds a jitted function: tree -> uint32 [devices, leaves], on every device; devices in the order of the mesh.
 
     Args:
-        abstract: tree of ShapeDtypeStructs with NamedShardings of that mesh.
+        abstract: tree of ShapeDtypeStructs with NamedShardings of `mesh`.
+        mesh: device mesh.
     """
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
     axes = tuple(mesh.axis_names)
@@ -33,7 +35,7 @@ def device_digests(abstract: Any, mesh: Mesh) -> Callable[[Any], jax.Array]:
 
 
 def bit_sum(x: jax.Array) -> jax.Array:
-    """uint32 scalar of an array of any shape and dtype."""
+    """Returns the digest of an array of any shape and dtype, a uint32 scalar."""
     bits = _bits(x).reshape(-1)
     index = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (index ^ (index >> 15)) * jnp.uint32(0x2C1B3C6D)
@@ -45,28 +47,30 @@ def _bits(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint32)
     size = x.dtype.itemsize
     if size == 8:
-        return jax.lax.bitcast_convert_type(x, jnp.uint32)  # a dim of two more
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)  # adds a dim of two
     return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]).astype(jnp.uint32)
 
 
 def differing_replicas(sums: np.ndarray, abstract: Any, mesh: Mesh) -> list[tuple[str, list[int]]]:
-    """Tensors whose replicas differ: (name, places in the mesh of the devices that differ from most of them).
+    """Returns tensors whose replicas differ: (name, mesh positions of the devices that differ from the majority).
 
-    Where there is no majority all holders of that shard are named.
+    Without a majority it returns all holders of the shard.
 
     Args:
-        sums: of `digests`.
+        sums: result of `device_digests`.
+        abstract: tree of ShapeDtypeStructs with NamedShardings of `mesh`.
+        mesh: device mesh.
     """
-    place = {device: index for index, device in enumerate(mesh.devices.flat)}
-    found = []
+    position = {device: index for index, device in enumerate(mesh.devices.flat)}
+    differing = []
     for column, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(abstract)):
         holders: dict[Any, list[int]] = {}
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-            holders.setdefault(str(index), []).append(place[device])
-        odd = [device for group in holders.values() for device in _minority(group, sums[:, column])]
-        if odd:
-            found.append((jax.tree_util.keystr(path, simple=True, separator="/"), sorted(odd)))
-    return found
+            holders.setdefault(str(index), []).append(position[device])
+        devices = [device for group in holders.values() for device in _minority(group, sums[:, column])]
+        if devices:
+            differing.append((jax.tree_util.keystr(path, simple=True, separator="/"), sorted(devices)))
+    return differing
 
 
 def _minority(group: list[int], sums: np.ndarray) -> list[int]:

@@ -1,4 +1,4 @@
-"""The callbacks that every training run has."""
+"""Callbacks of every training run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def default_callbacks(
     """Builds the callbacks of a run, in the order in which they are called.
 
     Args:
+        config: config of the run.
         profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
-        deadline: seconds that a step or its data may hang before the process is ended; None: as measured; 0: never.
+        deadline: seconds that a step or its data may hang before the process is ended; None: from measured step times;
+            0: never.
         verbose: print the layout of every parameter.
     """
     callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]

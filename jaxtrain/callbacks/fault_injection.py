@@ -81,13 +81,13 @@ def past_faults(run_dir: Path) -> list[str]:
     path = run_dir / FILE
     if not path.exists():
         return []
-    found = []
+    faults = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(str(json.loads(line)["fault"]))
+            faults.append(str(json.loads(line)["fault"]))
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return faults
 
 
 class FaultInjector:
@@ -134,7 +134,7 @@ class FaultInjector:
         """Causes the faults after a step. Returns its state, with a flipped bit if that is due."""
         for one in self._take("step", done):
             if one.kind == "flip":
-                state = {**state, "params": flipped(state["params"], done)}
+                state = {**state, "params": flip_bit(state["params"], done)}
             elif one.kind in ENDS:
                 ENDS[one.kind]()
         return state
@@ -178,7 +178,7 @@ class FaultInjector:
             real(source, target, **options)
             for one in self._take("committed", step):
                 if one.kind == "corrupt":
-                    corrupt(path.parent, one.step)
+                    corrupt_checkpoint(path.parent, one.step)
                 else:
                     ENDS[one.kind]()
 
@@ -186,7 +186,7 @@ class FaultInjector:
 
 
 class FaultInjection(Callback):
-    """Makes the faults of the config happen, each once in a run's folder."""
+    """Triggers the faults of the config, each once per run directory."""
 
     def __init__(self) -> None:
         self._faults: FaultInjector | None = None
@@ -206,15 +206,15 @@ class FaultInjection(Callback):
         return self._get().wrap_fetch(fetch)
 
     def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
-        """Lets the faults after a step happen."""
+        """Triggers the faults after a step."""
         return self._get().after_step(state, step)
 
     def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
-        """Lets the faults of the validation happen."""
+        """Triggers the faults of the validation."""
         self._get().trigger("eval", step)
 
     def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
-        """Lets the faults between logging and saving happen."""
+        """Triggers the faults between logging and saving."""
         self._get().trigger("logged", step)
         return True
 
@@ -239,7 +239,7 @@ class _DiskFullSave:
 
 
 def _full_disk() -> OSError:
-    return OSError(errno.ENOSPC, "No space left on device (a fault)")
+    return OSError(errno.ENOSPC, "No space left on device (injected fault)")
 
 
 def record_fault(run_dir: Path, text: str) -> None:
@@ -253,26 +253,26 @@ def record_fault(run_dir: Path, text: str) -> None:
         os.close(file)
 
 
-def corrupt(folder: Path, seed: int) -> Path:
-    """Flips bytes amid the largest file of a checkpoint, in place. Returns the file."""
+def corrupt_checkpoint(folder: Path, seed: int) -> Path:
+    """Flips bits in the largest file of a checkpoint, in place. Returns the file."""
     files = sorted((path for path in folder.rglob("*") if path.is_file() and path.name != MARKER), key=str)
     path = max(files, key=lambda file: file.stat().st_size)
     size, rng = path.stat().st_size, random.Random(seed)
     with open(path, "r+b") as file:
         for _ in range(min(FLIPPED, size)):
-            place = rng.randrange(size)
-            file.seek(place)
+            position = rng.randrange(size)
+            file.seek(position)
             byte = file.read(1)[0]
-            file.seek(place)
+            file.seek(position)
             file.write(bytes([byte ^ (1 << rng.randrange(8))]))
     return path
 
 
-def flipped(params: Any, seed: int) -> Any:
-    """The parameters with one bit of one replica flipped: of the last device that holds the first replicated tensor.
+def flip_bit(params: Any, seed: int) -> Any:
+    """Flips one bit of one replica of the first replicated parameter, on the last device that holds it.
 
-    Its other replicas are untouched, so that the array is not what JAX takes it for. Raises UserError where no
-    parameter has replicas on devices of this process.
+    The other replicas stay unchanged, which JAX does not notice. Raises UserError if no parameter has replicas on
+    devices of this process.
     """
     leaves, tree = jax.tree.flatten(params)
     for index, leaf in enumerate(leaves):
@@ -285,7 +285,7 @@ def flipped(params: Any, seed: int) -> Any:
 
 
 def _with_flipped(leaf: jax.Array, seed: int) -> jax.Array:
-    """`leaf` with one bit of its last shard flipped: the lowest of a byte, which nobody would see in a loss."""
+    """Flips the lowest bit of one byte of the last shard, too little to be visible in the loss."""
     shards = [shard.data for shard in leaf.addressable_shards]
     wrong = np.array(jax.device_get(shards[-1]))
     flat = wrong.reshape(-1).view(np.uint8)
@@ -311,7 +311,7 @@ ENDS: dict[str, Callable[[], None]] = {"kill": _kill, "stop": _stop, "hang": _ha
 
 
 def _when_begun(path: Path, end: Callable[[], None]) -> None:
-    """Calls `end` as soon as files of a save are there; at last when the save should be done."""
+    """Calls `end` as soon as files of a save exist, at the latest when the save should be done."""
     deadline = time.monotonic() + SLOW / 2
     while time.monotonic() < deadline:
         folders = [one for one in path.parent.glob(f"{path.name}*") if one.is_dir()]
@@ -322,6 +322,6 @@ def _when_begun(path: Path, end: Callable[[], None]) -> None:
 
 
 def _step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder, `.../8` or `.../8.orbax...`; -1 of any other."""
+    """Returns the step of a checkpoint folder, `.../8` or `.../8.orbax...`; -1 for any other folder."""
     name = Path(folder).name.partition(".")[0]
     return int(name) if name.isdecimal() else -1

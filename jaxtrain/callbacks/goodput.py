@@ -1,4 +1,4 @@
-"""Writes the time accounting of a process to the events of its run."""
+"""Time accounting of a process in the events of its run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class GoodputRecorder(Callback):
         self._writer: LedgerWriter | None = None
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
-        """Starts to write."""
+        """Starts the writer."""
         self._writer = LedgerWriter(trainer.ledger, trainer.trackers.record)
         trainer.ticker.add(self._writer)
 

@@ -38,11 +38,11 @@ class StepGuard(Callback):
     def __init__(self, spike: SpikeConfig) -> None:
         self._config, self._patience = spike, PATIENCE
         self._in_row, self._rollbacks = 0, dict[int, int]()
-        self._spike_step: int | None = None  # a spike that training has to go back for
+        self._spike_step: int | None = None  # spike that a rollback is due for
         self.skipped = 0  # steps without an update since the start
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
-        """Fewer bad steps in a row end a run with few steps left."""
+        """Limits the consecutive bad steps that end the run to the number of steps left."""
         self._patience = max(1, min(PATIENCE, trainer.config.steps - step))
 
     def on_metrics(self, trainer: TrainerView, step: int, values: Mapping[str, float]) -> None:
@@ -94,7 +94,7 @@ class StepGuard(Callback):
             return None
         self._rollbacks[target] = self._rollbacks.get(target, 0) + 1
         if self._rollbacks[target] > MAX_ROLLBACKS:
-            text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} returns to checkpoint {target}"
+            text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} rollbacks to checkpoint {target}"
             raise DivergedError(f"{text}; that is the last good one")
         skipped = self._batches_around(spike, target, merged(trainer.manifest.get("skips", ())))
         for leaf in jax.tree.leaves(state):

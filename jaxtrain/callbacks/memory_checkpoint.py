@@ -26,12 +26,11 @@ class MemoryCheckpoint(Callback):
     def find_state(self, trainer: TrainerView, newer_than: int) -> StateSource | None:
         """Returns the newest complete state in memory that is later than `newer_than`."""
         memory = self._memory
-        found = None if memory is None else memory.newest(after=newer_than)
-        if memory is None or found is None:
+        copy = None if memory is None else memory.newest(after=newer_than)
+        if memory is None or copy is None:
             return None
-        return StateSource(
-            found.step, found.manifest, "the memory of the nodes", lambda abstract: memory.restore(found, abstract)
-        )
+        load = lambda abstract: memory.restore(copy, abstract)  # noqa: E731
+        return StateSource(copy.step, copy.manifest, "the memory of the nodes", load)
 
     def on_step_dispatched(self, trainer: TrainerView, step: int) -> None:
         """Starts to replicate the last copy: its step is validated and logged, and its save has begun."""

@@ -1,4 +1,4 @@
-"""What faults on purpose change while they are in force. No JAX."""
+"""Temporary replacement of attributes, for fault injection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def patched(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, the attribute `name` of a module or class is what `change` makes of it."""
+    """Replaces the attribute `name` of a module or class by `change(attribute)` while the context is active."""
     real = getattr(owner, name)
     setattr(owner, name, change(real))
     try:

@@ -8,10 +8,10 @@ from jaxtrain.callbacks.base import Callback, TrainerView
 
 
 class Profiler(Callback):
-    """Traces the steps [start, stop) into RUN_DIR/profile. Time spent on starting and writing counts as no step's.
+    """Traces the steps [start, stop) into RUN_DIR/profile. Starting and writing the trace does not count as step time.
 
     Args:
-        span: (start, stop).
+        span: (start, stop) of the steps.
     """
 
     def __init__(self, span: tuple[int, int]) -> None:
@@ -28,7 +28,7 @@ class Profiler(Callback):
             self._is_on = True
 
     def on_train_end(self, trainer: TrainerView) -> None:
-        """Ends a trace that is still on, and hands it to the trackers."""
+        """Ends an active trace and passes it to the trackers."""
         if not self._is_on:
             return
         with trainer.ledger.phase("eval"):

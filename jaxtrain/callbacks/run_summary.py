@@ -1,4 +1,4 @@
-"""Prints how a run begins: folder, devices and mesh, model, precision, batch and data."""
+"""Prints a summary of a run when it begins: directory, devices and mesh, model, precision, batch and data."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxtrain.precision.policy import POLICIES
 from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, parameter_rows
 from jaxtrain.sharding.context_parallel import has_tokens
 
-TABLE_WIDTH = 160  # columns of the table in the run folder
+TABLE_WIDTH = 160  # columns of the table in layout.txt
 
 
 class RunSummary(Callback):
-    """Prints the opening lines, and writes the layout of every parameter to RUN_DIR/layout.txt.
+    """Prints the summary, and writes the layout of every parameter to RUN_DIR/layout.txt.
 
     Args:
-        verbose: print that table too, and how FLOPs and the peak rate are counted.
+        verbose: also print that table, and how FLOPs and the peak rate are counted.
     """
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
-        """Prints the lines; on process 0 only."""
+        """Prints the summary on process 0."""
         if jax.process_index() != 0:
             return
         program, console = trainer.program, trainer.console

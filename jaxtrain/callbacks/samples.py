@@ -1,4 +1,4 @@
-"""Ends a run with the plot of its loss and a sample of text."""
+"""Loss plot and text sample at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LossPlot(Callback):
     """Draws RUN_DIR/loss.png when a run ends."""
 
     def on_finish(self, trainer: TrainerView, state: State, stopped_by: str | None) -> None:
-        """Draws the plot and prints where it is."""
+        """Draws the plot and prints its path."""
         if jax.process_index() == 0 and "loss" in trainer.latest_metrics:
             trainer.console.print(f"plot  {plot_loss(trainer.dir)}")
 

@@ -1,4 +1,4 @@
-"""Check for silent data corruption: a step computed twice gives the same bits, and replicas hold the same bits."""
+"""Check for silent data corruption: a step computed twice must give the same bits, and replicas must be equal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHOWN = 3  # tensors and devices that a message names
 class ReplicaCheck(Callback):
     """Computes every `every`-th step twice, and compares replicas then and before every save.
 
-    The second computation starts from a copy that waits in host memory, and the result of the first is deleted before
-    it, so that devices never hold two states. The program is the same one, compiled once. On a GPU it is deterministic
-    only with XLA_FLAGS=--xla_gpu_deterministic_ops=true. Without a mesh there is nothing to compare.
+    The second computation starts from a copy in host memory, after the result of the first is deleted, so that devices
+    never hold two states. Both run the same compiled program. On a GPU it is deterministic only with
+    XLA_FLAGS=--xla_gpu_deterministic_ops=true. Does nothing without a mesh.
     """
 
     def __init__(self, every: int) -> None:
@@ -41,7 +41,7 @@ class ReplicaCheck(Callback):
         """Runs the step after `step` twice, if it is due.
 
         Raises:
-            CorruptionError: replicas, or both results, differ.
+            CorruptionError: replicas or the two results differ.
         """
         if self._mesh is None or (step + 1) % self._every:
             return None
@@ -69,10 +69,11 @@ class ReplicaCheck(Callback):
 
     def _compare_replicas(self, trainer: TrainerView, state: State, step: int) -> None:
         assert self._mesh is not None
-        odd = differing_replicas(self._read(state), self._abstract, self._mesh)
-        if odd:
-            devices = sorted({device for _, places in odd for device in places})
-            self._fail(trainer, step, "replicas", [name for name, _ in odd], devices, "compared with its replicas")
+        differing = differing_replicas(self._read(state), self._abstract, self._mesh)
+        if differing:
+            devices = sorted({device for _, positions in differing for device in positions})
+            names = [name for name, _ in differing]
+            self._fail(trainer, step, "replicas", names, devices, "compared with its replicas")
 
     def _read(self, state: State) -> np.ndarray:
         return np.asarray(jax.device_get(self._sums(state)))
@@ -82,11 +83,11 @@ class ReplicaCheck(Callback):
     ) -> None:
         assert self._mesh is not None
         devices = [self._mesh.devices.flat[position] for position in positions]
-        where = _some([_named(device) for device in devices])
-        everywhere = "; all devices are affected, so that none can be blamed" if _all(positions, self._mesh) else ""
-        trainer.trackers.event("corruption", step=step, found_by=kind, devices=where, tensors=_some(names))
-        trainer.callbacks.each(Callback.on_rewind, trainer, -1)  # copies in memory were not checked
-        text = f"{_some(names)}, {how}, differs on {where}{everywhere}"
+        where = _join_some([_describe(device) for device in devices])
+        everywhere = "; all devices are affected, so no single one can be named" if _all(positions, self._mesh) else ""
+        trainer.trackers.event("corruption", step=step, found_by=kind, devices=where, tensors=_join_some(names))
+        trainer.callbacks.each(Callback.on_rewind, trainer, -1)  # in-memory checkpoints were not checked
+        text = f"{_join_some(names)}, {how}, differs on {where}{everywhere}"
         raise CorruptionError(f"silent corruption at step {step}: {text}; {trainer.last_good_checkpoint()}")
 
 
@@ -98,19 +99,19 @@ def _all(positions: list[int], mesh: Mesh) -> bool:
     return len(positions) == mesh.devices.size > 1
 
 
-def _named(device: Any) -> str:
-    """A device, its process, and the host if it is this one."""
+def _describe(device: Any) -> str:
+    """Describes a device, its process, and the host if it is this one."""
     host = f" on {socket.gethostname()}" if device.process_index == jax.process_index() else ""
     return f"device {device.id} ({device.device_kind}, process {device.process_index}{host})"
 
 
-def _some(items: list[str]) -> str:
+def _join_some(items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
 
 def _on_host(abstract: State) -> Any:
-    """Shardings in pinned host memory; on CPU devices as they are."""
+    """Returns the shardings in pinned host memory; unchanged on CPU devices."""
 
     def one(leaf: Any) -> Any:
         device = next(iter(leaf.sharding.device_set))

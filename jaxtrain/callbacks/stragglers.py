@@ -1,8 +1,8 @@
-"""Which process is slower than the others, found beside training. No JAX but to reach the other processes.
+"""Detection of processes that are slower than the others, beside training.
 
-Steps end together: a process that waits in a collective is as slow as the one it waits for. So what names the culprit
-is first of all the time that it waits for its own data; the step time differs where processes do not wait for one
-another in each step.
+Steps end together: a process that waits in a collective is as slow as the one that it waits for. So the time that a
+process waits for its own data is the main sign. Step times differ only if processes do not wait for each other in each
+step.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.distributed.kv_store import Coordinator
 from jaxtrain.trackers.goodput import STEPS, GoodputLedger
 
-EVERY = 10  # ticks between two words of a process
+EVERY = 10  # ticks between two reports of a process
 OUTLIER = 6.0  # robust standard deviations above the median
-SHARE = 0.25  # of the median step that an outlier is above the median at least
-IN_A_ROW = 3  # words
-SILENCE = 60  # words after a warning in which the same process is not named again
+SHARE = 0.25  # of the median step time; least distance of an outlier from the median
+IN_A_ROW = 3  # reports as an outlier until a warning
+SILENCE = 60  # reports after a warning without another one for the same process
 MEASURES = {"data_wait": "waits for data", "step_time": "takes"}
 
 
 class ReportStore(Protocol):
-    """Where each process leaves its last word for the others."""
+    """Key-value store with the last report of each process."""
 
     def put(self, process: int, text: str) -> None: ...
 
@@ -37,64 +37,64 @@ class ReportStore(Protocol):
 
 
 class StragglerMonitor:
-    """Called every second by a thread of each process: says how fast this one is; process 0 compares.
+    """Publishes the speed of this process; process 0 compares all. A thread of each process calls it every second.
 
-    The loop takes warnings from `poll`, and waits for nothing.
+    The training loop takes warnings from `poll` and never waits.
     """
 
-    def __init__(self, ledger: GoodputLedger, process: int, board: ReportStore):
-        self._ledger, self._process, self._board = ledger, process, board
+    def __init__(self, ledger: GoodputLedger, process: int, store: ReportStore):
+        self._ledger, self._process, self._store = ledger, process, store
         self._ticks, self._since = 0, (0, dict.fromkeys(STEPS, 0.0))
-        self._news: deque[str] = deque()
+        self._warnings: deque[str] = deque()
         self._last: dict[int, Any] = {}
-        self._rows: dict[tuple[int, str], int] = {}  # words in a row that were out of line; below 0: silence
+        self._rows: dict[tuple[int, str], int] = {}  # reports in a row as an outlier; below 0: silence
 
     def __call__(self) -> None:
-        """One tick."""
+        """Runs one tick."""
         self._ticks += 1
         if self._ticks % EVERY:
             return
-        self._say()
+        self._publish()
         if self._process == 0:
             self._compare()
 
     def poll(self) -> list[str]:
-        """Warnings since the last call, oldest first."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        """Returns the warnings since the last call, oldest first."""
+        return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
-    def _say(self) -> None:
-        """This process's means over the steps since its last word, if there were any."""
+    def _publish(self) -> None:
+        """Publishes the means of this process over the steps since its last report, if any."""
         seconds, step = self._ledger.seconds(), self._ledger.step
         before, spent = self._since
         steps = step - before
         if steps < 1:
             return
         new = {bucket: (seconds[bucket] - spent[bucket]) / steps for bucket in STEPS}
-        word = {"step": step, "host": socket.gethostname(), "data_wait": new["data"], "step_time": sum(new.values())}
+        report = {"step": step, "host": socket.gethostname(), "data_wait": new["data"], "step_time": sum(new.values())}
         self._since = step, {bucket: seconds[bucket] for bucket in STEPS}
-        if before:  # the first word would hold what came before
-            self._board.put(self._process, json.dumps(word))
+        if before:  # the first report would include the time before training
+            self._store.put(self._process, json.dumps(report))
 
     def _compare(self) -> None:
-        """Names those who were out of line several times in a row."""
-        words = {process: json.loads(text) for process, text in self._board.all().items()}
-        fresh = {process: word for process, word in words.items() if word != self._last.get(process)}
-        self._last = words
+        """Adds warnings for processes that were outliers several times in a row."""
+        reports = {process: json.loads(text) for process, text in self._store.all().items()}
+        fresh = {process: report for process, report in reports.items() if report != self._last.get(process)}
+        self._last = reports
         if len(fresh) < 2:
             return
-        step = median(word["step_time"] for word in fresh.values())
-        for measure, does in MEASURES.items():
-            values = {process: word[measure] for process, word in fresh.items()}
+        step = median(report["step_time"] for report in fresh.values())
+        for measure, verb in MEASURES.items():
+            values = {process: report[measure] for process, report in fresh.items()}
             slow = outliers(values, SHARE * step)
             for process in values:
-                if self._counts(process, measure, process in slow):
-                    who = f"process {process} on {fresh[process]['host']} {does}"
+                if self._should_warn(process, measure, process in slow):
+                    who = f"process {process} on {fresh[process]['host']} {verb}"
                     others = median_low(values.values())
                     text = f"straggler: {who} {values[process]:.3g} s a step, the median process {others:.3g} s"
-                    self._news.append(text)
+                    self._warnings.append(text)
 
-    def _counts(self, process: int, measure: str, is_slow: bool) -> bool:
-        """Whether it is time to name it."""
+    def _should_warn(self, process: int, measure: str, is_slow: bool) -> bool:
+        """Counts a report; returns whether it is time for a warning."""
         key = process, measure
         row = self._rows.get(key, 0)
         if row < 0:
@@ -108,28 +108,28 @@ class StragglerMonitor:
 
 
 def outliers(values: Mapping[int, float], least: float) -> list[int]:
-    """Who is above the median by more than `OUTLIER` robust standard deviations (1.4826 MAD), and `least`.
+    """Returns the keys of values above the median by more than `OUTLIER` robust deviations (1.4826 MAD) and `least`.
 
-    Of an even number the lower median is taken: of two processes the slower one can be told.
+    Uses the lower median, so that the slower one of two processes is an outlier.
     """
     middle = median_low(values.values())
     spread = 1.4826 * median_low([abs(value - middle) for value in values.values()])
-    return [who for who, value in values.items() if value - middle > max(OUTLIER * spread, least)]
+    return [key for key, value in values.items() if value - middle > max(OUTLIER * spread, least)]
 
 
 class StragglerDetector(Callback):
     """Compares the processes of a run every few seconds, and logs a warning that names a slow one."""
 
     def __init__(self) -> None:
-        self._pace: StragglerMonitor | None = None
+        self._monitor: StragglerMonitor | None = None
 
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
-        """Starts to compare, if there are several processes."""
+        """Starts the monitor if there are several processes."""
         if jax.process_count() > 1:
-            self._pace = StragglerMonitor(trainer.ledger, jax.process_index(), Coordinator())
-            trainer.ticker.add(self._pace)
+            self._monitor = StragglerMonitor(trainer.ledger, jax.process_index(), Coordinator())
+            trainer.ticker.add(self._monitor)
 
     def on_log(self, trainer: TrainerView, step: int) -> None:
         """Logs the warnings since the last logged step."""
-        for text in self._pace.poll() if self._pace else ():
+        for text in self._monitor.poll() if self._monitor else ():
             trainer.trackers.event("warning", text=text)

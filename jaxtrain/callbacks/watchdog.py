@@ -1,4 +1,4 @@
-"""Watches for hangs: a step, its data or another phase that makes no progress ends the process."""
+"""Watchdog for hangs: ends the process if a step, its data or another phase makes no progress."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxtrain.trackers.files import append_event
 STEP = "jit_step"  # name of the train step's module
 
 
-def in_flight(program: Program) -> list[str]:
-    """Collectives of the compiled train step by kind and mesh axes, a line each, read from the loaded executable.
+def step_collectives(program: Program) -> list[str]:
+    """Lists the collectives of the compiled train step by kind and mesh axes, read from the loaded executable.
 
-    Nothing is compiled and no device is asked, so this works while all of them hang. A process that has trained other
-    programs on as many devices may hold their steps too and cannot tell them apart: then all are listed.
+    It compiles nothing and uses no device, so it works while all of them hang. If the process holds steps of other
+    programs for as many devices, it lists all, because it cannot distinguish them.
     """
     mesh = program.sharder.mesh
     if mesh is None:
         return []
-    many = len(mesh.local_devices)
-    held = [one for one in mesh.devices.flat[0].client.live_executables() if len(one.local_devices()) == many]
-    texts = [module.to_string() for one in held for module in one.hlo_modules() if module.name == STEP]
+    count, client = len(mesh.local_devices), mesh.devices.flat[0].client
+    loaded = [executable for executable in client.live_executables() if len(executable.local_devices()) == count]
+    texts = [module.to_string() for executable in loaded for module in executable.hlo_modules() if module.name == STEP]
     steps = dict.fromkeys(_collectives(text, dict(mesh.shape)) for text in texts)
     title = "collectives of a step, one of which some devices may be waiting in:"
     return [line for lines in steps for line in (title, *lines)] or ["the train step is not compiled yet"]
@@ -42,17 +42,17 @@ class HangWatchdog(Callback):
     """Runs a `Watchdog` beside the training thread, from the moment that the program is built.
 
     Args:
-        limit: seconds that a step or its data may take; None: see `Watchdog.deadline`; 0: nothing is ever ended.
+        limit: seconds that a step or its data may take; None: see `Watchdog.deadline`; 0: no limit.
     """
 
     def __init__(self, limit: float | None = None) -> None:
         self._limit = limit
 
     def setup(self, trainer: TrainerView) -> None:
-        """Starts to watch."""
+        """Starts the watchdog."""
         watchdog = Watchdog(
             trainer.ledger, trainer.dir, partial(append_event, trainer.dir), process=jax.process_index(),
-            processes=jax.process_count(), limit=self._limit, in_flight=partial(in_flight, trainer.program),
+            processes=jax.process_count(), limit=self._limit, in_flight=partial(step_collectives, trainer.program),
             period=PERIOD,
         )  # fmt: skip
         trainer.ticker.add(watchdog)

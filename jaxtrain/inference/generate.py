@@ -19,7 +19,7 @@ from jaxtrain.sharding.sharder import Sharder
 def sample(
     logits_BV: jax.Array, key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None
 ) -> jax.Array:
-    """One token per row, int32 [B]. `temperature` 0 is greedy.
+    """Samples one token per row, int32 [B]. `temperature` 0 is greedy.
 
     top_k keeps the k most likely tokens; top_p keeps the smallest set whose probability reaches p (nucleus
     sampling, Holtzman et al. 2020, arXiv 1904.09751), at least one token.
@@ -40,11 +40,11 @@ def sample(
 
 
 def decoding_sharder(sharder: Sharder, rows: int = 1) -> Sharder:
-    """The placement for decoding `rows` prompts: weights and heads as in training, so that no weight moves.
+    """Returns the sharder for decoding `rows` prompts. It shards weights and heads as in training: no weight moves.
 
-    The cache of keys and values is split by rows over all axes that split tokens in training, as far as they divide
-    `rows`. Of these, axes that hold shards of weights (FSDP) leave the few tokens in flight on every device: weights
-    stored in shards are then used as they are instead of being gathered each token.
+    The rows of the KV cache are split over all axes that split tokens in training, if they divide `rows`. The tokens in
+    flight are few, so they are replicated over axes that shard weights (FSDP): the weights are then used in their
+    shards instead of being gathered for each token.
     """
     rules = dict(sharder.rules or {})
     split = [axis for name in (BATCH, CONTEXT) for axis in rules.get(name, ())]
@@ -60,7 +60,7 @@ def decoding_sharder(sharder: Sharder, rows: int = 1) -> Sharder:
 
 
 def padded_rows(sharder: Sharder, rows: int) -> int:
-    """Rows of a batch that has room for so many prompts and can be split over all axes of `decoding`'s cache."""
+    """Rounds `rows` up to a number that can be split over all axes of `decoding_sharder`'s cache; 1 stays 1."""
     heads = {axis for name in ("heads", "kv_heads") for axis in sharder.axes(name)}
     parts = _size(sharder, [axis for name in (BATCH, CONTEXT) for axis in sharder.axes(name) if axis not in heads])
     return rows if rows == 1 else -(-rows // parts) * parts
@@ -71,7 +71,7 @@ def _size(sharder: Sharder, axes: Iterable[str]) -> int:
 
 
 class Generator:
-    """Extends prompts with a decoder defined on a `decoding` sharder. Compiled once per prompt bucket and batch."""
+    """Extends prompts with a decoder defined on a `decoding_sharder`. Compiles once per prompt bucket and batch."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Generator:
 
         def choose(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
             # Rows beyond the tokenizer's vocabulary only pad the table.
-            known = jnp.where(jnp.arange(logits_BV.shape[-1]) < vocab, logits_BV, -jnp.inf)
-            return sample(known, key, temperature=temperature, top_k=top_k, top_p=top_p)
+            masked = jnp.where(jnp.arange(logits_BV.shape[-1]) < vocab, logits_BV, -jnp.inf)
+            return sample(masked, key, temperature=temperature, top_k=top_k, top_p=top_p)
 
         def prefill(params: Any, tokens_BT: jax.Array, length_B: jax.Array, key: jax.Array, capacity: int) -> tuple:
             model = definition.bind(params)
@@ -105,22 +105,26 @@ class Generator:
         self._extend: Callable = jax.jit(extend, donate_argnums=2)
 
     def __call__(self, params: Any, prompt: np.ndarray, tokens: int, *, seed: int, eos: int | None) -> Iterator[int]:
-        """Up to `tokens` new token ids after a prompt (int [T], T >= 1), until `eos`; see `batch`."""
+        """Yields up to `tokens` new token ids after a prompt (int [T], T >= 1), until `eos`; see `batch`."""
         steps = self.batch(params, [prompt], tokens, seed=seed, eos=eos)
         return (token for (token,) in steps if token is not None)
 
     def batch(
         self, params: Any, prompts: Sequence[np.ndarray], tokens: int, *, seed: int, eos: int | None, rows: int = 1
     ) -> Iterator[list[int | None]]:
-        """Up to `tokens` times the next token id of every prompt, None for those that have come to `eos`.
+        """Yields, up to `tokens` times, the next token id of every prompt; None after its `eos`.
 
         Args:
-            prompts: int [T] each, T >= 1. They are padded on the right, and every row has its own place in the cache:
-                greedily it goes on as it would alone.
-            rows: of the batch; more than there are prompts repeat the last one.
+            params: weights.
+            prompts: int [T] each, T >= 1. They are padded on the right, and every row has its own cache positions:
+                a greedy continuation does not depend on the other prompts.
+            tokens: number of new tokens.
+            seed: random seed of the sampling.
+            eos: token that ends a text, or None.
+            rows: rows of the batch; extra rows repeat the last prompt.
 
         Raises:
-            UserError: a prompt and its new tokens are more than the model has learned positions for.
+            UserError: a prompt and its new tokens exceed the model's learned positions.
         """
         longest = max(map(len, prompts))
         if self._longest is not None and longest + tokens > self._longest:
@@ -131,9 +135,9 @@ class Generator:
     def _steps(
         self, params: Any, prompts: Sequence[np.ndarray], tokens: int, seed: int, eos: int | None, count: int
     ) -> Iterator[list[int | None]]:
-        """The steps of `batch`, one after the other."""
+        """Runs the steps of `batch`."""
         longest = max(map(len, prompts))
-        bucket = 1 << max(longest - 1, 15).bit_length()  # few distinct lengths, few compilations
+        bucket = 1 << max(longest - 1, 15).bit_length()  # few distinct lengths, so few compilations
         padded, lengths = np.zeros((count, bucket), np.int32), np.zeros(count, np.int32)
         for row in range(count):
             prompt = prompts[min(row, len(prompts) - 1)]

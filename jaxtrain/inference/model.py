@@ -1,4 +1,4 @@
-"""Commands on a run's folder: evaluate a checkpoint, generate from it, close a training run."""
+"""Models loaded from a run or a Hugging Face folder: validation metrics, completion and streaming of text."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from jaxtrain.models.definition import define, make_env
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
-TOGETHER = 32  # prompts of a batch at most
-REPLACEMENT = "\ufffd"  # what decoding gives for a character whose bytes are not all there yet
+MAX_BATCH = 32  # prompts of a batch
+REPLACEMENT = "\ufffd"  # decoded from a character whose bytes are incomplete
 
 
 def evaluate(directory: Path, step: int | None, batches: int | None, overrides: Sequence[str]) -> dict[str, float]:
-    """Metrics of all validation sets of a checkpoint, with its `step`.
+    """Returns the metrics of a checkpoint on all validation sets, with its `step`.
 
     Raises:
-        UserError: not a run, no usable checkpoint, one that does not fit the config, or nothing to evaluate on.
+        UserError: not a run, no usable checkpoint, one that does not fit the config, or no validation data.
     """
     config, _ = resolve(saved_config(directory), *overrides)
     count = config.eval.batches if batches is None else batches
@@ -54,12 +54,12 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
 
 
 def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
-    """Program, tokenizer and weights of a run's checkpoint or of a Hugging Face folder, sharded by the layout.
+    """Loads program, tokenizer and weights of a run's checkpoint or a Hugging Face folder, sharded by the layout.
 
     Needs the tokenizer, not the data.
 
     Raises:
-        UserError: neither of both, or no language model.
+        UserError: neither a run nor a Hugging Face folder, or not a language model.
     """
     if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
         return _huggingface(directory, step, overrides)
@@ -70,7 +70,7 @@ def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> t
 
 
 def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
-    """The same of a Hugging Face folder, whose tensors go straight to their shards."""
+    """Loads a Hugging Face folder; its tensors go directly to their shards."""
     family, section = opened(folder)
     if step is not None:
         raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
@@ -88,19 +88,19 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
 def complete_prompts(
     program: Program, tokenizer: Tokenizer, params: Any, prompts: Sequence[str], tokens: int, seed: int, **sampling: Any
 ) -> Iterator[str]:
-    """Every prompt with its continuation, in order; see `jaxtrain.inference.generate.Generator` for the sampling."""
-    together = min(TOGETHER, len(prompts))
-    rows = padded_rows(program.sharder, together)
+    """Yields every prompt with its continuation, in order; `sampling`: see `jaxtrain.inference.generate.Generator`."""
+    batch = min(MAX_BATCH, len(prompts))
+    rows = padded_rows(program.sharder, batch)
     generator = _generator(program, tokenizer, rows, **sampling)
-    for first in range(0, len(prompts), together):
-        some = prompts[first : first + together]
-        asked = [_encoded(tokenizer, prompt) for prompt in some]
-        found: list[list[int]] = [[] for _ in some]
-        arrays = [np.asarray(ids, np.int32) for ids in asked]
+    for first in range(0, len(prompts), batch):
+        some = prompts[first : first + batch]
+        encoded = [_encode(tokenizer, prompt) for prompt in some]
+        new: list[list[int]] = [[] for _ in some]
+        arrays = [np.asarray(ids, np.int32) for ids in encoded]
         for step in generator.batch(params, arrays, tokens, seed=seed, eos=tokenizer.eos, rows=rows):
-            for ids, token in zip(found, step):
+            for ids, token in zip(new, step):
                 ids += [] if token is None else [token]
-        for prompt, before, ids in zip(some, asked, found):
+        for prompt, before, ids in zip(some, encoded, new):
             yield prompt + "".join(_text(tokenizer, before, iter(ids)))
 
 
@@ -110,8 +110,8 @@ def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: An
     return Generator(define(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling)
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt, after the token that the tokenizer puts before a text."""
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Returns the ids of a prompt, after the tokenizer's BOS token if it has one."""
     ids = tokenizer.encode_batch([prompt])[0].tolist()
     return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
 
@@ -119,11 +119,11 @@ def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def text_streamer(
     program: Program, tokenizer: Tokenizer, params: Any, **sampling: Any
 ) -> Callable[[str, int, int], Iterator[str]]:
-    """`stream(prompt, tokens, seed)`: the prompt, then text as it is generated."""
+    """Returns `stream(prompt, tokens, seed)`, which yields the prompt, then text as it is generated."""
     generator = _generator(program, tokenizer, 1, **sampling)
 
     def stream(prompt: str, tokens: int, seed: int) -> Iterator[str]:
-        ids = _encoded(tokenizer, prompt)
+        ids = _encode(tokenizer, prompt)
         new = generator(params, np.asarray(ids, np.int32), tokens, seed=seed, eos=tokenizer.eos)
         yield prompt
         yield from _text(tokenizer, ids, new)
@@ -132,14 +132,14 @@ def text_streamer(
 
 
 def text_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer of a run's text. Raises UserError where it is no language model's."""
+    """Loads the tokenizer of a run. Raises UserError if it is not a language model."""
     if config.model.type != "decoder" or config.data.type != "text":
         raise UserError(f"generate: model {config.model.type} on data {config.data.type} is not a language model")
     return load_tokenizer(config.data.tokenizer)
 
 
 def load_params(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
-    """A checkpoint's weights, the averaged ones where the run keeps them, and its step."""
+    """Loads the weights of a checkpoint, the EMA weights if it has any, and its step."""
     kind = "ema" if "ema" in program.state else "params"
     wanted = {kind: program.state[kind], "step": program.state["step"]}
     state, _ = Reader(directory / "checkpoints").restore(step, wanted, partial=True)
@@ -147,12 +147,12 @@ def load_params(directory: Path, step: int | None, program: Program) -> tuple[An
 
 
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:
-    """Text of tokens as they come after a prompt; a character whose bytes are not all there yet waits."""
-    known, shown = list(prompt), tokenizer.decode(prompt)
+    """Yields the text of tokens after a prompt as they come; holds back characters with incomplete bytes."""
+    all_ids, shown = list(prompt), tokenizer.decode(prompt)
     for token in ids:
-        known.append(token)
-        text = tokenizer.decode(known)
+        all_ids.append(token)
+        text = tokenizer.decode(all_ids)
         if not text.endswith(REPLACEMENT):
             yield text[len(shown) :]
             shown = text
-    yield tokenizer.decode(known)[len(shown) :]
+    yield tokenizer.decode(all_ids)[len(shown) :]

@@ -1,4 +1,4 @@
-"""Log-probabilities that a decoder gives to texts, batched in few shapes."""
+"""Log-probabilities of texts under a decoder, batched in few shapes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxtrain.sharding.rules import BATCH, CONTEXT, SEQUENCE, VOCAB
 from jaxtrain.sharding.sharder import Sharder
 
 SHORTEST = 32  # tokens of the shortest padded row
-CHUNK = 64  # tokens of a row whose logits exist at a time
+CHUNK = 64  # tokens of a row whose logits exist at the same time
 
-Pair = tuple[list[int], int]  # ids, and how many of the last are to be scored
+Pair = tuple[list[int], int]  # ids, and the number of ids to score at the end
 
 
 def scoring_sharder(sharder: Sharder) -> Sharder:
-    """The placement for scoring: weights as in training, rows over all axes that split tokens, each row whole."""
+    """Returns the sharder for scoring: weights as in training, rows over all axes that split tokens in training."""
     rules = dict(sharder.rules or {})
     rows = (*rules.pop(BATCH, ()), *rules.pop(CONTEXT, ()))
     rules.pop(SEQUENCE, None)
@@ -29,19 +29,19 @@ def scoring_sharder(sharder: Sharder) -> Sharder:
 
 
 class Scorer:
-    """Scores the last tokens of rows with a decoder defined on a `scoring` sharder.
+    """Scores the last tokens of rows with a decoder defined on a `scoring_sharder`.
 
-    Rows are sorted by length and padded on the right to powers of two, or `longest`; batches have the same number of
-    rows, so that few programs are compiled.
+    Rows are sorted by length and padded on the right to powers of two, or `longest`; all batches have the same number
+    of rows, so that few programs are compiled.
     """
 
     def __init__(self, definition: Definition, sharder: Sharder, longest: int, rows: int):
         """
         Args:
-            definition: of the decoder.
-            sharder: its placement.
-            longest: tokens that are read at once; of longer rows the first are dropped.
-            rows: of a batch; rounded up to what the axes of the batch divide.
+            definition: definition of the decoder.
+            sharder: its sharder.
+            longest: maximum tokens of a row; longer rows lose their first tokens.
+            rows: rows of a batch, rounded up to a multiple of the batch axes.
         """
         self._longest, parts = longest, sharder.size(BATCH)
         self._rows = -(-rows // parts) * parts
@@ -55,38 +55,41 @@ class Scorer:
         self._run: Callable = jax.jit(run)
 
     def __call__(self, params: Any, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """(sum of natural log-probabilities of the scored tokens, whether each is the likeliest) of each pair.
+        """Returns (sum of natural log-probabilities of the scored tokens, whether each is the likeliest) of each pair.
 
-        A pair needs a token before the first that is scored, and at most `longest` scored ones.
+        A pair needs a token before the first scored one, and at most `longest` scored tokens.
         """
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        for places in self._batches(pairs):
-            cut = [pairs[place][0][-(self._longest + 1) :] for place in places]
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        for indices in self._batches(pairs):
+            cut = [pairs[index][0][-(self._longest + 1) :] for index in indices]
             width = self._width(max(map(len, cut)) - 1)
             ids, targets = np.zeros((2, self._rows, width), np.int32)
             for row, one in enumerate(cut):
                 ids[row, : len(one) - 1], targets[row, : len(one) - 1] = one[:-1], one[1:]
             logs, is_likeliest = map(np.asarray, self._run(params, ids, targets))
-            for row, (place, one) in enumerate(zip(places, cut)):
-                scored = slice(len(one) - 1 - pairs[place][1], len(one) - 1)
+            for row, (index, one) in enumerate(zip(indices, cut)):
+                scored = slice(len(one) - 1 - pairs[index][1], len(one) - 1)
                 total = float(logs[row, scored].astype(np.float64).sum())
-                found[place] = (total, bool(is_likeliest[row, scored].all()))
-        return found
+                scores[index] = (total, bool(is_likeliest[row, scored].all()))
+        return scores
 
     def _batches(self, pairs: Sequence[Pair]) -> Iterator[list[int]]:
-        order = sorted(range(len(pairs)), key=lambda place: -len(pairs[place][0]))
+        order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index][0]))
         for start in range(0, len(order), self._rows):
             yield order[start : start + self._rows]
 
     def _width(self, tokens: int) -> int:
-        """Tokens of a padded row."""
+        """Returns the tokens of a padded row."""
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), max(self._longest, tokens))
 
 
 def _target_log_probs(
     logits: Callable, sharder: Sharder, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """float32 log-probabilities and bool [B, T], a chunk of tokens at a time, so that few logits exist at once."""
+    """Returns float32 log-probabilities of the targets and whether each is the likeliest token, both [B, T].
+
+    Computes a chunk of tokens at a time, so that few logits exist at once.
+    """
     B, T, D = x_BTD.shape
     count = T // CHUNK if T % CHUNK == 0 else 1
 
@@ -99,6 +102,6 @@ def _target_log_probs(
 
     cut = partial(jnp.moveaxis, source=1, destination=0)
     xs = (cut(x_BTD.reshape(B, count, T // count, D)), cut(targets_BT.reshape(B, count, T // count)))
-    _, found = jax.lax.scan(part, None, xs)
-    logs, is_likeliest = (jnp.moveaxis(one, 0, 1).reshape(B, T) for one in found)
+    _, chunks = jax.lax.scan(part, None, xs)
+    logs, is_likeliest = (jnp.moveaxis(chunk, 0, 1).reshape(B, T) for chunk in chunks)
     return logs, is_likeliest

@@ -117,7 +117,7 @@ def test_a_flip_where_nothing_is_replicated_is_refused():
     with pytest.raises(
         ValueError, match="no parameter has replicas here; expected a layout with replicas, such as ddp"
     ):
-        fault_injection.flipped({"w": jax.device_put(np.zeros(8), sharding)}, 3)
+        fault_injection.flip_bit({"w": jax.device_put(np.zeros(8), sharding)}, 3)
 
 
 def test_the_end_of_a_save_waits_for_the_files(tmp_path):

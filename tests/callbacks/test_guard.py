@@ -144,7 +144,7 @@ def test_a_spike_that_comes_back_for_ever_ends_the_run(tmp_path):
         tmp_path, steps=60, guard=rollback(20.0, 40, 2), data={"options": {"spikes": list(range(25, 60))}}
     )
     with pytest.raises(
-        DivergedError, match=r"spikes again at step 2\d, after 3 returns to checkpoint 4; that is the last"
+        DivergedError, match=r"spikes again at step 2\d, after 3 rollbacks to checkpoint 4; that is the last"
     ):
         tiny.train(config)
 

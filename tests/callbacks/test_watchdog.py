@@ -216,7 +216,7 @@ def test_the_collectives_of_the_running_step_are_named(tmp_path):
     state = program.init()
     batch = {name: jax.numpy.asarray(rows) for name, rows in linear_model.batch(8, 8).items()}
     jax.block_until_ready(program.step(state, batch))
-    found = "\n".join(watch.in_flight(program))  # and of other tests' steps
+    found = "\n".join(watch.step_collectives(program))  # and of other tests' steps
     assert "collectives of a step" in found
     expected = summary(
         report(program.step.lower(program.init(), batch).compile().as_text(), dict(program.sharder.mesh.shape))
