@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.gradients import Batch, Found, microbatches
+from jaxtrain.core.gradients import Batch, GradOutput, microbatches
 from jaxtrain.core.program import Program, build
 from jaxtrain.core.step import train_step, without_gradients
 from jaxtrain.losses.terms import scales, total
@@ -43,7 +43,7 @@ class GPipe:
     stages: Stages
     remat: bool
 
-    def __call__(self, params: Any, batch: Batch, key: Array, loss_scale: Any = 1.0) -> Found:
+    def __call__(self, params: Any, batch: Batch, key: Array, loss_scale: Any = 1.0) -> GradOutput:
         stages = self.stages
         count = stages.table.microbatches
         micro = jax.tree.map(lambda x: microbatches(stages.sharder, x, count), dict(batch))
@@ -59,7 +59,7 @@ class GPipe:
             return loss_scale * total(terms, scales(lax.stop_gradient(weights))), (sums, weights)
 
         grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
-        return Found(jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, weights, None)
+        return GradOutput(jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, weights, None)
 
     def _through(self, layers: Any, begun: Any, micro: Batch, keys: Array) -> Any:
         """What comes out of the last layer, [microbatches, ...]."""

@@ -128,7 +128,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
 
 def imported(spec: dict[str, Any]) -> dict[str, Any]:
     """Runs `jaxtrain import` in this process."""
-    from jaxtrain.checkpoint import Store
+    from jaxtrain.checkpoint import CheckpointStore
     from jaxtrain.cli.hf_conversion import import_model
 
     target = Path(spec["folder"]).with_name("run")
@@ -136,7 +136,7 @@ def imported(spec: dict[str, Any]) -> dict[str, Any]:
         begun = time.perf_counter()
         import_model(Path(spec["folder"]), target, spec["overrides"])
         seconds = time.perf_counter() - begun
-    tensors = Store(target / "checkpoints").marker(0)["tensors"]
+    tensors = CheckpointStore(target / "checkpoints").marker(0)["tensors"]
     shards = sum(prod(shape) for shape, _ in tensors.values()) * BF16.itemsize
     return {"devices": 1, "model": shards, "shards": shards, **_seen(peak, shards), "seconds": seconds}
 

@@ -23,7 +23,7 @@ from jaxtrain.checkpoint.events import (
     SetAside,
     SlowSave,
 )
-from jaxtrain.checkpoint.store import StepInfo, Store, read_manifest
+from jaxtrain.checkpoint.store import CheckpointStore, StepInfo, read_manifest
 from jaxtrain.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "CheckpointStore",
     "Checkpointer",
     "Committed",
     "Copied",
@@ -43,7 +44,6 @@ __all__ = [
     "SetAside",
     "SlowSave",
     "StepInfo",
-    "Store",
     "read_manifest",
 ]
 

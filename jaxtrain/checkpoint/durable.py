@@ -28,7 +28,7 @@ from jaxtrain.checkpoint.files import (
     problem_of,
     reason_of,
 )
-from jaxtrain.checkpoint.store import TEMPORARY, Store
+from jaxtrain.checkpoint.store import TEMPORARY, CheckpointStore
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.packages import require
 
@@ -99,7 +99,7 @@ def problem_at(tier: Tier, step: int, name: str, expected: list[Any]) -> str | N
         return f"{name} is missing"
 
 
-def fetch(tier: Tier, step: int, store: Store) -> None:
+def fetch(tier: Tier, step: int, store: CheckpointStore) -> None:
     """Copies a step of a tier into the run's folder, checks every byte, and lists it there at once or not at all.
 
     Raises CheckpointError when it is damaged, and what the storage raises.
@@ -124,7 +124,7 @@ class Folder:
     """A tier on a disk that is mounted."""
 
     def __init__(self, path: Path) -> None:
-        self._store = Store(path)
+        self._store = CheckpointStore(path)
         self.place = str(self._store.directory)
 
     def steps(self) -> list[int]:
@@ -275,7 +275,7 @@ class Comeback:
       fetched: steps that came from the tier.
     """
 
-    def __init__(self, store: Store, tier: Tier, report: Callable[[Event], None]) -> None:
+    def __init__(self, store: CheckpointStore, tier: Tier, report: Callable[[Event], None]) -> None:
         self._store, self._tier, self._report = store, tier, report
         self._lost: set[int] = set()  # steps that could not be fetched
         self.fetched: set[int] = set()

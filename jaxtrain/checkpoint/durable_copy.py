@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxtrain.checkpoint.durable import Tier, content_at
 from jaxtrain.checkpoint.events import Copied, CopyFailed, Event, Retrying
 from jaxtrain.checkpoint.files import reason_of
-from jaxtrain.checkpoint.store import StepInfo, Store, surplus
+from jaxtrain.checkpoint.store import CheckpointStore, StepInfo, surplus
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import GivenUp, persist
 
@@ -29,7 +29,7 @@ class Copier:
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStore,
         tier: Tier,
         every: int | None,
         kept: Kept,

@@ -26,7 +26,7 @@ import jax
 from jaxtrain.checkpoint.events import Event, Retrying
 from jaxtrain.checkpoint.files import LATE, PART, is_inside, reason_of, write_durably
 from jaxtrain.checkpoint.saving import Save, Saver, nothing
-from jaxtrain.checkpoint.store import Store
+from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.distributed.agreement import agreed
 from jaxtrain.distributed.kv_store import Notes
 from jaxtrain.errors import CheckpointError
@@ -93,7 +93,7 @@ _ORBAX = 300.0  # seconds that orbax waits for the others where it takes no time
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SaveOutcome:
     """What became of a save. `wait`: seconds until it is tried again, or None."""
 
     bytes: int = 0
@@ -117,7 +117,7 @@ class JointSaver(Saver):
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStore,
         timeout: float,
         notes: Notes,
         waits: Sequence[float],
@@ -202,7 +202,7 @@ class JointSaver(Saver):
             if verdict.reason is not None:
                 verdict = self._arrange(save, verdict)
         except Exception as error:  # the processes do not reach one another
-            verdict = Verdict(reason=reason_of(error), tries=save.tries)
+            verdict = SaveOutcome(reason=reason_of(error), tries=save.tries)
         save.tries = verdict.tries
         if verdict.reason is None:
             self._committed(save, verdict.bytes)
@@ -214,13 +214,13 @@ class JointSaver(Saver):
         if not self._first:
             write_durably(self._store.path(save.step) / PART.format(self._index), json.dumps(save.files))
 
-    def _lead(self, save: Save, reason: str | None) -> Verdict:
+    def _lead(self, save: Save, reason: str | None) -> SaveOutcome:
         """Process 0: hears how the others fared, commits or tidies up, tells the verdict."""
         verdict = None
         reason = self._first_reason(reason)
         if reason is None:
             try:
-                verdict = Verdict(self._commit(save), tries=save.tries)
+                verdict = SaveOutcome(self._commit(save), tries=save.tries)
             except Exception as error:
                 reason = reason_of(error)
         if verdict is None:
@@ -228,12 +228,12 @@ class JointSaver(Saver):
         self._notes.put("verdict", json.dumps(asdict(verdict)))
         return verdict
 
-    def _follow(self, save: Save, reason: str | None) -> Verdict:
+    def _follow(self, save: Save, reason: str | None) -> SaveOutcome:
         """The others: tell how they fared, and hear the verdict."""
         self._notes.put(f"part-{self._index}", reason or "")
         text = self._notes.wait("verdict", 2 * self._patience)
         late = f"process 0 did not commit it within {2 * self._patience:.0f} s"
-        return Verdict(reason=late, tries=save.tries) if text is None else Verdict(**json.loads(text))
+        return SaveOutcome(reason=late, tries=save.tries) if text is None else SaveOutcome(**json.loads(text))
 
     def _first_reason(self, own: str | None) -> str | None:
         """Why it failed, or None: waits for all. A process that only waited for another one knows least."""
@@ -257,15 +257,17 @@ class JointSaver(Saver):
             part.unlink()
         return size
 
-    def _failed(self, reason: str, tries: int) -> Verdict:
-        return Verdict(reason=reason, tries=tries, wait=self._waits[tries - 1] if tries <= len(self._waits) else None)
+    def _failed(self, reason: str, tries: int) -> SaveOutcome:
+        return SaveOutcome(
+            reason=reason, tries=tries, wait=self._waits[tries - 1] if tries <= len(self._waits) else None
+        )
 
-    def _later(self, save: Save, verdict: Verdict) -> Again | None:
+    def _later(self, save: Save, verdict: SaveOutcome) -> Again | None:
         if verdict.wait is None or verdict.reason is None:
             return None
         return Again(self._notes, self._first, save.step, save.turn, verdict.reason, verdict.tries, verdict.wait)
 
-    def _arrange(self, save: Save, verdict: Verdict) -> Verdict:
+    def _arrange(self, save: Save, verdict: SaveOutcome) -> SaveOutcome:
         """All look for the step of the next try, before process 0 chooses it. Returns the verdict that holds then."""
         again = self._later(save, verdict)
         if again is None:
@@ -280,7 +282,7 @@ class JointSaver(Saver):
         self._again = again
         return verdict
 
-    def _say(self, step: int, verdict: Verdict) -> None:
+    def _say(self, step: int, verdict: SaveOutcome) -> None:
         reason, tries = verdict.reason or "", verdict.tries
         if verdict.wait is None:
             self._give_up(step, reason, tries)

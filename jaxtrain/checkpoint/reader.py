@@ -13,7 +13,7 @@ from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.events import Event, SetAside
 from jaxtrain.checkpoint.files import reason_of
 from jaxtrain.checkpoint.snapshot import mismatch, named, nest, rematerialise, tensors, unnest
-from jaxtrain.checkpoint.store import StepInfo, Store
+from jaxtrain.checkpoint.store import CheckpointStore, StepInfo
 from jaxtrain.distributed.agreement import agreed, first_text
 from jaxtrain.errors import CheckpointError
 
@@ -25,7 +25,7 @@ class Reader:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.store = Store(directory)
+        self.store = CheckpointStore(directory)
         self._events: deque[Event] = deque()
         self._passed: set[int] = set()
 

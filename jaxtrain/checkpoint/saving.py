@@ -14,7 +14,7 @@ import jax
 from jaxtrain.checkpoint.events import Committed, Event, Retrying, SaveFailed
 from jaxtrain.checkpoint.files import FORMAT, fsync_folders, reason_of, seal, step_files, write_marker
 from jaxtrain.checkpoint.snapshot import Tensors
-from jaxtrain.checkpoint.store import Store
+from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import GivenUp, persist
 
@@ -57,7 +57,7 @@ class Saver:
 
     def __init__(
         self,
-        store: Store,
+        store: CheckpointStore,
         waits: Sequence[float],
         report: Callable[[Event], None],
         collect: Callable[[], list[int]],

@@ -37,7 +37,7 @@ class StepInfo:
     time: float = 0.0
 
 
-class Store:
+class CheckpointStore:
     """Reads and tidies one folder of checkpoints. It opens nothing and holds no state, so that anyone may look."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -203,7 +203,7 @@ def read_manifest(directory: str | os.PathLike[str], step: int | None = None) ->
 
     Raises CheckpointError when there is none or its marker is damaged.
     """
-    store = Store(directory)
+    store = CheckpointStore(directory)
     chosen = store.latest() if step is None else step
     if chosen is None:
         raise CheckpointError(f"no checkpoint in {store.directory}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.checkpoint.files import MARKER, read_marker
-from jaxtrain.checkpoint.store import Store, surplus
+from jaxtrain.checkpoint.store import CheckpointStore, surplus
 from jaxtrain.errors import CheckpointError
 
 GOOD, DAMAGED, ASIDE, UNFINISHED = "good", "damaged", "set aside", "unfinished"
@@ -41,13 +41,13 @@ class CheckpointRow:
         return {"name": self.name, "step": self.step, "state": self.state, "reason": self.reason, **recorded, **writers}
 
 
-def list_checkpoints(store: Store) -> list[CheckpointRow]:
+def list_checkpoints(store: CheckpointStore) -> list[CheckpointRow]:
     """Lists all steps of a folder, ascending, then the folders that were set aside."""
     rows = [_row(store, step) for step in store.folders()]
     return rows + [CheckpointRow(name, step, ASIDE, content=_content(store, name)) for step, name in store.aside()]
 
 
-def _row(store: Store, step: int) -> CheckpointRow:
+def _row(store: CheckpointStore, step: int) -> CheckpointRow:
     content = _content(store, str(step))
     if not (store.path(step) / MARKER).exists():
         return CheckpointRow(str(step), step, UNFINISHED)
@@ -55,7 +55,7 @@ def _row(store: Store, step: int) -> CheckpointRow:
     return CheckpointRow(str(step), step, DAMAGED if problem else GOOD, problem or "", content)
 
 
-def _content(store: Store, name: str) -> dict[str, Any]:
+def _content(store: CheckpointStore, name: str) -> dict[str, Any]:
     try:
         return read_marker(store.directory / name)
     except (CheckpointError, OSError):
@@ -71,7 +71,7 @@ def tensor_bytes(shape: list[int], dtype: str) -> int:
     return size
 
 
-def steps_to_prune(store: Store, keep: int | None, steps: Collection[int]) -> list[int]:
+def steps_to_prune(store: CheckpointStore, keep: int | None, steps: Collection[int]) -> list[int]:
     """Returns the steps to delete, ascending: `steps`, and all but the newest `keep`.
 
     With `keep`, the best checkpoints stay too if the run's config says so (`checkpoint.keep_best`). `keep` does not
@@ -93,7 +93,7 @@ def steps_to_prune(store: Store, keep: int | None, steps: Collection[int]) -> li
     return sorted(chosen)
 
 
-def _best(store: Store, step: int) -> tuple[int, str | None]:
+def _best(store: CheckpointStore, step: int) -> tuple[int, str | None]:
     """Returns `checkpoint.keep_best` and `checkpoint.best_metric` of the config in a step's manifest."""
     try:
         options = _content(store, str(step))["manifest"]["config"]["checkpoint"]
@@ -102,7 +102,7 @@ def _best(store: Store, step: int) -> tuple[int, str | None]:
         return 0, None
 
 
-def newest_intact(store: Store, excluded: Collection[int]) -> int | None:
+def newest_intact(store: CheckpointStore, excluded: Collection[int]) -> int | None:
     """Returns the newest step outside of `excluded` whose every byte is intact, or None."""
     for step in reversed(store.marked()):
         if step not in excluded and store.problem(step) is None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jaxtrain.checkpoint.durable import Folder, Tier, content_at, open_tier, place_of, problem_at
 from jaxtrain.checkpoint.files import MARKER, Lock
-from jaxtrain.checkpoint.store import Store, by_size
+from jaxtrain.checkpoint.store import CheckpointStore, by_size
 from jaxtrain.cli.checkpoint_listing import (
     ASIDE,
     DAMAGED,
@@ -57,17 +57,17 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError("checkpoint prune: expected --keep N, --step N or --set-aside")
 
 
-def _store(directory: str) -> Store:
+def _store(directory: str) -> CheckpointStore:
     """Opens the checkpoints of a run directory, or a folder of steps itself, such as a durable copy."""
     folder = Path(directory).expanduser()
     inner = folder / "checkpoints"
-    store = Store(inner if inner.is_dir() else folder)
+    store = CheckpointStore(inner if inner.is_dir() else folder)
     if not store.directory.is_dir() or not list_checkpoints(store):
         raise UserError(f"{directory}: no checkpoints found; expected a run directory")
     return store
 
 
-def ls(store: Store, args: argparse.Namespace) -> int:
+def ls(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Prints one line per step."""
     rows = _durable_rows(_durable_tier(args)) if args.durable else list_checkpoints(store)
     if args.json:
@@ -113,7 +113,7 @@ def _writers(manifest: dict[str, Any]) -> str:
     return f"{processes} process{'es' if processes != 1 else ''}, {mesh or '1 device'}"
 
 
-def inspect(store: Store, args: argparse.Namespace) -> int:
+def inspect(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Prints the marker and the tensors of one step."""
     step = args.step[0] if args.step else store.latest()
     if step is None:
@@ -156,7 +156,7 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def verify(store: Store, args: argparse.Namespace) -> int:
+def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Reads every byte; returns 1 if one differs from what was written."""
     tier = _durable_tier(args) if args.durable else Folder(store.directory)
     steps = tier.steps()
@@ -206,7 +206,7 @@ def _durable_tier(args: argparse.Namespace) -> Tier:
     return open_tier(place)
 
 
-def prune(store: Store, args: argparse.Namespace) -> int:
+def prune(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Deletes steps atomically, never the last good one."""
     lock = None if args.dry_run else Lock(store.directory / ".lock", "its own checkpoint.keep prunes; stop it first")
     try:

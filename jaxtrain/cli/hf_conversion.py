@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.checkpoint import Checkpointer, SaveFailed, Store
+from jaxtrain.checkpoint import Checkpointer, CheckpointStore, SaveFailed
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.config.show import as_dict
@@ -107,7 +107,7 @@ def export_model(
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
     if config.model.type != "decoder":
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
-    store = Store(directory / "checkpoints")
+    store = CheckpointStore(directory / "checkpoints")
     newest = store.latest() if step is None else step
     vocab = store.marker(0 if newest is None else newest)["tensors"]["params/embed/table"][0][0]
     origin = directory / ORIGIN

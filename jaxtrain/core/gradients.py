@@ -14,7 +14,7 @@ from jaxtrain.losses.terms import parted, scales, total
 from jaxtrain.models.definition import Definition, Tree
 from jaxtrain.nn.param import Apart, apart, stand_in, widened
 from jaxtrain.pipeline.executor import Executor, Run
-from jaxtrain.pipeline.stage import Shared
+from jaxtrain.pipeline.stage import StepInputs
 from jaxtrain.sharding.rules import BATCH, LAYERS, REPLICAS
 from jaxtrain.sharding.sharder import Sharder
 
@@ -22,7 +22,7 @@ Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]
 
 
-class Found(NamedTuple):
+class GradOutput(NamedTuple):
     """grads: tree like the parameters. sums, weights: of each loss term. counts: see `loss.parted`, or None."""
 
     grads: Tree
@@ -52,7 +52,7 @@ class Gradients:
     pipeline: Executor | None = None
     local_pipeline: Executor | None = None
 
-    def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> Found:
+    def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> GradOutput:
         if not self.at_once:
             return self._over_microbatches(params, batch, key, loss_scale)
 
@@ -62,7 +62,7 @@ class Gradients:
             return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
 
         grads, rest = jax.grad(loss, has_aux=True)(self.stand_ins(params))
-        return Found(self._kept(grads), *rest)
+        return GradOutput(self._kept(grads), *rest)
 
     @property
     def at_once(self) -> bool:
@@ -79,7 +79,7 @@ class Gradients:
 
         return jax.tree.map(one, params, self.definition.names, self.definition.travels)
 
-    def _over_microbatches(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> Found:
+    def _over_microbatches(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> GradOutput:
         """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
 
         They do not depend on activations: the compiler drops all of the forward pass from it but the counting.
@@ -95,13 +95,13 @@ class Gradients:
         first = jax.tree.map(lambda x: x[0], micro)
         once = self.local is not None and not draws(self.definition, ready, first, key)
         model = (self.local, self.local_pipeline) if once else (self.definition, self.pipeline)
-        part = _Part(*model, ready, scale, known)
+        part = _MicrobatchLoss(*model, ready, scale, known)
         # Reduced once a step, or every microbatch's gradients into the train state's shards as they come.
         grads, rest = self._once(part, micro, keys) if once else part.added_up(micro, keys, self._kept)
         sums, counts = rest
-        return Found(grads, sums, weights, counts)
+        return GradOutput(grads, sums, weights, counts)
 
-    def _once(self, part: _Part, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
+    def _once(self, part: _MicrobatchLoss, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
         """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch.
 
         A shard_map over the replicas, because a vmap would take kernels through their batching rules, which cuDNN's
@@ -115,7 +115,7 @@ class Gradients:
 
         def own(given: tuple, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
             return jax.tree.map(
-                lambda x: x[None], _Part(part.definition, part.pipeline, *given).added_up(micro, keys, placed)
+                lambda x: x[None], _MicrobatchLoss(part.definition, part.pipeline, *given).added_up(micro, keys, placed)
             )
 
         def reduced(g: jax.Array, dtype: Any) -> Any:
@@ -146,7 +146,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _MicrobatchLoss:
     """A microbatch's part of the loss: what is the same for all of them."""
 
     definition: Any
@@ -172,7 +172,7 @@ class _Part:
     def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
         """Float32 gradients of all microbatches, `placed`; all sums and counts."""
         if self.pipeline:
-            return Run(self.pipeline, self.ready, Shared(micro, keys, self.scale, self.known)).gradients(placed)
+            return Run(self.pipeline, self.ready, StepInputs(micro, keys, self.scale, self.known)).gradients(placed)
         sums = jax.tree.map(jax.new_ref, placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready)))
         _, rest = jax.lax.scan(lambda _, inputs: (None, self.add(*inputs, sums)), None, (micro, keys))
         return placed(jax.tree.map(jax.freeze, sums)), summed(rest)
@@ -201,7 +201,7 @@ def statistics(
         return None, getattr(definition.bind(params), "statistics", lambda *_: None)(*inputs)
 
     if pipeline and jax.eval_shape(lambda: part(None, jax.tree.map(lambda x: x[0], (micro, keys))))[1] is not None:
-        counts = Run(pipeline.forward, params, Shared(micro, keys, {}, {})).sums(finish=False)[1]
+        counts = Run(pipeline.forward, params, StepInputs(micro, keys, {}, {})).sums(finish=False)[1]
         return {"statistics": definition.bind(params).statistics_of(counts)}
     found = summed(jax.lax.scan(part, None, (micro, keys))[1])
     return {} if found is None else {"statistics": found}

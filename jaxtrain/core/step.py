@@ -17,7 +17,7 @@ from jaxtrain.losses.terms import parted, scales
 from jaxtrain.models.definition import Definition, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
 from jaxtrain.pipeline.executor import Executor, Run
-from jaxtrain.pipeline.stage import Shared
+from jaxtrain.pipeline.stage import StepInputs
 from jaxtrain.precision.loss_scaling import updated
 from jaxtrain.sharding.sharder import Sharder
 
@@ -129,7 +129,7 @@ def eval_step(
         if pipeline:
             weights = weigh(definition, params, micro, keys)
             ones = dict.fromkeys(weights, jnp.ones(()))
-            sums, _ = Run(pipeline.forward, params, Shared(micro, keys, ones, known)).sums()
+            sums, _ = Run(pipeline.forward, params, StepInputs(micro, keys, ones, known)).sums()
             return {name: (sums[name], weight) for name, weight in weights.items()}
 
         def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, dict]:

@@ -14,7 +14,7 @@ from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, groups
 from jaxtrain.data.token_cache.build import Progress, build_cache
 from jaxtrain.data.token_cache.store import CHECKED, entropy
-from jaxtrain.data.token_runs import Runs, Tokens
+from jaxtrain.data.token_runs import TokenizedDocuments, TokenSource
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
@@ -66,12 +66,12 @@ class TextDataset:
     """
 
     def __init__(
-        self, data: DataConfig, seed: int, split: str, caches: Sequence[Tokens], tokenizer: Tokenizer | None = None
+        self, data: DataConfig, seed: int, split: str, caches: Sequence[TokenSource], tokenizer: Tokenizer | None = None
     ) -> None:
         self.sequence, self.global_batch, self.name = data.sequence, data.global_batch, split
         self.tokenizer = tokenizer or load_tokenizer(data.tokenizer)
         self.vocab, self.eos = caches[0].vocab, caches[0].eos
-        self.splits: list[Runs] = [c.split(split) for c in caches]
+        self.splits: list[TokenizedDocuments] = [c.split(split) for c in caches]
         train = split == "train"
         for source, part, cache in zip(data.sources, self.splits, caches):
             if not part.documents and (train or not any(s.documents for s in self.splits)):
@@ -166,7 +166,7 @@ class TextDataset:
         return Pieces(*columns), source
 
 
-def _nothing_in(split: str, path: str, cache: Tokens, validation: float) -> DataError:
+def _nothing_in(split: str, path: str, cache: TokenSource, validation: float) -> DataError:
     """The error for a source without documents in a split."""
     total = cache.train.documents + cache.validation.documents
     if validation == 1:
@@ -201,7 +201,7 @@ def _proportional(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _assemble(
-    splits: Sequence[Runs], pieces: Pieces, source: np.ndarray, sequence: int, rows: int
+    splits: Sequence[TokenizedDocuments], pieces: Pieces, source: np.ndarray, sequence: int, rows: int
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch from its pieces (sorted by row, each row filled from the left).
 
@@ -217,7 +217,7 @@ def _assemble(
     return {k: array.view(np.float32) if k == "weights" else array for k, array in zip(KEYS, buffer)}
 
 
-def _fill(splits: Sequence[Runs], pieces: Pieces, source: np.ndarray, out: np.ndarray) -> None:
+def _fill(splits: Sequence[TokenizedDocuments], pieces: Pieces, source: np.ndarray, out: np.ndarray) -> None:
     """Fill int32[5, rows, sequence] (`KEYS`) from pieces."""
     _, rows, sequence = out.shape
     row, document, offset, length = pieces
@@ -261,7 +261,12 @@ def _fill(splits: Sequence[Runs], pieces: Pieces, source: np.ndarray, out: np.nd
 
 
 def _copy(
-    split: Runs, out: np.ndarray, shard: np.ndarray, start: np.ndarray, begin: np.ndarray, length: np.ndarray
+    split: TokenizedDocuments,
+    out: np.ndarray,
+    shard: np.ndarray,
+    start: np.ndarray,
+    begin: np.ndarray,
+    length: np.ndarray,
 ) -> None:
     """out[begin : begin + length] = tokens of shard[start : start + length], for each piece."""
     order = np.argsort(shard, kind="stable")  # one shard after the other, so that few are held open
@@ -327,7 +332,7 @@ def as_source(data: DataConfig, one: DocumentsConfig) -> DataConfig:
     return data.model_copy(update={"sources": (SourceConfig(**one.model_dump()),), "validation": 1.0})
 
 
-def _caches(data: DataConfig, progress: Progress | None) -> list[Tokens]:
+def _caches(data: DataConfig, progress: Progress | None) -> list[TokenSource]:
     """The cache of each source, built where it is missing."""
     return [
         build_cache(s, data.tokenizer, data.validation_fraction, data.cache_dir, data.workers, progress)

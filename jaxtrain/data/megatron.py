@@ -23,7 +23,7 @@ import numpy as np
 from jaxtrain.data.sources import SPLITS, File, split_of
 from jaxtrain.data.token_cache.mapped_files import read
 from jaxtrain.data.token_cache.store import entropy, sync_folder, write_atomically
-from jaxtrain.data.token_runs import Runs, Tokens
+from jaxtrain.data.token_runs import TokenizedDocuments, TokenSource
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import DataError
 
@@ -109,7 +109,7 @@ def open_megatron(
     validation: float,
     progress: Report | None = None,
     check: bool = False,
-) -> Tokens:
+) -> TokenSource:
     """The documents of .bin/.idx pairs, as those of a token cache.
 
     Args:
@@ -146,7 +146,7 @@ def open_megatron(
     return MegatronTokens(folder, key, tokenizer, [data for data, _ in found], indices, held, counts)
 
 
-class MegatronTokens(Tokens):
+class MegatronTokens(TokenSource):
     """The documents of .bin files. `held[k]` bool[N]: which of file k are for validation; `counts` uint64[2, vocab]."""
 
     def __init__(
@@ -165,7 +165,7 @@ class MegatronTokens(Tokens):
         dtype = indices[0].dtype
         paths, sizes = [Path(f.path) for f in files], [f.size // dtype.itemsize for f in files]
 
-        def runs(split: str) -> Runs:
+        def runs(split: str) -> TokenizedDocuments:
             k = SPLITS.index(split)
             mine = [h == bool(k) for h in held]
             starts, lengths = (
@@ -173,7 +173,7 @@ class MegatronTokens(Tokens):
                 for part in ("starts", "lengths")
             )
             documents = [int(m.sum()) for m in mine]
-            return Runs(split, paths, sizes, dtype, lengths, starts, documents, entropy(counts[k]))
+            return TokenizedDocuments(split, paths, sizes, dtype, lengths, starts, documents, entropy(counts[k]))
 
         self.train, self.validation = runs("train"), runs("validation")
 

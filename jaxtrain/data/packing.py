@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
     length: np.ndarray
 
 
-class _Block(NamedTuple):
+class _PackedBlock(NamedTuple):
     """Packed rows of one block: pieces sorted by row, `bounds[r]:bounds[r + 1]` are those of row r."""
 
     document: np.ndarray
@@ -102,7 +102,7 @@ def _spill(length: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return item, starts - (ends[item] - length[item]), hole, cuts - starts
 
 
-def pack(document: np.ndarray, offset: np.ndarray, length: np.ndarray, rows: int, sequence: int) -> _Block:
+def pack(document: np.ndarray, offset: np.ndarray, length: np.ndarray, rows: int, sequence: int) -> _PackedBlock:
     """Pack pieces (int64[n] each) into `rows` rows; needs sum(length) <= rows * sequence."""
     whole, rest = length // sequence, length % sequence
     item = np.repeat(np.arange(len(length)), whole)  # rows filled by one long document alone
@@ -122,7 +122,7 @@ def pack(document: np.ndarray, offset: np.ndarray, length: np.ndarray, rows: int
     row, document, offset, length = (np.concatenate(column).astype(np.int64) for column in zip(*parts))
     order = np.argsort(row, kind="stable")
     bounds = np.searchsorted(row[order], np.arange(rows + 1))
-    return _Block(document[order], offset[order], length[order], bounds)
+    return _PackedBlock(document[order], offset[order], length[order], bounds)
 
 
 class Packer:
@@ -176,7 +176,7 @@ class Packer:
         return Pieces(*(c[order] for c in columns))
 
     @staticmethod
-    def _pick(packed: _Block, rows: np.ndarray, place: np.ndarray) -> Pieces:
+    def _pick(packed: _PackedBlock, rows: np.ndarray, place: np.ndarray) -> Pieces:
         """Pieces of some rows of a block; `place` is where each row stands in the request."""
         count = packed.bounds[rows + 1] - packed.bounds[rows]
         ends = np.cumsum(count)
@@ -193,7 +193,7 @@ class Packer:
             sums.append(np.add.reduceat(lengths, np.arange(0, hi - lo, self.block), dtype=np.int64))
         return np.concatenate(([0], np.cumsum(np.concatenate(sums))))
 
-    def _pack_block(self, epoch: int, block: int) -> _Block:
+    def _pack_block(self, epoch: int, block: int) -> _PackedBlock:
         start = self._index(epoch)
         begin, end = (int(r) for r in self._first_row(start[block : block + 2]))
         rows, lo, hi = end - begin, self._first_token(begin), self._first_token(end)
@@ -215,7 +215,7 @@ class Packer:
         return _shuffle(packed, self.seed, epoch, block)
 
 
-def _shuffle(packed: _Block, seed: int, epoch: int, block: int) -> _Block:
+def _shuffle(packed: _PackedBlock, seed: int, epoch: int, block: int) -> _PackedBlock:
     """Permute the rows of a block: best-fit-decreasing leaves the long documents first and the short ones last."""
     rows = len(packed.bounds) - 1
     if rows < 2:
@@ -224,4 +224,4 @@ def _shuffle(packed: _Block, seed: int, epoch: int, block: int) -> _Block:
     order = np.argsort(key, kind="stable")
     picked = Packer._pick(packed, order, np.arange(rows))
     bounds = np.searchsorted(picked.row, np.arange(rows + 1))
-    return _Block(picked.document, picked.offset, picked.length, bounds)
+    return _PackedBlock(picked.document, picked.offset, picked.length, bounds)

@@ -14,7 +14,7 @@ from jaxtrain.data.token_cache.mapped_files import Maps
 PAGE = mmap.PAGESIZE
 
 
-class Runs:
+class TokenizedDocuments:
     """Documents of one split, read in place.
 
     Args:
@@ -83,7 +83,7 @@ class Runs:
                 mapped.madvise(advice, b, n)
 
 
-class Tokens(ABC):
+class TokenSource(ABC):
     """The tokens of a source: a cache that was built, or files that hold tokens already.
 
     Attributes:
@@ -96,11 +96,11 @@ class Tokens(ABC):
     tokenizer: str
     vocab: int
     eos: int
-    train: Runs
-    validation: Runs
+    train: TokenizedDocuments
+    validation: TokenizedDocuments
     bytes: int
 
-    def split(self, name: str) -> Runs:
+    def split(self, name: str) -> TokenizedDocuments:
         """`train` or `validation`."""
         return {"train": self.train, "validation": self.validation}[name]
 

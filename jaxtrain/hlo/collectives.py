@@ -171,14 +171,14 @@ def _collective(
     )  # fmt: skip
 
 
-def _moved(site: Site, computation: parse.Computation) -> parse.Shape:
+def _moved(site: Site, computation: parse.Computation) -> parse.HloShape:
     """Shape of the result; of a ragged all-to-all the operand where that is smaller, with less room for what moves."""
     result = site.instruction.result
     source = computation.get(site.instruction.operands[0]) if site.op == "ragged-all-to-all" else None
     return result if source is None else min(source.shape, result, key=lambda shape: shape.bytes)
 
 
-def _full(site: Site, moved: parse.Shape, members: int) -> int:
+def _full(site: Site, moved: parse.HloShape, members: int) -> int:
     """Bytes of the whole tensor of a group: a reduce-scatter's result is one of its shards.
 
     So is what a `send` gives to a gather.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from jaxtrain.hlo.parse import Computation, Instruction, Shape, bits
+from jaxtrain.hlo.parse import Computation, HloShape, Instruction, bits
 
 _FMHA = "__cudnn$fmha"
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
@@ -58,7 +58,7 @@ def is_unknown(instruction: Instruction) -> bool:
     return not any(name in instruction.target for name in (*SILENT, "cub", "cusolver", "fmha", "gemm", "matmul"))
 
 
-def _dtype(instruction: Instruction, operands: Iterable[Shape]) -> str:
+def _dtype(instruction: Instruction, operands: Iterable[HloShape]) -> str:
     """The widest of what is multiplied."""
     known = [shape.dtype for shape in operands if shape.parts is None and shape.dtype]
     widest = max(known[:2], key=bits, default="bf16")
@@ -66,13 +66,13 @@ def _dtype(instruction: Instruction, operands: Iterable[Shape]) -> str:
     return "tf32" if widest == "f32" and not exact else widest
 
 
-def _dot(instruction: Instruction, operands: list[Shape], visible: float) -> Work:
+def _dot(instruction: Instruction, operands: list[HloShape], visible: float) -> Work:
     left = operands[0].dims if operands else ()
     contracted = prod(left[dim] for dim in instruction.sizes("lhs_contracting_dims"))
     return Work(_dtype(instruction, operands), 2.0 * instruction.shape.elements * contracted)
 
 
-def _ragged(instruction: Instruction, operands: list[Shape], visible: float) -> Work:
+def _ragged(instruction: Instruction, operands: list[HloShape], visible: float) -> Work:
     """Every row of the left operand meets the matrix of one group only."""
     left, right = operands[0].dims, operands[1].dims
     contracted = prod(left[dim] for dim in instruction.sizes("lhs_contracting_dims"))
@@ -83,7 +83,7 @@ def _ragged(instruction: Instruction, operands: list[Shape], visible: float) -> 
     return Work(_dtype(instruction, operands), 2.0 * instruction.shape.elements * contracted)
 
 
-def _convolution(instruction: Instruction, operands: list[Shape], visible: float) -> Work | None:
+def _convolution(instruction: Instruction, operands: list[HloShape], visible: float) -> Work | None:
     """Products with padding are not computed and do not count."""
     found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if not found or len(operands) < 2:
@@ -119,7 +119,7 @@ def _pairs(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
     return sum(0 <= place < reach and place % base == 0 for place in places)
 
 
-def _custom(instruction: Instruction, operands: list[Shape], visible: float) -> Work | None:
+def _custom(instruction: Instruction, operands: list[HloShape], visible: float) -> Work | None:
     name = instruction.target
     if name.startswith(_FMHA):
         return _cudnn(instruction, operands)
@@ -130,7 +130,7 @@ def _custom(instruction: Instruction, operands: list[Shape], visible: float) -> 
     return None
 
 
-def _gemm(instruction: Instruction, operands: list[Shape]) -> Work | None:
+def _gemm(instruction: Instruction, operands: list[HloShape]) -> Work | None:
     """cuBLAS: the dims that it contracts are in its config."""
     found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
     if not found or not operands:
@@ -139,7 +139,7 @@ def _gemm(instruction: Instruction, operands: list[Shape]) -> Work | None:
     return Work(_dtype(instruction, operands), 2.0 * instruction.shape.leaves[0].elements * contracted)
 
 
-def _cudnn(instruction: Instruction, operands: list[Shape]) -> Work | None:
+def _cudnn(instruction: Instruction, operands: list[HloShape]) -> Work | None:
     """Scores [batch, heads, queries, keys] and the size of a head; half of the scores where the mask is causal.
 
     Backward has twice the products of forward, and computes the scores again.
@@ -164,7 +164,7 @@ def _seen(keys: int, attributes: str) -> float:
     return (near * (near + 1) / 2 + (keys - near) * near) / keys
 
 
-def _splash(part: str, operands: list[Shape], visible: float) -> Work | None:
+def _splash(part: str, operands: list[HloShape], visible: float) -> Work | None:
     """q [batch, heads, queries, head_dim], then k of as many dims; dq computes 1 of the 2 gradients, dkv the other."""
     arrays = [shape for shape in operands if shape.dtype in ("bf16", "f16", "f32") and len(shape.dims) >= 3]
     if len(arrays) < 2:

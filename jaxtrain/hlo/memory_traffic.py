@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxtrain.hlo.parse import Computation, Instruction, Module, Shape
+from jaxtrain.hlo.parse import Computation, HloShape, Instruction, Module
 
 # What moves nothing: names for parts of other buffers, and what is accounted for where it calls.
 FREE = frozenset((
@@ -45,12 +45,12 @@ def moved(module: Module, instruction: Instruction, computation: Computation) ->
     return _here(operands) + _here([instruction.shape])
 
 
-def _here(shapes: Iterable[Shape]) -> int:
+def _here(shapes: Iterable[HloShape]) -> int:
     """Bytes of what lies in the device's memory."""
     return sum(leaf.bytes for shape in shapes for leaf in shape.leaves if leaf.space == HBM)
 
 
-def _sides(shape: Shape) -> list[Shape]:
+def _sides(shape: HloShape) -> list[HloShape]:
     """(to, from) of an asynchronous copy; of another start (operands, results)."""
     return list(shape.parts or [])[:2]
 
@@ -73,7 +73,7 @@ def with_host(module: Module, instruction: Instruction, computation: Computation
     return TO_HOST if into else FROM_HOST, sum(shape.bytes for shape in to)
 
 
-def _ends(instruction: Instruction, computation: Computation) -> tuple[list[Shape], list[Shape]]:
+def _ends(instruction: Instruction, computation: Computation) -> tuple[list[HloShape], list[HloShape]]:
     """What an instruction writes, and what it reads."""
     if instruction.op == "copy-start":
         to, source = _sides(instruction.shape)
@@ -81,7 +81,7 @@ def _ends(instruction: Instruction, computation: Computation) -> tuple[list[Shap
     return [instruction.result], [computation[name].shape for name in instruction.operands if name in computation]
 
 
-def _fusion(module: Module, instruction: Instruction, result: Shape, computation: Computation) -> int:
+def _fusion(module: Module, instruction: Instruction, result: HloShape, computation: Computation) -> int:
     inner = module.computations.get(next(iter(instruction.called), ""), {})
     by_number = {one.number: one for one in inner.values() if one.op == "parameter"}
     read = 0
@@ -119,7 +119,7 @@ def _read(module: Module, inner: Computation, parameter: Instruction) -> int | N
     return total
 
 
-def _written(module: Module, inner: Computation, result: Shape) -> int:
+def _written(module: Module, inner: Computation, result: HloShape) -> int:
     """Bytes that a fusion writes: of a buffer that it updates in place, the update alone."""
     root = next((one for one in inner.values() if one.root), None)
     if root is None:
@@ -135,7 +135,7 @@ def _written(module: Module, inner: Computation, result: Shape) -> int:
     return total
 
 
-def _update(module: Module, inner: Computation, output: Instruction | None) -> Shape | None:
+def _update(module: Module, inner: Computation, output: Instruction | None) -> HloShape | None:
     """What is written into a buffer where an output is a dynamic-update-slice, also an asynchronous one."""
     while output is not None and output.op in ALIASES and output.operands:
         output = inner.get(output.operands[0])

@@ -40,7 +40,7 @@ def bits(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class HloShape:
     """An array, or a tuple of shapes where `parts` is not None.
 
     `space` is where it lies: 0 the device's memory, 1 a TPU's VMEM, 5 the host's memory.
@@ -48,11 +48,11 @@ class Shape:
 
     dtype: str = ""
     dims: tuple[int, ...] = ()
-    parts: tuple[Shape, ...] | None = None
+    parts: tuple[HloShape, ...] | None = None
     space: int = 0
 
     @property
-    def leaves(self) -> tuple[Shape, ...]:
+    def leaves(self) -> tuple[HloShape, ...]:
         """All arrays."""
         return (self,) if self.parts is None else tuple(leaf for part in self.parts for leaf in part.leaves)
 
@@ -67,17 +67,17 @@ class Shape:
         return prod(self.dims)
 
 
-def shape(text: str) -> Shape:
+def shape(text: str) -> HloShape:
     """`bf16[2,64]{1,0:T(8,128)(2,1)}` or `(f32[], (s32[4], u32[]))`; a dynamic `<=8` counts as 8."""
     text = _COMMENT.sub("", text).strip()
     if text.startswith("("):
-        return Shape(parts=tuple(shape(part) for part in _split(text[1:-1])))
+        return HloShape(parts=tuple(shape(part) for part in _split(text[1:-1])))
     found = _ARRAY.match(text)
     if not found:
-        return Shape(next(iter(re.findall(r"^\w+", text)), "token"))
+        return HloShape(next(iter(re.findall(r"^\w+", text)), "token"))
     space = _SPACE.search(text)
     dims = tuple(int(size.strip(" <=")) for size in found[2].split(",") if size.strip())
-    return Shape(found[1], dims, space=int(space[1]) if space else 0)
+    return HloShape(found[1], dims, space=int(space[1]) if space else 0)
 
 
 def _split(text: str) -> list[str]:
@@ -114,7 +114,7 @@ class Instruction:
     _inside: str
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> HloShape:
         """Of the result."""
         return shape(self._shape)
 
@@ -193,7 +193,7 @@ class Instruction:
         return _names(_BRANCHES, self.attributes)
 
     @property
-    def result(self) -> Shape:
+    def result(self) -> HloShape:
         """What a collective gives: the shape itself, or the results out of the tuple that a `-start` gives.
 
         Of a `send` what it sends.

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop.safetensors_io import Entry, tensors
-from jaxtrain.interop.tensor_slices import Index, Part, Place, parts, whole_shapes
+from jaxtrain.interop.tensor_slices import Index, TensorMapping, TensorSlice, parts, whole_shapes
 
 Tree = dict[str, Any]
 # Computed, but saved by old versions.
@@ -24,7 +24,7 @@ PIECE = 8 << 20  # bytes of a parameter that are on the host at a time
 TABLE, HEAD = "embed/table", "lm_head.weight"
 
 
-def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
+def load(folder: Path, places: Sequence[TensorMapping], params: Tree) -> Tree:
     """The parameters, each shard read once and by itself, in pieces of at most `PIECE` bytes.
 
     Besides the shards two pieces are held: one on the host and its copy on a device.
@@ -52,7 +52,7 @@ def load(folder: Path, places: Sequence[Place], params: Tree) -> Tree:
     return tree
 
 
-def prefixed(have: dict[str, Entry], places: Sequence[Place]) -> dict[str, Entry]:
+def prefixed(have: dict[str, Entry], places: Sequence[TensorMapping]) -> dict[str, Entry]:
     """The tensors by the names that the class with a head gives them: saved without it, they lack its first word."""
     first = places[0].name.partition(".")[0] + "."
     if any(name.startswith(first) for name in have):
@@ -83,7 +83,7 @@ def check(folder: Path, have: dict[str, Entry], wanted: dict[str, tuple[int, ...
         raise UserError(f"{folder}: {len(other)} tensors that the model does not have: {_some(other)}")
 
 
-def _placed(part: Part, leaf: Any, have: dict[str, Entry]) -> jax.Array:
+def _placed(part: TensorSlice, leaf: Any, have: dict[str, Entry]) -> jax.Array:
     """One parameter in its sharding."""
     blocks: dict[tuple[tuple[int, int], ...], tuple[Index, list[Any]]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -95,7 +95,7 @@ def _placed(part: Part, leaf: Any, have: dict[str, Entry]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
 
-def _filled(part: Part, index: Index, dtype: Any, have: dict[str, Entry], devices: list[Any]) -> list[jax.Array]:
+def _filled(part: TensorSlice, index: Index, dtype: Any, have: dict[str, Entry], devices: list[Any]) -> list[jax.Array]:
     """A block of a parameter on each of these devices."""
     found = list(pieces(index, _cuts(part), PIECE // np.dtype(dtype).itemsize))
     if len(found) == 1:
@@ -129,13 +129,13 @@ def pieces(index: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
         yield from pieces((*index[:dim], inner, *index[dim + 1 :]), rest, most)
 
 
-def _cuts(part: Part) -> list[int]:
+def _cuts(part: TensorSlice) -> list[int]:
     """Dims of a parameter along which it is cut: those stacked from tensors, then as these lie in the file."""
     depth = len(part.stack)
     return [*range(depth), *(part.place.ours.index(group[0], depth) for group in part.place.dims.split())]
 
 
-def read(part: Part, index: Index, dtype: Any, have: dict[str, Entry]) -> np.ndarray:
+def read(part: TensorSlice, index: Index, dtype: Any, have: dict[str, Entry]) -> np.ndarray:
     """A block of a parameter, stacked from its tensors."""
     depth = len(part.stack)
     block = np.empty([one.stop - one.start for one in index], dtype)

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from jaxtrain.interop.safetensors_io import write_model
-from jaxtrain.interop.tensor_slices import Part, Place, parts, whole_shapes
+from jaxtrain.interop.tensor_slices import TensorMapping, TensorSlice, parts, whole_shapes
 
 Flat = dict[str, jax.Array]
 
 
-def save(folder: Path, places: Sequence[Place], params: Flat, dtype: np.dtype, most: int) -> int:
+def save(folder: Path, places: Sequence[TensorMapping], params: Flat, dtype: np.dtype, most: int) -> int:
     """Writes the safetensors files (and their index) of a model. Returns the bytes of its tensors.
 
     Args:
@@ -27,7 +27,7 @@ def save(folder: Path, places: Sequence[Place], params: Flat, dtype: np.dtype, m
         most: bytes of a file at most.
     """
     found = parts(places, {path: array.shape for path, array in params.items()})
-    makers: dict[str, list[tuple[Part, tuple[int, ...]]]] = {}
+    makers: dict[str, list[tuple[TensorSlice, tuple[int, ...]]]] = {}
     for part in found.values():
         for name, at in part.tensors():
             makers.setdefault(name, []).append((part, at))

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxtrain.interop.tensor_slices import Place
+from jaxtrain.interop.tensor_slices import TensorMapping
 
 LAYER = "model.layers.{layer}."
 
 
-def _place(path: str, name: str, dims: str, ours: str) -> Place:
-    return Place(f"layers/{path}", LAYER + name, dims, f"L{ours}")
+def _place(path: str, name: str, dims: str, ours: str) -> TensorMapping:
+    return TensorMapping(f"layers/{path}", LAYER + name, dims, f"L{ours}")
 
 
 ENDS = (
-    Place("embed/table", "model.embed_tokens.weight", "V D", "VD"),
-    Place("final_norm/scale", "model.norm.weight", "D", "D"),
-    Place("head", "lm_head.weight", "V D", "DV"),
+    TensorMapping("embed/table", "model.embed_tokens.weight", "V D", "VD"),
+    TensorMapping("final_norm/scale", "model.norm.weight", "D", "D"),
+    TensorMapping("head", "lm_head.weight", "V D", "DV"),
 )
 NORMS = (
     _place("attention_norm/scale", "input_layernorm.weight", "D", "D"),
@@ -51,7 +51,7 @@ MLP = (
 )
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[Place, ...]:
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
     expert = f"{block}.experts.{{expert}}"
     return (
         _place("moe/router", f"{block}.gate.weight", "E D", "DE"),
@@ -92,24 +92,24 @@ PHI3 = (
 )  # fmt: skip
 
 
-def _conv(path: str, name: str, dims: str, ours: str) -> tuple[Place, Place]:
+def _conv(path: str, name: str, dims: str, ours: str) -> tuple[TensorMapping, TensorMapping]:
     """Weight and bias of a Conv1D of GPT-2: weights are [in, out], so fused ones follow each other along the second."""
     block, out = "transformer.h.{layer}." + name, dims.split()[1]
     return (
-        Place(f"layers/{path}", f"{block}.weight", dims, f"L{ours}", along=1),
-        Place(f"layers/{path}_bias", f"{block}.bias", out, f"L{out}"),
+        TensorMapping(f"layers/{path}", f"{block}.weight", dims, f"L{ours}", along=1),
+        TensorMapping(f"layers/{path}_bias", f"{block}.bias", out, f"L{out}"),
     )
 
 
-def _layer_norm(path: str, name: str) -> tuple[Place, Place]:
+def _layer_norm(path: str, name: str) -> tuple[TensorMapping, TensorMapping]:
     stack = "L" if "{layer}" in name else ""
     weight, bias = ((f"{path}/{ours}", f"{name}.{theirs}") for ours, theirs in (("scale", "weight"), ("bias", "bias")))
-    return Place(*weight, "D", f"{stack}D"), Place(*bias, "D", f"{stack}D")
+    return TensorMapping(*weight, "D", f"{stack}D"), TensorMapping(*bias, "D", f"{stack}D")
 
 
 GPT2 = (
-    Place("embed/table", "transformer.wte.weight", "V D", "VD"),
-    Place("positions/table", "transformer.wpe.weight", "P D", "PD"),
+    TensorMapping("embed/table", "transformer.wte.weight", "V D", "VD"),
+    TensorMapping("positions/table", "transformer.wpe.weight", "P D", "PD"),
     *_layer_norm("layers/attention_norm", "transformer.h.{layer}.ln_1"),
     *_layer_norm("layers/mlp_norm", "transformer.h.{layer}.ln_2"),
     *_conv("attention/q", "attn.c_attn", "D Hh", "DHh"),
@@ -122,7 +122,7 @@ GPT2 = (
     ENDS[2],
 )
 
-PLACES: Mapping[str, tuple[Place, ...]] = MappingProxyType({
+PLACES: Mapping[str, tuple[TensorMapping, ...]] = MappingProxyType({
     "llama": DENSE, "mistral": DENSE, "qwen2": DENSE, "qwen3": DENSE, "gemma2": GEMMA2, "gemma3_text": GEMMA2,
     "olmo2": OLMO2, "granite": DENSE, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "phi3": PHI3, "gpt2": GPT2,
 })  # fmt: skip

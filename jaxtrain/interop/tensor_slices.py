@@ -20,7 +20,7 @@ STACKED = {"L": "{layer}", "E": "{expert}"}
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorMapping:
     """A row of an architecture's table.
 
     path: of the parameter, e.g. `layers/attention/q`; ours: letters of its dims, `LDHh`.
@@ -36,11 +36,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """A place with the sizes of a model: `start` is its first row (or column, by `along`) in the tensor, `shape` what
     it has of it."""
 
-    place: Place
+    place: TensorMapping
     sizes: dict[str, int]
     start: int
 
@@ -92,7 +92,7 @@ class Part:
         return [theirs.index(letter) for letter in self.place.ours[len(self.stack) :]]
 
 
-def parts(places: Sequence[Place], shapes: dict[str, tuple[int, ...]]) -> dict[str, Part]:
+def parts(places: Sequence[TensorMapping], shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorSlice]:
     """path -> part of every parameter of a model; fused tensors are counted out in the order of the places."""
     by_path = {place.path: place for place in places}
     order = [place.path for place in places]
@@ -100,13 +100,13 @@ def parts(places: Sequence[Place], shapes: dict[str, tuple[int, ...]]) -> dict[s
     found = {}
     for path in sorted(shapes, key=order.index):
         place = by_path[path]
-        part = Part(place, dict(zip(place.ours, shapes[path])), rows.get(place.name, 0))
+        part = TensorSlice(place, dict(zip(place.ours, shapes[path])), rows.get(place.name, 0))
         rows[place.name] = part.start + part.shape[place.along]
         found[path] = part
     return found
 
 
-def whole_shapes(found: dict[str, Part]) -> dict[str, tuple[int, ...]]:
+def whole_shapes(found: dict[str, TensorSlice]) -> dict[str, tuple[int, ...]]:
     """name -> shape of every tensor that the parameters make up, layer by layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in found.values():

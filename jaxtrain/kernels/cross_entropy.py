@@ -75,7 +75,7 @@ def cross_entropy(
     _check(x_BTD, head, targets_BT, weights_BT, chunks, tied, label_smoothing)
     if names is None:
         names = ("vocab", "embed") if tied else ("embed", "vocab")
-    plan = _Plan.make(sharder or Sharder(), tuple(names), head.shape, chunks, tied, label_smoothing, softcap)
+    plan = _ChunkSpec.make(sharder or Sharder(), tuple(names), head.shape, chunks, tied, label_smoothing, softcap)
     weights_BT = lax.stop_gradient(weights_BT.astype(jnp.float32))
     with jax.named_scope("cross_entropy"):
         sums: Any = _sums(plan, x_BTD, head, targets_BT, weights_BT)
@@ -124,7 +124,7 @@ def _check(x: Array, head: Array, targets: Array, weights: Array, chunks: int, t
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ChunkSpec:
     """Everything static: how the vocabulary is cut and where each tensor lives. Hashable."""
 
     sharder: Sharder
@@ -145,7 +145,7 @@ class _Plan:
     over: tuple[str, ...]  # of the shards dim
 
     @classmethod
-    def make(cls, sharder, names, shape, chunks, tied, smoothing, softcap) -> _Plan:
+    def make(cls, sharder, names, shape, chunks, tied, smoothing, softcap) -> _ChunkSpec:
         rules = (sharder.rules if sharder.mesh is not None else None) or {}
         parameter = without(names, (), rules)
         kept = sharder.stored(names, shape) if rules else parameter
@@ -233,12 +233,12 @@ class _Plan:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(plan: _Plan, x: Array, head: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
+def _sums(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
     """Weighted sums of the cross-entropy and of log(Z)^2."""
     return _sums_fwd(plan, x, head, targets, weights)[0]
 
 
-def _sums_fwd(plan: _Plan, x: Array, head: Array, targets: Array, weights: Array):
+def _sums_fwd(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array):
     # Gathered once over the sequence-parallel axes and kept: the backward pass follows at once.
     x = plan.sharder.place(x, (*plan.tokens, ()))
     z, label, total, logits = _statistics(plan, x, head, targets)
@@ -249,7 +249,7 @@ def _sums_fwd(plan: _Plan, x: Array, head: Array, targets: Array, weights: Array
     return sums, (x, head, targets, weights, z, logits)
 
 
-def _statistics(plan: _Plan, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
+def _statistics(plan: _ChunkSpec, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
     """log Z, the label's logit and the sum of all logits, each float32 [batch, time]; the logits of an only chunk."""
     view = plan.view(head, x.dtype)
     kept = (*plan.tokens, plan.over)
@@ -279,7 +279,7 @@ def _statistics(plan: _Plan, x: Array, head: Array, targets: Array) -> tuple[Arr
     return z, label.sum(-1), total.sum(-1), only
 
 
-def _sums_bwd(plan: _Plan, saved, cotangents):
+def _sums_bwd(plan: _ChunkSpec, saved, cotangents):
     x, head, targets, weights, z, only = saved
     g_nll, g_squares = cotangents
     view = plan.view(head, x.dtype)

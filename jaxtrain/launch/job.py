@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.checkpoint import Store
+from jaxtrain.checkpoint import CheckpointStore
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config import run_dir as run_dirs
 from jaxtrain.config.run_dir import absolute, free_directory, saved_config
@@ -64,7 +64,7 @@ class ElasticJob:
     def newest_checkpoint(self) -> int | None:
         """Returns the step of the newest committed checkpoint; None if there is none, or the disk cannot be read."""
         try:
-            return Store(self.directory / "checkpoints").latest()
+            return CheckpointStore(self.directory / "checkpoints").latest()
         except OSError:
             return None
 

@@ -24,7 +24,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxtrain.nn.stack import CHEAP
-from jaxtrain.pipeline.jaxpr_ops import Loop, Op, Ops, Program, Value, flatten, mark, spread, walk
+from jaxtrain.pipeline.jaxpr_ops import Loop, Op, OpProgram, Ops, Value, flatten, mark, spread, walk
 from jaxtrain.pipeline.min_cut import NEVER, SINK, SOURCE, Graph
 
 # What may be computed twice: nothing with a sum in it, so that it fuses into its readers.
@@ -43,7 +43,7 @@ GATHERS = {"sharding_constraint", "all_gather"}
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class SplitBackward:
     """The two parts of a pull-back. Holds no arrays and can be used in any trace under the same mesh.
 
     Args:
@@ -60,7 +60,7 @@ class Split:
     _inputs: tuple[list[Value], list[Value], list[Value]]  # residuals, what is given, cotangent
     _results: tuple[list[Value], list[Value]]  # gradients of weights, of the input
     _trees: tuple[Any, Any]
-    _programs: tuple[Program, Program]
+    _programs: tuple[OpProgram, OpProgram]
 
     def b(self, kept: Sequence[Array], given: Any, dy: Any) -> tuple[Any, list[Array], Any]:
         """(dx, between, gradients of weights) from all residuals, what is given, and the output's cotangent.
@@ -92,7 +92,7 @@ class Split:
         return jax.tree.unflatten(self._trees[0], [some.get(i) for i in range(len(self._results[0]))])
 
 
-def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any, dy: Any) -> Split:
+def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any, dy: Any) -> SplitBackward:
     """Cuts a pull-back in two.
 
     `cond`, `while` and kernels are not cut: where the input's gradient needs one, all of it is B. What has no result
@@ -117,17 +117,17 @@ def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any,
     trees = jax.tree.structure(shapes[0]), jax.tree.structure(shapes[1])
     dw, dx = outs[: trees[0].num_leaves], outs[trees[0].num_leaves :]
 
-    between = _Cut(ops, dw, dx, residuals, cotangent).between()
+    between = _CutGraph(ops, dw, dx, residuals, cotangent).between()
     given_to_w = frozenset((*arguments, *between))
     early = _early(ops, dw, given_to_w, frozenset(between))
     wanted = mark(ops, {value for i, value in enumerate(dw) if i not in early}, given_to_w)
     between = [value for value in between if value in wanted]
-    first = Program(ops, mark(ops, {*dx, *between, *(dw[i] for i in early)}), frozenset(arguments), between)
-    return Split(
+    first = OpProgram(ops, mark(ops, {*dx, *between, *(dw[i] for i in early)}), frozenset(arguments), between)
+    return SplitBackward(
         tuple(i for i, value in enumerate(residuals) if value in wanted),
         tuple(i for i, value in enumerate(cotangent) if value in wanted),
         [jax.ShapeDtypeStruct((*_stack(ops, value), *value.aval.shape), value.aval.dtype) for value in between],
-        early, (residuals, known, cotangent), (dw, dx), trees, (first, Program(ops, wanted, given_to_w, [])),
+        early, (residuals, known, cotangent), (dw, dx), trees, (first, OpProgram(ops, wanted, given_to_w, [])),
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def _stack(ops: Ops, value: Value) -> tuple[int, ...]:
     return () if loop is None else (loop.length, *_stack(loop.body, value))
 
 
-class _Cut:
+class _CutGraph:
     """The graph whose cheapest cut is what to keep.
 
     Each operation and each value is a node. On the source's side are the operations that are done in B alone and the

@@ -59,7 +59,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class SlotBuffer:
     """Slots that an action of a stage writes and a later one reads.
 
     Slot -1 is none: with `slots + 1` entries in the array it is the spare last one, which may be read and written
@@ -78,7 +78,7 @@ class Ring:
 
 @dataclass(frozen=True, eq=False)
 class Inbox:
-    """Slots that arrivals write and an action reads. `slots`, `read`: as in `Ring`."""
+    """Slots that arrivals write and an action reads. `slots`, `read`: as in `SlotBuffer`."""
 
     slots: int
     read: np.ndarray
@@ -109,9 +109,9 @@ class Buffers:
     from_loss: np.ndarray
     activations: Inbox
     gradients: Inbox
-    until_backward: Ring
-    until_weight: Ring
-    backward_to_weight: Ring
+    until_backward: SlotBuffer
+    until_weight: SlotBuffer
+    backward_to_weight: SlotBuffer
 
 
 def buffers(table: Table) -> Buffers:
@@ -155,12 +155,12 @@ def _way(table: Table, stage: int, to: int, step: int) -> Way:
     return Way.NEXT if is_next else Way.PREVIOUS
 
 
-def _kept(table: Table, writer: Action, reader: Action) -> Ring:
+def _kept(table: Table, writer: Action, reader: Action) -> SlotBuffer:
     """Slots for what one action leaves to another of the same virtual stage."""
     return _ring(table, ((writer, at, reader, at) for at in range(table.virtual.size)))
 
 
-def _ring(table: Table, pairs: Iterable[tuple[Action, int, Action, int]]) -> Ring:
+def _ring(table: Table, pairs: Iterable[tuple[Action, int, Action, int]]) -> SlotBuffer:
     """Slots for what (writer, virtual stage) leaves to (reader, virtual stage), on the reader's stage.
 
     Nothing is kept where both are one action (BW).
@@ -186,7 +186,7 @@ def _ring(table: Table, pairs: Iterable[tuple[Action, int, Action, int]]) -> Rin
             heappush(ends, (end, slot))
             write[begin, source], read[end, stage] = slot, slot
         slots = max(slots, used)
-    return Ring(slots, write, read)
+    return SlotBuffer(slots, write, read)
 
 
 def _empty(table: Table, *values: int) -> list[np.ndarray]:

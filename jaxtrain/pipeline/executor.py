@@ -27,11 +27,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.models.definition import Definition, Tree
 from jaxtrain.nn.param import apart, widened
 from jaxtrain.nn.stack import Layers
-from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, Ring, buffers
+from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, SlotBuffer, buffers
 from jaxtrain.pipeline.partition import Stages
 from jaxtrain.pipeline.schedules.table import Action, Table
 from jaxtrain.pipeline.schedules.timetable import place
-from jaxtrain.pipeline.stage import Derivative, Refs, Shared, Stage, Sums, once
+from jaxtrain.pipeline.stage import Derivative, Refs, Stage, StepInputs, Sums, once
 from jaxtrain.sharding.rules import STAGES
 from jaxtrain.sharding.sharder import Sharder
 
@@ -98,7 +98,7 @@ class Executor:
         table, b = self.table, self.buffers
         between = b.backward_to_weight
 
-        def slots(slot: np.ndarray, ring: Ring | Inbox) -> np.ndarray:
+        def slots(slot: np.ndarray, ring: SlotBuffer | Inbox) -> np.ndarray:
             return np.where(slot < 0, ring.slots, slot)
 
         rows = {
@@ -121,11 +121,11 @@ class Executor:
         return {name: np.asarray(row, np.int32) for name, row in rows.items()}
 
     @property
-    def rings(self) -> dict[str, Ring]:
+    def rings(self) -> dict[str, SlotBuffer]:
         """Of what F keeps."""
         return {"until B": self.buffers.until_backward, "until W": self.buffers.until_weight}
 
-    def _kept_slots(self, ring: Ring) -> np.ndarray:
+    def _kept_slots(self, ring: SlotBuffer) -> np.ndarray:
         """int32 [ticks, stages]: where F wrote what a backward action of any kind reads; -1 for none."""
         table = self.table
         found = np.full_like(ring.write, -1)
@@ -173,7 +173,7 @@ class Run:
 
     plan: Executor
     ready: Tree
-    shared: Shared
+    shared: StepInputs
 
     def __post_init__(self) -> None:
         stages, self.ends = self.plan.stages, self.plan.ends
@@ -217,7 +217,7 @@ class Run:
         def slots(count: int, like: Any) -> Any:
             return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), like)
 
-        def blank(numbers: Layers, layers: Any, shared: Shared) -> tuple:
+        def blank(numbers: Layers, layers: Any, shared: StepInputs) -> tuple:
             chunks = self.plan.table.chunks
             own = jax.tree.map(lambda x: x[: x.shape[0] // chunks], layers)
             of_one = jax.tree.map(lambda n: n[0, 0], numbers)
@@ -258,7 +258,9 @@ class Run:
         """What each stage made, [stages, ...]."""
         derivative, sides = self.derivative, self.plan.sides
 
-        def stage(rows: dict, numbers: Layers, layers: Any, refs: Refs, shared: Shared, begun: Any, late: Any) -> Any:
+        def stage(
+            rows: dict, numbers: Layers, layers: Any, refs: Refs, shared: StepInputs, begun: Any, late: Any
+        ) -> Any:
             row = {name: value[0] for name, value in rows.items()}
             made = Stage(derivative, row, numbers, layers, refs, shared, begun, late, sides).act()
             return jax.tree.map(lambda m: m[None], made)

@@ -51,7 +51,7 @@ class Op:
     outs: list[Value]
 
 
-class Link(NamedTuple):
+class LoopValue(NamedTuple):
     """A value as operations outside of a loop know it, and those inside."""
 
     outer: Value
@@ -77,10 +77,10 @@ class Loop:
     eqn: Any
     length: int
     body: Ops
-    consts: list[Link]
+    consts: list[LoopValue]
     carries: list[Carry]
-    xs: list[Link]
-    ys: list[Link]
+    xs: list[LoopValue]
+    ys: list[LoopValue]
     inside: set[Value] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ def _scan(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
     carries = sum(final.aval.ndim == out.aval.ndim for final, out in zip(finals, outs))
     stacked = sum(value.aval.ndim > own.aval.ndim for value, own in zip(ins, inner))
     consts = len(ins) - carries - stacked
-    links, results = list(map(Link, ins, inner)), list(map(Link, finals, outs))
+    links, results = list(map(LoopValue, ins, inner)), list(map(LoopValue, finals, outs))
     own = [Carry(*before, after.inner, after.outer) for before, after in zip(links[consts:], results[:carries])]
     return Loop(eqn, length, body, links[:consts], own, links[consts + carries :], results[carries:])
 
@@ -166,7 +166,7 @@ def _scan(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
 def _map(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
     length = prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
     body, inner, outs = _body(eqn, length, times)
-    return Loop(eqn, length, body, [], [], list(map(Link, ins, inner)), list(map(Link, finals, outs)))
+    return Loop(eqn, length, body, [], [], list(map(LoopValue, ins, inner)), list(map(LoopValue, finals, outs)))
 
 
 def walk(ops: Ops) -> Iterable[Op | Loop]:
@@ -223,7 +223,7 @@ def spread(ops: Ops, touched: set[Value]) -> set[Value]:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class OpProgram:
     """Those of some operations that make what is wanted.
 
     Args:
@@ -292,7 +292,7 @@ Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any], l
 
 
 def _scanned(
-    loop: Loop, body: Body, first: list[Any], links: tuple[list[Link], list[Link]], inputs: Inputs
+    loop: Loop, body: Body, first: list[Any], links: tuple[list[LoopValue], list[LoopValue]], inputs: Inputs
 ) -> tuple[list[Any], list[Any], list[Any]]:
     def step(carry: list[Any], slices: Inputs) -> tuple[list[Any], Inputs]:
         carry, results, keeps = body(carry, *slices)
@@ -304,7 +304,7 @@ def _scanned(
 
 
 def _mapped(
-    loop: Loop, body: Body, first: list[Any], links: tuple[list[Link], list[Link]], inputs: Inputs
+    loop: Loop, body: Body, first: list[Any], links: tuple[list[LoopValue], list[LoopValue]], inputs: Inputs
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """What is kept, or was, has a leading dim of devices."""
     params, (xs, ys) = loop.eqn.params, links

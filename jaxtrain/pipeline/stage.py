@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxtrain.models.definition import Definition
 from jaxtrain.nn.param import apart, widened
 from jaxtrain.nn.stack import Layers
-from jaxtrain.pipeline.backward_split import Split, split
+from jaxtrain.pipeline.backward_split import SplitBackward, split
 from jaxtrain.pipeline.partition import Stages
 from jaxtrain.pipeline.schedules.table import Action
 from jaxtrain.sharding.rules import STAGES
@@ -22,7 +22,7 @@ from jaxtrain.sharding.rules import STAGES
 Sums = dict[str, Array]
 
 
-class Shared(NamedTuple):
+class StepInputs(NamedTuple):
     """What is the same for all stages and ticks.
 
     micro: arrays [microbatches, rows, ...]. keys: of each microbatch. scale: of every term's sum in the loss. known:
@@ -71,10 +71,10 @@ class Derivative:
     inside: Definition
     stages: Stages
     is_training: bool
-    cut: Split | None = None
+    cut: SplitBackward | None = None
     _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
-    def forward(self, layers: Any, numbers: Layers, shared: Shared, microbatch: Any, x: Any) -> tuple[Any, ...]:
+    def forward(self, layers: Any, numbers: Layers, shared: StepInputs, microbatch: Any, x: Any) -> tuple[Any, ...]:
         """(what goes on, sums, counts, residuals)."""
         batch, key = shared.batch(microbatch)
 
@@ -100,7 +100,7 @@ class Derivative:
         self._rebuild = rebuild  # by the side, for it is no array; the last trace is the one that counts
         return y, sums, counts, [leaf for leaf, i in zip(leaves, source) if i is None]
 
-    def skips(self, layers: Any, numbers: Layers, shared: Shared, x: Any) -> bool:
+    def skips(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any) -> bool:
         """Whether the model heeds which of its layers are none."""
 
         def through(present: Any) -> Any:
@@ -110,12 +110,12 @@ class Derivative:
         (given,) = traced.jaxpr.invars
         return any(given in eqn.invars for eqn in traced.jaxpr.eqns)
 
-    def pull(self, kept: list[Array], layers: Any, shared: Shared) -> Any:
+    def pull(self, kept: list[Array], layers: Any, shared: StepInputs) -> Any:
         """The pull-back of (what goes on, part of the loss), from what a `forward` traced before has kept."""
         assert self._rebuild is not None
         return self._rebuild(kept, self._known(widened(layers), layers, shared))
 
-    def divide(self, kept: list[Any], layers: Any, shared: Shared, dy: Any) -> Split:
+    def divide(self, kept: list[Any], layers: Any, shared: StepInputs, dy: Any) -> SplitBackward:
         """Cuts the pull-back into B and W. All are arrays or their shapes."""
 
         def pull(kept: list[Array], given: tuple, dy: Any) -> tuple[Any, Any]:
@@ -129,7 +129,7 @@ class Derivative:
         late = set(range(count)) if self.cut is None else set(self.cut.kept)
         return ["until W" if i in late else "until B" for i in range(count)]
 
-    def _known(self, wide: Any, layers: Any, shared: Shared) -> list[Array]:
+    def _known(self, wide: Any, layers: Any, shared: StepInputs) -> list[Array]:
         """What is at hand in every action."""
         return jax.tree.leaves((wide, layers, shared))
 
@@ -144,7 +144,7 @@ class Stage:
     numbers: Layers
     layers: Any
     refs: Refs
-    shared: Shared
+    shared: StepInputs
     begun: Any
     late: Any
     sides: Mapping[str, int]
@@ -193,7 +193,7 @@ class Stage:
             if (slot := self.row.get(f"take {side} {kind}")) is not None:
                 _write(ref, slot, message)
 
-    def forward(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
+    def forward(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
         """F: what goes on to the next layers; keeps the residuals."""
         y, sums, counts, kept = self.derivative.forward(layers, numbers, shared, self.row["microbatch"], x)
         for ref, until, value in zip(self.refs.kept, self.derivative.until(len(kept)), kept):
@@ -203,7 +203,7 @@ class Stage:
         jax.tree.map(self._add, self.refs.counts, counts)
         return y
 
-    def both(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
+    def both(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
         """BW: the gradient of what came in; adds those of the weights."""
         pull = self._pull(layers, shared)
         if self._chunks > 1:
@@ -214,7 +214,7 @@ class Stage:
         pull.with_refs(self.refs.grads, into)((dy, jnp.float32(1)))
         return jax.tree.map(jax.freeze, into)
 
-    def inputs(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
+    def inputs(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
         """B: the gradient of what came in; adds those of the weights that come with it."""
         cut = self._cut
         dx, between, early = cut.b(self._kept(), (layers, shared), dy)
@@ -223,7 +223,7 @@ class Stage:
         self._add_some(early)
         return dx
 
-    def weights(self, layers: Any, numbers: Layers, shared: Shared, x: Any, dy: Any) -> Any:
+    def weights(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
         """W: adds the other gradients of the weights."""
         between, leaves = _read(self.refs.between, self.row["read between"])
         kept = _read([self.refs.kept[i] for i in self._cut.kept], self.row["read until W"])
@@ -231,7 +231,7 @@ class Stage:
         return jax.tree.map(jnp.zeros_like, x)
 
     @property
-    def _cut(self) -> Split:
+    def _cut(self) -> SplitBackward:
         assert self.derivative.cut is not None  # made with the buffers
         return self.derivative.cut
 
@@ -239,7 +239,7 @@ class Stage:
         """Adds those gradients that are not None."""
         jax.tree.map(lambda ref, g: None if g is None else self._add(ref, g), self.refs.grads, grads)
 
-    def _pull(self, layers: Any, shared: Shared) -> Any:
+    def _pull(self, layers: Any, shared: StepInputs) -> Any:
         return self.derivative.pull(self._kept(), layers, shared)
 
     def _kept(self) -> list[Array]:

@@ -16,7 +16,7 @@ from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.pipeline.schedules.cost import price
 from jaxtrain.planning.choices import Choice
 from jaxtrain.planning.cost import pipeline_bubble
-from jaxtrain.planning.cost.communication import Shape
+from jaxtrain.planning.cost.communication import LayoutSizes
 from jaxtrain.planning.cost.estimate import Order, kept_bytes
 from jaxtrain.planning.hardware import chips, targets
 from jaxtrain.planning.report.values import volume
@@ -119,7 +119,7 @@ def _less_remat(config: Config, plan: Plan) -> Iterator[Advice]:
     all_again = sum(terms[name] for name in recomputed(config.model, now)) or 1.0
 
     def kept(remat: str | tuple[str, ...]) -> float:
-        one = kept_bytes(config.model, replace(choice, remat=remat), Shape.of(config, choice))
+        one = kept_bytes(config.model, replace(choice, remat=remat), LayoutSizes.of(config, choice))
         return (order.kept + order.held) * one
 
     for remat in ("none", "dots"):

@@ -51,7 +51,7 @@ class Hardware:
 def _cpu(measured: Mapping[str, float], devices: int) -> Chip:
     figures = {key: Figure(value, "measured on this host") for key, value in measured.items()}
     unknown = Figure(0, "unknown")
-    network = None if "copy" not in figures else chips.Shared(
+    network = None if "copy" not in figures else chips.SharedMemory(
         figures["copy"], figures["reduce"], figures["meeting"], devices
     )  # fmt: skip
     peak = {"bf16": figures["flops"], "fp32": figures["flops"]}

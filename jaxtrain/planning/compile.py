@@ -28,7 +28,7 @@ from jaxtrain.io.system import die_with
 from jaxtrain.planning.cost import memory
 from jaxtrain.planning.cost.memory import Memory
 from jaxtrain.planning.hardware import network, targets
-from jaxtrain.planning.hardware.network import Place
+from jaxtrain.planning.hardware.network import DevicePosition
 from jaxtrain.planning.pods import Pod
 from jaxtrain.sharding.axes import shape_text
 from jaxtrain.sharding.layout import Layout
@@ -68,7 +68,7 @@ class Report:
     seconds: float
     held: dict[str, int] = field(default_factory=dict)
     tensors: list[tuple[str, int]] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[DevicePosition] = field(default_factory=list)
     device_kind: str = ""
     head_again: bool = True
     vocab: int | None = None
@@ -200,7 +200,7 @@ def _answer(status: int, folder: Path) -> dict[str, Any]:
 def _report(answer: Mapping[str, Any], text: str) -> Report:
     return Report(**{
         **answer, "rows": collectives.from_dict(answer["rows"]), "memory": Memory(**answer["memory"]), "text": text,
-        "places": [Place(domain, tuple(coords), core) for domain, *coords, core in answer["places"]],
+        "places": [DevicePosition(domain, tuple(coords), core) for domain, *coords, core in answer["places"]],
         "tensors": [(name, size) for name, size in answer["tensors"]],
         "pod": Layout(**answer["pod"]) if answer["pod"] else None,
     })  # fmt: skip

@@ -56,7 +56,7 @@ def pods(config: Config, target: Target, largest: int = LARGEST) -> tuple[Pod, .
     if devices is None or devices <= largest:
         return ()
     layout = resolve(config, devices)
-    whole = _Cut(config, target, layout.sizes)
+    whole = _SizedConfig(config, target, layout.sizes)
     cut = whole
     for axis in _replicated(config):
         cut = cut.down(axis, largest)
@@ -92,7 +92,7 @@ def _sharded(config: Config) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _SizedConfig:
     """A config on a target with all sizes of its mesh."""
 
     config: Config
@@ -103,12 +103,12 @@ class _Cut:
     def devices(self) -> int:
         return prod(self.sizes.values())
 
-    def down(self, axis: str, devices: int) -> _Cut:
+    def down(self, axis: str, devices: int) -> _SizedConfig:
         """With the axis cut as little as makes it this many devices or fewer, else as much as it can be."""
         cuts = sorted(self._cuts(axis), key=lambda one: -one.devices)
         return next((one for one in cuts if one.devices <= devices), cuts[-1])
 
-    def _cuts(self, axis: str) -> Iterator[_Cut]:
+    def _cuts(self, axis: str) -> Iterator[_SizedConfig]:
         """Every legal one, itself too."""
         size, spans = self.sizes[axis], self.config.mesh.dcn
         for factor in range(1, size // LEAST + 1 if size > 1 else 2):
@@ -120,7 +120,7 @@ class _Cut:
             if self.config.data.global_batch % factor == 0:
                 yield self._divided(axis, factor, target)
 
-    def _divided(self, axis: str, factor: int, target: Target) -> _Cut:
+    def _divided(self, axis: str, factor: int, target: Target) -> _SizedConfig:
         mesh, data = self.config.mesh, self.config.data
         sizes = {**self.sizes, axis: self.sizes[axis] // factor}
         dcn = {name: n // factor if name == axis else n for name, n in mesh.dcn.items()}
@@ -128,9 +128,9 @@ class _Cut:
             "mesh": mesh.model_copy(update={**sizes, "dcn": dcn}),
             "data": data.model_copy(update={"global_batch": data.global_batch // factor}),
         })  # fmt: skip
-        return _Cut(made, target, sizes)
+        return _SizedConfig(made, target, sizes)
 
-    def pod(self, whole: _Cut, sharded: str = "") -> Pod:
+    def pod(self, whole: _SizedConfig, sharded: str = "") -> Pod:
         """What stands for the whole."""
         axes = {axis: size for axis, size in whole.sizes.items() if size != self.sizes[axis]}
         return Pod(self.config, self.target, axes, sharded)

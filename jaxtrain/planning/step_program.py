@@ -80,7 +80,7 @@ def held_bytes(program: Program) -> dict[str, int]:
     return out
 
 
-def places(program: Program, target: str) -> list[network.Place]:
+def places(program: Program, target: str) -> list[network.DevicePosition]:
     """Where each device of the mesh is."""
     mesh = program.sharder.mesh
     return [] if mesh is None else network.places(targets.parse(target), list(mesh.devices.flat))

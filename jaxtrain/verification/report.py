@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE
-from jaxtrain.verification.verify import Outcome, Row
+from jaxtrain.verification.verify import LayoutResult, Outcome
 
 WIDE, WIDEST = 110, 140  # columns from which on there is room for the worst tensor, and for the collectives
 
@@ -60,11 +60,11 @@ def lines(outcome: Outcome) -> list[str]:
     return [*said, f"EQUAL: {tried} equal one device ({limits})"]
 
 
-def _micro(row: Row) -> str:
+def _micro(row: LayoutResult) -> str:
     return str(row.candidate.config.step.microbatches)
 
 
-def _fault(row: Row) -> str:
+def _fault(row: LayoutResult) -> str:
     if row.verdict is None:
         return f"failed: {row.error}"
     cause = f"; {row.verdict.cause}" if row.verdict.cause else ""

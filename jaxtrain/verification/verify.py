@@ -33,7 +33,7 @@ SHORT = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutResult:
     """One layout on one mesh: its verdict, or why it could not run; `collectives` per step by axis."""
 
     candidate: Candidate
@@ -51,7 +51,7 @@ class Row:
 class Outcome:
     """changes: what was made smaller. refused: layout -> why no mesh of these devices fits it."""
 
-    rows: list[Row]
+    rows: list[LayoutResult]
     changes: list[str]
     refused: dict[str, str]
     devices: int
@@ -107,11 +107,11 @@ def verify(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     )
     runner = Reference(build(alone, small.model.vocab, every[:1]), hosts)
-    rows: list[Row] = []
+    rows: list[LayoutResult] = []
     for index, candidate in enumerate(found):
         progress(index, len(found))
         row = check_one(candidate, split, hosts, runner, every, inject)
-        if isinstance(row, Row):
+        if isinstance(row, LayoutResult):
             rows.append(row)
         else:
             refused.setdefault(candidate.layout, row)
@@ -132,7 +132,7 @@ class Reference:
 
 def check_one(
     candidate: Candidate, split: Any, hosts: list[Batch], reference: Reference, devices: list[Any], inject: str | None
-) -> Row | str:
+) -> LayoutResult | str:
     """The comparison of one layout, or the mesh doctor's reason against it, seen in the model's own tensors."""
     config = candidate.config
     try:
@@ -144,12 +144,12 @@ def check_one(
     except ConfigError as error:
         return str(error.problems[0])
     except (UserError, jax.errors.JaxRuntimeError) as error:  # what only tracing or compiling shows
-        return Row(candidate, None, error=" ".join(str(error).split())[:200])
+        return LayoutResult(candidate, None, error=" ".join(str(error).split())[:200])
     want = reference.seen
     verdict = compare((seen.losses, want.losses), (seen.gradients, want.gradients), (seen.updates, want.updates))
     if not verdict.is_equal:
         verdict = _explained(verdict, seen, hosts[0], program, reference)
-    return Row(candidate, verdict, collectives(seen.text, program.layout.sizes))
+    return LayoutResult(candidate, verdict, collectives(seen.text, program.layout.sizes))
 
 
 def _explained(verdict: Verdict, seen: Seen, host: Batch, program: Program, reference: Reference) -> Verdict:

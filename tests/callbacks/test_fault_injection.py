@@ -13,7 +13,7 @@ import tiny
 from faults import debug, fault
 
 from jaxtrain.callbacks import fault_injection
-from jaxtrain.checkpoint import Store, orbax
+from jaxtrain.checkpoint import CheckpointStore, orbax
 from jaxtrain.config.schema import FaultConfig
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     whole = tiny.train(tiny.config(tmp_path, name="whole"))
     config = tiny.config(tmp_path, debug=debug("corrupt@8"))
     tiny.train(config.model_copy(update={"steps": 8}))
-    assert "has another checksum" in Store(config.run_dir / "checkpoints").problem(8)
+    assert "has another checksum" in CheckpointStore(config.run_dir / "checkpoints").problem(8)
     tiny.train(config, resume=True)
     assert (config.run_dir / "checkpoints" / "bad-8").is_dir()
     assert tiny.losses(config.run_dir) == tiny.losses(whole.run_dir)

@@ -13,7 +13,7 @@ from flax import nnx
 from rich.console import Console
 
 import jaxtrain
-from jaxtrain.checkpoint import Store
+from jaxtrain.checkpoint import CheckpointStore
 from jaxtrain.config.schema import Config
 from jaxtrain.nn.env import constant
 from jaxtrain.trackers.console import ConsoleTracker
@@ -55,7 +55,7 @@ class Rows:
 
     def _wait(self):
         first, deadline = self.until[0], time.monotonic() + 0.5
-        while (Store(self.until[1]).latest() or 0) < first and time.monotonic() < deadline:
+        while (CheckpointStore(self.until[1]).latest() or 0) < first and time.monotonic() < deadline:
             time.sleep(0.01)
 
 

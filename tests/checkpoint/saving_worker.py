@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Checkpointer, Committed, Copied, Retrying, SaveFailed, orbax
-from jaxtrain.checkpoint.store import Store
+from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.distributed.agreement import agreed
 
 faulthandler.dump_traceback_later(120, exit=True)
@@ -269,16 +269,16 @@ def a_copy_has_its_turn(tier: Path) -> None:
 
 
 def process_0_cannot_list_the_folder() -> None:
-    training, real = Training("unlisted", SOON), Store.steps
+    training, real = Training("unlisted", SOON), CheckpointStore.steps
     training.steps(2)
     if INDEX == 0:
 
         def steps(store):
             raise PermissionError(errno.EACCES, "denied")
 
-        Store.steps = steps
+        CheckpointStore.steps = steps
     training.save()
-    Store.steps = real
+    CheckpointStore.steps = real
     training.until(Committed)
     assert training.kinds() == ["Retrying", "Committed"], training.events
     assert training.events[0].reason == "PermissionError: [Errno 13] denied", training.events[0]

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import (
     Checkpointer,
     CheckpointError,
+    CheckpointStore,
     Committed,
     Reader,
     SaveFailed,
     SetAside,
-    Store,
     read_manifest,
 )
 from jaxtrain.checkpoint import orbax as orbax_module
@@ -115,7 +115,7 @@ def test_round_trip_keeps_structure_values_and_shardings(tmp_path):
     assert_equal(restored, state)
     for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state)):
         assert x.sharding == y.sharding
-    (info,) = Store(tmp_path / "run").steps()
+    (info,) = CheckpointStore(tmp_path / "run").steps()
     assert (info.step, info.metrics, info.bytes) == (7, {"eval/loss": 2.5}, size)
 
 
@@ -428,7 +428,7 @@ def test_opening_deletes_what_a_crash_left_and_nothing_else(tmp_path):
     shutil.copytree(tmp_path / "10", tmp_path / ".trash" / "5.123")
     shutil.copytree(tmp_path / "10", tmp_path / "bad-7")
     (tmp_path / "notes.txt").write_text("mine")
-    assert Store(tmp_path).latest() == 10
+    assert CheckpointStore(tmp_path).latest() == 10
     with Checkpointer(tmp_path):
         pass
     assert sorted(os.listdir(tmp_path)) == [".lock", ".trash", "10", "bad-7", "notes.txt"]

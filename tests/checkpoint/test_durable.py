@@ -17,13 +17,13 @@ import pytest
 from jaxtrain.checkpoint import (
     Checkpointer,
     CheckpointError,
+    CheckpointStore,
     Committed,
     Copied,
     CopyFailed,
     Fetched,
     Retrying,
     SetAside,
-    Store,
     files,
 )
 from jaxtrain.checkpoint.durable import Bucket, Folder, content_at, fetch, open_tier, place_of, problem_at
@@ -92,7 +92,7 @@ def test_copies_are_made_when_they_are_due_and_of_the_last(tmp_path, place):
     copied = [event for event in events if isinstance(event, Copied)]
     assert [event.step for event in copied] == [4, 8, 9]
     assert copied[0].shown().keys() == {"step", "to", "size", "seconds"}
-    tier, here = open_tier(place), Store(tmp_path / "run")
+    tier, here = open_tier(place), CheckpointStore(tmp_path / "run")
     assert tier.steps() == [4, 8, 9]
     for step in tier.steps():
         assert tier.marker(step) == (here.path(step) / files.MARKER).read_bytes()
@@ -111,7 +111,7 @@ def test_each_tier_keeps_the_newest_and_the_best(tmp_path, place):
             checkpoints.wait()
             checkpoints._copier.wait()
     assert open_tier(place).steps() == [2, 4]
-    assert set(Store(tmp_path / "run").marked()) == {2, 4}
+    assert set(CheckpointStore(tmp_path / "run").marked()) == {2, 4}
 
 
 def test_a_lost_folder_comes_back(tmp_path, place):
@@ -126,7 +126,7 @@ def test_a_lost_folder_comes_back(tmp_path, place):
         assert checkpoints.origin(2) == event.place
         assert checkpoints.save(3, state(3), manifest={})
         assert restored(checkpoints, 1) == (1, 1.0)
-    assert [info.step for info in Store(tmp_path / "run").steps()] == [1, 2, 3]
+    assert [info.step for info in CheckpointStore(tmp_path / "run").steps()] == [1, 2, 3]
 
 
 def test_a_damaged_step_is_replaced_by_its_copy_and_a_damaged_copy_by_the_step_before(tmp_path, place):
@@ -184,7 +184,7 @@ def test_a_store_that_fails_is_tried_again_and_costs_copies_only(tmp_path, place
     events = run(tmp_path / "run", place, 2, 3, waits=(0.01,))
     assert [type(event) for event in events] == 2 * [Committed, Retrying, CopyFailed]
     assert "the store does not answer (2 tries)" in str(events[-1])
-    assert Store(tmp_path / "run").latest() == 3
+    assert CheckpointStore(tmp_path / "run").latest() == 3
     assert open_tier(place).steps() == [1]
 
 
@@ -267,7 +267,7 @@ def test_a_marker_cannot_name_files_outside_of_its_step(tmp_path, name):
     (tmp_path / "outside").write_bytes(b"secret")
     expected = list(files.digest(tmp_path / "outside"))
     rewritten(tmp_path / "far" / "1", files={name: expected})
-    tier, target = Folder(tmp_path / "far"), Store(tmp_path / "other" / "deep")
+    tier, target = Folder(tmp_path / "far"), CheckpointStore(tmp_path / "other" / "deep")
     target.directory.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match="lies outside of the checkpoint"):
@@ -275,7 +275,7 @@ def test_a_marker_cannot_name_files_outside_of_its_step(tmp_path, name):
     with pytest.raises(CheckpointError, match="lies outside of the checkpoint"):
         Folder(tmp_path / "third").put(1, tmp_path / "far" / "1")
     assert sorted(tmp_path.rglob("*")) == before
-    assert "lies outside" in (Store(tmp_path / "far").problem(1) or "")
+    assert "lies outside" in (CheckpointStore(tmp_path / "far").problem(1) or "")
 
 
 def test_a_link_cannot_lead_outside_of_its_step(tmp_path):
@@ -283,7 +283,7 @@ def test_a_link_cannot_lead_outside_of_its_step(tmp_path):
     name = largest(tmp_path / "run" / "1")
     name.rename(tmp_path / "outside")
     name.symlink_to(tmp_path / "outside")
-    problem = Store(tmp_path / "run").problem(1)
+    problem = CheckpointStore(tmp_path / "run").problem(1)
     assert problem is not None
     assert "a link that leaves the checkpoint" in problem
 
@@ -307,7 +307,7 @@ class Killed(BaseException):
     """Stands for kill -9: nothing in the package catches it, but `finally` runs."""
 
 
-def step_of_small_files(store: Store, step: int) -> None:
+def step_of_small_files(store: CheckpointStore, step: int) -> None:
     folder = store.path(step)
     (folder / "state" / "d").mkdir(parents=True)
     names = ["a", "state/b", "state/d/c"]
@@ -319,7 +319,7 @@ def step_of_small_files(store: Store, step: int) -> None:
 
 def test_killed_before_any_file_operation_of_a_copy_only_whole_copies_are_listed(tmp_path, monkeypatch):
     """`finally` is what a kill does not run, so it is made to do nothing."""
-    here = Store(tmp_path / "run")
+    here = CheckpointStore(tmp_path / "run")
     for step in (1, 2):
         step_of_small_files(here, step)
     monkeypatch.setattr("jaxtrain.checkpoint.durable._remove", lambda path: None)
@@ -349,7 +349,7 @@ def test_killed_before_any_file_operation_of_a_copy_only_whole_copies_are_listed
             except Killed:
                 pass
         assert tier.steps() in ([1], [1, 2])
-        assert [Store(far).problem(step) for step in tier.steps()] == [None] * len(tier.steps())
+        assert [CheckpointStore(far).problem(step) for step in tier.steps()] == [None] * len(tier.steps())
         tier.put(2, here.path(2))
         tier.clean()
         assert tier.steps() == [1, 2]

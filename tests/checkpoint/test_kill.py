@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, Reader, Store, files
+from jaxtrain.checkpoint import Checkpointer, CheckpointStore, Reader, files
 
 SAVER = """
 import sys
@@ -109,7 +109,7 @@ class Killed(BaseException):
     """Stands for kill -9: nothing in the package catches it."""
 
 
-def commit(store: Store, step: int) -> None:
+def commit(store: CheckpointStore, step: int) -> None:
     """Writes and commits a step of a few files, then collects garbage, as the background thread of a save does."""
     folder = store.path(step)
     (folder / "state" / "d").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_killed_before_any_file_operation_only_whole_steps_are_listed(tmp_path, 
     operations = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
     seen = set()
     for kill_at in range(1, 200):
-        store = Store(tmp_path / str(kill_at))
+        store = CheckpointStore(tmp_path / str(kill_at))
         store.directory.mkdir()
         for step in (1, 2, 3):
             commit(store, step)
@@ -192,7 +192,7 @@ def test_a_file_size_limit_costs_one_save_only(tmp_path):
     out, err = start(FULL, tmp_path).communicate(timeout=60)
     assert out.startswith("checkpoint 2 was not written: the disk is full or a size limit is reached"), err
     assert out.endswith("checkpoint 1 stays the newest\n")
-    assert [info.step for info in Store(tmp_path).steps()] == [1, 3]
+    assert [info.step for info in CheckpointStore(tmp_path).steps()] == [1, 3]
     assert sorted(os.listdir(tmp_path)) == [".lock", ".trash", "1", "3"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import Reader, Store, files
+from jaxtrain.checkpoint import CheckpointStore, Reader, files
 
 WORKER = """
 import json, os, resource, signal, sys, time
@@ -117,7 +117,7 @@ def test_two_processes_write_their_shards_and_agree(tmp_path: Path):
     assert len(stopped) == 1
     assert stopped != {'{"stopped": 199}'}
 
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     assert [info.step for info in store.steps()] == [30, 45, 50]
     assert not (tmp_path / "40").exists()
     assert (tmp_path / "bad-20").is_dir()

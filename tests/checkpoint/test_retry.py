@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, Committed, Reader, Retrying, SaveFailed, SlowSave, Store, orbax
+from jaxtrain.checkpoint import Checkpointer, CheckpointStore, Committed, Reader, Retrying, SaveFailed, SlowSave, orbax
 from jaxtrain.checkpoint import saving as saving_module
 from jaxtrain.io.retry import GivenUp, persist
 
@@ -58,7 +58,9 @@ def test_it_is_written_in_the_end_while_training_goes_on(tmp_path, monkeypatch, 
         elif place == "marker":
             monkeypatch.setattr(saving_module, "write_marker", failing(saving_module.write_marker, 2))
         else:  # the folder itself does not answer, to the caller's thread nor at first to the save's
-            monkeypatch.setattr(Store, "steps", failing(Store.steps, 3, PermissionError(errno.EACCES, "denied")))
+            monkeypatch.setattr(
+                CheckpointStore, "steps", failing(CheckpointStore.steps, 3, PermissionError(errno.EACCES, "denied"))
+            )
         now = add(state(1))
         assert checkpoints.save(2, now, manifest={})
         for _ in range(5):
@@ -92,7 +94,7 @@ def test_it_is_given_up_after_the_last_try(tmp_path, monkeypatch):
         assert str(failed).endswith("checkpoint 1 stays the newest")
         assert restored(tmp_path, 1) == 1, "the last good one stays, whatever `keep` says"
         checkpoints.save(3, state(3), manifest={})
-    assert [info.step for info in Store(tmp_path).steps()] == [3]
+    assert [info.step for info in CheckpointStore(tmp_path).steps()] == [3]
 
 
 def test_a_newer_save_takes_the_place_of_one_that_waits_to_be_tried_again(tmp_path, monkeypatch):
@@ -149,7 +151,7 @@ def test_a_save_that_hangs_costs_later_saves_and_not_the_run(tmp_path, monkeypat
         hangs.set()
         checkpoints.wait()
         assert checkpoints.save(3, state(3), manifest={})
-    assert [info.step for info in Store(tmp_path).steps()] == [1, 3]
+    assert [info.step for info in CheckpointStore(tmp_path).steps()] == [1, 3]
 
 
 def test_pauses_are_bounded_and_can_be_cut_short():

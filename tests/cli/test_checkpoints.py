@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.checkpoint import Store, files
+from jaxtrain.checkpoint import CheckpointStore, files
 from jaxtrain.cli.checkpoint_listing import tensor_bytes
 from jaxtrain.cli.main import main
 
@@ -21,7 +21,7 @@ MANIFEST = {
 TENSORS = {"params/w": [[4, 25], "float32"], "params/b": [[100], "bfloat16"], "step": [[], "int32"]}
 
 
-def commit(store: Store, number: int, **changes) -> None:
+def commit(store: CheckpointStore, number: int, **changes) -> None:
     """A step of three files with a marker, as a save writes it."""
     folder, step = store.path(number), number
     (folder / "state" / "d").mkdir(parents=True)
@@ -39,7 +39,7 @@ def commit(store: Store, number: int, **changes) -> None:
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Steps 10 (the best), 20, 30, 40 good; 50 has a flipped bit, 60 lacks a byte, 70 no marker; 15 was set aside."""
-    store = Store(tmp_path / "run" / "checkpoints")
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
     store.directory.mkdir(parents=True)
     for step in (10, 15, 20, 30, 40, 50, 60, 70):
         commit(store, step)
@@ -104,7 +104,7 @@ def test_verify_names_each_damaged_file(run, capsys):
 
 
 def test_prune_keeps_the_newest_and_the_best(run, capsys):
-    store = Store(run / "checkpoints")
+    store = CheckpointStore(run / "checkpoints")
     size = sum(path.stat().st_size for step in (20, 30) for path in store.path(step).rglob("*") if path.is_file())
     assert said(capsys, "prune", run, "--keep", 3, "--dry-run") == f"would delete 20, 30 ({size / 1024:.1f} KiB)\n"
     assert store.folders() == [10, 20, 30, 40, 50, 60, 70]
@@ -117,7 +117,7 @@ def test_prune_keeps_the_newest_and_the_best(run, capsys):
 
 
 def test_prune_never_deletes_the_last_good_one(run, capsys):
-    store = Store(run / "checkpoints")
+    store = CheckpointStore(run / "checkpoints")
     before = store.folders()
     names = [argument for step in (10, 20, 30, 40) for argument in ("--step", step)]
     # 50 and 60 would stay, and look whole to whoever reads no bytes or no sizes.
@@ -134,7 +134,7 @@ def test_prune_waits_for_no_run(run, capsys):
         text = said(capsys, "prune", run, "--keep", 1, code=2)
         assert f"is being written by process {os.getpid()} on" in text
         assert "its own checkpoint.keep prunes" in text
-        assert Store(run / "checkpoints").folders() == [10, 20, 30, 40, 50, 60, 70]
+        assert CheckpointStore(run / "checkpoints").folders() == [10, 20, 30, 40, 50, 60, 70]
         said(capsys, "prune", run, "--keep", 3, "--dry-run")  # what only looks works beside a live run
         said(capsys, "ls", run)
         said(capsys, "inspect", run)
@@ -144,7 +144,7 @@ def test_prune_waits_for_no_run(run, capsys):
 
 
 def test_a_step_that_the_run_deletes_meanwhile_is_no_damage(run, capsys, monkeypatch):
-    store = Store(run / "checkpoints")
+    store = CheckpointStore(run / "checkpoints")
     read = files.digest_stream
 
     def reading(source, target=None):
@@ -174,7 +174,7 @@ def test_bad_input_is_one_line(run, capsys, arguments, message):
 
 
 def test_the_durable_copies(run, tmp_path, capsys):
-    copies = Store(tmp_path / "far" / "run")
+    copies = CheckpointStore(tmp_path / "far" / "run")
     commit(copies, 20)
     commit(copies, 40)
     (run / "config.yaml").write_text(f"checkpoint: {{durable: {tmp_path}/far}}\n")
@@ -186,7 +186,7 @@ def test_the_durable_copies(run, tmp_path, capsys):
 
 
 def test_a_marker_that_somebody_wrote_shows_no_control_characters_and_no_traceback(run, capsys):
-    store = Store(run / "checkpoints")
+    store = CheckpointStore(run / "checkpoints")
     evil = "\x1b]0;evil\x07"
     commit(store, 80, tensors={evil: [[1], "float32"]}, metrics={evil: 1.0}, manifest={evil: evil, "mesh": 3})
     for action in ("ls", "inspect"):

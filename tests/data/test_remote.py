@@ -62,18 +62,18 @@ def test_copied_once_resumed_and_anew_where_it_changed(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    copy = remote.Store._copy
+    copy = remote.ObjectStore._copy
 
-    def failing(self: remote.Store, name: str, path: Path, report: object) -> None:
+    def failing(self: remote.ObjectStore, name: str, path: Path, report: object) -> None:
         if len(copied) == 5:
             raise KeyboardInterrupt
         copied.append(name)
         copy(self, name, path, report)
 
-    monkeypatch.setattr(remote.Store, "_copy", failing)
+    monkeypatch.setattr(remote.ObjectStore, "_copy", failing)
     with pytest.raises(KeyboardInterrupt):
         names(url, tmp_path)
-    monkeypatch.setattr(remote.Store, "_copy", lambda self, *a: copied.append(a[0]) or copy(self, *a))
+    monkeypatch.setattr(remote.ObjectStore, "_copy", lambda self, *a: copied.append(a[0]) or copy(self, *a))
     files = list_files(SourceConfig(path=url), tmp_path)
     assert copied == sorted(TEXTS)  # each once, over both
     assert {f.name: Path(f.path).read_text() for f in files} == TEXTS

@@ -21,7 +21,7 @@ from jaxtrain.interop import load_weights as loading
 from jaxtrain.interop.safetensors_io import Entry, tensors, write_model
 from jaxtrain.interop.save_weights import save
 from jaxtrain.interop.tensor_map import PLACES
-from jaxtrain.interop.tensor_slices import Place, parts, whole_shapes
+from jaxtrain.interop.tensor_slices import TensorMapping, parts, whole_shapes
 from jaxtrain.models.definition import Definition
 
 SIZES = {
@@ -44,7 +44,7 @@ def program(family: str, *overrides: str) -> Any:
     return build(load_config(None, *COMMON, *SIZES[family], *overrides), 128, jax.devices()[:8])
 
 
-def written(folder: Path, places: tuple[Place, ...], definition: Definition) -> Path:
+def written(folder: Path, places: tuple[TensorMapping, ...], definition: Definition) -> Path:
     """Random tensors in several files."""
     shapes = whole_shapes(parts(places, {path: shape for path, (shape, _) in definition.tensors().items()}))
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxtrain.kernels import attention as room
 from jaxtrain.kernels.attention import RESIDUALS, attention, cudnn, splash, xla
-from jaxtrain.kernels.attention.spec import Case, Tokens
+from jaxtrain.kernels.attention.spec import Case, TokenOrder
 from jaxtrain.sharding.sharder import Sharder
 
 HEAD_DIM = 8
@@ -112,7 +112,7 @@ def by_kernel(kernel, want, segments):
     ids = None if segments is None else jnp.asarray(segments)
     if kernel == "blocks":  # as `xla` does long sequences, with blocks small enough for a test
         case = Case(want.causal, want.window, want.softcap, HEAD_DIM**-0.5)
-        return lambda q, k, v: xla.attention(q, k, v, case, Tokens(ids, ids), block=4)
+        return lambda q, k, v: xla.attention(q, k, v, case, TokenOrder(ids, ids), block=4)
     return lambda q, k, v: attention(q, k, v, segments_BT=ids, kernel=kernel, **want.options)
 
 
@@ -220,7 +220,7 @@ def test_window_may_differ_from_layer_to_layer():
     np.testing.assert_allclose(one(jnp.int32(5)), attention(q, k, v, window=5, kernel="reference"), atol=2e-6)
     np.testing.assert_allclose(one(jnp.int32(2**30)), attention(q, k, v, kernel="reference"), atol=2e-6)
     case = Case(True, jnp.int32(5), None, HEAD_DIM**-0.5)
-    blocks = jax.jit(lambda: xla.attention(q, k, v, case, Tokens(), block=4))()
+    blocks = jax.jit(lambda: xla.attention(q, k, v, case, TokenOrder(), block=4))()
     np.testing.assert_allclose(blocks, one(jnp.int32(5)), atol=2e-6)
 
 

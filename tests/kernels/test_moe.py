@@ -14,7 +14,7 @@ import pytest
 from jaxtrain.kernels.moe import experts, token_dispatcher
 from jaxtrain.kernels.moe.device_group import Group
 from jaxtrain.kernels.moe.grouped_matmul import grouped
-from jaxtrain.kernels.moe.ragged_all_to_all import Runs, exchange
+from jaxtrain.kernels.moe.ragged_all_to_all import ExchangeSizes, exchange
 from jaxtrain.kernels.moe.routing import Load, Routing, places, route
 from jaxtrain.losses.load_balancing import balance, load_metrics, router_z
 from jaxtrain.nn.mlp import HIDDEN
@@ -287,14 +287,14 @@ def test_grouped_matmuls_skip_what_is_empty():
     close(pull(jnp.where(want != 0, 1.5, 0.0)), pull_want(jnp.where(want != 0, 1.5, 0.0)))
 
 
-def runs_of(count: np.ndarray) -> tuple[Runs, Runs]:
+def runs_of(count: np.ndarray) -> tuple[ExchangeSizes, ExchangeSizes]:
     """Tables of all devices for `count` [sender, receiver, run] rows: received in order of (run, sender)."""
     N, _, M = count.shape
     begin = count.reshape(N, -1).cumsum(1).reshape(count.shape) - count
     by_run = count.transpose(1, 2, 0)  # receiver, run, sender
     land = (by_run.reshape(N, -1).cumsum(1).reshape(by_run.shape) - by_run).transpose(2, 0, 1)
     swap = lambda a: a.transpose(1, 0, 2)  # noqa: E731
-    flat = lambda *tables: Runs(*(jnp.asarray(t.reshape(N, N * M), jnp.int32) for t in tables))  # noqa: E731
+    flat = lambda *tables: ExchangeSizes(*(jnp.asarray(t.reshape(N, N * M), jnp.int32) for t in tables))  # noqa: E731
     return flat(begin, count, land, swap(count)), flat(swap(land), swap(count), swap(begin), count)
 
 
@@ -302,7 +302,7 @@ def exchanger(place: Sharder, native: bool, rows: int):
     P = jax.sharding.PartitionSpec("expert")
 
     def local(x, *runs):
-        there, back = (Runs(*(table[0] for table in half)) for half in (runs[:4], runs[4:]))
+        there, back = (ExchangeSizes(*(table[0] for table in half)) for half in (runs[:4], runs[4:]))
         return exchange(Group.of(place, "expert"), native, rows, x, there, back)
 
     return jax.shard_map(local, mesh=place.mesh, in_specs=P, out_specs=P, check_vma=False)

@@ -19,7 +19,7 @@ from jaxtrain.losses.load_balancing import router_z
 from jaxtrain.models.definition import define, make_env
 from jaxtrain.nn.rope import frequencies, rotation
 from jaxtrain.nn.stack import scan
-from jaxtrain.pipeline.backward_split import Split, split
+from jaxtrain.pipeline.backward_split import SplitBackward, split
 from jaxtrain.pipeline.min_cut import SINK, SOURCE, Graph
 from jaxtrain.pipeline.stage import once
 from jaxtrain.sharding.rules import BATCH, SEQUENCE
@@ -48,7 +48,7 @@ class Taken:
         return jax.tree.unflatten(self.tree, [next(rest) if i is None else known[i] for i in self.source])(dy)
 
 
-def weights_of(cut: Split):
+def weights_of(cut: SplitBackward):
     """W as a function of all that is there."""
 
     def weights(kept, given, between, dy):

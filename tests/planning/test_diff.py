@@ -18,7 +18,7 @@ OTHER = fitting(
 )  # fmt: skip
 
 
-def row(name: str, section: str = "", a: Plan = fitting(), b: Plan = OTHER) -> diff.Row:  # noqa: B008
+def row(name: str, section: str = "", a: Plan = fitting(), b: Plan = OTHER) -> diff.DiffRow:  # noqa: B008
     (found,) = [one for one in diff.rows(a, b) if one.name == name and one.section.startswith(section)]
     return found
 

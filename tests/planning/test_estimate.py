@@ -17,7 +17,7 @@ from jaxtrain.planning import compile, step_program
 from jaxtrain.planning.choices import Choice, Space
 from jaxtrain.planning.cost import estimate as formulas
 from jaxtrain.planning.cost import memory
-from jaxtrain.planning.cost.communication import Shape
+from jaxtrain.planning.cost.communication import LayoutSizes
 from jaxtrain.planning.cost.estimate import Formula, Order
 from jaxtrain.planning.cost.parameters import weigh
 from jaxtrain.planning.hardware import targets
@@ -133,7 +133,7 @@ def test_what_stages_keep_is_about_what_is_compiled_for_gpus(schedule: str, rema
     known, choice = formula(config, "h100:1x4"), Choice.of(config, report.sizes)
     found, wanted = known.exact(choice), memory.workspace(parse.parse(report.text))
     assert found is not None
-    assert known.workspace(choice, Shape.of(config, choice)) == wanted > 0
+    assert known.workspace(choice, LayoutSizes.of(config, choice)) == wanted > 0
     made = report.memory.temporaries
     assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.1)
 
@@ -162,7 +162,9 @@ def test_figures_of_llama_3_8b_on_64_gpus():
     known, choice = llama(), Choice(sized(fsdp=64), remat="full")
     found = known.exact(choice)
     assert found is not None
-    assert known.workspace(choice, Shape.of(known.config, choice)) == 4 * 16 * 2 * 4096 * 4096  # 16 documents a row
+    assert (
+        known.workspace(choice, LayoutSizes.of(known.config, choice)) == 4 * 16 * 2 * 4096 * 4096
+    )  # 16 documents a row
     assert found.memory["params"] + found.memory["optimizer"] == pytest.approx(1.509e9, rel=0.001)
     assert found.wire_bytes == pytest.approx(44.6e9, rel=0.01)  # as pinned of the compiled step
     assert 0.4 < 8.03e9 * 6 * 128 * 4096 / 64 / 989.4e12 / found.step_seconds < 0.6

@@ -11,8 +11,8 @@ from jaxtrain.hlo import collectives, parse
 from jaxtrain.planning.cost import overlap, roofline
 from jaxtrain.planning.hardware import network, targets
 from jaxtrain.planning.hardware.calibration import Calibration
-from jaxtrain.planning.hardware.chips import GPUS, TPUS, Chip, Figure, Shared
-from jaxtrain.planning.hardware.network import Fabric, Place
+from jaxtrain.planning.hardware.chips import GPUS, TPUS, Chip, Figure, SharedMemory
+from jaxtrain.planning.hardware.network import DevicePosition, Fabric
 
 ALL = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # every figure in full
 HALF = dataclasses.replace(ALL, inside=0.5, outside=0.5)
@@ -31,7 +31,7 @@ def torus(*sizes: int, kind: str = "v5p", slices: int = 1) -> Fabric:
     for size in sizes:
         coords = [(*at, i) for at in coords for i in range(size)]
     chip = TPUS[kind]
-    places = [Place(s, at, core) for s in range(slices) for at in coords for core in range(chip.devices)]
+    places = [DevicePosition(s, at, core) for s in range(slices) for at in coords for core in range(chip.devices)]
     return Fabric(chip, ALL, sizes, places)
 
 
@@ -131,15 +131,15 @@ def test_what_is_achieved_and_what_nobody_knows():
     assert seconds(slower, "all-gather", [0, 1])[0] == pytest.approx(
         2 * seconds(nodes(1), "all-gather", [0, 1])[0], rel=1e-3
     )
-    unknown = Fabric(None, ALL, (), [Place(0), Place(0)])
-    assert unknown.price("all-gather", [[0, 1]], 8.0) == network.Price(None, "host")
+    unknown = Fabric(None, ALL, (), [DevicePosition(0), DevicePosition(0)])
+    assert unknown.price("all-gather", [[0, 1]], 8.0) == network.CollectiveTime(None, "host")
     assert GPUS["h100"].inside is not None
 
 
 def test_simulated_devices_meet_and_copy_through_the_host_s_memory():
     copy, add, meeting, none = (Figure(value, "measured") for value in (4e9, 1e9, 1e-5, 0))
-    host = Chip("cpu", {"bf16": none}, none, none, none, Shared(copy, add, meeting, 8))
-    fabric = Fabric(host, ALL, (), [Place(0)] * 8)
+    host = Chip("cpu", {"bf16": none}, none, none, none, SharedMemory(copy, add, meeting, 8))
+    fabric = Fabric(host, ALL, (), [DevicePosition(0)] * 8)
     assert seconds(fabric, "all-gather", [0, 1, 2, 3], 1e6) == (pytest.approx(4e-5 + 2e6 / 4e9), "host")
     assert seconds(fabric, "all-reduce", [0, 1], 1e6) == (pytest.approx(2e-5 + 2e6 / 1e9), "host")
     # A permute waits for all devices, whoever takes part.

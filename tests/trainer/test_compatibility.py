@@ -159,7 +159,7 @@ def test_mixture_weights_may_change_from_the_step_on():
 def test_reading_a_checkpoint_needs_no_jax():
     code = (
         "import sys, jaxtrain.checkpoint as c; from jaxtrain.trainer import compatibility, signals; c.read_manifest;"
-        "c.Store('.').latest(); compatibility.compare_configs({}, {}); signals.Signals(); "
+        "c.CheckpointStore('.').latest(); compatibility.compare_configs({}, {}); signals.Signals(); "
         "sys.exit('jax' in sys.modules or 'orbax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -23,7 +23,7 @@ from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Verdict, cause, compare
 from jaxtrain.verification.report import details, lines, table
 from jaxtrain.verification.shrink import shrunk
-from jaxtrain.verification.verify import Outcome, Reference, Row, Rows, check_one, collectives
+from jaxtrain.verification.verify import LayoutResult, Outcome, Reference, Rows, check_one, collectives
 
 CONFIG = """
 layout: 3d
@@ -115,9 +115,9 @@ def test_nothing_compared_is_not_called_equal():
 @pytest.mark.parametrize(("width", "is_shown"), [(80, (False, False)), (110, (True, False)), (140, (True, True))])
 def test_a_row_of_the_table_is_one_line_of_any_screen_and_the_rest_is_said_below(width, is_shown):
     candidate = Candidate("cp_ulysses", resolve(None, "mesh={data: 2, context: 2, model: 2}", checks=())[0])
-    equal = Row(candidate, Verdict(1e-7, 2e-7, "layers/attention/q", 3e-5, None), "fsdp 65 AG 2.2 MB")
+    equal = LayoutResult(candidate, Verdict(1e-7, 2e-7, "layers/attention/q", 3e-5, None), "fsdp 65 AG 2.2 MB")
     console = Console(width=width, file=io.StringIO(), record=True)
-    outcome = Outcome([equal, Row(candidate, None, error="INTERNAL: " + "long " * 20)], [], {}, 8, 3)
+    outcome = Outcome([equal, LayoutResult(candidate, None, error="INTERNAL: " + "long " * 20)], [], {}, 8, 3)
     console.print(table(outcome, width))
     _, first, second = console.export_text().splitlines()
     start = ["cp_ulysses", "data", "2", "x", "context", "2", "x", "model", "2", "1"]
@@ -147,7 +147,7 @@ def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
 
     monkeypatch.setattr("jaxtrain.verification.verify.build", refused)
     row = check_one(candidate, None, [], None, jax.devices(), None)
-    assert row == Row(candidate, None, error="axis `model` is used twice on a tensor")
+    assert row == LayoutResult(candidate, None, error="axis `model` is used twice on a tensor")
 
 
 @pytest.mark.parametrize("fault", known_faults.INJECTIONS)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found:
+class ReplicatedStep:
     """A step that is whole in the nodes' memory.
 
     Attributes:
@@ -108,7 +108,7 @@ class Keeper:
             except PeerMemoryError as error:
                 self._report(str(error))
 
-    def newest(self, after: int) -> Found | None:
+    def newest(self, after: int) -> ReplicatedStep | None:
         """The newest step that is whole and later than `after`; None where none is. The same on every process."""
         step, generation = self._newest(after) if jax.process_index() == 0 else (-1, -1)
         step, generation = agreed(step), agreed(generation)
@@ -116,7 +116,7 @@ class Keeper:
             return None
         return self._on_all(step, lambda: self._find(step, generation))
 
-    def restore(self, found: Found, abstract: Any) -> Any | None:
+    def restore(self, found: ReplicatedStep, abstract: Any) -> Any | None:
         """A state straight into the target shardings, on any mesh; None where it cannot be had or does not fit.
 
         Args:
@@ -183,7 +183,7 @@ class Keeper:
         }
         return max((found for found in whole if found[0] > after), default=(-1, -1))
 
-    def _find(self, step: int, generation: int) -> Found:
+    def _find(self, step: int, generation: int) -> ReplicatedStep:
         """Where the parts of a step are, and what is in them."""
         listed = self._listed()
         where = {key.process: held for key, (_, held) in listed.items() if key[:2] == (generation, step)}
@@ -195,9 +195,9 @@ class Keeper:
             raise PeerMemoryError("it is not whole any more")
         if any(header.tensors != headers[0].tensors for header in headers.values()):
             raise PeerMemoryError("its parts are of different models")
-        return Found(step, generation, headers[0].manifest, where, headers)
+        return ReplicatedStep(step, generation, headers[0].manifest, where, headers)
 
-    def _restored(self, found: Found, abstract: Any) -> Any:
+    def _restored(self, found: ReplicatedStep, abstract: Any) -> Any:
         wanted = named(abstract)
         if difference := mismatch(found.headers[0].tensors, tensors(abstract)):
             raise PeerMemoryError(f"it does not fit this model: {difference}")
@@ -207,7 +207,7 @@ class Keeper:
                 held[piece.name].append((process, piece))
         flat = {}
         with ExitStack() as stack:
-            reader = _Reader(found, self._nodes.token, stack)
+            reader = _TensorReader(found, self._nodes.token, stack)
             for name, leaf in wanted.items():
                 if not covered([piece for _, piece in held[name]], leaf.shape):
                     raise PeerMemoryError(f"it does not have all of {name}")
@@ -217,10 +217,10 @@ class Keeper:
         return unnest(nest(flat), abstract)
 
 
-class _Reader:
+class _TensorReader:
     """Reads tensors of a found step, a connection to each node open until the end."""
 
-    def __init__(self, found: Found, token: str, stack: ExitStack) -> None:
+    def __init__(self, found: ReplicatedStep, token: str, stack: ExitStack) -> None:
         self._found, self._token, self._stack = found, token, stack
         self._clients: dict[Address, Client] = {}
 

@@ -15,7 +15,7 @@ from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.sources.base import File
 from jaxtrain.data.sources.formats import FORMATS, fits, format_of, partner
 from jaxtrain.data.sources.hub import PREFIX, hub_files
-from jaxtrain.data.sources.remote import Progress, Store
+from jaxtrain.data.sources.remote import ObjectStore, Progress
 from jaxtrain.errors import DataError
 
 MAGIC = frozenset("*?[")
@@ -23,7 +23,7 @@ SAVED = "state.json"  # of a folder that `datasets` wrote
 SAVED_SPLITS = "dataset_dict.json"
 
 
-class Place(NamedTuple):
+class FileListing(NamedTuple):
     """Where a source's files lie, on a disk or in a store.
 
     `names` are of all files below the folder, with `/`; `read` gives the content of one. `asked`: None for a folder,
@@ -48,8 +48,8 @@ def list_files(
     if source.path.startswith(PREFIX):
         return hub_files(source)
     if "://" in source.path:
-        store = Store(source.path)
-        chosen = choose(Place(store.names, store.read, store.asked), source)
+        store = ObjectStore(source.path)
+        chosen = choose(FileListing(store.names, store.read, store.asked), source)
         copies = store.copied(sorted(chosen), Path(cache).expanduser(), progress)
         return [File(name, path, chosen[name], os.path.getsize(path)) for name, path in copies.items()]
     root, place = _local(source.path)
@@ -58,7 +58,7 @@ def list_files(
     return [File(name, paths[name], chosen[name], os.path.getsize(paths[name])) for name in sorted(chosen)]
 
 
-def choose(place: Place, source: SourceConfig) -> dict[str, str]:
+def choose(place: FileListing, source: SourceConfig) -> dict[str, str]:
     """{name: format} of the files of a place that a source means.
 
     Raises:
@@ -101,7 +101,7 @@ def _included(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name if "/" in pattern else name.rpartition("/")[2], pattern)
 
 
-def _saved(place: Place, path: str) -> list[str]:
+def _saved(place: FileListing, path: str) -> list[str]:
     """The data files of a folder of `Dataset.save_to_disk`, or of the split `train` of a `DatasetDict`'s; [] if it is
     none. What else lies there, such as the library's caches, is not part of the dataset.
     """
@@ -131,7 +131,7 @@ def _saved(place: Place, path: str) -> list[str]:
     return files
 
 
-def _json(place: Place, name: str, path: str) -> dict:
+def _json(place: FileListing, name: str, path: str) -> dict:
     try:
         entry = json.loads(place.read(name))
     except (OSError, ValueError) as error:
@@ -141,12 +141,12 @@ def _json(place: Place, name: str, path: str) -> dict:
     return entry
 
 
-def _local(given: str) -> tuple[str, Place]:
+def _local(given: str) -> tuple[str, FileListing]:
     """(folder, what lies there) of a path on this machine."""
     path = os.path.expanduser(given)
 
-    def place(root: str, names: list[str], asked: list[str] | None = None) -> tuple[str, Place]:
-        return root, Place(names, lambda name: Path(root, name).read_bytes(), asked)
+    def place(root: str, names: list[str], asked: list[str] | None = None) -> tuple[str, FileListing]:
+        return root, FileListing(names, lambda name: Path(root, name).read_bytes(), asked)
 
     if os.path.isdir(path):
         return place(path, _walk(path))

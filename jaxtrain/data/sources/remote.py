@@ -24,7 +24,7 @@ CHUNK = 4 << 20
 Progress = Callable[[int, int], None]
 
 
-class Store:
+class ObjectStore:
     """The files below a URL, or those that a URL with a pattern names.
 
     Attributes: `names` of all files below the folder, with `/`, as on a disk; `asked`: None for a folder, else the

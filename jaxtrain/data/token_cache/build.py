@@ -26,7 +26,7 @@ from jaxtrain.data.token_cache.content_hash import hash_files
 from jaxtrain.data.token_cache.mapped_files import hash_tokens
 from jaxtrain.data.token_cache.store import VERSION, TokenCache, finish, open_cache, read_marker, shard_file
 from jaxtrain.data.token_cache.worker import Job, Shard, write_shard
-from jaxtrain.data.token_runs import Tokens
+from jaxtrain.data.token_runs import TokenSource
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.io.system import cores
@@ -47,7 +47,7 @@ def build_cache(
     *,
     check: bool = False,
     shard_bytes: int | None = None,
-) -> Tokens:
+) -> TokenSource:
     """Open the cache of a source, building what is missing of it; files that hold tokens already are opened in place.
 
     Args:

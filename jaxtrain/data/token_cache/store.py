@@ -22,7 +22,7 @@ import xxhash
 
 from jaxtrain.data.sources import SPLITS
 from jaxtrain.data.token_cache.mapped_files import damaged, hash_tokens, read, size
-from jaxtrain.data.token_runs import Runs, Tokens
+from jaxtrain.data.token_runs import TokenizedDocuments, TokenSource
 from jaxtrain.data.tokenizer import Tokenizer, smallest_dtype
 from jaxtrain.errors import DataError
 
@@ -166,7 +166,7 @@ def entropy(counts: np.ndarray) -> float:
     return float(max(-(p * np.log(p)).sum(), 0.0))
 
 
-class Split(Runs):
+class CachedSplit(TokenizedDocuments):
     """Documents of one split of a cache. Raises DataError where its files are not what was written."""
 
     def __init__(self, folder: Path, name: str, meta: dict[str, Any], dtype: np.dtype) -> None:
@@ -200,7 +200,7 @@ class Split(Runs):
                 raise damaged(path, "differs from what was written")
 
 
-class TokenCache(Tokens):
+class TokenCache(TokenSource):
     """A complete cache."""
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class TokenCache(Tokens):
         self.key, self.tokenizer, self.vocab, self.eos = (meta[k] for k in ("key", "tokenizer", "vocab", "eos"))
         self._count = meta["count"]
         dtype = smallest_dtype(self.vocab)
-        self._splits = [Split(folder, s, meta["splits"][s], dtype) for s in SPLITS]
+        self._splits = [CachedSplit(folder, s, meta["splits"][s], dtype) for s in SPLITS]
         self.train, self.validation = self._splits
         self.bytes = (self.train.tokens + self.validation.tokens) * dtype.itemsize
 
@@ -226,7 +226,7 @@ class TokenCache(Tokens):
             split.verify()
 
 
-def unigram_entropy(cache: Tokens, split: str = "train") -> float:
+def unigram_entropy(cache: TokenSource, split: str = "train") -> float:
     """Entropy of the token frequencies of a split, nats per token; counted when the cache was built."""
     return cache.split(split).entropy
 

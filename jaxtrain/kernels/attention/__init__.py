@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import context_parallel as contexts
 from jaxtrain.kernels.attention import cudnn, reference, splash, xla
-from jaxtrain.kernels.attention.spec import RESIDUALS, Case, Tokens
+from jaxtrain.kernels.attention.spec import RESIDUALS, Case, TokenOrder
 from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.sharding.sharder import Sharder
 
@@ -85,7 +85,7 @@ def attention(
     case = Case(causal, window, softcap, q_BTHD.shape[-1] ** -0.5 if scale is None else scale)
     by_position = kv_positions_BS is not None
     own = kv_segments_BS is None and not by_position
-    tokens = Tokens(
+    tokens = TokenOrder(
         segments_BT,
         segments_BT if kv_segments_BS is None else kv_segments_BS,
         positions_BT if by_position else None,
@@ -94,7 +94,7 @@ def attention(
     sharder = sharder or Sharder()
     device = jax.devices()[0] if sharder.mesh is None else sharder.mesh.devices.flat[0]
     if own and sharder.size(CONTEXT) > 1:
-        tokens = Tokens(segments_BT, segments_BT, positions_BT, positions_BT)
+        tokens = TokenOrder(segments_BT, segments_BT, positions_BT, positions_BT)
         return _on_context(kernel, context, case, tokens, sharder, device, q_BTHD, k_BSKD, v_BSKD)
     kernel = _choose(kernel, case, own, q_BTHD, k_BSKD, device)
     with jax.named_scope(f"attention_{kernel}"):
@@ -103,7 +103,7 @@ def attention(
         return _plain(kernel, case, device, q_BTHD, k_BSKD, v_BSKD, tokens)
 
 
-def _plain(kernel: str, case: Case, device: Any, q: Array, k: Array, v: Array, tokens: Tokens) -> Array:
+def _plain(kernel: str, case: Case, device: Any, q: Array, k: Array, v: Array, tokens: TokenOrder) -> Array:
     """The kernels that the partitioner can take apart."""
     if kernel == "reference":
         return checkpoint_name(reference.attention(q, k, v, case, tokens), RESIDUALS)
@@ -116,7 +116,7 @@ def _self(kernel: str, case: Case, device: Any) -> Callable[..., Any]:
         return partial(cudnn.attention, case=case, hopper=_capability(device) >= cudnn.HOPPER)
     if kernel == "splash":
         return partial(splash.attention, case=case, interpret=device.platform == "cpu")
-    return lambda q, k, v, segments: _plain(kernel, case, device, q, k, v, Tokens(segments, segments))
+    return lambda q, k, v, segments: _plain(kernel, case, device, q, k, v, TokenOrder(segments, segments))
 
 
 def _block(device: Any) -> int:
@@ -124,7 +124,15 @@ def _block(device: Any) -> int:
 
 
 def _on_context(
-    kernel: str, context: str, case: Case, tokens: Tokens, sharder: Sharder, device: Any, q: Array, k: Array, v: Array
+    kernel: str,
+    context: str,
+    case: Case,
+    tokens: TokenOrder,
+    sharder: Sharder,
+    device: Any,
+    q: Array,
+    k: Array,
+    v: Array,
 ) -> Array:
     """Attention across the shards of a sequence."""
     queries, keys = _specs(sharder, q, k, CONTEXT)

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import halo_exchange, xla
-from jaxtrain.kernels.attention.ring import Ring, ring_backward, ring_forward
-from jaxtrain.kernels.attention.spec import RESIDUALS, Case, Tokens
+from jaxtrain.kernels.attention.ring import RingShard, ring_backward, ring_forward
+from jaxtrain.kernels.attention.spec import RESIDUALS, Case, TokenOrder
 from jaxtrain.sharding.context_parallel import ANY_KERNEL
 from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.sharding.sharder import Sharder
@@ -85,7 +85,7 @@ def attention(
     k_BTKD: Array,
     v_BTKD: Array,
     case: Case,
-    tokens: Tokens,
+    tokens: TokenOrder,
     *,
     formulation: str,
     kernel: str,
@@ -165,7 +165,7 @@ def _gathered(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Arr
         start = lax.axis_index(shards.axes) * size
         own = None if segments_BT is None else lax.dynamic_slice_in_dim(segments_BT, start, size, axis=1)
         order = start + jnp.arange(size, dtype=jnp.int32)
-        tokens = Tokens(own, segments_BT, order[None], jnp.arange(k.shape[1], dtype=jnp.int32)[None])
+        tokens = TokenOrder(own, segments_BT, order[None], jnp.arange(k.shape[1], dtype=jnp.int32)[None])
         return xla.attention(q, k, v, case if window is None else replace(case, window=window), tokens, block)
 
     rows = None if segments_BT is None else shards.rows
@@ -174,26 +174,26 @@ def _gathered(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Arr
     return checkpoint_name(out, RESIDUALS)
 
 
-def _on_ring(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Array, tokens: Tokens) -> Array:
+def _on_ring(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Array, tokens: TokenOrder) -> Array:
     if tokens.order_BT is None:
         raise UserError("attention: the ring needs positions_BT: its rows are permuted")
     window = case.window if case.span is None else None
     case = case if window is None else replace(case, window=None)
-    return _ring(_Plan(shards, case, block), q, k, v, (tokens.order_BT, tokens.segments_BT, window))
+    return _ring(_RingSpec(shards, case, block), q, k, v, (tokens.order_BT, tokens.segments_BT, window))
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _RingSpec:
     """What is static of a ring. A window that is not known when tracing comes with the tokens."""
 
     shards: Shards
     case: Case
     block: int
 
-    def ring(self, rows: tuple) -> Ring:
+    def ring(self, rows: tuple) -> RingShard:
         order_BT, segments_BT, window = rows
         case = self.case if window is None else replace(self.case, window=window)
-        return Ring(case, self.shards.axes, self.block, order_BT, segments_BT)
+        return RingShard(case, self.shards.axes, self.block, order_BT, segments_BT)
 
     def specs(self, rows: tuple) -> tuple:
         """Of q, k, v and the rows."""
@@ -213,11 +213,11 @@ def _tied(rows: Any, q: Array) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(plan: _Plan, q: Array, k: Array, v: Array, rows: tuple) -> Array:
+def _ring(plan: _RingSpec, q: Array, k: Array, v: Array, rows: tuple) -> Array:
     return _ring_fwd(plan, q, k, v, rows)[0]
 
 
-def _ring_fwd(plan: _Plan, q: Array, k: Array, v: Array, rows: tuple):
+def _ring_fwd(plan: _RingSpec, q: Array, k: Array, v: Array, rows: tuple):
     queries = plan.shards.queries
     statistics = PartitionSpec(*queries[:3])
     body = lambda q, k, v, rows: ring_forward(plan.ring(_tied(rows, q)), q, k, v)  # noqa: E731
@@ -226,7 +226,7 @@ def _ring_fwd(plan: _Plan, q: Array, k: Array, v: Array, rows: tuple):
     return out, (q, k, v, rows, out, lse)
 
 
-def _ring_bwd(plan: _Plan, saved: tuple, g: Array):
+def _ring_bwd(plan: _RingSpec, saved: tuple, g: Array):
     q, k, v, rows, out, lse = saved
     queries, keys, _, tokens = plan.specs(rows)
     specs = (queries, keys, keys, tokens, queries, PartitionSpec(*queries[:3]), queries)

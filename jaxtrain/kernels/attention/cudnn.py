@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import Partial
 
-from jaxtrain.kernels.attention.spec import RESIDUALS, Case, Tokens, visible
+from jaxtrain.kernels.attention.spec import RESIDUALS, Case, TokenOrder, visible
 
 HOPPER = (9, 0)
 # Documents a row, few and many; longer rows hold more, see `_places`. Two, because cuDNN's backward kernel clears and
@@ -165,7 +165,7 @@ def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Arr
     count = min(n for n in range(1, T + 1) if T % n == 0 and (B * T * T // n <= MASK or n == T))
     if count == 1:  # causality and window are cuDNN's own
         mask = visible(
-            replace(case, causal=False, window=None), Tokens(segments_BT, segments_BT), slice(0, T), slice(0, T)
+            replace(case, causal=False, window=None), TokenOrder(segments_BT, segments_BT), slice(0, T), slice(0, T)
         )
         return _plain(q, k, v, case, None if mask is None else mask[:, None])
     block = T // count
@@ -174,7 +174,7 @@ def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Arr
     @jax.checkpoint  # or the scan would keep every block's mask
     def one(_, xs):
         first, q, segments = xs
-        mask = visible(case, Tokens(segments, segments_BT), slice(0, block), slice(0, T), first)
+        mask = visible(case, TokenOrder(segments, segments_BT), slice(0, block), slice(0, T), first)
         return None, _plain(q, k, v, plain, None if mask is None else mask[:, None])
 
     split = (jnp.moveaxis(x.reshape(B, count, block, *x.shape[2:]), 1, 0) for x in (q, segments_BT))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.attention.spec import MASKED, Case, Tokens, visible
+from jaxtrain.kernels.attention.spec import MASKED, Case, TokenOrder, visible
 
 NOTHING = MASKED / 2  # below it a log-sum-exp or a score is of nothing
 
@@ -126,7 +126,7 @@ def _scores(case: Case, queries: Queries, keys: Keys) -> tuple[Array, Array | No
     scores = case.scale * jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     if case.softcap is not None:
         scores = case.softcap * jnp.tanh(scores / case.softcap)
-    tokens = Tokens(queries.segments_BT, keys.segments_BS, queries.order_BT, keys.order_BS)
+    tokens = TokenOrder(queries.segments_BT, keys.segments_BS, queries.order_BT, keys.order_BS)
     mask = visible(case, tokens, slice(0, q.shape[1]), slice(0, k.shape[1]))
     if mask is None:
         return scores, None

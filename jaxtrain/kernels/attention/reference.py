@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.attention.spec import MASKED, Case, Tokens, visible
+from jaxtrain.kernels.attention.spec import MASKED, Case, TokenOrder, visible
 
 
-def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: Tokens) -> Array:
+def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: TokenOrder) -> Array:
     """Attention [batch, time, heads, head_dim] with all scores at once, everything in float32."""
     mask_BTS = visible(case, tokens, slice(0, q_BTHD.shape[1]), slice(0, k_BSKD.shape[1]))
     out = attend(q_BTHD.astype(jnp.float32), k_BSKD.astype(jnp.float32), v_BSKD.astype(jnp.float32), mask_BTS, case)

@@ -28,7 +28,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingShard:
     """One shard of a ring: options, the axes it goes over, and order and documents of whole rows, as they lie.
 
     `order_BT` is int32 [batch, tokens of the row], `segments_BT` alike or None; both small, so every shard has them.
@@ -93,7 +93,7 @@ class Ring:
         return meet(*state, size - 1)
 
 
-def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def ring_forward(ring: RingShard, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Output [batch, time, heads, head_dim] in the dtype of `q`, and log-sum-exp float32 [batch, time, heads]."""
     case, block = ring.case, ring.block
     mine = Queries(q, *ring.tokens(lax.axis_index(ring.axes)))
@@ -120,7 +120,7 @@ def ring_forward(ring: Ring, q: Array, k: Array, v: Array) -> tuple[Array, Array
 
 
 def ring_backward(
-    ring: Ring, q: Array, k: Array, v: Array, out: Array, lse: Array, g: Array
+    ring: RingShard, q: Array, k: Array, v: Array, out: Array, lse: Array, g: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v from the cotangent `g` of the output, in their dtypes; added up in float32."""
     case, block = ring.case, ring.block

@@ -31,7 +31,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenOrder:
     """Who may see whom: segments and order of the queries [batch, time] and of the keys [batch, source].
 
     Segment 0 is padding and sees nothing, nor is seen. `order` None means the index in the array.
@@ -43,7 +43,7 @@ class Tokens:
     kv_order_BS: Array | None = None
 
 
-def visible(case: Case, tokens: Tokens, query: slice, source: slice, first: Array | int = 0) -> Array | None:
+def visible(case: Case, tokens: TokenOrder, query: slice, source: slice, first: Array | int = 0) -> Array | None:
     """Boolean mask [batch or 1, queries, keys] of a block, or None where everything is visible.
 
     Args:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxtrain.kernels.attention.reference import attend
-from jaxtrain.kernels.attention.spec import Case, Tokens, visible
+from jaxtrain.kernels.attention.spec import Case, TokenOrder, visible
 
 BLOCK = 256
 CPU_BLOCK = 64  # scores of a block stay in the cache of a core
 GROUPS = 4
 
 
-def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: Tokens, block: int = BLOCK) -> Array:
+def attention(q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, case: Case, tokens: TokenOrder, block: int = BLOCK) -> Array:
     """Attention [batch, time, heads, head_dim]; scores exist for `block` queries at a time.
 
     Blocks come in at most `GROUPS` groups, each with just the keys that its queries may see (3/8 of the work is
@@ -45,7 +45,7 @@ def _reach(case: Case, start: int, stop: int, source: int) -> slice:
     return slice(before, min(source, after))
 
 
-def _kept(q, k, v, case: Case, tokens: Tokens, rows: slice, keys: slice, block: int) -> Array:
+def _kept(q, k, v, case: Case, tokens: TokenOrder, rows: slice, keys: slice, block: int) -> Array:
     """`_group`, of which the backward pass keeps the arguments alone.
 
     A `jax.checkpoint` inside of another one, a layer's, is subject to the outer policy too, which may keep all scores.
@@ -55,7 +55,7 @@ def _kept(q, k, v, case: Case, tokens: Tokens, rows: slice, keys: slice, block: 
 
     def group(q: Array, k: Array, v: Array, window: Array | None, *fields: Array | None) -> Array:
         own = case if window is None else replace(case, window=window)
-        return _group(q, k, v, own, Tokens(*fields), rows, keys, block)
+        return _group(q, k, v, own, TokenOrder(*fields), rows, keys, block)
 
     def pull(arguments: tuple, g: Array) -> tuple:
         return jax.vjp(group, *arguments)[1](g)
@@ -65,7 +65,7 @@ def _kept(q, k, v, case: Case, tokens: Tokens, rows: slice, keys: slice, block: 
     return run(q, k, v, window, *fields)
 
 
-def _group(q, k, v, case: Case, tokens: Tokens, rows: slice, keys: slice, block: int) -> Array:
+def _group(q, k, v, case: Case, tokens: TokenOrder, rows: slice, keys: slice, block: int) -> Array:
     """Attention of the queries `rows` to the keys `keys`, a block of queries at a time."""
     size = rows.stop - rows.start
     block = min(block, size)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.kernels.moe.device_group import Group
 from jaxtrain.kernels.moe.grouped_matmul import Hidden, Weights
 from jaxtrain.kernels.moe.routing import Routing
-from jaxtrain.kernels.moe.token_dispatcher import Plan, dropless, padded
+from jaxtrain.kernels.moe.token_dispatcher import DispatchSpec, dropless, padded
 from jaxtrain.sharding.rules import BATCH, CONTEXT, EXPERT, SEQUENCE
 from jaxtrain.sharding.sharder import Sharder
 
@@ -53,7 +53,7 @@ def experts(
     is_spread = places is None and devices.size > 1 and split.size > 1 and x_BTD.shape[1] % shards == 0
     in_stream = split.size > 1 and sharder.axes(SEQUENCE) == (*context, *sharder.axes("mlp"))
     block, count = CPU_BLOCK if is_cpu else BLOCK, weights[1].shape[0]
-    plan = Plan(hidden, count, places, devices, split, is_spread, block, not is_cpu)
+    plan = DispatchSpec(hidden, count, places, devices, split, is_spread, block, not is_cpu)
     if mesh is None:
         return run(plan, x_BTD, routing, weights)
 

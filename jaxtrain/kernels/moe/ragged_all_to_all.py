@@ -13,7 +13,7 @@ from jaxtrain.kernels.moe.device_group import Group
 from jaxtrain.kernels.moe.token_gather import rows_at
 
 
-class Runs(NamedTuple):
+class ExchangeSizes(NamedTuple):
     """What one device sends and receives, in rows; int32, one entry per (device, expert of its), device by device.
 
     begin, size: of each run in the sender's rows. land: where the run begins in its receiver's rows.
@@ -26,7 +26,7 @@ class Runs(NamedTuple):
     arrive: Array
 
 
-def rotation(devices: Group, hop: int, begin_NM: Array, size_NM: Array) -> tuple[Runs, Runs, Any]:
+def rotation(devices: Group, hop: int, begin_NM: Array, size_NM: Array) -> tuple[ExchangeSizes, ExchangeSizes, Any]:
     """Every device hands all its runs to the one `hop` places on, where they land as they lie.
 
     Args:
@@ -44,11 +44,11 @@ def rotation(devices: Group, hop: int, begin_NM: Array, size_NM: Array) -> tuple
 
     out, into = entries(size_NM, me, to), entries(size_NM, source, source)
     begin, land = entries(begin_NM, me, to), entries(begin_NM, source, source)
-    return Runs(begin, out, begin, into), Runs(land, into, land, out), source
+    return ExchangeSizes(begin, out, begin, into), ExchangeSizes(land, into, land, out), source
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def exchange(devices: Group, native: bool, rows: int, x_RD: Array, there: Runs, back: Runs) -> Array:
+def exchange(devices: Group, native: bool, rows: int, x_RD: Array, there: ExchangeSizes, back: ExchangeSizes) -> Array:
     """[rows, D]: what arrives by `there`, zeros elsewhere. `back` moves the same runs the other way: the transpose.
 
     The gradient is written out because the primitive's own was wrong for its `output` where a device receives
@@ -81,7 +81,7 @@ def _exchange_bwd(devices, native, rows, residuals, g_RD):
 exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
-def _picked(devices: Group, rows: int, x_RD: Array, there: Runs) -> Array:
+def _picked(devices: Group, rows: int, x_RD: Array, there: ExchangeSizes) -> Array:
     """The same by an all-gather: every row looks for the run that covers it."""
     each = there.size.shape[0] // devices.size
 

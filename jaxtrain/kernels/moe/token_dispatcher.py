@@ -15,14 +15,14 @@ from jax import Array, lax
 
 from jaxtrain.kernels.moe.device_group import Group
 from jaxtrain.kernels.moe.grouped_matmul import Hidden, Weights, feed_forward, grouped
-from jaxtrain.kernels.moe.ragged_all_to_all import Runs, exchange, rotation
+from jaxtrain.kernels.moe.ragged_all_to_all import ExchangeSizes, exchange, rotation
 from jaxtrain.kernels.moe.routing import Routing, ranks
 from jaxtrain.kernels.moe.token_gather import combine, dispatch, places_of
 from jaxtrain.sharding.sharder import Sharder
 
 
 @dataclass(frozen=True)
-class Plan:
+class DispatchSpec:
     """What is static of a transport.
 
     experts: of all devices. places: of an expert per sequence, or None without a capacity. devices: share the
@@ -40,7 +40,7 @@ class Plan:
     native: bool
 
 
-def padded(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
+def padded(plan: DispatchSpec, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
     """[B, T, D], to be summed over `plan.split`.
 
     Where the experts are on several devices, each member of `split` carries its share of the places: the same tokens
@@ -60,7 +60,7 @@ def padded(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Arra
     return combine(y_ERD.reshape(-1, D), routing.gate_BTK.reshape(B * T, -1), places).reshape(B, T, D)
 
 
-def dropless(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
+def dropless(plan: DispatchSpec, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
     """[B, T, D]; to be summed over `plan.split` unless `plan.is_spread`."""
     B, T, D = x_BTD.shape
     expert_A = routing.expert_BTK.reshape(-1)
@@ -84,7 +84,7 @@ def dropless(plan: Plan, x_BTD: Array, routing: Routing, weights: Weights) -> Ar
     return combine(y_AD, gate_TK, places).reshape(B, T, D)
 
 
-def _on_experts(plan: Plan, rows: Array, weights: Weights, start_M: Array, size_M: Array) -> Array:
+def _on_experts(plan: DispatchSpec, rows: Array, weights: Weights, start_M: Array, size_M: Array) -> Array:
     """The local experts on what arrived.
 
     Where tokens are spread, every member hands its rows to each other one, which has another part of the width, and
@@ -110,7 +110,7 @@ def _on_experts(plan: Plan, rows: Array, weights: Weights, start_M: Array, size_
     return sum_RD.astype(rows.dtype)
 
 
-def _itinerary(plan: Plan, count_E: Array) -> tuple[Runs, Runs, Array, Array]:
+def _itinerary(plan: DispatchSpec, count_E: Array) -> tuple[ExchangeSizes, ExchangeSizes, Array, Array]:
     """Runs to the experts and back, and where each local expert's rows begin (multiples of the block) and how many.
 
     A device's rows are sorted by expert; those of an expert lie sorted by the device they came from.
@@ -125,8 +125,8 @@ def _itinerary(plan: Plan, count_E: Array) -> tuple[Runs, Runs, Array, Array]:
     land_NE = start_E + _starts(count_NE.T).T  # after the rows of earlier devices
     begin_E, land_E = (lax.dynamic_index_in_dim(table, me, 0, keepdims=False) for table in (begin_NE, land_NE))
     arrive = own(count_NE, 1).reshape(-1)
-    there = Runs(begin_E, count_E, land_E, arrive)
-    back = Runs(own(land_NE, 1).reshape(-1), arrive, own(begin_NE, 1).reshape(-1), count_E)
+    there = ExchangeSizes(begin_E, count_E, land_E, arrive)
+    back = ExchangeSizes(own(land_NE, 1).reshape(-1), arrive, own(begin_NE, 1).reshape(-1), count_E)
     return there, back, own(start_E, 0), own(size_E, 0)
 
 

@@ -22,7 +22,7 @@ class Costs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Price:
+class ScheduleCost:
     """A table's figures. Times are in the unit of the costs.
 
     Args:
@@ -66,7 +66,7 @@ class Price:
         return 1 - self.work / self.longest
 
 
-def price(table: Table, costs: Costs = Costs()) -> Price:  # noqa: B008 a tuple cannot change
+def price(table: Table, costs: Costs = Costs()) -> ScheduleCost:  # noqa: B008 a tuple cannot change
     """All figures of a table. It must have passed `check`."""
     durations = action_costs(table, costs)
     start = start_times(table, costs)
@@ -74,7 +74,7 @@ def price(table: Table, costs: Costs = Costs()) -> Price:  # noqa: B008 a tuple 
     end = start + durations[table.action]
     first, last = np.where(is_busy, start, np.inf).min(axis=0), np.where(is_busy, end, 0).max(axis=0)
     work = float(durations[table.action[:, 0]].sum())
-    return Price(
+    return ScheduleCost(
         table.name,
         table.ticks,
         work,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.pipeline.schedules.cost import Costs, Price, action_costs, price, start_times, tick_times
+from jaxtrain.pipeline.schedules.cost import Costs, ScheduleCost, action_costs, price, start_times, tick_times
 from jaxtrain.pipeline.schedules.table import Action, Step, Table
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def grid(table: Table, width: int) -> list[Text]:
     return lines
 
 
-def summary(table: Table, figures: Price, costs: Costs) -> list[str]:
+def summary(table: Table, figures: ScheduleCost, costs: Costs) -> list[str]:
     """What the table is and costs, in lines."""
     size = f"{table.stages} stages{f' of {table.chunks} chunks' if table.chunks > 1 else ''}"
     times = {

@@ -24,7 +24,7 @@ from jaxtrain.planning.choices import Choice
 from jaxtrain.planning.cost.parameters import COMPUTE, Over, Weights
 from jaxtrain.planning.hardware.calibration import Calibration
 from jaxtrain.planning.hardware.chips import Chip, Switch, Torus
-from jaxtrain.planning.hardware.network import Fabric, Place
+from jaxtrain.planning.hardware.network import DevicePosition, Fabric
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.sharding.axes import AXES
 from jaxtrain.sharding.rules import STAGES
@@ -33,7 +33,7 @@ GIGA = 1e9
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """Collectives of one kind in a step.
 
     Args:
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayoutSizes:
     """A choice's sizes on one device.
 
     Args:
@@ -72,7 +72,7 @@ class Shape:
     again: frozenset[str]
 
     @classmethod
-    def of(cls, config: Config, choice: Choice) -> Shape:
+    def of(cls, config: Config, choice: Choice) -> LayoutSizes:
         model, data = config.model, config.data
         rows = data.global_batch / choice.accumulate / choice.size("data", "fsdp", "expert")
         tokens = rows * data.sequence / choice.size("context")
@@ -93,7 +93,9 @@ def share(choice: Choice, axes: Over) -> float:
     return (n - 1) / n
 
 
-def rows(config: Config, choice: Choice, weights: Weights, shape: Shape, ticks: int, chunks: int) -> list[Row]:
+def rows(
+    config: Config, choice: Choice, weights: Weights, shape: LayoutSizes, ticks: int, chunks: int
+) -> list[CollectiveRow]:
     """All collectives of a step. `ticks`: of the schedule; `chunks`: of the vocabulary."""
     out = _weights(choice, weights, shape, chunks)
     out += _tensor(choice, shape, weights)
@@ -103,47 +105,49 @@ def rows(config: Config, choice: Choice, weights: Weights, shape: Shape, ticks: 
     return [row for row in out if row.bytes and choice.size(*row.axes) > 1]
 
 
-def _weights(choice: Choice, weights: Weights, shape: Shape, chunks: int) -> list[Row]:
+def _weights(choice: Choice, weights: Weights, shape: LayoutSizes, chunks: int) -> list[CollectiveRow]:
     m, out = choice.accumulate, []
     runs = {"layers": shape.layers * m, "loss": chunks * m, "edges": m}
     for (part, axes), size in weights.gathers.items():
         if part != "edges":
-            out.append(Row("weights", "all-gather", axes, 2 * runs[part], 2 * m * share(choice, axes) * size))
+            out.append(CollectiveRow("weights", "all-gather", axes, 2 * runs[part], 2 * m * share(choice, axes) * size))
     for (part, op, axes), size in weights.reduces.items():
         passes = 2 if op == "all-reduce" else 1
-        out.append(Row("gradients", op, axes, runs[part], passes * m * share(choice, axes) * size))
+        out.append(CollectiveRow("gradients", op, axes, runs[part], passes * m * share(choice, axes) * size))
     for (op, axes), size in weights.once.items():
         passes = 2 if op == "all-reduce" else 1
-        out.append(Row("once", op, axes, 8, passes * share(choice, axes) * size))
+        out.append(CollectiveRow("once", op, axes, 8, passes * share(choice, axes) * size))
     for over, tables in Counter(weights.rows).items():
         runs_of_rows = m * (tables + 1)  # the gradient of tables that lie alike goes its way once
         moved = runs_of_rows * shape.stream * shape.embed * shape.width
-        out += [Row("rows", "all-to-all", (axis,), runs_of_rows, share(choice, (axis,)) * moved) for axis in over]
+        out += [
+            CollectiveRow("rows", "all-to-all", (axis,), runs_of_rows, share(choice, (axis,)) * moved) for axis in over
+        ]
     return out
 
 
-def _tensor(choice: Choice, shape: Shape, weights: Weights) -> list[Row]:
+def _tensor(choice: Choice, shape: LayoutSizes, weights: Weights) -> list[CollectiveRow]:
     if choice.size("model") == 1:
         return []
     m, axes = choice.accumulate, ("model",)
     one = share(choice, axes) * shape.tokens * shape.embed * shape.width
     scatters = 4 + ("o" in shape.again)
-    statistics = Row("loss", "all-reduce", axes, 2 * m, 6 * m * share(choice, axes) * shape.tokens * 4)
+    statistics = CollectiveRow("loss", "all-reduce", axes, 2 * m, 6 * m * share(choice, axes) * shape.tokens * 4)
     ends, by_width = 1 + weights.by_ids, weights.by_width  # the loss, and a table that is sharded as the head is
     if not choice.sequence:
         runs = m * (scatters * shape.layers + ends)
-        rows = Row("rows", "all-gather", axes, m * by_width, m * by_width * one)
-        return [Row("tensor", "all-reduce", axes, runs, 2 * runs * one), rows, statistics]
+        rows = CollectiveRow("rows", "all-gather", axes, m * by_width, m * by_width * one)
+        return [CollectiveRow("tensor", "all-reduce", axes, runs, 2 * runs * one), rows, statistics]
     gathers, scatters = m * (6 * shape.layers + ends), m * (scatters * shape.layers + ends)
     moved = 2 * m * by_width
     return [
-        Row("tensor", "all-gather", axes, gathers, gathers * one),
-        Row("tensor", "reduce-scatter", axes, scatters, scatters * one),
-        Row("rows", "all-to-all", axes, moved, moved * one / choice.size("model")), statistics,
+        CollectiveRow("tensor", "all-gather", axes, gathers, gathers * one),
+        CollectiveRow("tensor", "reduce-scatter", axes, scatters, scatters * one),
+        CollectiveRow("rows", "all-to-all", axes, moved, moved * one / choice.size("model")), statistics,
     ]  # fmt: skip
 
 
-def _context(choice: Choice, shape: Shape) -> list[Row]:
+def _context(choice: Choice, shape: LayoutSizes) -> list[CollectiveRow]:
     n, axes = choice.size("context"), ("context",)
     if n == 1:
         return []
@@ -152,37 +156,39 @@ def _context(choice: Choice, shape: Shape) -> list[Row]:
     keys = shape.tokens * shape.keys * shape.width / split
     if choice.context == "ring":
         hops = (1 + again) * (n - 1) + max(0, n - 3) + (n - 1) * 4 / shape.width
-        return [Row("context", "collective-permute", axes, runs * ((1 + again) * (n - 1) + n), runs * hops * keys)]
+        return [
+            CollectiveRow("context", "collective-permute", axes, runs * ((1 + again) * (n - 1) + n), runs * hops * keys)
+        ]
     if choice.context == "gather":
         size = share(choice, axes) * keys * n
         return [
-            Row("context", "all-gather", axes, 2 * runs * (1 + again), runs * (1 + again) * size),
-            Row("context", "reduce-scatter", axes, runs, runs * size),
+            CollectiveRow("context", "all-gather", axes, 2 * runs * (1 + again), runs * (1 + again) * size),
+            CollectiveRow("context", "reduce-scatter", axes, runs, runs * size),
         ]
     moved = shape.tokens * (2 * shape.queries + shape.keys) * shape.width / split
     passes = runs * (2 + again)
-    return [Row("context", "all-to-all", axes, 4 * passes, passes * share(choice, axes) * moved)]
+    return [CollectiveRow("context", "all-to-all", axes, 4 * passes, passes * share(choice, axes) * moved)]
 
 
-def _experts(config: Config, choice: Choice, shape: Shape) -> list[Row]:
+def _experts(config: Config, choice: Choice, shape: LayoutSizes) -> list[CollectiveRow]:
     moe, axes = config.model.moe, ("expert",)
     if moe is None or choice.size("expert") == 1:
         return []
     passes = 2 + ("experts_down" in shape.again)
     runs = 2 * passes * choice.accumulate * shape.layers
     moved = moe.top_k * max(1.0, moe.capacity_factor or 1.0) * shape.stream * shape.embed * shape.width
-    return [Row("experts", "all-to-all", axes, runs, runs * share(choice, axes) * moved)]
+    return [CollectiveRow("experts", "all-to-all", axes, runs, runs * share(choice, axes) * moved)]
 
 
-def _pipeline(choice: Choice, shape: Shape, ticks: int) -> list[Row]:
+def _pipeline(choice: Choice, shape: LayoutSizes, ticks: int) -> list[CollectiveRow]:
     axes = (STAGES,)
     if choice.size(STAGES) == 1:
         return []
     stream = shape.stream * shape.embed * shape.width
     around = 4 * choice.accumulate
     return [
-        Row("pipeline", "collective-permute", axes, 2 * ticks, 2 * ticks * stream),
-        Row("pipeline", "all-reduce", axes, around, 2 * around * share(choice, axes) * stream),
+        CollectiveRow("pipeline", "collective-permute", axes, 2 * ticks, 2 * ticks * stream),
+        CollectiveRow("pipeline", "all-reduce", axes, around, 2 * around * share(choice, axes) * stream),
     ]
 
 
@@ -204,18 +210,20 @@ class Links:
         torus = self.target.shape if isinstance(self.chip.inside, Torus) else ()
         self.fabric = Fabric(self.chip, self.shares, torus, [self._place(at) for at in range(self.devices)])
 
-    def _place(self, at: int) -> Place:
+    def _place(self, at: int) -> DevicePosition:
         inside = self.chip.inside
         if isinstance(inside, Switch):
-            return Place(at // inside.domain(self.target.shape[1] if len(self.target.shape) > 1 else self.devices))
+            return DevicePosition(
+                at // inside.domain(self.target.shape[1] if len(self.target.shape) > 1 else self.devices)
+            )
         core, at = at % self.chip.devices, at // self.chip.devices
         coords = []
         for size in reversed(self.target.shape):
             coords.append(at % size)
             at //= size
-        return Place(at, tuple(reversed(coords)), core)
+        return DevicePosition(at, tuple(reversed(coords)), core)
 
-    def seconds(self, choice: Choice, row: Row) -> tuple[float, str]:
+    def seconds(self, choice: Choice, row: CollectiveRow) -> tuple[float, str]:
         """Of all runs, and the name of the network."""
         key = choice.sizes, row.axes, row.op
         if key not in self._known:

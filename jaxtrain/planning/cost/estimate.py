@@ -21,7 +21,7 @@ from jaxtrain.pipeline.schedules.cost import Costs, action_costs, peak, tick_tim
 from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Action, Table
 from jaxtrain.planning.choices import Choice, Space
-from jaxtrain.planning.cost.communication import Links, Row, Shape, rows
+from jaxtrain.planning.cost.communication import CollectiveRow, LayoutSizes, Links, rows
 from jaxtrain.planning.cost.parameters import COMPUTE, Weights, weigh
 from jaxtrain.planning.hardware import calibration, targets
 from jaxtrain.planning.hardware.calibration import Calibration
@@ -193,7 +193,7 @@ def feed_forward(model: ModelConfig) -> int:
     return model.mlp if moe is None else (moe.shared_experts + moe.top_k) * model.mlp
 
 
-def kept_bytes(model: ModelConfig, choice: Choice, shape: Shape) -> float:
+def kept_bytes(model: ModelConfig, choice: Choice, shape: LayoutSizes) -> float:
     """Of the activations that all layers of a device keep of a microbatch for its backward pass."""
     stream, wide = _kept_width(model, choice)
     return shape.layers * shape.width * (shape.stream * stream + shape.tokens * wide / choice.size("model"))
@@ -265,7 +265,7 @@ class Formula:
         return replace(self._estimate(choice, Order.of(table)), exact=True)
 
     def _estimate(self, choice: Choice, order: Order) -> Estimate:
-        weights, shape = self.weights(choice), Shape.of(self.config, choice)
+        weights, shape = self.weights(choice), LayoutSizes.of(self.config, choice)
         memory = self._memory(choice, weights, shape, order)
         parts, costs = self._compute(choice, weights, shape, order, memory)
         chunks = self._chunks(choice)[1]
@@ -294,7 +294,7 @@ class Formula:
         size = min(part, max(SMALLEST, ceil(part / (self.config.loss.vocab_chunks * LANES)) * LANES))
         return size, ceil(part / size)
 
-    def _memory(self, choice: Choice, weights: Weights, shape: Shape, order: Order) -> dict[str, float]:
+    def _memory(self, choice: Choice, weights: Weights, shape: LayoutSizes, order: Order) -> dict[str, float]:
         model, kept = choice.size("model"), kept_bytes(self.config.model, choice, shape)
         embed = self.config.model.embed
         if choice.size(STAGES) > 1:
@@ -313,7 +313,7 @@ class Formula:
             "workspace": self.workspace(choice, shape), "batch": 20 * shape.tokens * choice.accumulate,
         }  # fmt: skip
 
-    def workspace(self, choice: Choice, shape: Shape) -> float:
+    def workspace(self, choice: Choice, shape: LayoutSizes) -> float:
         """Bytes that cuDNN's attention wants besides; 0 where another kernel runs."""
         if self.target.platform != "cuda" or self._scores(choice, shape):
             return 0.0
@@ -322,7 +322,7 @@ class Formula:
         return PLACE * places * shape.tokens * shape.queries / choice.size("model")
 
     def _compute(
-        self, choice: Choice, weights: Weights, shape: Shape, order: Order, memory: Mapping[str, float]
+        self, choice: Choice, weights: Weights, shape: LayoutSizes, order: Order, memory: Mapping[str, float]
     ) -> tuple[dict[str, float], Costs]:
         """Seconds of computing by kind; and of F, B and W of one microbatch on a stage."""
         m, model = choice.accumulate, choice.size("model")
@@ -367,7 +367,7 @@ class Formula:
     def _rate(self, kind: str) -> float:
         return self.chip.flops(self.dtype) * (self.shares.attention if kind == "attention" else self.shares.matmul)
 
-    def _elementwise(self, choice: Choice, weights: Weights, shape: Shape) -> float:
+    def _elementwise(self, choice: Choice, weights: Weights, shape: LayoutSizes) -> float:
         """Bytes that elementwise operations read and write in a layer for a microbatch."""
         embed, model = self.config.model.embed, choice.size("model")
         wide = HEADS * (shape.queries + shape.keys) + WIDE * self.mlp
@@ -378,7 +378,7 @@ class Formula:
         cast = COPIED * weights.layer if choice.zero in (1, 2) else CAST * placed
         return self.width * passes + USED * weights.layer + cast + SCORE * self._scores(choice, shape)
 
-    def _scores(self, choice: Choice, shape: Shape) -> float:
+    def _scores(self, choice: Choice, shape: LayoutSizes) -> float:
         """Scores of a layer's attention for a microbatch that meet memory: none where a fused kernel computes them."""
         kernel = self.config.step.attention
         is_plain = kernel in ("xla", "reference") or self.is_assumed or self.width == 4
@@ -386,7 +386,7 @@ class Formula:
             return 0.0
         return shape.tokens * self.config.data.sequence * self.config.model.heads / choice.size("model")
 
-    def _sent(self, choice: Choice, found: list[Row], computing: float) -> list[Sent]:
+    def _sent(self, choice: Choice, found: list[CollectiveRow], computing: float) -> list[Sent]:
         priced = [(row, *self.links.seconds(choice, row)) for row in found]
         shares = HIDDEN["tpu" if self.target.platform == "tpu" else "cuda"]
         hides = [seconds * shares.get(row.what, 0.0) for row, seconds, _ in priced]
@@ -396,7 +396,7 @@ class Formula:
             for (row, seconds, network), hidden in zip(priced, hides)
         ]
 
-    def _host(self, choice: Choice, shape: Shape, parts: Mapping[str, float]) -> float:
+    def _host(self, choice: Choice, shape: LayoutSizes, parts: Mapping[str, float]) -> float:
         """Seconds of offloading that computing does not cover."""
         if not choice.offload or self.chip.host is None:
             return 0.0

@@ -80,10 +80,10 @@ class Weights:
 
 def weigh(config: Config, vocab: int) -> Weights:
     """The decoder of a config, whose mesh has all its sizes."""
-    return _Scale(config, vocab).weights()
+    return _ShardedSizes(config, vocab).weights()
 
 
-class _Scale:
+class _ShardedSizes:
     """One config's rules and sizes."""
 
     def __init__(self, config: Config, vocab: int) -> None:

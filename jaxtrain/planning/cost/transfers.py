@@ -12,7 +12,7 @@ from jaxtrain.pipeline.schedules.table import Table
 from jaxtrain.planning.compile import Report
 from jaxtrain.planning.cost import overlap, pipeline_bubble
 from jaxtrain.planning.cost.roofline import Cost
-from jaxtrain.planning.hardware.network import Fabric, Price
+from jaxtrain.planning.hardware.network import CollectiveTime, Fabric
 from jaxtrain.planning.result import Traffic
 
 
@@ -25,7 +25,7 @@ class Moved:
     op: str
     runs: float
     bytes: float
-    price: Price
+    price: CollectiveTime
     wires: str
 
 
@@ -60,7 +60,7 @@ def _collectives(
     module: Module, report: Report, fabric: Fabric, across: Mapping[str, int], schedule: Table | None
 ) -> Iterator[Moved]:
     shares = pipeline_bubble.shares(schedule) if schedule else {}
-    prices: dict[overlap.Key, Price] = {}
+    prices: dict[overlap.Key, CollectiveTime] = {}
     for one in collectives.located(module, report.sizes, across, report.pod):
         key, row = (one.site.computation, one.site.instruction.name), one.collective
         size = row.bytes / max(1, row.count)

@@ -97,7 +97,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedMemory:
     """Simulated devices of one host, whose network is the memory that they share.
 
     Args:
@@ -145,7 +145,7 @@ class Chip:
     memory: Figure
     usable: Figure
     bandwidth: Figure
-    inside: Torus | Switch | Shared | None = None
+    inside: Torus | Switch | SharedMemory | None = None
     outside: Link | None = None
     host: Link | None = None
     devices: int = 1

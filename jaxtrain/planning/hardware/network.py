@@ -20,14 +20,14 @@ from math import prod
 from typing import Any
 
 from jaxtrain.planning.hardware.calibration import Calibration
-from jaxtrain.planning.hardware.chips import Chip, Link, Shared, Switch, Torus
+from jaxtrain.planning.hardware.chips import Chip, Link, SharedMemory, Switch, Torus
 from jaxtrain.planning.hardware.targets import Target
 
 SAMPLED = 4  # groups of a collective that are priced; the slowest counts
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePosition:
     """Where a device is: its slice or NVLink domain, the chip's coordinates in the torus, the core on the chip."""
 
     domain: int
@@ -36,26 +36,26 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Price:
+class CollectiveTime:
     """One run of a collective. `seconds` is None where nobody knows the network."""
 
     seconds: float | None
     network: str
 
 
-def places(target: Target, devices: Sequence[Any]) -> list[Place]:
+def places(target: Target, devices: Sequence[Any]) -> list[DevicePosition]:
     """Of JAX devices, in the order of a mesh: `Mesh.devices.flat`."""
     chip = target.chip
     if chip is not None and isinstance(chip.inside, Switch):
         domain = chip.inside.domain(target.shape[1])
-        return [Place(device.id // domain) for device in devices]
+        return [DevicePosition(device.id // domain) for device in devices]
     if chip is not None and isinstance(chip.inside, Torus):
         dims = chip.inside.dims
         return [
-            Place(getattr(d, "slice_index", 0) or 0, tuple(d.coords[:dims]), getattr(d, "core_on_chip", 0))
+            DevicePosition(getattr(d, "slice_index", 0) or 0, tuple(d.coords[:dims]), getattr(d, "core_on_chip", 0))
             for d in devices
         ]
-    return [Place(device.process_index) for device in devices]
+    return [DevicePosition(device.process_index) for device in devices]
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Fabric:
     chip: Chip | None
     shares: Calibration
     torus: tuple[int, ...]
-    places: Sequence[Place]
+    places: Sequence[DevicePosition]
 
-    def price(self, op: str, groups: Sequence[Sequence[int]], sent: float) -> Price:
+    def price(self, op: str, groups: Sequence[Sequence[int]], sent: float) -> CollectiveTime:
         """One run of a collective.
 
         Args:
@@ -90,52 +90,52 @@ class Fabric:
         priced = [self._group(op, group, full) for group in groups[::step] if len(group) == size]
         return max(priced, key=lambda one: one.seconds or 0.0)
 
-    def to_host(self, size: float) -> Price:
+    def to_host(self, size: float) -> CollectiveTime:
         """One copy of so many bytes between a device and its host."""
         way = None if self.chip is None else self.chip.host
         if way is None:
-            return Price(None, "host")
-        return Price(float(way.latency) + size / (float(way.bandwidth) * self.shares.host), way.name)
+            return CollectiveTime(None, "host")
+        return CollectiveTime(float(way.latency) + size / (float(way.bandwidth) * self.shares.host), way.name)
 
-    def _group(self, op: str, group: Sequence[int], full: float) -> Price:
+    def _group(self, op: str, group: Sequence[int], full: float) -> CollectiveTime:
         members = [self.places[device] for device in group]
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
         domains = len({place.domain for place in members})
-        if isinstance(inside, Shared):
+        if isinstance(inside, SharedMemory):
             return _shared(op, len(members), full, inside)
         if inside is None or outside is None:
-            return Price(None, "host" if domains == 1 else "network")
+            return CollectiveTime(None, "host" if domains == 1 else "network")
         if isinstance(inside, Switch):
             return self._switched(op, len(members), domains, full, inside, outside)
         return self._torus(op, members, domains, full, inside, outside)
 
-    def _switched(self, op: str, n: int, domains: int, full: float, inside: Switch, outside: Link) -> Price:
+    def _switched(self, op: str, n: int, domains: int, full: float, inside: Switch, outside: Link) -> CollectiveTime:
         nvlink, card = self._inner(inside.bandwidth), self._outer(outside)
         passes, own = (2 if op == "all-reduce" else 1), n // domains
         steps = (n - domains) * float(inside.latency) + (domains - 1) * float(outside.latency)
         delay = float(inside.start) + passes * steps
         if domains == 1:
-            return Price(delay + passes * full * (n - 1) / n / nvlink, inside.name)
+            return CollectiveTime(delay + passes * full * (n - 1) / n / nvlink, inside.name)
         if op in ("all-to-all", "ragged-all-to-all"):
             ways = full * (own - 1) / n / nvlink, full * (n - own) / n / card
         else:
             ways = full * (n - 1) / n / nvlink, full * (domains - 1) / domains / (own * card)
-        return Price(delay + passes * max(ways), outside.name if own == 1 else f"{inside.name}+{outside.name}")
+        return CollectiveTime(delay + passes * max(ways), outside.name if own == 1 else f"{inside.name}+{outside.name}")
 
     def _torus(
-        self, op: str, members: Sequence[Place], domains: int, full: float, inside: Torus, outside: Link
-    ) -> Price:
+        self, op: str, members: Sequence[DevicePosition], domains: int, full: float, inside: Torus, outside: Link
+    ) -> CollectiveTime:
         passes = 2 if op == "all-reduce" else 1
         here = [place for place in members if place.domain == members[0].domain]
         seconds = passes * self._slice(op, here, full * len(here) / len(members) if _is_exchange(op) else full, inside)
         if domains == 1:
-            return Price(seconds, inside.name)
+            return CollectiveTime(seconds, inside.name)
         share = full * (len(members) - len(here)) / len(members) if _is_exchange(op) else full / len(here)
         crossing = share * (1 if _is_exchange(op) else (domains - 1) / domains) / self._outer(outside)
         seconds += passes * (crossing + (domains - 1) * float(outside.latency))
-        return Price(seconds, outside.name if len(here) == 1 else f"{inside.name}+{outside.name}")
+        return CollectiveTime(seconds, outside.name if len(here) == 1 else f"{inside.name}+{outside.name}")
 
-    def _slice(self, op: str, members: Sequence[Place], full: float, torus: Torus) -> float:
+    def _slice(self, op: str, members: Sequence[DevicePosition], full: float, torus: Torus) -> float:
         """Seconds of one pass of a group inside of a slice."""
         if len(members) == 1:
             return 0.0
@@ -162,20 +162,22 @@ class Fabric:
                 lines.append((len(at), torus.is_ring(size) and len(at) * apart == size, apart))
         return lines
 
-    def _permute(self, pairs: Sequence[Sequence[int]], sent: float) -> Price:
+    def _permute(self, pairs: Sequence[Sequence[int]], sent: float) -> CollectiveTime:
         ends = [(self.places[source], self.places[target]) for source, target in pairs]
         crosses = any(a.domain != b.domain for a, b in ends)
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
-        if isinstance(inside, Shared):
+        if isinstance(inside, SharedMemory):
             return _shared("collective-permute", inside.devices, sent, inside)
         if inside is None or outside is None:
-            return Price(None, "network" if crosses else "host")
+            return CollectiveTime(None, "network" if crosses else "host")
         if crosses:
-            return Price(float(outside.latency) + sent / self._outer(outside), outside.name)
+            return CollectiveTime(float(outside.latency) + sent / self._outer(outside), outside.name)
         if isinstance(inside, Switch):
-            return Price(float(inside.start) + sent / self._inner(inside.bandwidth), inside.name)
+            return CollectiveTime(float(inside.start) + sent / self._inner(inside.bandwidth), inside.name)
         hops = max(self._hops(a.coords, b.coords, inside) for a, b in ends)
-        return Price(hops * float(inside.latency) + max(1, hops) * sent / self._inner(inside.link), inside.name)
+        return CollectiveTime(
+            hops * float(inside.latency) + max(1, hops) * sent / self._inner(inside.link), inside.name
+        )
 
     def _hops(self, a: tuple[int, ...], b: tuple[int, ...], torus: Torus) -> int:
         distances = ((abs(x - y), size) for x, y, size in zip(a, b, self.torus))
@@ -188,9 +190,9 @@ class Fabric:
         return float(outside.bandwidth) * self.shares.outside
 
 
-def _shared(op: str, members: int, full: float, inside: Shared) -> Price:
+def _shared(op: str, members: int, full: float, inside: SharedMemory) -> CollectiveTime:
     rate = inside.reduce if op in ("all-reduce", "reduce-scatter") else inside.copy
-    return Price(members * float(inside.meeting) + 2 * full / float(rate), inside.name)
+    return CollectiveTime(members * float(inside.meeting) + 2 * full / float(rate), inside.name)
 
 
 def _is_exchange(op: str) -> bool:
@@ -202,7 +204,7 @@ def _full(op: str, sent: float, size: int) -> float:
     return sent / (2 if op == "all-reduce" else 1) * size / max(1, size - 1)
 
 
-def crosses(places: Sequence[Place], sizes: dict[str, int]) -> dict[str, bool]:
+def crosses(places: Sequence[DevicePosition], sizes: dict[str, int]) -> dict[str, bool]:
     """Whether each mesh axis larger than one leaves a node or slice anywhere."""
     lengths, out = list(sizes.values()), {}
     for at, (axis, size) in enumerate(sizes.items()):

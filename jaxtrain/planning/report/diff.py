@@ -20,7 +20,7 @@ SMALL = 1e-3  # of a section's largest figure: a terminal does not show less
 
 
 @dataclass(frozen=True)
-class Row:
+class DiffRow:
     """One figure of both plans.
 
     Args:
@@ -51,13 +51,13 @@ class Row:
         return self.change is not None and (self.change > 0) == (self.unit in BETTER_HIGHER)
 
 
-def rows(a: Plan, b: Plan) -> list[Row]:
+def rows(a: Plan, b: Plan) -> list[DiffRow]:
     """Every figure that one of the plans has."""
     found = [*_step(a, b), *_memory(a, b), *_communication(a, b), *_time(a, b), *_flops(a, b)]
     return [row for row in found if row.a or row.b]
 
 
-def _step(a: Plan, b: Plan) -> Iterator[Row]:
+def _step(a: Plan, b: Plan) -> Iterator[DiffRow]:
     figures: dict[str, tuple[str, Callable[[Plan], float | None]]] = {
         "step time": ("seconds", lambda plan: plan.step_seconds),
         "tokens/s": ("tokens/s", lambda plan: plan.tokens_per_second),
@@ -69,30 +69,30 @@ def _step(a: Plan, b: Plan) -> Iterator[Row]:
     }
     for name, (unit, figure) in figures.items():
         if name != "tokens/s a device" or a.devices != b.devices:
-            yield Row("step", name, unit, figure(a), figure(b))
+            yield DiffRow("step", name, unit, figure(a), figure(b))
 
 
 def _per_device(plan: Plan) -> float | None:
     return None if plan.tokens_per_second is None else plan.tokens_per_second / max(1, plan.devices)
 
 
-def _memory(a: Plan, b: Plan) -> Iterator[Row]:
+def _memory(a: Plan, b: Plan) -> Iterator[DiffRow]:
     for kind, name in {**view.MEMORY, "host": "offloaded to the host"}.items():
-        yield Row("memory", name, "bytes", *(_if(plan.memory, plan.memory.get(kind, 0)) for plan in (a, b)))
-    yield Row("memory", ALL, "bytes", a.needs or None, b.needs or None)
+        yield DiffRow("memory", name, "bytes", *(_if(plan.memory, plan.memory.get(kind, 0)) for plan in (a, b)))
+    yield DiffRow("memory", ALL, "bytes", a.needs or None, b.needs or None)
 
 
-def _communication(a: Plan, b: Plan) -> Iterator[Row]:
+def _communication(a: Plan, b: Plan) -> Iterator[DiffRow]:
     plans = (a, b)
     sent = [_sums(plan, lambda row: f"{row.axes} {row.op}", lambda row: row.bytes) for plan in plans]
     for name in _names(sent):
         known = (_if(plan.memory, one.get(name, 0)) for plan, one in zip(plans, sent))
-        yield Row("communication, bytes sent", name, "bytes", *known)
-    yield Row("communication, bytes sent", ALL, "bytes", *(_if(p.memory, p.wire_bytes) for p in plans))
+        yield DiffRow("communication, bytes sent", name, "bytes", *known)
+    yield DiffRow("communication, bytes sent", ALL, "bytes", *(_if(p.memory, p.wire_bytes) for p in plans))
     waits = [_sums(plan, lambda row: row.axes, lambda row: row.exposed) for plan in plans]
     for name in _names(waits):
         known = (_if(p.exposed_seconds is not None, one.get(name, 0.0)) for p, one in zip(plans, waits))
-        yield Row("communication, waiting", name, "seconds", *known)
+        yield DiffRow("communication, waiting", name, "seconds", *known)
 
 
 def _if(known: object, figure: float) -> float | None:
@@ -112,19 +112,19 @@ def _names(tables: list[dict[str, float]]) -> list[str]:
     return sorted(names, key=lambda name: -max(table.get(name, 0.0) for table in tables))
 
 
-def _time(a: Plan, b: Plan) -> Iterator[Row]:
+def _time(a: Plan, b: Plan) -> Iterator[DiffRow]:
     plans = (a, b)
     kinds = [plan.seconds_by.get("kind", {}) for plan in plans]
     for kind in _names(kinds):
         known = (_if(plan.seconds_by, one.get(kind, 0.0)) for plan, one in zip(plans, kinds))
-        yield Row("time", view.KINDS.get(kind, kind), "seconds", *known)
-    yield Row("time", "waiting for communication", "seconds", a.exposed_seconds, b.exposed_seconds)
-    yield Row("time", "pipeline bubble", "seconds", *(_if(plan.seconds_by, plan.bubble_seconds) for plan in plans))
+        yield DiffRow("time", view.KINDS.get(kind, kind), "seconds", *known)
+    yield DiffRow("time", "waiting for communication", "seconds", a.exposed_seconds, b.exposed_seconds)
+    yield DiffRow("time", "pipeline bubble", "seconds", *(_if(plan.seconds_by, plan.bubble_seconds) for plan in plans))
 
 
-def _flops(a: Plan, b: Plan) -> Iterator[Row]:
+def _flops(a: Plan, b: Plan) -> Iterator[DiffRow]:
     for name in ("model", "hardware", "compiled"):
-        yield Row("FLOPs", name, "FLOP", getattr(a, f"flops_{name}"), getattr(b, f"flops_{name}"))
+        yield DiffRow("FLOPs", name, "FLOP", getattr(a, f"flops_{name}"), getattr(b, f"flops_{name}"))
 
 
 def as_dict(a: Plan, b: Plan, titles: tuple[str, str]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def report(a: Plan, b: Plan, titles: tuple[str, str]) -> RenderableType:
     table.add_column("")
     for name in ("A", "B", "change", "%"):
         table.add_column(name, justify="right", no_wrap=True)
-    sections: dict[str, list[Row]] = {}
+    sections: dict[str, list[DiffRow]] = {}
     for row in rows(a, b):
         sections.setdefault(row.section, []).append(row)
     for section, inside in sections.items():
@@ -168,7 +168,7 @@ def report(a: Plan, b: Plan, titles: tuple[str, str]) -> RenderableType:
     return Group(*head, Text(), table)
 
 
-def _cells(row: Row, scale: view.Scale, bare: bool) -> list[Text]:
+def _cells(row: DiffRow, scale: view.Unit, bare: bool) -> list[Text]:
     def figure(value: float | None) -> Text:
         return Text("unknown" if value is None else scale.number(value) if bare else scale(value).strip())
 
@@ -181,7 +181,7 @@ def _cells(row: Row, scale: view.Scale, bare: bool) -> list[Text]:
     return [Text(f"  {row.name}"), figure(row.a), figure(row.b), Text(signed, style), Text(more, style)]
 
 
-def _scale(unit: str, inside: list[Row]) -> view.Scale:
+def _scale(unit: str, inside: list[DiffRow]) -> view.Unit:
     values = [value for row in inside for value in (row.a, row.b) if value is not None]
     if unit == "bytes":
         return view.byte_scale(values)
@@ -189,9 +189,9 @@ def _scale(unit: str, inside: list[Row]) -> view.Scale:
         return view.time_scale(values)
     if unit == "FLOP":
         prefix, factor = next((one for one in view.PREFIXES if max(values, default=0.0) >= one[1]), ("", 1.0))
-        return view.Scale(f"{prefix}FLOP", factor, 1)
+        return view.Unit(f"{prefix}FLOP", factor, 1)
     if unit == "days" and max(values, default=1.0) < 1:
-        return view.Scale("hours", 1 / 24)
+        return view.Unit("hours", 1 / 24)
     return {
-        "share": view.Scale("%", 0.01, 1), "tokens/s": view.Scale("", 1.0, 0), "days": view.Scale("days", 1.0),
-    }.get(unit, view.Scale("", 1.0, 0))  # fmt: skip
+        "share": view.Unit("%", 0.01, 1), "tokens/s": view.Unit("", 1.0, 0), "days": view.Unit("days", 1.0),
+    }.get(unit, view.Unit("", 1.0, 0))  # fmt: skip

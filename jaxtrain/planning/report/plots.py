@@ -167,7 +167,7 @@ def _roof(field: Field, peak: float, bandwidth: float, style: str) -> list[str]:
     return [f'<polyline class="{style}" points="{text}"/>']
 
 
-def _ticks(at: Callable[[float], float], end: float, unit: values.Scale, y: float) -> Iterator[str]:
+def _ticks(at: Callable[[float], float], end: float, unit: values.Unit, y: float) -> Iterator[str]:
     """Round figures of an axis below `y`."""
     step = svg.round_step(end / unit.factor / 6)
     value = 0.0

@@ -27,7 +27,7 @@ PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k",
 
 
 @dataclass(frozen=True)
-class Scale:
+class Unit:
     """A unit for all figures of a table: `name` of so many base units (`factor`), shown with `digits` decimals."""
 
     name: str
@@ -45,18 +45,18 @@ class Scale:
         return "unknown" if value is None else f"{self.number(value)} {self.name}"
 
 
-def byte_scale(sizes: Iterable[float]) -> Scale:
+def byte_scale(sizes: Iterable[float]) -> Unit:
     """GB, or MB or kB where the largest is smaller than a tenth of one."""
     largest = max(sizes, default=0.0)
-    return next((Scale(name, factor) for name, factor in (("GB", 1e9), ("MB", 1e6)) if largest >= 0.1 * factor),
-                Scale("kB", 1e3))  # fmt: skip
+    return next((Unit(name, factor) for name, factor in (("GB", 1e9), ("MB", 1e6)) if largest >= 0.1 * factor),
+                Unit("kB", 1e3))  # fmt: skip
 
 
-def time_scale(seconds: Iterable[float]) -> Scale:
+def time_scale(seconds: Iterable[float]) -> Unit:
     """Seconds, or ms or µs where the longest is shorter than one."""
     longest = max(seconds, default=0.0) or 1.0
-    return next((Scale(name, factor) for name, factor in (("s", 1.0), ("ms", 1e-3)) if longest >= factor),
-                Scale("µs", 1e-6))  # fmt: skip
+    return next((Unit(name, factor) for name, factor in (("s", 1.0), ("ms", 1e-3)) if longest >= factor),
+                Unit("µs", 1e-6))  # fmt: skip
 
 
 def duration(seconds: float | None) -> str:
@@ -183,7 +183,7 @@ def capacity(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """Seconds of a step: `group` is `compute`, `communication` or `bubble`; `key` tells parts of a group apart."""
 
     group: str
@@ -192,16 +192,16 @@ class Part:
     seconds: float
 
 
-def times(plan: Plan) -> list[Part]:
+def times(plan: Plan) -> list[TimePart]:
     """What a step's time goes into: computing by kind, waiting for communication by axis, and the bubble."""
     kinds = sorted(plan.seconds_by.get("kind", {}).items(), key=lambda item: -item[1])
-    parts = [Part("compute", kind, KINDS.get(kind, kind), seconds) for kind, seconds in kinds]
+    parts = [TimePart("compute", kind, KINDS.get(kind, kind), seconds) for kind, seconds in kinds]
     waits: dict[str, float] = {}
     for row in plan.traffic:
         waits[row.axes] = waits.get(row.axes, 0.0) + row.exposed
     longest = sorted(waits.items(), key=lambda item: -item[1])
-    parts += [Part("communication", axes, f"waiting for {axes}", seconds) for axes, seconds in longest]
-    parts.append(Part("bubble", "bubble", "pipeline bubble", plan.bubble_seconds))
+    parts += [TimePart("communication", axes, f"waiting for {axes}", seconds) for axes, seconds in longest]
+    parts.append(TimePart("bubble", "bubble", "pipeline bubble", plan.bubble_seconds))
     return [part for part in parts if part.seconds > 0]
 
 

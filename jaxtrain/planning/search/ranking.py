@@ -109,7 +109,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The outcome of a search.
 
     Args:
@@ -171,7 +171,7 @@ class Found:
         return f"{line} in {self.seconds:.0f} s{stopped}{unkept}{none}"
 
 
-def table(found: Found) -> RenderableType:
+def table(found: SearchResult) -> RenderableType:
     """The ranking."""
     size = byte_scale(one.needs for one in found.ranking)
     titles = ("", "layout", "step", "tokens/s", "MFU", size.name, "by")
@@ -192,7 +192,7 @@ def table(found: Found) -> RenderableType:
     return section(f"Layouts for {found.target}", f"least {found.objective} first", out)
 
 
-def losers_table(found: Found) -> RenderableType:
+def losers_table(found: SearchResult) -> RenderableType:
     """The best of each family, and why it lost."""
     size = byte_scale(one.estimate.needs for one in found.losers if one.estimate)
     out = plain("family", "its best", "step", size.name, right=("step", size.name))
@@ -224,7 +224,7 @@ def layout(config: Config) -> dict[str, Any]:
     return out
 
 
-def layout_text(found: Found, one: Ranked) -> str:
+def layout_text(found: SearchResult, one: Ranked) -> str:
     """A layout file: its figures, the keys that go with it, mesh and rules."""
     texts = zip(("{} a step", "{} tokens/s", "MFU {}"), found.figures(one))
     figures = [*(text.format(figure) for text, figure in texts if figure), f"{volume(one.needs)} of a device"]
@@ -247,7 +247,7 @@ def _yaml(values: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def write_layout(found: Found, path: str | os.PathLike[str], one: Ranked | None = None) -> Path:
+def write_layout(found: SearchResult, path: str | os.PathLike[str], one: Ranked | None = None) -> Path:
     """Writes the winner (or `one`) as a layout file, whole or not at all: then `layout: PATH` uses it.
 
     Raises:

@@ -29,7 +29,7 @@ from jaxtrain.planning.search import families
 from jaxtrain.planning.search.candidates import INTERRUPTED, LATE, OBJECTIVES, Objective, Survey, value
 from jaxtrain.planning.search.families import Loser
 from jaxtrain.planning.search.plan_cache import Results
-from jaxtrain.planning.search.ranking import Found, Ranked
+from jaxtrain.planning.search.ranking import Ranked, SearchResult
 
 Progress = Callable[[str, int, int, str], None]  # ("formula" or "compile", done, of, what); of is 0 where not known
 Predict = Callable[..., Plan]
@@ -41,7 +41,7 @@ def search(
     config: Config, vocab: int | None, target: str, *, devices: int | None = None, objective: Objective = "time",
     budget: float = 300.0, top: int = 8, jobs: int = 2, cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None, predict: Predict | None = None,
-) -> Found:  # fmt: skip
+) -> SearchResult:  # fmt: skip
     """The ranking of layouts for a config.
 
     Args:
@@ -145,7 +145,7 @@ def smaller(target: Target) -> Iterator[Target]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CompileOutcome:
     """What came of compiling a choice: a plan, an error, or neither in time."""
 
     estimate: Estimate
@@ -166,12 +166,12 @@ class Judge:
     predict: Predict
     results: Results
     jobs: int
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[CompileOutcome] = field(default_factory=list)
     begun: list[Estimate] = field(default_factory=list)  # and not ended
     waiting: list[Estimate] = field(default_factory=list)
     stopped: str = ""
     unkept: str = ""
-    _done: queue.Queue[Verdict] = field(default_factory=queue.Queue)
+    _done: queue.Queue[CompileOutcome] = field(default_factory=queue.Queue)
     _ratios: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -236,22 +236,22 @@ class Judge:
         # A daemon: on Ctrl-C nobody waits for the compiler.
         threading.Thread(target=lambda: self._done.put(self._judged(estimate)), daemon=True).start()
 
-    def _judged(self, estimate: Estimate) -> Verdict:
+    def _judged(self, estimate: Estimate) -> CompileOutcome:
         config, target = self._configured(estimate), self._target(estimate)
         key = self.results.key(config, self.vocab, str(target))
         if (known := self.results.read(key)) is not None:
-            return Verdict(estimate, known, cached=True)
+            return CompileOutcome(estimate, known, cached=True)
         try:
             plan = self.predict(config, self.vocab, str(target), timeout=max(1.0, self._left()))
         except TimedOut:
-            return Verdict(estimate)
+            return CompileOutcome(estimate)
         except Exception as error:  # one layout that does not compile ends no search: it is shown with what was said
-            return Verdict(estimate, error=str(error).splitlines()[0] if str(error) else repr(error))
+            return CompileOutcome(estimate, error=str(error).splitlines()[0] if str(error) else repr(error))
         if not plan.compiled:
-            return Verdict(estimate, error=plan.reason)
+            return CompileOutcome(estimate, error=plan.reason)
         if target.platform != "cpu":  # whose seconds are measured: they are those of this moment
             self._keep(key, plan)
-        return Verdict(estimate, plan)
+        return CompileOutcome(estimate, plan)
 
     def _keep(self, key: str, plan: Plan) -> None:
         try:
@@ -259,7 +259,7 @@ class Judge:
         except OSError as error:
             self.unkept = f"{self.results.folder}: {error.strerror or error}"
 
-    def _take(self, verdict: Verdict) -> None:
+    def _take(self, verdict: CompileOutcome) -> None:
         plan, estimate = verdict.plan, verdict.estimate
         if plan is None and not verdict.error:
             return
@@ -268,16 +268,16 @@ class Judge:
         if plan is not None and plan.needs:
             self._ratios[estimate.choice.sizes] = plan.needs / estimate.needs
 
-    def found(self, seconds: float) -> Found:
+    def found(self, seconds: float) -> SearchResult:
         """The ranking."""
         late = f"not compiled: {self.stopped}"
         order = sorted((self._ranked(verdict) for verdict in self.verdicts), key=self._place)
-        order += [replace(self._ranked(Verdict(one)), late=late) for one in self.begun]
-        order += [self._ranked(Verdict(one)) for one in self.waiting]
+        order += [replace(self._ranked(CompileOutcome(one)), late=late) for one in self.begun]
+        order += [self._ranked(CompileOutcome(one)) for one in self.waiting]
         order.sort(key=lambda one: not one.fits)
         winner = order[0] if order and order[0].fits else None
         ranking = tuple(one.explained(winner, self.objective, self._assumed) for one in order)
-        return Found(
+        return SearchResult(
             str(self.surveys[0].formula.target), self.objective, self.config, ranking,
             losers=tuple(self._losers({one.estimate.choice: one for one in ranking})),
             counted=sum(survey.counted for survey in self.surveys),
@@ -295,7 +295,7 @@ class Judge:
     def _target(self, estimate: Estimate) -> Target:
         return self._of[estimate.choice.devices].formula.target
 
-    def _ranked(self, one: Verdict) -> Ranked:
+    def _ranked(self, one: CompileOutcome) -> Ranked:
         config, target = self._configured(one.estimate), str(self._target(one.estimate))
         return Ranked(one.estimate, config, target, one.plan, one.cached, one.error)
 
