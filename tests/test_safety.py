@@ -53,7 +53,7 @@ from pathlib import Path
 import numpy as np, jax, jax.numpy as jnp
 from jaxtrain.checkpoint import Checkpointer, Reader
 from jaxtrain.checkpoint.durable import Folder, fetch
-from jaxtrain.checkpoint.store import Store
+from jaxtrain.checkpoint.store import CheckpointStore
 import jaxtrain
 from jaxtrain.data import open_dataset
 place = Path(sys.argv[1])
@@ -77,7 +77,7 @@ for module in (pickle, _pickle):
 like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 found, _ = Reader(place / "run").restore(None, like)
 np.testing.assert_array_equal(found["w"], state["w"])
-fetch(Folder(place / "far"), 1, Store(place / "run" / "x"))
+fetch(Folder(place / "far"), 1, CheckpointStore(place / "run" / "x"))
 config = jaxtrain.load(place / "config.yaml")
 assert open_dataset(config.data, 0).batch(0, slice(0, 2))["tokens"].shape == (2, 64)
 try:

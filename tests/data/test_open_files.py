@@ -39,14 +39,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 READ = """
 import os, resource, sys
-from jaxtrain.config.schema import Data, Source
+from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data.token_cache.store import open_cache
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.io.packages import DataError
 from jaxtrain.data.tokenizer import ByteTokenizer
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 caches = [open_cache(folder) for folder in sys.argv[1:]]
-data = Data(sources=(Source(),) * 3, sequence=16, global_batch=64)
+data = DataConfig(sources=(SourceConfig(),) * 3, sequence=16, global_batch=64)
 dataset = TextDataset(data, 0, "train", caches, ByteTokenizer())
 dataset._cold = True  # so that it reads ahead as well
 for step in range(10):

@@ -97,9 +97,9 @@ def test_progress(corpus: Path, tmp_path: Path) -> None:
 
 BUILD = """
 import sys
-from jaxtrain.config.schema import Source
+from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.token_cache.build import build_cache
-build_cache(Source(path=sys.argv[1]), sys.argv[2], 0.1, sys.argv[3], int(sys.argv[4]), shard_bytes=1 << 17)
+build_cache(SourceConfig(path=sys.argv[1]), sys.argv[2], 0.1, sys.argv[3], int(sys.argv[4]), shard_bytes=1 << 17)
 print("complete")
 """
 

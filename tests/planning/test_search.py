@@ -30,7 +30,7 @@ from jaxtrain.planning.search import search as module
 from jaxtrain.planning.search.candidates import OBJECTIVES, Objective, Survey
 from jaxtrain.planning.search.plan_cache import Results
 from jaxtrain.planning.search.ranking import layout_text, losers_table, table, write_layout
-from jaxtrain.planning.search.search import Found, resized, search, smaller
+from jaxtrain.planning.search.search import SearchResult, resized, search, smaller
 from jaxtrain.sharding.axes import AXES
 
 H100 = "h100:2x4"
@@ -78,16 +78,16 @@ def compiler() -> Compiler:
     return Compiler()
 
 
-def run(compiler, folder: Path, **options) -> Found:
+def run(compiler, folder: Path, **options) -> SearchResult:
     return search(SMALL, VOCAB, H100, **{"predict": compiler, "cache": folder, "budget": 60.0, "top": 6, **options})
 
 
 @pytest.fixture(scope="module")
-def found(compiler: Compiler, tmp_path_factory) -> Found:
+def found(compiler: Compiler, tmp_path_factory) -> SearchResult:
     return run(compiler, tmp_path_factory.mktemp("plans"))
 
 
-def test_the_true_winner_is_kept(compiler: Compiler, found: Found):
+def test_the_true_winner_is_kept(compiler: Compiler, found: SearchResult):
     exact = [compiler.seconds(compiler.space.configured(one)) for one in compiler.space
              if one.size("pipeline") == 1 and one.context != "gather"]  # fmt: skip
     assert found.winner is not None
@@ -96,7 +96,7 @@ def test_the_true_winner_is_kept(compiler: Compiler, found: Found):
     assert found.winner.step_seconds <= 1.05 / 0.95 * min(one for one in exact if one is not None)
 
 
-def test_the_ranking_is_by_what_was_compiled(found: Found):
+def test_the_ranking_is_by_what_was_compiled(found: SearchResult):
     compiled = [one for one in found.ranking if one.plan is not None]
     assert len(compiled) == 6
     seconds = [one.step_seconds for one in compiled]
@@ -107,7 +107,7 @@ def test_the_ranking_is_by_what_was_compiled(found: Found):
     assert len({one.estimate.choice.sizes for one in compiled}) >= 3  # of different kinds
 
 
-def test_what_a_smaller_pod_tells_is_marked(found: Found):
+def test_what_a_smaller_pod_tells_is_marked(found: SearchResult):
     first, *others = found.ranking
     assert first.plan is not None
     told = dataclasses.replace(first, plan=dataclasses.replace(first.plan, pods=("h100:4096x8 (data 2 instead of 8)",)))
@@ -315,7 +315,7 @@ def test_losers_say_why():
     assert found.winner.estimate.choice.mesh in ("fsdp 32", "data 2 x fsdp 16", "data 32")
 
 
-def test_a_layout_file_loads_to_the_same_config(tmp_path: Path, found: Found):
+def test_a_layout_file_loads_to_the_same_config(tmp_path: Path, found: SearchResult):
     for number, one in enumerate(found.ranking):
         file = write_layout(found, tmp_path / f"{number}.yaml", one)
         loaded = resolve(
@@ -328,7 +328,7 @@ def test_a_layout_file_loads_to_the_same_config(tmp_path: Path, found: Found):
 
 
 @pytest.mark.parametrize("wanted", ["pipeline 2 x fsdp 4", "fsdp 2 x context 4", "data 2 x fsdp 2 x model 2", "data 8"])
-def test_layouts_of_all_kinds_load_again(tmp_path: Path, found: Found, wanted: str):
+def test_layouts_of_all_kinds_load_again(tmp_path: Path, found: SearchResult, wanted: str):
     space = Space(SMALL, 8, VOCAB, slices=2)
     choices = [one for one in space if one.mesh == wanted and one.zero in (0, 2)]
     one = found.ranking[0]
@@ -344,7 +344,7 @@ def test_layouts_of_all_kinds_load_again(tmp_path: Path, found: Found, wanted: s
             assert loaded.pipeline == config.pipeline
 
 
-def test_tables_and_json(found: Found):
+def test_tables_and_json(found: SearchResult):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table(found))
     console.print(losers_table(found))
@@ -373,7 +373,7 @@ def test_objectives(tmp_path: Path, compiler: Compiler):
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
-def test_what_is_better_by_formula_alone_says_so(found: Found, objective: Objective):
+def test_what_is_better_by_formula_alone_says_so(found: SearchResult, objective: Objective):
     one = found.ranking[0].estimate
     better = dataclasses.replace(one, step_seconds=0.8 * one.step_seconds, needs=0.8 * one.needs)
     word = {"time": "faster", "memory": "smaller"}[objective]

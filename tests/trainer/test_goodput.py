@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import jaxtrain
-from jaxtrain.reports.history import read
+from jaxtrain.reports.history import read_history
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 
@@ -55,8 +55,8 @@ def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Rows, "slow", (6, 7))
     time.sleep(0.3)
     train(tmp_path, resume=True, ledger=GoodputLedger(age=0.2))
-    run = read(tmp_path / "run")
-    failed, finished = run.lives
+    run = read_history(tmp_path / "run")
+    failed, finished = run.attempts
     assert failed.cause == "OSError: the disk is gone"
     assert run.state == "finished"
     assert (failed.first, failed.last, finished.first, finished.last) == (0, 5, 3, 8)
@@ -65,9 +65,9 @@ def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):
     assert finished.seconds["data"] >= 0.4
     assert finished.seconds["replay"] > 0  # steps 4 and 5; the first of them is in `compile`
     assert failed.seconds["replay"] == 0
-    assert all(life.seconds[name] > 0 for life in run.lives for name in ("compile", "compute", "checkpoint"))
+    assert all(life.seconds[name] > 0 for life in run.attempts for name in ("compile", "compute", "checkpoint"))
     assert finished.seconds["restore"] > 0
-    whole = run.lives[-1].ended - run.lives[0].began
+    whole = run.attempts[-1].ended - run.lives[0].began
     assert sum(run.seconds.values()) == run.elapsed == pytest.approx(whole, abs=0.05)
 
 
@@ -83,6 +83,6 @@ def test_a_step_done_again_is_a_replay_however_often_the_run_dies(tmp_path, monk
     reached = [event["reached"] for event in map(json.loads, lines) if event["kind"] == "ledger"]
     assert reached == sorted(reached)
     assert reached[-1] == 8
-    lives = read(tmp_path / "run").lives
+    lives = read_history(tmp_path / "run").attempts
     assert [(life.first, life.last) for life in lives] == [(0, 5), (3, 4), (3, 8)]
     assert lives[1].seconds["compute"] == 0  # step 4 was done before
