@@ -21,10 +21,15 @@ __all__ = ["Config", "ConfigError", "load", "train"]
 
 
 def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, Any] | None = None) -> Config:
-    """The config of a YAML file with `key=value` overrides, checked whole: values, mesh, rules and the model's dims.
+    """Loads the config of a YAML file with `key=value` overrides, and checks values, mesh, rules and the model's dims.
+
+    Args:
+        path: YAML file, or None for the defaults.
+        overrides: `key=value` texts.
+        base: values under the file, above the defaults.
 
     Raises:
-        ConfigError: with every problem, one line each.
+        ConfigError: has every problem, one line each.
     """
     from jaxtrain.core.resolve import resolve
 

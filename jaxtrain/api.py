@@ -1,4 +1,4 @@
-"""Public functions of the package, which the commands call too."""
+"""Public functions of the package, which the commands use, too."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def train(
 
     Args:
         config: from `jaxtrain.load`.
-        run_dir: where to write; default: a new folder DIR/NAME.
-        resume: continue from the newest good checkpoint in `run_dir`.
+        run_dir: run directory; default: a new one, DIR/NAME.
+        resume: resume from the newest good checkpoint in `run_dir`.
         profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
         console: shows progress; default: on the terminal.
-        ledger: accounting of this process's time; default: one that begins now.
-        deadline: seconds that a step or its data may hang before the process is ended; None: as measured; 0: never.
+        ledger: time accounting of this process; default: a new one.
+        deadline: seconds that a step or its data may hang before the process is ended; None: from measured step times;
+            0: never.
         verbose: print the layout of every parameter when the run begins.
         callbacks: called after the default ones.
 
     Raises:
-        ValueError: bad input, in one line for each problem.
+        ValueError: bad input, one line for each problem.
         NotSavedError: the last checkpoint could not be written.
-        DivergedError: steps stay without an update, because loss or gradients are bad.
+        DivergedError: too many steps in a row made no update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
     default = default_callbacks(config, profile=profile, deadline=deadline, verbose=verbose)

@@ -151,10 +151,10 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
     assert main(["checkpoint", "verify", str(run), "--durable"]) == 0
     assert main(["checkpoint", "inspect", str(run), "--json"]) == 0
     assert main(["config", str(run / "config.yaml")]) == 0
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already holds a run"):
         jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(UserError, match=f"{far} holds a run already"):
+    with pytest.raises(UserError, match=f"{far} already holds a run"):
         jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
     result = jaxtrain.train(jaxtrain.load(run / "config.yaml", "steps=5"), run, resume=True, console=screen())
     assert result.step == 5

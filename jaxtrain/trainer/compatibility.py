@@ -1,7 +1,7 @@
-"""What a resumed run may rely on: which promise holds, and which config changes it accepts. No JAX at import.
+"""Resume compatibility: the guarantee of a resumed run, and the config changes that it accepts.
 
 Measured: a resumed run repeats the uninterrupted one bit for bit with the same mesh, process count, XLA flags and
-versions; another mesh or process count moves float32 losses by 1e-7 or so.
+versions; another mesh or process count changes float32 losses by about 1e-7. Does not import JAX at import.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, Literal
 from jaxtrain.config.schema import Config
 from jaxtrain.io.packages import version
 
-Level = Literal["bitwise", "fp32-tight", "changed"]
+Guarantee = Literal["bitwise", "fp32-tight", "changed"]
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtrain")
 
-# Config keys that do not reach the numbers of a step. The mesh is compared as it is, not as it is written.
-_SILENT = (
+# Config keys that do not affect the numbers of a step. The resolved mesh is compared, not its config.
+_NO_EFFECT = (
     "name", "dir", "simulate", "layout", "mesh", "checkpoint", "eval", "log",
     "data.cache_dir", "data.workers", "debug",
 )  # fmt: skip
 
-# Keys that a run cannot change and go on, with the reason.
+# Keys that a resumed run cannot change, with the reason.
 _FIXED = {
     "model": "the saved weights belong to this model",
     "data.type": "it changes the order of the data",
@@ -37,11 +37,11 @@ _FIXED = {
     "seed": "it changes the order of the data",
     "optimizer.name": "the saved optimizer state belongs to it",
 }
-# Keys that change the mathematics of the steps to come: then no promise holds, and the run says so.
+# Keys that change the mathematics of later steps: then the guarantee is "changed".
 _MATHEMATICS = ("optimizer", "schedule", "loss", "precision", "steps", "model", "data", "seed", "guard")
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
-# Keys of a fixed section that say nothing of its weights.
+# Keys of a fixed section that do not decide its weights.
 _FREE = ("model.init_std", "model.from", "model.moe.load_balance_loss", "model.moe.router_z_loss")
 
 _WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
@@ -50,12 +50,12 @@ _XLA_NOISE = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu
 
 
 def environment(config: dict[str, Any], mesh: Any = None, **extra: Any) -> dict[str, Any]:
-    """The manifest of a checkpoint: all that decides whether a resumed run is bitwise the same.
+    """Builds the manifest of a checkpoint: everything that decides whether a resumed run is bitwise equal.
 
     Args:
       config: the resolved config (`Config.model_dump(mode="json")`).
       mesh: jax.sharding.Mesh of the run.
-      extra: anything JSON-able to keep besides, e.g. the data position.
+      extra: other JSON values to keep, e.g. the data position.
     """
     import jax
 
@@ -77,12 +77,12 @@ def environment(config: dict[str, Any], mesh: Any = None, **extra: Any) -> dict[
     }
 
 
-def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Level, list[str]]:
-    """Which promise holds for a run resumed from manifest `saved` under `environment` `now`, and why not the better.
+def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guarantee, list[str]]:
+    """Returns the guarantee of a run with manifest `now` that resumes from manifest `saved`, and the reasons.
 
-    Returns: ("bitwise", []) when mesh, devices, processes, flags, versions and every config value that reaches the
-      numbers are equal; ("changed", what differs) when the config now asks for other mathematics, such as another
-      learning rate; else ("fp32-tight", what differs), one line each.
+    Returns: ("bitwise", []) if mesh, devices, processes, flags, versions and every config value with an effect are
+      equal; ("changed", differences) if the config now asks for other mathematics, such as another learning rate;
+      else ("fp32-tight", differences), one line each.
     """
     reasons, changed = [], []
     for part in ("mesh", "devices", "device_kind", "processes", "flags", "jax", "versions"):
@@ -90,17 +90,17 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Level,
     before, after = _keys(saved.get("config") or {}), _keys(now.get("config") or {})
     same_data = saved.get("data") == now.get("data")
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) == after.get(key) or _under(key, _SILENT) or (same_data and _SAME_DATA.fullmatch(key)):
+        if before.get(key) == after.get(key) or _under(key, _NO_EFFECT) or (same_data and _SAME_DATA.fullmatch(key)):
             continue
         line = f"config {key}: {_show(before.get(key))} -> {_show(after.get(key))}"
-        (changed if _matters(key, after) else reasons).append(line)
+        (changed if _changes_mathematics(key, after) else reasons).append(line)
     if changed:
         return "changed", [*changed, *reasons]
     return ("fp32-tight", reasons) if reasons else ("bitwise", [])
 
 
-def _matters(key: str, after: dict[str, Any]) -> bool:
-    """Whether a changed key changes the mathematics. More steps do, unless the schedule does not look at them."""
+def _changes_mathematics(key: str, after: dict[str, Any]) -> bool:
+    """Returns whether a key changes the mathematics. `steps` does, unless the schedule does not depend on it."""
     if key == "steps" and after.get("schedule.name") in ("constant", "inverse_sqrt"):
         return False
     return _under(key, _MATHEMATICS)
@@ -109,15 +109,16 @@ def _matters(key: str, after: dict[str, Any]) -> bool:
 def compare_configs(
     saved: dict[str, Any], new: dict[str, Any], step: int = 0, same_data: bool = False
 ) -> tuple[list[str], list[str]]:
-    """What changed between the config of a checkpoint and the one that resumes it.
+    """Compares the config of a checkpoint with the one that resumes it.
 
     Args:
-      saved, new: `Config.model_dump(mode="json")`.
+      saved: config of the checkpoint (`Config.model_dump(mode="json")`).
+      new: config of the resumed run.
       step: step of the checkpoint: mixture weights from this step on may change, earlier ones may not.
-      same_data: the documents and the tokenizer are known to be the same, wherever they lie now.
+      same_data: documents and tokenizer are the same, even if their paths differ.
 
-    Returns: (changes, refused): lines `key: old -> new`. `changes` holds all of them; a run with any in `refused`
-      (these say why) cannot go on and needs a new name. Layout, mesh, rules, precision between fp32 and bf16,
+    Returns: (changes, refused): lines `key: old -> new`. `changes` has all of them; a run with any in `refused` (with
+      the reason) cannot resume and needs a new name. Layout, mesh, rules, precision between fp32 and bf16,
       accumulation, kernels, learning rate, steps, logging and checkpoints may change.
     """
     before, after = _keys(saved), _keys(new)
@@ -135,8 +136,8 @@ def compare_configs(
 
 
 def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
-    """Why this change stops a resume, or None."""
-    weight = _WEIGHT.fullmatch(key)  # a share of the mixture from a step on: free until the run has come there
+    """Returns why a run cannot resume with this change, or None."""
+    weight = _WEIGHT.fullmatch(key)  # mixture weight from a step on: may change until the run reaches it
     if _under(key, _FREE) or (weight and int(weight[2]) >= step):
         return None
     for fixed, reason in _FIXED.items():
@@ -152,7 +153,7 @@ def _refusal(key: str, before: Any, after: Any, step: int) -> str | None:
 
 
 def _keys(config: dict[str, Any]) -> dict[str, Any]:
-    """`_flat` with every weight of a source under the step from which it holds, and defaults for absent keys."""
+    """Flattens a config, with source weights keyed by the step from which they hold, and defaults for absent keys."""
     flat = dict(_defaults())
     for key, value in _flat(config).items():
         weight = _WEIGHT.fullmatch(key)
@@ -168,7 +169,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """{"data.sources.0.path": ...}; empty containers are dropped, so that absent and empty compare equal."""
+    """Flattens to {"data.sources.0.path": ...}; drops empty containers, so that absent and empty compare equal."""
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list | tuple):
@@ -203,7 +204,7 @@ def _flags(text: str) -> str:
 
 
 def _processor() -> str:
-    """Model name of the CPU (Linux), because XLA compiles for its vector units; empty elsewhere."""
+    """Returns the CPU model name (Linux), because XLA compiles for its vector units; empty elsewhere."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")

@@ -1,4 +1,4 @@
-"""Device batches for the loop, made ahead of their use, without those that are passed over."""
+"""Prefetched device batches for the training loop, without skipped ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from jaxtrain.data.prefetch import Prefetcher
 from jaxtrain.data.skipped_batches import Skips, batch_of
 
-DEPTH = 2  # batches made ahead
+DEPTH = 2  # prefetched batches
 
 
 class BatchFeed:
-    """The batch of any step; those of the steps after it are fetched meanwhile. Use as a context manager.
+    """Returns the batch of any step and prefetches those of the next steps. Use as a context manager.
 
     Args:
       fetch: batch index -> device batch; runs in one thread.
-      skips: the ranges of batches that are passed over, as they are when a step is asked for out of turn.
-      stop: steps of the run.
+      skips: returns the ranges of skipped batches; read whenever fetching restarts.
+      stop: total steps of the run.
     """
 
     def __init__(self, fetch: Callable[[int], Any], skips: Callable[[], Skips], stop: int) -> None:
@@ -26,7 +26,7 @@ class BatchFeed:
         self._next, self._ahead = -1, None
 
     def batch_at(self, step: int) -> Any:
-        """The batch of a step, counted from 0. In turn it is ready, or waited for; else fetching begins anew there."""
+        """Returns the batch of a step, from 0. A step that does not follow the last one restarts the prefetching."""
         if self._ahead is None or step != self._next:
             self.close()
             skips = self._skips()
@@ -35,7 +35,7 @@ class BatchFeed:
         return next(self._ahead)[1]
 
     def close(self) -> None:
-        """Ends the thread, and drops what it had made."""
+        """Ends the thread and drops prefetched batches."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None

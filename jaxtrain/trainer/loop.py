@@ -1,4 +1,4 @@
-"""The training loop: next batch, step, log the step before, evaluate and save if due."""
+"""Training loop: next batch, step, log of the previous step, evaluation and save if due."""
 
 from __future__ import annotations
 
@@ -35,9 +35,14 @@ class Result:
     """Outcome of a run.
 
     Attributes:
-        metrics: those of the last step, with the last validation's as `eval/...`.
+        run_dir: run directory.
+        step: finished steps.
+        metrics: metrics of the last step, and of the last validation as `eval/...`.
         stopped_by: name of the signal that ended the run early, or None.
-        resume_command: shell command that continues the run.
+        resume_command: shell command that resumes the run.
+        state: train state at the end.
+        program: compiled program.
+        data: training data.
     """
 
     run_dir: Path
@@ -63,16 +68,16 @@ def train(
 
     Args:
         config: from `jaxtrain.load`.
-        run_dir: where to write; default: a new folder DIR/NAME.
-        resume: continue from the newest good checkpoint in `run_dir`.
+        run_dir: run directory; default: a new one, DIR/NAME.
+        resume: resume from the newest good checkpoint in `run_dir`.
         console: shows progress; default: on the terminal.
-        ledger: accounting of this process's time; default: one that begins now.
+        ledger: time accounting of this process; default: a new one.
         callbacks: called in this order, see `jaxtrain.callbacks`.
 
     Raises:
-        ValueError: bad input, in one line for each problem.
+        ValueError: bad input, one line for each problem.
         NotSavedError: the last checkpoint could not be written.
-        DivergedError: steps stay without an update, because loss or gradients are bad.
+        DivergedError: too many steps in a row made no update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
     directory = Path(run_dir) if run_dir is not None else new_run_directory(config)
@@ -101,9 +106,9 @@ def train(
 
 
 def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[State, int, str | None]:
-    """Runs steps until the config's last one or a signal: (state, finished steps, signal or None)."""
+    """Runs steps until `config.steps` or a signal. Returns (state, finished steps, signal or None)."""
     config, ledger, callbacks, first = trainer.config, trainer.ledger, trainer.callbacks, step
-    pending: Reading | None = None  # the step before, whose metrics are read while the next one runs
+    pending: Reading | None = None  # the previous step; its metrics are read while the next one runs
     stopped_by = None
     with trainer.batches() as batches:
         while step < config.steps and stopped_by is None:
@@ -128,7 +133,7 @@ def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[St
             should_save = is_last or stopped_by is not None or is_due(config.checkpoint.every, step)
             should_save = should_save or trainer.checkpointer.saves_again(step)
             if should_evaluate:
-                jax.block_until_ready(metrics)  # the step's time is its own
+                jax.block_until_ready(metrics)  # validation must not count as step time
                 scores = trainer.evaluate(state, step)
             if should_evaluate or should_save:  # the guard must know the step before it is saved
                 pending = log(trainer, pending, scores, now=True)
@@ -144,15 +149,15 @@ def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[St
 
 
 def is_due(every: int | None, step: int) -> bool:
-    """Returns whether something that happens every so many steps happens after `step` steps."""
+    """Returns whether an action that happens every `every` steps is due after `step` steps."""
     return every is not None and step % every == 0
 
 
 def log(trainer: Trainer, reading: Reading | None, scores: dict[str, float] | None = None, now: bool = False) -> None:
-    """Reads a finished step's metrics and logs them with its scores: every `log.every` steps, and `now`.
+    """Reads the metrics of a finished step and logs them with its scores, every `log.every` steps or if `now`.
 
-    Waits for that step, never for a later one. On other steps only the metrics that callbacks watch are read; that
-    waits too, which bounds the steps in flight.
+    Waits for that step, never for a later one. On other steps it reads only the metrics that callbacks watch; this
+    waits, too, and so bounds the steps in flight.
     """
     if reading is None:
         return
@@ -166,7 +171,7 @@ def log(trainer: Trainer, reading: Reading | None, scores: dict[str, float] | No
 
 
 def resume_command(trainer: Trainer, step: int) -> str:
-    """The command that continues this run; a finished one needs more steps."""
+    """Returns the command that resumes this run; for a finished run, with more steps."""
     called = sys.argv[0]
     is_found = Path(called).name != "jaxtrain" or shutil.which("jaxtrain") == os.path.abspath(called)
     program = "jaxtrain" if is_found else min(os.path.relpath(called), os.path.abspath(called), key=len)

@@ -1,4 +1,4 @@
-"""The state that a run begins with: fresh, imported weights, a checkpoint, or a copy that a callback holds."""
+"""Start state of a run: new, imported weights, a checkpoint, or a copy that a callback holds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ GUARANTEES = {
 
 
 def initial_state(program: Program) -> State:
-    """Builds the state of step 0: fresh, or with the weights of `model.from`."""
+    """Builds the state of step 0: new, or with the weights of `model.from`."""
     state, source = program.init(), program.config.model.from_
     if source is None:
         return state
     for leaf in jax.tree.leaves(state["params"]):
-        leaf.delete()  # room for what takes its place
+        leaf.delete()  # frees memory for the imported weights
     folder = Path(os.path.expanduser(source))
     state["params"] = load_weights(folder, PLACES[opened(folder)[0].name], program.state["params"])
     if "ema" in state:
@@ -43,9 +43,9 @@ def initial_state(program: Program) -> State:
 
 
 def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
-    """Restores the newest good state: (state, step); that of step 0 if there is none.
+    """Restores the newest good state, or that of step 0. Returns (state, step).
 
-    Adds to the fields of the start event what the resumed run guarantees.
+    Adds the resume guarantee to `info`, the fields of the start event.
     """
     checkpointer = trainer.checkpointer
     with trainer.ledger.phase("restore"):
@@ -69,9 +69,9 @@ def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
 
 
 def _check_manifest(trainer: Trainer, step: int) -> None:
-    """Refuses a checkpoint that cannot be resumed, before its state is read.
+    """Raises UserError for a checkpoint that cannot be resumed, before its state is read.
 
-    A changed model is reported by its config key then, not by its tensors.
+    So the error of a changed model names its config key, not its tensors.
     """
     _, manifest = read_manifest(trainer.checkpointer.directory, step)
     if "imported" in manifest and step == 0:
@@ -82,11 +82,11 @@ def _check_manifest(trainer: Trainer, step: int) -> None:
 
 
 def _start_again(trainer: Trainer) -> tuple[State, int]:
-    """The state of step 0, if nothing was saved yet, or if the first checkpoint is the only one and is damaged.
+    """Returns the state of step 0, if nothing was saved yet, or if the only checkpoint is the first and is damaged.
 
     Raises:
-        UserError: a later checkpoint is damaged, or the durable tier holds one that could not be fetched: the user
-            must say that so many steps are to be done again.
+        UserError: a later checkpoint is damaged, or one in the durable tier could not be fetched: the user must decide
+            to repeat that many steps.
     """
     checkpointer = trainer.checkpointer
     folder, damaged = checkpointer.directory, checkpointer.damaged()
@@ -98,16 +98,16 @@ def _start_again(trainer: Trainer) -> tuple[State, int]:
     elif damaged <= (trainer.config.checkpoint.every or 0):
         reason = f"no checkpoint in {folder} but one of step {damaged}, which is damaged"
     else:
-        found = f"{damaged} is damaged (bad-{damaged}), and there is no other"
+        found = f"{damaged} is damaged (bad-{damaged}), and it is the only one"
         prune = f"jaxtrain checkpoint prune {shlex.quote(str(trainer.dir))} --set-aside"
-        expected = f"give a good copy back, or delete what is damaged ({prune}) to begin again at step 0"
+        expected = f"expected a good copy there, or delete the damaged one ({prune}) to start from step 0"
         raise UserError(f"no usable checkpoint in {folder}: {found}; {expected}")
     trainer.console.print(f"{reason}: starting from step 0")
     return initial_state(trainer.program), 0
 
 
 def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tuple[State, int] | None:
-    """A state later than checkpoint `newest` that a callback holds, such as a copy in the memory of the nodes."""
+    """Returns a state later than checkpoint `newest` that a callback holds, such as an in-memory checkpoint."""
     with trainer.ledger.phase("restore"):
         source = trainer.callbacks.find_state(trainer, newest)
         if source is None:
@@ -123,7 +123,7 @@ def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tupl
 def _resume(
     trainer: Trainer, info: dict[str, Any], step: int, saved: dict[str, Any], restored: str, origin: str
 ) -> None:
-    """Prints where a state came from, what changed in the config since, and what the resumed run guarantees."""
+    """Prints the origin of a state, the changes of the config since, and the resume guarantee."""
     trainer.manifest["skips"] = saved.get("skips", [])
     for line in _config_changes(trainer, step, saved):
         trainer.console.print(f"changed   {line}")
@@ -134,28 +134,29 @@ def _resume(
 
 
 def _print_warnings(trainer: Trainer) -> None:
-    """Prints what happened to checkpoints while they were looked for."""
+    """Prints the events of checkpoints since the last call."""
     for event in trainer.checkpointer.poll():
         trainer.console.print(f"warning   {event}")
 
 
 def _config_changes(trainer: Trainer, step: int, saved: dict[str, Any]) -> list[str]:
-    """Changes of the config since a checkpoint, a line each. Raises ConfigError if the run cannot resume with them."""
+    """Returns config changes since a checkpoint, a line each. Raises ConfigError if the run cannot resume with them."""
     same_data = saved.get("data") == trainer.manifest.get("data")
     changes, refused = compare_configs(saved["config"], trainer.manifest["config"], step, same_data)
     if not same_data and not refused:
-        refused = ["data: the documents or the tokenizer are not those the run began with; give them back"]
+        refused = ["data: the documents or the tokenizer differ from those at the start of the run; expected the same"]
     if refused:
         raise ConfigError([Problem(str(trainer.dir), "", f"{line}; or train under a new name") for line in refused])
     return changes
 
 
 def restore_checkpoint(checkpointer: Checkpointer, abstract: State, step: int) -> tuple[State, dict[str, Any]]:
-    """Restores (state, manifest), also if `guard` began or ceased to look for spikes since.
+    """Restores (state, manifest), also if `guard` began or stopped to detect spikes since.
 
     Args:
-        abstract: the wanted state; a window of recent losses that the checkpoint does not have starts empty.
-        step: as `Checkpointer.choose` found it: its files are not checked again.
+        checkpointer: checkpoints of the run.
+        abstract: state to restore; a window of recent losses that the checkpoint does not have starts empty.
+        step: step that `Checkpointer.choose` returned; its files are not checked again.
 
     Raises:
         CheckpointError: the checkpoint does not fit.

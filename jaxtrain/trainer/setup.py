@@ -1,4 +1,4 @@
-"""Puts a trainer together: data, program, checkpoints, trackers, and the state to start from."""
+"""Construction of a trainer: data, program, checkpoints, trackers, and the start state."""
 
 from __future__ import annotations
 
@@ -48,14 +48,19 @@ def open_trainer(
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> tuple[Trainer, State, int]:
-    """Builds a trainer that is ready for its next step: (trainer, state, finished steps).
+    """Builds a trainer that is ready for its next step. Returns (trainer, state, finished steps).
 
     Args:
-        ledger: accounting of this process's time; default: it begins now.
+        config: config of the run.
+        directory: run directory.
+        console: shows progress.
+        resume: resume from the newest good checkpoint.
+        ledger: time accounting of this process; default: a new one.
+        callbacks: callbacks of the run.
 
     Raises:
-        UserError: bad input, a folder that holds another run, or a config that the checkpoint of a resumed run does
-            not accept.
+        UserError: bad input, a directory of another run, or a config that the checkpoint of a resumed run does not
+            accept.
     """
     ledger = ledger or GoodputLedger()
     devices = runtime.start(config)
@@ -63,8 +68,8 @@ def open_trainer(
     is_main = jax.process_index() == 0
     console.console.quiet = not is_main
     data, eval_sets = open_data(config, console)
-    called = CallbackList(callbacks)
-    program = build(called.program_config(config, directory), vocabulary(config, getattr(data, "vocab", None)), devices)
+    hooks = CallbackList(callbacks)
+    program = build(hooks.program_config(config, directory), vocabulary(config, getattr(data, "vocab", None)), devices)
     if program.gradients.pipeline:
         program = replace(program, step=without_divergent_permutes(program.step))
     if is_main:
@@ -73,9 +78,9 @@ def open_trainer(
     try:
         if not resume and not checkpointer.is_empty():
             where = directory if checkpointer.store.marked() else place_of(config.checkpoint.durable, directory)
-            raise UserError(f"{where} holds a run already; resume it, or give another name")
-        trainer = _assemble(config, directory, program, data, eval_sets, checkpointer, console, ledger, ticker, called)
-        called.each(Callback.setup, trainer)
+            raise UserError(f"{where} already holds a run; expected `jaxtrain resume`, or another `name`")
+        trainer = _assemble(config, directory, program, data, eval_sets, checkpointer, console, ledger, ticker, hooks)
+        hooks.each(Callback.setup, trainer)
         info = start_info(trainer)
         state, step = restore(trainer, info) if resume else (initial_state(program), 0)
         if step > config.steps:
@@ -91,7 +96,7 @@ def open_trainer(
 
 
 def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
-    """Notifies trackers and callbacks of the start."""
+    """Reports the start to trackers and callbacks."""
     trainer.ledger.furthest_step = max(furthest_step(trainer.dir), step)
     trainer.ledger.begin_step(step)
     trainer.trackers.start(info | {"step": step})
@@ -100,9 +105,9 @@ def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
 
 
 def open_data(config: Config, console: ConsoleTracker) -> tuple[Any, dict[str, Any]]:
-    """Opens the training data, and the sets to validate on by the prefix of their metrics.
+    """Opens the training data, and the validation sets by the prefix of their metrics.
 
-    A missing token cache is built.
+    Builds a missing token cache.
     """
     progress = _cache_progress(console)
     data, held_out = open_datasets(config.data, config.seed, progress)
@@ -127,28 +132,28 @@ def _assemble(
     is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
     manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
-    observers = TrackerList(build_trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
+    members = TrackerList(build_trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
     items = config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
     meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
     return Trainer(
-        config, directory, program, data, eval_sets, checkpointer, observers, console, ledger, meter, ticker, manifest,
+        config, directory, program, data, eval_sets, checkpointer, members, console, ledger, meter, ticker, manifest,
         callbacks,
     )  # fmt: skip
 
 
 def new_run_directory(config: Config) -> Path:
-    """DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run is never written over another.
+    """Returns DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run never overwrites another.
 
-    With several processes it is DIR/NAME and must be new, which `open_trainer` checks: they could not agree on a
-    number before they have met.
+    With several processes it is DIR/NAME and must be new, which `open_trainer` checks: they cannot agree on a number
+    before they are connected.
     """
     return config.run_dir if runtime.processes() > 1 else free_directory(config)
 
 
 def start_info(trainer: Trainer) -> dict[str, Any]:
-    """Fields of the start event."""
+    """Returns the fields of the start event."""
     config, manifest, meter = trainer.config, trainer.manifest, trainer.meter
     info: dict[str, Any] = {"name": config.name, "steps": config.steps, "config": manifest["config"]}
     info["unigram_entropy"] = getattr(trainer.data, "unigram_entropy", None)
@@ -171,7 +176,7 @@ def _cache_progress(console: ConsoleTracker) -> Any:
 
 
 def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | None:
-    """FLOPs of each of the `items` of a global batch: tokens of a token model, else rows."""
+    """Returns the FLOPs of each of the `items` of a global batch: tokens of a token model, else rows."""
     if config.model.type == "decoder":
         vocab = program.definition.params["embed"]["table"].shape[0]
         again = recomputes(vocab, config.loss.vocab_chunks, program.sharder)

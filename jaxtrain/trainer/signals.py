@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT become a request that the loop answers between two steps. No JAX at import.
+"""SIGTERM and SIGINT as requests that the training loop handles between two steps.
 
-The loop saves and exits with `SAVED`: 75 is EX_TEMPFAIL of sysexits.h, "try again later", so that a scheduler or
-a shell loop can tell "saved, resume me" from success (0), an error (1, 2) and a run killed unsaved (128 + signal).
+The loop saves and exits with `SAVED`: 75 is EX_TEMPFAIL of sysexits.h, "try again later". So a scheduler or a shell
+loop can distinguish a saved run from success (0), an error (1, 2) and a run killed without a save (128 + signal).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT while it is entered; the second one ends the process at once, with 128 + signal.
+    """Records SIGTERM and SIGINT while the context is active; a second one exits at once with 128 + signal.
 
         with Signals() as signals:
             for step in ...:
                 if name := signals.stop_at(step): save, break
 
-    Previous handlers come back on exit. Outside the main thread Python allows no handlers: then nothing is installed.
+    Restores previous handlers on exit. Does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self._distributed = _distributed()
-            # With jax.distributed SIGTERM belongs to its preemption service, which tells the other processes.
-            taken = (signal.SIGINT,) if self._distributed else (signal.SIGTERM, signal.SIGINT)
-            for number in taken:
-                self._previous[number] = signal.signal(number, self._note)
+            # With jax.distributed, its preemption service handles SIGTERM and informs the other processes.
+            handled = (signal.SIGINT,) if self._distributed else (signal.SIGTERM, signal.SIGINT)
+            for number in handled:
+                self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -44,13 +44,14 @@ class Signals:
 
     @property
     def requested(self) -> str | None:
-        """Name of the signal this process received ("SIGTERM"), or None."""
+        """Name of the signal that this process received ("SIGTERM"), or None."""
         return self._requested
 
     def stop_at(self, step: int) -> str | None:
-        """Name of the signal after which all processes stop at this very step, or None. Every process asks each step.
+        """Returns the name of the signal for which all processes stop at this step, or None.
 
-        One process: the same as `requested`. Several: JAX's preemption service picks one step for all (20 us a call).
+        Every process must call it each step. One process: the same as `requested`. Several: JAX's preemption service
+        chooses one step for all (20 us a call).
         """
         if not self._distributed:
             return self._requested
@@ -60,13 +61,13 @@ class Signals:
             return self._requested or "SIGTERM"
         return None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self._requested is not None:
             os._exit(128 + number)
         self._requested = signal.Signals(number).name
-        os.write(2, f"\n{self._requested}: saving after this step; once more to quit at once\n".encode())
+        os.write(2, f"\n{self._requested}: saving after this step; send it again to quit at once\n".encode())
         if self._distributed:
-            os.kill(os.getpid(), signal.SIGTERM)  # hands the request to the preemption service
+            os.kill(os.getpid(), signal.SIGTERM)  # passes the request to the preemption service
 
 
 def _distributed() -> bool:

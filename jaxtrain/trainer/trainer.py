@@ -1,4 +1,4 @@
-"""The trainer: everything that a training run works with, put together before the first step."""
+"""Trainer: owner of the parts of a training run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,20 @@ class Trainer:
     """Parts of a training run; `jaxtrain.trainer.loop.fit` moves it forward.
 
     Attributes:
-        dir: folder of the run.
+        config: config of the run.
+        dir: run directory.
         program: compiled step, evaluation and initialisation.
         data: training data.
-        eval_sets: prefix of the metrics, `eval/` or `eval/NAME/` -> data to validate on.
-        ledger: accounting of this process's time.
-        meter: makes the record of a logged step.
+        eval_sets: prefix of the metrics, `eval/` or `eval/NAME/` -> validation data.
+        checkpointer: writes and restores checkpoints.
+        trackers: receive metrics and events.
+        console: prints progress.
+        ledger: time accounting of this process.
+        meter: computes the record of a logged step.
         ticker: calls functions every second in threads beside the training thread.
-        manifest: goes into every checkpoint.
-        latest_metrics: those of the last logged step and the last validation.
+        manifest: written into every checkpoint.
+        callbacks: called between steps.
+        latest_metrics: metrics of the last logged step and the last validation.
     """
 
     config: Config
@@ -56,17 +61,17 @@ class Trainer:
     callbacks: CallbackList
     latest_metrics: dict[str, float] = field(default_factory=dict)
 
-    def place(self, split: Any) -> Placer:
-        """Device batches of a data set."""
+    def placer(self, split: Any) -> Placer:
+        """Returns the function that makes device batches of a data set."""
         return placer(split, self.program)
 
     def batches(self) -> BatchFeed:
-        """Device batches of training, by step, prefetched."""
-        fetch = self.callbacks.wrap_fetch(self.place(self.data))
+        """Returns the prefetched device batches of training."""
+        fetch = self.callbacks.wrap_fetch(self.placer(self.data))
         return BatchFeed(fetch, lambda: merged(self.manifest.get("skips", ())), self.config.steps)
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, dict[str, jax.Array]]:
-        """Dispatches the step after `step`: (state, metrics on the device)."""
+        """Dispatches the step after `step`. Returns (state, metrics on the device)."""
         result = self.callbacks.first(Callback.run_step, self, self.program.step, state, batch, step)
         return self.program.step(state, batch) if result is None else result
 
@@ -77,7 +82,7 @@ class Trainer:
         self.callbacks.each(Callback.on_log, self, step)
 
     def evaluate(self, state: State, step: int) -> dict[str, float]:
-        """Validates on all sets, with the averaged weights if the run keeps them."""
+        """Validates on all sets, with the EMA weights if the run has them."""
         self.callbacks.each(Callback.on_evaluate_begin, self, step)
         with self.ledger.phase("eval"):
             params = state.get("ema", state["params"])
@@ -102,20 +107,20 @@ class Trainer:
         return rewound
 
     def report_checkpoints(self) -> None:
-        """Logs what happened to checkpoints since the last call."""
+        """Logs the events of checkpoints since the last call."""
         for event in self.checkpointer.poll():
             self.trackers.event(event.kind, **event.shown())
             if isinstance(event, Committed) and self.config.log.upload_checkpoints:
                 self.trackers.artifact(self.checkpointer.store.path(event.step))
 
     def last_good_checkpoint(self) -> str:
-        """The newest checkpoint, in words, for an error message."""
+        """Describes the newest checkpoint, for an error message."""
         self.checkpointer.wait()
         step = self.checkpointer.latest()
         return "no checkpoint was written" if step is None else f"checkpoint {step} is the last good one"
 
     def time_stages(self, state: State, batch: Any) -> None:
-        """Measures the actions of pipeline stages; every later record has the bubble that follows from them."""
+        """Measures the actions of pipeline stages, and adds the bubble computed from them to later records."""
         pipeline = self.program.gradients.pipeline
         if pipeline is None:
             return
@@ -149,7 +154,7 @@ class Trainer:
         self.trackers.event("stop", step=step, reason=reason)
 
     def close(self) -> None:
-        """Waits for what is still being written."""
+        """Closes trackers and checkpoints after pending writes."""
         self.ticker.close()
         self.trackers.close()
         self.checkpointer.close()

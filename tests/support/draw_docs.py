@@ -64,7 +64,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def _node(parts: Sequence[str]) -> str:
-    """Package of a module, by its path below jaxtrain; `callbacks.base` is in a tier of its own."""
+    """Returns the graph node of a module path below jaxtrain: its package; `callbacks.base` is a tier of its own."""
     return "callbacks.base" if tuple(parts[:2]) == ("callbacks", "base") else parts[0]
 
 

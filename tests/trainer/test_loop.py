@@ -244,7 +244,7 @@ def test_rates_and_flops_count_the_same_items(tmp_path, corpus, own):
 def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):
     first = jaxtrain.train(config(tmp_path, corpus, "seed=1"), console=quiet())
     before = (first.run_dir / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         jaxtrain.train(config(tmp_path, corpus, "seed=2"), first.run_dir, console=quiet())
     assert (first.run_dir / "metrics.jsonl").read_text() == before
     again = jaxtrain.load(first.run_dir / "config.yaml", "steps=3")
@@ -279,7 +279,7 @@ def test_a_run_whose_later_checkpoints_are_damaged_is_the_users_to_begin_again(t
     (part.run_dir / "checkpoints/4/state/_METADATA").unlink()
     again = jaxtrain.load(part.run_dir / "config.yaml")
     for _ in range(2):  # also when it is set aside
-        with pytest.raises(ValueError, match=r"4 is damaged .* --set-aside\) to begin again at step 0"):
+        with pytest.raises(ValueError, match=r"4 is damaged .* --set-aside\) to start from step 0"):
             jaxtrain.train(again, part.run_dir, resume=True, console=quiet())
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}  # nothing is cut
 
