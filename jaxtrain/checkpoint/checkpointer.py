@@ -122,7 +122,7 @@ class Checkpointer(Reader):
             agreed(0)
 
     def is_empty(self) -> bool:
-        """Whether neither tier holds a step, good or damaged. The same on every process.
+        """Returns whether neither tier holds a step, good or damaged. The same on every process.
 
         Raises CheckpointError when the folder is empty and nobody can tell what the durable tier holds.
         """
@@ -138,7 +138,7 @@ class Checkpointer(Reader):
         return agreed(int(is_empty)) == 1
 
     def origin(self, step: int) -> str:
-        """Where a restored step came from: the run's folder, or the durable tier."""
+        """Place a restored step came from: the run's folder, or the durable tier."""
         comeback = self._comeback
         return comeback.place if comeback is not None and step in comeback.fetched else str(self.directory)
 
@@ -197,7 +197,7 @@ class Checkpointer(Reader):
         return True
 
     def saves_again(self, done: int) -> bool:
-        """Whether the state after `done` steps is to be saved because a save failed; the same on every process.
+        """Returns whether the state after `done` steps is to be saved because a save failed; the same on every process.
 
         Every process asks after every step at which it would not save anyway. Costs nothing until a save has failed.
         Always False with one process.
@@ -224,12 +224,14 @@ class Checkpointer(Reader):
     def restore(
         self, step: int | None, abstract_state: Any, *, partial: bool = False, verify: bool = True
     ) -> tuple[Any, dict[str, Any]]:
-        """As `Reader.restore`, after the save in flight, of either tier; a damaged newest step is renamed `bad-N`."""
+        """Does what `Reader.restore` does, after the save in flight, of either tier; a damaged newest step is renamed
+        `bad-N`.
+        """
         self.wait()
         return super().restore(step, abstract_state, partial=partial, verify=verify)
 
     def choose(self) -> int | None:
-        """As `Reader.choose`, after the save in flight, of either tier; a damaged step is renamed `bad-N`."""
+        """Chooses like `Reader.choose`, after the save in flight, of either tier; a damaged step is renamed `bad-N`."""
         self.wait()
         return super().choose()
 
@@ -271,7 +273,7 @@ class Checkpointer(Reader):
         return True
 
     def _admits(self, save: Save) -> bool:
-        """Whether a save of this step is due; the same on every process."""
+        """Returns whether a save of this step is due; the same on every process."""
         step, newest, broken = save.step, -1, None
         if self._first:
             try:

@@ -1,4 +1,4 @@
-"""The durable tier: whole steps, as they lie in the run's folder, in another folder or an object store. No JAX.
+"""The durable tier: whole steps, as they lie in the run's folder, in another folder or an object store.
 
 A step is listed there by its marker alone. In a folder it is written under a temporary name, read back and renamed; in
 an object store, which renames nothing, its marker is written last, after every other file was read back.
@@ -78,7 +78,9 @@ def open_tier(where: str) -> Tier:
 
 
 def place_of(durable: str | None, run_dir: Path) -> str | None:
-    """Where the tier `checkpoint.durable` keeps the steps of a run: below it, by the name of the run's folder."""
+    """Returns the folder in which the tier `checkpoint.durable` keeps the steps of a run: below it, by the name of the
+    run's folder.
+    """
     return None if durable is None else f"{durable.rstrip('/')}/{Path(os.path.abspath(run_dir)).name}"
 
 
@@ -91,7 +93,7 @@ def content_at(tier: Tier, step: int) -> dict[str, Any]:
 
 
 def problem_at(tier: Tier, step: int, name: str, expected: list[Any]) -> str | None:
-    """What is wrong with one file of a tier, every byte of which is read, or None."""
+    """Returns the problem of one file of a tier, every byte of which is read, or None."""
     try:
         with tier.open(step, name) as source:
             return difference(name, digest_stream(source), expected)
@@ -236,7 +238,7 @@ class Bucket:
 
 
 def is_there(tier: Tier, step: int, raw: bytes) -> bool:
-    """Whether a tier holds a step with this very marker, every byte of it good."""
+    """Returns whether a tier holds a step with this very marker, every byte of it good."""
     if step not in tier.steps() or tier.marker(step) != raw:
         return False
     files = json.loads(raw)["content"]["files"].items()
@@ -282,11 +284,11 @@ class Comeback:
 
     @property
     def place(self) -> str:
-        """Where the tier is."""
+        """Location of the tier."""
         return self._tier.place
 
     def is_empty(self) -> bool:
-        """Whether the tier holds no step. Raises CheckpointError when nobody can tell."""
+        """Returns whether the tier holds no step. Raises CheckpointError when nobody can tell."""
         try:
             return not self._tier.steps()
         except Exception as error:  # each store has its own classes of them

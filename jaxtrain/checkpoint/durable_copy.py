@@ -1,4 +1,4 @@
-"""Copies committed steps to the durable tier in the background, one at a time. No JAX."""
+"""Copies committed steps to the durable tier in the background, one at a time."""
 
 from __future__ import annotations
 

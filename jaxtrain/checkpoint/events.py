@@ -1,4 +1,4 @@
-"""What `Checkpointer.poll` reports: one frozen record per thing that happened, each printable as one line.
+"""Events that `Checkpointer.poll` reports: one frozen record per thing that happened, each printable as one line.
 
 `kind` and `shown()` are what a log says of it.
 """

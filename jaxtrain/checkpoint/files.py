@@ -1,4 +1,4 @@
-"""Why storage, or a library above it, failed: in one line. No JAX."""
+"""Files of checkpoints: atomic writes, locks, markers and checksums, and storage errors in one line."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def fsync_folders(folder: Path) -> None:
 
 
 def problem_of(folder: Path, name: str, expected: tuple[int, str] | list[Any]) -> str | None:
-    """What is wrong with one file of a step, in words, or None. Every byte is read."""
+    """Returns the problem of one file of a step, in words, or None. Every byte is read."""
     if (problem := size_problem(folder, name, expected)) is not None:
         return problem
     try:
@@ -127,7 +127,7 @@ def problem_of(folder: Path, name: str, expected: tuple[int, str] | list[Any]) -
 
 
 def size_problem(folder: Path, name: str, expected: tuple[int, str] | list[Any]) -> str | None:
-    """What is wrong with one file of a step as far as its size tells, in words, or None. No byte is read."""
+    """Returns the problem of a file's size, in words, or None. No byte is read."""
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -143,7 +143,7 @@ def size_problem(folder: Path, name: str, expected: tuple[int, str] | list[Any])
 
 
 def difference(name: str, found: tuple[int, str], expected: tuple[int, str] | list[Any]) -> str | None:
-    """How (size, digest) of a file differ from what the marker says, in words, or None."""
+    """Describes how (size, digest) of a file differ from what the marker says, in words, or None."""
     if found[0] != expected[0]:
         return f"{name} has {found[0]} bytes instead of {expected[0]}"
     return None if found[1] == expected[1] else f"{name} has another checksum than when it was written"
@@ -191,7 +191,7 @@ def parse_marker(text: bytes) -> dict[str, Any]:
 
 
 def _is_well_formed(content: dict[str, Any]) -> bool:
-    """Whether the parts of a marker are of the kinds that the program relies on: anyone can write one."""
+    """Returns whether the parts of a marker are of the kinds that the program relies on: anyone can write one."""
     kinds = {"step": int, "time": int | float, "bytes": int, "files": dict, "tensors": dict, "manifest": dict}
     if not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
         return False
@@ -206,7 +206,9 @@ def _is_well_formed(content: dict[str, Any]) -> bool:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative name, with `/`, stays below the folder it is joined to: no `..`, not absolute, not empty."""
+    """Returns whether a relative name, with `/`, stays below the folder it is joined to: no `..`, not absolute, not
+    empty.
+    """
     parts = name.split("/")
     return bool(name) and "\0" not in name and not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & {*parts}
 

@@ -1,4 +1,4 @@
-"""When the processes of a run save again, together, after a save that failed. No JAX.
+"""Retries of a failed save, in which all processes of a run take part at the same step.
 
 Orbax must be called by all processes on their main threads, in one order, so that all must begin at one and the same
 step, without a collective in the steps before it. Process 0 chooses the step when the pause is over and leaves a note;
@@ -35,7 +35,7 @@ MARGIN = 4  # steps between the note and the save
 
 
 class Board(Protocol):
-    """Where the note is left: `Notes`."""
+    """Key-value store of the retry: `Notes`."""
 
     def put(self, name: str, text: str = "") -> None: ...
 
@@ -62,7 +62,7 @@ class Again:
         self._number = 0  # of the note
 
     def is_now(self, done: int) -> bool:
-        """Whether all processes save after `done` steps. All ask after the same steps, in ascending order."""
+        """Returns whether all processes save after `done` steps. All ask after the same steps, in ascending order."""
         if self._at is not None and done > self._at:  # nothing was to be saved there: another step is chosen
             self._at, self._number = None, self._number + 1
         if self._at is None:
@@ -70,7 +70,7 @@ class Again:
         return done == self._at
 
     def is_of(self, step: int) -> bool:
-        """Whether a save of this step is this one, tried again."""
+        """Returns whether a save of this step is this one, tried again."""
         return step in (self.step, self._at)
 
     def pause(self) -> float:
@@ -94,7 +94,7 @@ _ORBAX = 300.0  # seconds that orbax waits for the others where it takes no time
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What became of a save. `wait`: seconds until it is tried again, or None."""
+    """Outcome of a save. `wait`: seconds until it is tried again, or None."""
 
     bytes: int = 0
     reason: str | None = None
@@ -135,12 +135,12 @@ class JointSaver(Saver):
         self._last: tuple[Sequence[jax.Array], Callable[[], bool]] | None = None
 
     def start(self, save: Save) -> None:
-        """As `Saver.start`, on every process."""
+        """Starts a save like `Saver.start`, on every process."""
         self._next_notes()
         super().start(save)
 
     def take_over(self, step: int) -> tuple[int, int]:
-        """As `Saver.take_over`: it may be the try that `is_due` or `repeats` asked for."""
+        """Takes over like `Saver.take_over`: it may be the try that `is_due` or `repeats` asked for."""
         if (again := self._again) is not None and again.is_of(step):
             self._again = None
             return again.tries + 1, again.turn
@@ -152,12 +152,14 @@ class JointSaver(Saver):
         self._last = arrays, save
 
     def is_due(self, done: int) -> bool:
-        """Whether all processes save after `done` steps; every one asks."""
+        """Returns whether all processes save after `done` steps; every one asks."""
         self._last = None  # the state has gone on
         return self._again is not None and self._again.is_now(done)
 
     def repeats(self) -> bool:
-        """Whether all processes begin their last save again, after its pause: it failed, and its state is there."""
+        """Returns whether all processes begin their last save again, after its pause: it failed, and its state is
+        there.
+        """
         if self._last is None:
             return False
         (arrays, save), again = self._last, self._again
@@ -170,7 +172,7 @@ class JointSaver(Saver):
         return save()
 
     def drop(self) -> None:
-        """What was to be tried again is given up."""
+        """Gives up the retry."""
         again, self._again = self._again, None
         if again is not None:
             self._give_up(again.step, again.reason, again.tries)
@@ -236,7 +238,9 @@ class JointSaver(Saver):
         return SaveOutcome(reason=late, tries=save.tries) if text is None else SaveOutcome(**json.loads(text))
 
     def _first_reason(self, own: str | None) -> str | None:
-        """Why it failed, or None: waits for all. A process that only waited for another one knows least."""
+        """Returns the reason of the failure, or None; waits for all. A process that only waited for another one knows
+        least.
+        """
         deadline = time.monotonic() + self._patience
         reasons = [own]
         for index in self._others:
@@ -268,7 +272,7 @@ class JointSaver(Saver):
         return Again(self._notes, self._first, save.step, save.turn, verdict.reason, verdict.tries, verdict.wait)
 
     def _arrange(self, save: Save, verdict: SaveOutcome) -> SaveOutcome:
-        """All look for the step of the next try, before process 0 chooses it. Returns the verdict that holds then."""
+        """Agrees on the step of the next try, which process 0 chooses. Returns the verdict that holds then."""
         again = self._later(save, verdict)
         if again is None:
             return verdict

@@ -43,7 +43,7 @@ class Reader:
         return self.store.steps()
 
     def poll(self) -> list[Event]:
-        """What happened since the last call, oldest first. Never blocks."""
+        """Returns the events since the last call, oldest first. Never blocks."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def restore(

@@ -95,22 +95,24 @@ class Saver:
         self._hurry.set()
 
     def take_over(self, step: int) -> tuple[int, int]:
-        """(which try it is, step that the first one was of) of a save that begins now. No other is tried again."""
+        """Returns (number of the try, step that the first one was of) of a save that begins now. No other is tried
+        again.
+        """
         return 1, step
 
     def keep(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
         """Takes what `repeats` needs of a save that begins now."""
 
     def is_due(self, done: int) -> bool:
-        """Whether the caller has to save after `done` steps because a save failed: never, a thread tries again."""
+        """Returns whether the caller has to save again after `done` steps: never, a thread retries failed saves."""
         return False
 
     def repeats(self) -> bool:
-        """Whether the save that was kept begins again, because it failed: never, a thread has done so."""
+        """Returns whether the save that was kept begins again, because it failed: never, a thread has done so."""
         return False
 
     def drop(self) -> None:
-        """What was to be tried again by the caller is given up."""
+        """Gives up the retry that the caller was to make."""
 
     def fail(self, save: Save, reason: str) -> None:
         """Reports a save that could not begin; what it left is deleted."""

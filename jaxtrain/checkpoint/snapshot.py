@@ -65,7 +65,7 @@ def tensors(tree: Any) -> Tensors:
 
 
 def mismatch(saved: Tensors, wanted: Tensors, partial: bool = False) -> str | None:
-    """How a checkpoint differs from the wanted state, naming tensors, in one line; None when it fits.
+    """Describes how a checkpoint differs from the wanted state, naming tensors, in one line; None when it fits.
 
     Args:
       partial: tensors that are only in the checkpoint do not matter.

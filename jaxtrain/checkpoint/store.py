@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which steps are whole, which go, what a crash left behind. No JAX.
+"""The folder of a run's checkpoints: which steps are whole, which go, what a crash left behind.
 
 DIR/40/              a step: orbax's files and, last, the marker jaxtrain.json
 DIR/60.orbax-...     a save in flight, or litter of a killed one
@@ -107,7 +107,7 @@ class CheckpointStore:
     def problems(
         self, step: int, share: tuple[int, int] = (0, 1), read: Callable[[int], object] = lambda size: None
     ) -> Iterator[str]:
-        """All that is wrong with a step; `read` is told the bytes of each file after it was read."""
+        """Returns the problems of a step; `read` is told the bytes of each file after it was read."""
         try:
             content = self.read(step)
         except FileNotFoundError:
@@ -122,7 +122,7 @@ class CheckpointStore:
                 read(expected[0])
 
     def quick_problem(self, step: int) -> str | None:
-        """What is wrong with a step as far as its marker and the sizes of its files tell, or None."""
+        """Returns the problem that the marker and the file sizes of a step show, or None."""
         try:
             files = self.read(step)["files"].items()
         except FileNotFoundError:

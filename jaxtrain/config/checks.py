@@ -89,7 +89,7 @@ def path_problems(config: Config) -> Iterator[Conflict]:
 
 
 def _documents(config: Config) -> Iterator[tuple[str, DocumentsConfig]]:
-    """What is read, and the key of its path."""
+    """Yields the documents of a config with the key of their path."""
     for index, source in enumerate(config.data.sources):
         yield f"data.sources.{index}.path", source
     for name, one in config.eval.sets.items():

@@ -1,4 +1,4 @@
-"""YAML files, a layout and `key=value` overrides to one frozen `Config`. No JAX.
+"""YAML files, a layout and `key=value` overrides to one frozen `Config`.
 
 Levels, later ones win: defaults < the Hugging Face model of `model.from` < files along `extends:` < the file <
 `key=value`. Naming a layout at a level replaces what layouts hold (`LAYOUT_KEYS`: mesh, rules ...) of all earlier

@@ -1,4 +1,4 @@
-"""Values that know where they came from, and how levels of them merge. No JAX."""
+"""Values that know where they came from, and how levels of them merge."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain(node: Node) -> Any:
 
 
 def merge(under: Node | None, over: Node) -> Node:
-    """`over` laid on `under`: sections merge key by key, everything else is replaced.
+    """Merges `over` onto `under`: sections merge key by key, everything else is replaced.
 
     Where a section's `type` changes, its earlier `options` belong to the other type and go.
     """
@@ -100,7 +100,7 @@ def from_python(value: Any, where: str, problems: list[Problem], path: Path = ()
 
 
 def bad_text(text: str) -> bool:
-    """Whether the text holds lone surrogates, which no file can hold in UTF-8."""
+    """Returns whether the text holds lone surrogates, which no file can hold in UTF-8."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: which one is free, and its config.yaml. No JAX."""
+"""The folder of a run: which one is free, and its config.yaml."""
 
 from __future__ import annotations
 

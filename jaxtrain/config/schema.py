@@ -240,7 +240,7 @@ class SourceConfig(DocumentsConfig):
 
 
 class DataConfig(Section):
-    """What is read, how it is tokenized, packed and ordered. Order is a pure function of (seed, step)."""
+    """Data: sources, tokenization, packing and order. Order is a pure function of (seed, step)."""
 
     type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
@@ -286,7 +286,7 @@ class LossConfig(Section):
 
 
 class StepConfig(Section):
-    """How one optimizer step is computed."""
+    """Computation of one optimizer step."""
 
     microbatches: PositiveInt = key(1, "microbatches per step, whose gradients are accumulated")
     remat: Literal["none", "full", "dots"] = key("none", "values recomputed in the backward pass: dots keeps matmuls'")
@@ -332,7 +332,7 @@ class EvalConfig(Section):
 
 
 class LogConfig(Section):
-    """What is written and shown."""
+    """Log files, trackers and console."""
 
     every: PositiveInt = key(1, "steps between logged steps")
     tensorboard: Bool = key(True, "write TensorBoard events")

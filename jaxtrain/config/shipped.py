@@ -1,4 +1,4 @@
-"""Where the shipped configs lie, and how files and layouts are found by name. No JAX."""
+"""Shipped configs, and the search for files and layouts by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A config as text: flat, as YAML that loads again, and as differences. No JAX."""
+"""A config as text: flat, as YAML that loads again, and as differences."""
 
 from __future__ import annotations
 

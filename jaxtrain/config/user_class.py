@@ -1,4 +1,4 @@
-"""A user's own class by name: `package.module:Class`. No JAX."""
+"""A user's own class by name: `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_class(reference: str, where: str) -> Any:
 
 
 def _is_part(missing: str | None, module: str) -> bool:
-    """Whether a missing module is the one asked for, or a package around it."""
+    """Returns whether a missing module is the one asked for, or a package around it."""
     return missing is not None and (module == missing or module.startswith(missing + "."))
 
 

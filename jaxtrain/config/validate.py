@@ -1,4 +1,4 @@
-"""The merged tree to a `Config`, with every problem in plain words. No JAX."""
+"""The merged tree to a `Config`, with every problem in plain words."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def json_schema() -> dict[str, Any]:
 
 @functools.cache
 def all_keys() -> tuple[str, ...]:
-    """All dotted keys of a config, sections' own names left out; items of lists as `data.sources.0.path`."""
+    """Returns the dotted keys of a config, sections' own names left out; items of lists as `data.sources.0.path`."""
 
     def walk(schema: Mapping[str, Any], prefix: str) -> list[str]:
         keys: list[str] = []
@@ -198,7 +198,7 @@ def _variants(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def describe(schema: Mapping[str, Any]) -> str:
-    """What a value should be, in words."""
+    """Describes in words what a value should be."""
     words = [_describe(part) for part in _variants(schema)]
     if len(words) > 1:
         words = [word.partition(" (")[0] for word in words]
@@ -257,6 +257,6 @@ def _placed(found: Any, tree: Node) -> Problem:
 
 
 def _touches(keys: tuple[str, ...], dropped: set[Path]) -> bool:
-    """Whether any of the keys was dropped, or lies in or around something that was."""
+    """Returns whether any of the keys was dropped, or lies in or around something that was."""
     names = [dotted(path) for path in dropped]
     return any(key == n or key.startswith(n + ".") or n.startswith(key + ".") for key in keys for n in names)

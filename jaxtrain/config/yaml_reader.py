@@ -1,4 +1,4 @@
-"""YAML text to a tree of values with line numbers, safely and in bounded time. No JAX.
+"""YAML text to a tree of values with line numbers, safely and in bounded time.
 
 Only mappings, lists and plain scalars are read: tags that name Python objects are refused, aliases are
 expanded within a limit, and a key given twice is an error. Scalars follow the YAML 1.2 core schema
@@ -178,7 +178,7 @@ class _Builder:
         return {**merged, **own}
 
     def merge_key(self, node: Any, key: str, depth: int, where: str) -> dict[str, Node]:
-        """What `<<: *anchor` or `<<: [*a, *b]` brings in; of several, the first wins."""
+        """Returns the keys that `<<: *anchor` or `<<: [*a, *b]` adds; the first anchor wins."""
         built = self.build(node, key, depth + 1, where)
         parts = built.value if isinstance(built.value, list) else [built]
         result: dict[str, Node] = {}

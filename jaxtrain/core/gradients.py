@@ -66,12 +66,13 @@ class Gradients:
 
     @property
     def at_once(self) -> bool:
-        """Whether there is one microbatch, so that gradients need not be added up."""
+        """True if there is one microbatch, so that gradients need not be added up."""
         return self.accumulate == 1 and self.pipeline is None
 
     def stand_ins(self, params: Tree) -> Tree:
-        """What to differentiate by: gradients of layers, which are stacked, stay in the dtype in which they travelled,
-        and are widened where they are read. What is gathered over the replicas has narrow gradients as it is."""
+        """Returns proxies to differentiate by: gradients of stacked layers stay in their communication dtype, and are
+        widened where they are read. What is gathered over the replicas has narrow gradients as it is.
+        """
 
         def one(p: jax.Array, names: Any, travels: Any) -> jax.Array:
             is_here = self.sharder.stored(names, p.shape) == self.sharder.placed(names, p.shape)
@@ -190,7 +191,7 @@ def weigh(definition: Definition, params: Tree, micro: Batch, keys: jax.Array) -
 def statistics(
     definition: Definition, params: Tree, micro: Batch, keys: jax.Array, pipeline: Executor | None = None
 ) -> Batch:
-    """What a term must know of the whole batch: added up over its microbatches, and joined to each of them for `loss`.
+    """Sums the statistics that terms need of the whole batch over its microbatches; `loss` gets them with each.
 
     A model may have a method `statistics(batch, key)`: a pytree of sums over rows, which takes a forward pass of its
     own, or None. `loss` finds them as `batch["statistics"]`; in a batch that is not cut it finds none, and its own sums
@@ -223,7 +224,7 @@ def microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
 
 
 def draws(definition: Definition, params: Tree, batch: Batch, key: jax.Array) -> bool:
-    """Whether the model's loss uses its random key: its numbers then depend on which rows it sees at once."""
+    """Returns whether the model's loss uses its random key: its numbers then depend on which rows it sees at once."""
     traced = jax.make_jaxpr(lambda key: definition.bind(params).loss(batch, key))(key)
     (given,) = traced.jaxpr.invars
     return any(given in eqn.invars for eqn in traced.jaxpr.eqns)

@@ -1,4 +1,4 @@
-"""From host rows to a device batch: each process reads only the rows its devices hold."""
+"""Placement of host rows in device batches: each process reads only the rows its devices hold."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def local_definition(config: Config, sharder: Sharder, vocab: int | None) -> Def
 
 
 def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | None) -> Executor | None:
-    """What runs the schedule of pipeline stages, where there are several."""
+    """Returns the executor of the pipeline schedule; None without stages."""
     stages = 1 if sharder.mesh is None else sharder.mesh.shape[STAGES]
     if stages == 1:
         return None

@@ -1,4 +1,4 @@
-"""How long the actions of pipeline stages take on these devices."""
+"""Timing of the actions of pipeline stages on these devices."""
 
 from __future__ import annotations
 

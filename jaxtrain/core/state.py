@@ -60,7 +60,7 @@ def init(definition: Definition, optimizer: optax.GradientTransformation, config
 
 
 def _extras(config: Config) -> frozenset[str]:
-    """What the state holds besides: an average of the weights, a loss scale, a window of the last steps."""
+    """Returns the optional parts of the state: an average of the weights, a loss scale, a window of the last steps."""
     wanted = {
         "ema": config.optimizer.ema_decay is not None,
         "scaling": POLICIES[config.precision].scales,

@@ -96,7 +96,7 @@ def _of_counts(model: Any, counts: Any) -> Metrics:
 
 
 def _judged(old: State, metrics: Metrics, spike: SpikeConfig | None) -> tuple[jax.Array, State, Metrics]:
-    """Whether a step is to be kept, what of the state changes anyhow, and what there is to say."""
+    """Decides if a step is kept; returns that, the state that changes in any case, and metrics."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
     # The loss first: XLA then adds it up over devices with the gradients, not with the weights amid the step, where all
     # devices would wait for one another.

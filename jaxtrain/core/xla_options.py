@@ -1,4 +1,4 @@
-"""What XLA has to be told, by the version that JAX brings."""
+"""Compiler options for XLA, by its version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNNAMED = "--xla_enable_hlo_sharding_v3=false"
 
 
 def prepare() -> None:
-    """To be called before JAX looks for devices; later is too late, and does nothing.
+    """Sets XLA_FLAGS. Has no effect after JAX has looked for devices.
 
     XLA of JAX 0.11 writes shardings by the names of mesh axes, and lists the manual axes of an outer `shard_map` before
     those of an inner one. Where the mesh has them the other way round (stages inside of replicas) a check of its own,
@@ -44,7 +44,7 @@ def in_place(platform: str) -> dict[str, Any]:
 
 
 def as_flags(options: dict[str, Any]) -> str:
-    """As they stand in XLA_FLAGS."""
+    """Formats options for XLA_FLAGS."""
     return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
 
 

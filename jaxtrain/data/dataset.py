@@ -27,7 +27,7 @@ VALIDATION_SEED = 0  # validation is the same for every seed of a run
 
 @runtime_checkable
 class Dataset(Protocol):
-    """What training needs of data; a user's class has to have this much.
+    """Interface of training data, which a user's class implements.
 
     It is made as `Class(split=..., seed=..., global_batch=..., **options)`. It may also have `batches: int` (of the
     validation split), `fingerprint: str` (what the data is, compared on resume) and `unigram_entropy: float`.

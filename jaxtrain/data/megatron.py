@@ -184,7 +184,7 @@ class MegatronTokens(TokenSource):
 def _count(
     data: File, index: Index, held: np.ndarray, tokenizer: Tokenizer, report: Callable[[int], object]
 ) -> np.ndarray:
-    """How often each id occurs in the documents of train and of validation, uint64[2, vocab]."""
+    """Counts how often each id occurs in the documents of train and of validation, uint64[2, vocab]."""
     counts = np.zeros((len(SPLITS), tokenizer.vocab), np.uint64)
     ends = np.cumsum(index.lengths)
     tokens = np.memmap(data.path, index.dtype, "r") if data.size else np.zeros(0, index.dtype)

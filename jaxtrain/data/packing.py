@@ -153,7 +153,7 @@ class Packer:
         return -(-start * SLACK // (self.sequence * (SLACK - 1)))
 
     def _first_token(self, row: int) -> int:
-        """Where in the stream the tokens given to a row begin."""
+        """Returns the position in the stream of the first token of a row."""
         return min(row * self.sequence * (SLACK - 1) // SLACK, self.tokens)
 
     def pieces(self, rows: np.ndarray) -> Pieces:

@@ -1,4 +1,4 @@
-"""What `jaxtrain data build` and `jaxtrain data tokenizer` do, without the screen."""
+"""Preparation of token caches and tokenizers, for `jaxtrain data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch a step gets where some batches are passed over: a pure function of the step and of the list of them."""
+"""Batch of a step when some batches are skipped: a pure function of the step and of the list of them."""
 
 from __future__ import annotations
 

@@ -106,4 +106,4 @@ class TokenSource(ABC):
 
     @abstractmethod
     def counts(self, split: str) -> np.ndarray:
-        """How often each id occurs in a split, uint64[vocab]. Raises DataError where a file is damaged."""
+        """Counts how often each id occurs in a split, uint64[vocab]. Raises DataError where a file is damaged."""

@@ -104,7 +104,9 @@ class HuggingFaceTokenizer:
         return [np.array(e.ids, self._dtype) for e in encoded]
 
     def _bos(self, file: Path, ids: dict[str, int]) -> int | None:
-        """What the post-processor puts before a text, or where it puts none, `add_bos_token` beside the file asks."""
+        """Returns the ids that the post-processor puts before a text; without any, `add_bos_token` beside the file
+        asks.
+        """
         plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
         if whole[:1] != plain[:1]:
             return whole[0]

@@ -47,14 +47,14 @@ class Notes:
         self._client.key_value_set(f"{self._folder}/{name}", f"={text}")  # an empty value is not stored
 
     def look(self, name: str) -> str | None:
-        """What is there, at once (0.2 ms on one machine); None also where the store does not answer."""
+        """Returns the value, at once (0.2 ms on one machine); None also where the store does not answer."""
         try:
             return self._client.key_value_try_get(f"{self._folder}/{name}")[1:]
         except jax.errors.JaxRuntimeError:
             return None
 
     def wait(self, name: str, seconds: float) -> str | None:
-        """What is there, or will be within so many seconds."""
+        """Waits this many seconds for the value and returns it."""
         try:
             return self._client.blocking_key_value_get(f"{self._folder}/{name}", max(1, int(1000 * seconds)))[1:]
         except jax.errors.JaxRuntimeError:

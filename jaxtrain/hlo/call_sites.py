@@ -1,4 +1,5 @@
-"""Where a compiled program runs its collectives, and how often: loops and their trip counts, branches, fusions. No JAX.
+"""Call sites of collectives in a compiled program, and how often they run: loops and their trip counts, branches,
+fusions.
 
 A TPU program runs a collective beside computing by carrying it through several fusions, which all name it: one starts
 it (`AsyncCollectiveStart`), others go on with it while they multiply, one ends it (`AsyncCollectiveDone`).
@@ -51,7 +52,7 @@ def _sites(module: Module, name: str, known: dict[str, list[Site]]) -> list[Site
 
 
 def chained(computation: Computation) -> tuple[str, str]:
-    """Of a fused computation that a TPU's collective is carried through: its chain, and `start`, `on` or `done`."""
+    """Returns the chain of a fused computation that carries a TPU's collective, and `start`, `on` or `done`."""
     chain = next((one.chain for one in computation.values() if one.collective and one.chain), "")
     targets = {one.target for one in computation.values()} if chain else set()
     place = "start" if "AsyncCollectiveStart" in targets else "done" if "AsyncCollectiveDone" in targets else "on"
@@ -80,7 +81,7 @@ def _of(module: Module, name: str, instruction: Instruction, known: dict[str, li
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a loop's body runs; None where that is no constant.
+    """Returns the trip count of a loop; None if it is not constant.
 
     `known_trip_count` where the compiler wrote it. Else the condition must be `counter < constant`, the body must
     add a constant to the counter, and the loop begin with a constant: on TPU an unrolled loop steps by 2 or more, so
@@ -112,7 +113,7 @@ def _bound(condition: Computation) -> tuple[int | None, int | None, bool]:
 
 
 def _step(module: Module, body: Computation, counter: int) -> int | None:
-    """What the body adds to the counter."""
+    """Returns the increment of the counter in the body."""
     root = next((i for i in body.values() if i.root), None)
     if root is None or root.op != "tuple" or counter >= len(root.operands):
         return None
@@ -126,7 +127,7 @@ def _step(module: Module, body: Computation, counter: int) -> int | None:
 
 
 def _source(computation: Computation, instruction: Instruction | None) -> Instruction | None:
-    """What an instruction is a copy of."""
+    """Returns the instruction that this one copies."""
     while instruction is not None and instruction.op in ("copy", "bitcast", "copy-start", "copy-done"):
         instruction = computation.get(instruction.operands[0])
     return instruction

@@ -1,4 +1,4 @@
-"""What a step puts on the wire: every collective of the compiled program, by mesh axis, counted. No JAX."""
+"""Communication of a step: every collective of the compiled program, counted by mesh axis."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def without_divergent_permutes(step: Any) -> Any:
 
 @dataclass(frozen=True)
 class Collective:
-    """All runs of one kind of collective in one step.
+    """Runs of one kind of collective in one step.
 
     Args:
         op: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `ragged-all-to-all`, `collective-permute` or

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, and along which mesh axes they lie. No JAX."""
+"""Device groups of collectives, and the mesh axes along which they lie."""
 
 from __future__ import annotations
 

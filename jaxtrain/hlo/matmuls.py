@@ -1,4 +1,4 @@
-"""FLOPs of the instructions of a compiled program that multiply matrices. No JAX.
+"""FLOPs of the instructions of a compiled program that multiply matrices.
 
 2 m n k each, as `jaxtrain.models.flops` counts: `dot`, `ragged-dot`, `convolution` (TPU writes matmuls so), the gemms
 of cuBLAS, and the attention kernels of cuDNN and of Mosaic (splash), whose shapes tell.

@@ -1,4 +1,4 @@
-"""Bytes that an instruction of a compiled program moves between the chip and its memory. No JAX.
+"""Bytes that an instruction of a compiled program moves between the chip and its memory.
 
 What a fusion computes inside stays on the chip: it reads its operands and writes its results. It reads of an operand
 only the part that it slices, and writes of a buffer only the part that it updates.
@@ -51,7 +51,7 @@ def _here(shapes: Iterable[HloShape]) -> int:
 
 
 def _sides(shape: HloShape) -> list[HloShape]:
-    """(to, from) of an asynchronous copy; of another start (operands, results)."""
+    """Returns (destination, source) of an asynchronous copy, or (operands, results) of another start."""
     return list(shape.parts or [])[:2]
 
 
@@ -74,7 +74,7 @@ def with_host(module: Module, instruction: Instruction, computation: Computation
 
 
 def _ends(instruction: Instruction, computation: Computation) -> tuple[list[HloShape], list[HloShape]]:
-    """What an instruction writes, and what it reads."""
+    """Returns the values that an instruction writes, and those it reads."""
     if instruction.op == "copy-start":
         to, source = _sides(instruction.shape)
         return [to], [source]
@@ -136,7 +136,7 @@ def _written(module: Module, inner: Computation, result: HloShape) -> int:
 
 
 def _update(module: Module, inner: Computation, output: Instruction | None) -> HloShape | None:
-    """What is written into a buffer where an output is a dynamic-update-slice, also an asynchronous one."""
+    """Returns the update if an output is a dynamic-update-slice, also an asynchronous one."""
     while output is not None and output.op in ALIASES and output.operands:
         output = inner.get(output.operands[0])
     if output is None:

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program: computations, loops with their trip counts, collectives. No JAX.
+"""Reads the text of a compiled XLA program: computations, loops with their trip counts, collectives.
 
 The text is that of `compiled.as_text()` for CPU, CUDA and TPU. These differ: CPU and CUDA write `known_trip_count` on
 a loop where TPU leaves it to the loop's condition; CUDA splits collectives into `-start` and `-done`; TPU fuses a
@@ -53,7 +53,7 @@ class HloShape:
 
     @property
     def leaves(self) -> tuple[HloShape, ...]:
-        """All arrays."""
+        """Arrays of the shape, in order."""
         return (self,) if self.parts is None else tuple(leaf for part in self.parts for leaf in part.leaves)
 
     @property
@@ -63,7 +63,7 @@ class HloShape:
 
     @property
     def elements(self) -> int:
-        """Of an array."""
+        """Number of elements of an array."""
         return prod(self.dims)
 
 
@@ -115,7 +115,7 @@ class Instruction:
 
     @cached_property
     def shape(self) -> HloShape:
-        """Of the result."""
+        """Shape of the result."""
         return shape(self._shape)
 
     @property
@@ -125,17 +125,17 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """Of a custom call: name of the library call or kernel; empty of anything else."""
+        """Library call or kernel of a custom call; empty for other instructions."""
         return self._quoted("custom_call_target") if self.op == "custom-call" else ""
 
     @property
     def chain(self) -> str:
-        """Of a collective that a TPU program carries through several fusions: what these have in common; else empty."""
+        """Name that the fusions of one TPU collective have in common; else empty."""
         return self._quoted("chain_id")
 
     @property
     def rendezvous(self) -> str:
-        """What a `send` and a `recv` between TPU slices have in common; empty of anything else."""
+        """Name that a `send` and a `recv` between TPU slices have in common; else empty."""
         return self._quoted("_xla_host_transfer_rendezvous")
 
     def _quoted(self, name: str) -> str:
@@ -160,12 +160,12 @@ class Instruction:
 
     @property
     def number(self) -> int:
-        """Of a `parameter(0)`; -1 of anything else."""
+        """Number of a `parameter(0)`; -1 for other instructions."""
         return int(self._inside) if self.op == "parameter" else -1
 
     @property
     def collective(self) -> str | None:
-        """Which collective this starts: `all-gather` of `all-gather` and `all-gather-start`, None of others.
+        """Kind of collective that this starts: `all-gather` of `all-gather` and `all-gather-start`, None of others.
 
         Between TPU slices a collective is a `send` to the host, which says what becomes of it.
         """
@@ -194,7 +194,8 @@ class Instruction:
 
     @property
     def result(self) -> HloShape:
-        """What a collective gives: the shape itself, or the results out of the tuple that a `-start` gives.
+        """Returns the shape of a collective's result: the shape itself, or the results out of the tuple that a `-start`
+        gives.
 
         Of a `send` what it sends.
         """

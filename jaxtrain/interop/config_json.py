@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model to the `model` section, and back. No JAX.
+"""Config.json of a Hugging Face model to the `model` section, and back.
 
 What a field means is taken from the architecture's class in transformers. A field that is not known here may change the
 mathematics, so it is an error unless it is off (null, false, 0 or empty). Rotary settings are read as transformers 4
@@ -235,8 +235,9 @@ def _activation(given: Json, family: Family) -> str:
 
 
 def _activation_field(model: ModelConfig, family: Family, before: Json) -> str:
-    """As before where that is the same function: names of one function are rounded differently. Else the first name
-    for it, or of all."""
+    """Returns the name of the activation: the one before if it means the same function, because names of one function
+    are rounded differently; else the first name for it, or of all.
+    """
     same = [name for name, ours in family.activations.items() if ours == model.activation]
     known = before.get(family.activation)
     return known if known in same else (same or list(family.activations))[0]

@@ -1,4 +1,4 @@
-"""Architectures of Hugging Face that the decoder covers: their options in our words. No JAX.
+"""Architectures of Hugging Face that the decoder covers: their options in our words.
 
 Where their tensors go is in `jaxtrain.interop.tensor_map`.
 """

@@ -1,4 +1,4 @@
-"""Safetensors files, read by the slice and written tensor by tensor. No JAX.
+"""Safetensors files, read by the slice and written tensor by tensor.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes with the length of a JSON header, the header
 (name -> dtype, shape, first and last byte), the bytes. It is read and written here rather than by the safetensors

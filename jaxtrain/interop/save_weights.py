@@ -43,7 +43,7 @@ def _values(shapes: Any, makers: Any, params: Flat, dtype: np.dtype) -> Iterator
 
 
 def _slice(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
-    """What a parameter has at these indices of its first dims, on the host."""
+    """Returns the values of a parameter at these indices of its first dims, on the host."""
     return np.asarray(_at(array, np.array(at, np.int32)) if at else array)
 
 

@@ -1,4 +1,4 @@
-"""Where the tensors of each architecture go: one table, read in both directions. No JAX."""
+"""Map of Hugging Face tensors to parameters, one table for each architecture, read in both directions."""
 
 from __future__ import annotations
 

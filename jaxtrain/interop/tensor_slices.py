@@ -1,4 +1,4 @@
-"""Where a parameter of the decoder lies in the tensors of a Hugging Face model. No JAX.
+"""Slices of Hugging Face tensors that hold a parameter of the decoder.
 
 Letters name dims: L layers, E experts, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab, P positions. A
 parameter stacks what Hugging Face keeps in one tensor for each layer (and expert), and Linear weights there are
@@ -51,7 +51,7 @@ class TensorSlice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the place has of the tensor."""
+        """Shape of this part of the tensor."""
         return tuple(prod(self.sizes[letter] for letter in group) for group in self.place.dims.split())
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -87,7 +87,7 @@ class TensorSlice:
         return block.transpose(np.argsort(self._order())).reshape(self.shape)
 
     def _order(self) -> list[int]:
-        """For each of our unstacked dims, which one it is in the tensor."""
+        """Returns the tensor's dim for each of our unstacked dims."""
         theirs = self.place.dims.replace(" ", "")
         return [theirs.index(letter) for letter in self.place.ours[len(self.stack) :]]
 

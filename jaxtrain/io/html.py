@@ -1,4 +1,4 @@
-"""Pages that need nothing else: no network, no scripts; light or dark as the screen is. No JAX.
+"""Pages that need nothing else: no network, no scripts; light or dark as the screen is.
 
 Every text is escaped, but that which is `Html` already.
 """

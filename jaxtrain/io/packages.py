@@ -10,7 +10,7 @@ from jaxtrain.errors import DataError
 
 
 def version(package: str) -> str:
-    """Of an installed package; empty where it is not."""
+    """Returns the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Trying again, a bounded number of times, with longer and longer pauses. No JAX."""
+"""Trying again, a bounded number of times, with longer and longer pauses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def persist(
     failed: Callable[[Exception], str],
     again: Callable[[str, float, str], object],
 ) -> T:
-    """What `attempt` returns, after at most `len(waits) + 1` tries.
+    """Returns the result of `attempt`, after at most `len(waits) + 1` tries.
 
     Args:
       waits: seconds between tries.

@@ -1,4 +1,4 @@
-"""Elements of plots as SVG text, coloured by the classes of a style sheet. No JAX."""
+"""Elements of plots as SVG text, coloured by the classes of a style sheet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rect(x: float, y: float, width: float, height: float, style: str, title: str
 
 
 def line(x0: float, y0: float, x1: float, y1: float, style: str) -> str:
-    """From one point to another."""
+    """Draws a line from one point to another."""
     return f'<line class="{style}" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>'
 
 

@@ -22,7 +22,7 @@ class Ticker:
             self.add(call)
 
     def add(self, call: Callable[[], None]) -> None:
-        """From the next tick on."""
+        """Adds a function, called from the next tick on."""
         name = f"tick-{type(call).__name__.lower()}"
         thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
         self._threads.append(thread)

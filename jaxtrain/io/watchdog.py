@@ -28,7 +28,7 @@ DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb")
 
 
 class Watched(Protocol):
-    """What is asked of a ledger, see `jaxtrain.trackers.goodput.GoodputLedger`."""
+    """Interface of the watched ledger, see `jaxtrain.trackers.goodput.GoodputLedger`."""
 
     def snapshot(self) -> Any: ...
 
@@ -124,7 +124,7 @@ class Watchdog:
 
 
 def being_debugged() -> bool:
-    """Whether a debugger holds this process: it is traced, or a Python debugger is on the main thread's stack."""
+    """Returns whether this process is traced, or a Python debugger is on the stack of its main thread."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

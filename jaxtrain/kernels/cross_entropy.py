@@ -88,7 +88,9 @@ def cross_entropy(
 
 
 def recomputes(vocab: int, chunks: int, sharder: Sharder | None = None) -> bool:
-    """Whether the backward pass computes the logits again: those of a shard of the vocabulary are in several chunks."""
+    """Returns whether the backward pass computes the logits again: those of a shard of the vocabulary are in several
+    chunks.
+    """
     part = _split(sharder or Sharder(), vocab)[2]
     return _chunk(part, chunks) < part
 
@@ -183,7 +185,7 @@ class _ChunkSpec:
 
     @property
     def masks(self) -> bool:
-        """Whether some column of some chunk must not be counted."""
+        """True if some column of some chunk must not be counted."""
         return self.part % self.size != 0 or self.part * self.shards != self.vocab
 
     def view(self, head: Array, dtype: Any) -> Array:
@@ -199,7 +201,7 @@ class _ChunkSpec:
 
     @property
     def moves(self) -> bool:
-        """Whether the view lies elsewhere than the parameter."""
+        """True if the view lies elsewhere than the parameter."""
         vocab, embed = self.parameter if self.tied else self.parameter[::-1]
         return vocab != self.over or embed != self.stored[2 if self.tied else 0]
 

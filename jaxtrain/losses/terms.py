@@ -26,7 +26,9 @@ def parted(returned: Any) -> tuple[Terms, Any]:
 
 
 def checked(terms: Any) -> Terms:
-    """What a model's `loss` returned, in float32. Raises UserError where it is not {name: (sum, weight)}."""
+    """Checks the terms that a model's `loss` returned, and casts them to float32. Raises UserError where it is not
+    {name: (sum, weight)}.
+    """
     pairs = terms.values() if isinstance(terms, Mapping) else ()
     if not pairs or not all(isinstance(p, tuple) and len(p) == 2 and not any(map(np.ndim, p)) for p in pairs):
         raise UserError("model.type: `loss` must return a dict of terms, each a tuple (sum, weight) of two scalars")

@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
         return (terms, counts) if counts else terms
 
     def begin(self, batch: dict[str, Any], key: jax.Array) -> jax.Array:
-        """What goes into the first layer, [B, T, D]."""
+        """Embeds tokens: input of the first layer, [B, T, D]."""
         del key  # no dropout
         return self._embedded(batch["tokens"], batch["positions"])
 
@@ -166,7 +166,9 @@ class Decoder(nnx.Module):
         )  # fmt: skip
 
     def statistics(self, batch: dict[str, Any], key: jax.Array) -> Counts | None:
-        """What `loss` must know of the whole global batch: choices [layers, experts], for the balance loss."""
+        """Returns statistics that `loss` needs of the whole global batch: choices [layers, experts], for the balance
+        loss.
+        """
         if self.model.moe is None or not self.model.moe.load_balance_loss:
             return None
         return self.statistics_of(self.through(self.begin(batch, key), batch, key)[2])
@@ -203,7 +205,7 @@ class Decoder(nnx.Module):
         cache: Cache | None = None,
         layers: Layers | None = None,
     ) -> tuple[jax.Array, Any, Load | None]:
-        """What leaves the last block, the longer cache, and the load by layer."""
+        """Runs the blocks: returns the last one's output, the extended cache, and the load by layer."""
         model = self.model
         turn, near = self._turns(positions_BT)
         # Of the tokens of a row, whatever order their array is in.

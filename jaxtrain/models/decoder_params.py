@@ -1,4 +1,4 @@
-"""The parameter table of the decoder: path -> shape and logical names. No JAX.
+"""The parameter table of the decoder: path -> shape and logical names.
 
 The mesh doctor, the parameter count and `plan` read it before JAX starts; the decoder's own parameters are tested
 against it. Letters: L layers, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab.

@@ -1,4 +1,4 @@
-"""From a config to a model definition: pure functions on a plain tree of parameters."""
+"""Model definitions from configs: pure functions on a plain tree of parameters."""
 
 from __future__ import annotations
 

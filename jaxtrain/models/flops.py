@@ -1,4 +1,4 @@
-"""FLOPs of a train step, counted from the config. No JAX.
+"""FLOPs of a train step, counted from the config.
 
 The convention, stated with every run: only matrix multiplications count, [m, k] x [k, n] as 2 m n k; causal
 attention counts the keys a query may see, (T + 1) / 2 of a sequence of T on average, fewer with a window; packed

@@ -1,4 +1,4 @@
-"""The mesh doctor on a whole config, before JAX starts. No JAX."""
+"""The mesh doctor on a whole config, before JAX starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtrain.sharding.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, TABLE, a
 
 
 def check_config(config: Config, devices: int | None = None, vocab: int | None = None) -> list[Problem]:
-    """All problems of the config's mesh and rules for its model.
+    """Returns the problems of the config's mesh and rules for its model.
 
     The parameters of a user's own model are not known before JAX starts; then only what does not need them is checked.
 
@@ -39,7 +39,7 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
 
 
 def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
-    """All problems of a config's mesh, rules and context for tensors given as path -> (shape, logical names)."""
+    """Returns the problems of a config's mesh and rules for tensors given as path -> (shape, logical names)."""
     rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
     if tensors is not None and _follows_heads(config, sizes):
         tensors = {path: (shape, _unsplit(names)) for path, (shape, names) in tensors.items()}
@@ -51,7 +51,7 @@ def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None,
 
 
 def _follows_heads(config: Config, sizes: Mapping[str, int | None]) -> bool:
-    """Whether the same axes fail to split the query heads.
+    """Returns whether the same axes fail to split the query heads.
 
     Then key/value heads are not judged: which of them work is known once the query heads are split, because fewer than
     the shards are repeated.

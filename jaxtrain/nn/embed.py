@@ -45,8 +45,9 @@ class Embed(nnx.Module):
 
 @dataclass(frozen=True)
 class _Lookup:
-    """Where everything lies. Tokens are viewed with a dim of its own for every mesh axis that splits them, so that the
-    order of the axes in a dim does not matter to what moves over one of them."""
+    """Sharding of a table lookup. Tokens are viewed with a dim of its own for every mesh axis that splits them, so that
+    the order of the axes in a dim does not matter to what moves over one of them.
+    """
 
     sharder: Sharder
     shape: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What a module needs to know of its surroundings: placement, dtypes and the attention kernel."""
+"""Environment of a module: sharding, dtypes and the attention kernel."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ class Env:
         return self.constrain(x_BT, BATCH, None)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
-        """From the residual stream (by `sequence`) to where matmuls want it (by `context`): an all-gather under
-        sequence parallelism, whose transpose is a reduce-scatter."""
+        """Moves activations from the residual stream (sharded by `sequence`) to matmuls (by `context`): an all-gather
+        under sequence parallelism, whose transpose is a reduce-scatter.
+        """
         stream, inside = (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None)
         return self.sharder.boundary(x_BTD, (stream, inside), (stream,))
 

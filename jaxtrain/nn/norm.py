@@ -61,7 +61,7 @@ class LayerNorm(nnx.Module):
         self.bias = env.param(rngs, names, shape, constant(0.0), exact=True)
 
     def __call__(self, x: jax.Array, arranged: Arranged = lambda scale: scale) -> jax.Array:
-        """As of `RMSNorm`."""
+        """Normalises like `RMSNorm`."""
         x_f32 = x.astype(jnp.float32)
         scale, bias = (arranged(_exact(self.env, param)) for param in (self.scale, self.bias))
         dims = tuple(range(-scale.ndim, 0))

@@ -30,12 +30,12 @@ def plain(value: Any) -> Any:
 
 
 def stand_in(param: jax.Array, dtype: Any) -> jax.Array:
-    """What to differentiate by for a gradient of this dtype: a parameter that has it itself, else zeros."""
+    """Returns a proxy to differentiate by for a gradient of this dtype: a parameter that has it itself, else zeros."""
     return param if param.dtype == dtype else jnp.zeros(param.shape, dtype)
 
 
 def widened(params: Any) -> Any:
-    """What to differentiate by for float32 gradients."""
+    """Returns a proxy to differentiate by for float32 gradients."""
     return jax.tree.map(lambda p: stand_in(p, jnp.float32), params)
 
 

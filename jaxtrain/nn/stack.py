@@ -23,7 +23,7 @@ CHEAP = {
 
 
 class Layers(NamedTuple):
-    """Which layers a stack's parameters are, where a pipeline stage has a part of them.
+    """Layers that a stack's parameters hold, on a pipeline stage that has a part of them.
 
     number: int32 [layers]. present: bool [layers], or None where all are; the others are no layers, but room that is
     left because another stage has more.
@@ -137,7 +137,7 @@ def _rematerialised(
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether the result of an operation is kept; that of a call, unless all it does is cheap."""
+    """Returns whether the result of an operation is kept; that of a call, unless all it does is cheap."""
     if "call_jaxpr" in params:
         return not all(eqn.primitive.name in CHEAP for eqn in params["call_jaxpr"].eqns)
     return primitive.name not in CHEAP

@@ -77,7 +77,7 @@ def _direction(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation
 
 
 def is_orthogonal(names: tuple[str | None, ...]) -> bool:
-    """Whether Muon orthogonalises this parameter: a matrix that is neither an embedding table nor a head."""
+    """Returns whether Muon orthogonalises this parameter: a matrix that is neither an embedding table nor a head."""
     return is_matrix(names) and "vocab" not in names
 
 

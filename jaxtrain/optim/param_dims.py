@@ -1,4 +1,4 @@
-"""What the optimizer reads from logical names: which dims stack matrices, which form one. No JAX arrays."""
+"""Matrix dims of parameters, by their logical names: which dims stack matrices, which form one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS = ("heads", "kv_heads", "kv_shared")
 
 
 def is_names(x: Any) -> bool:
-    """Whether `x` is a leaf of a names tree: a plain tuple of logical names (optax's empty states are not)."""
+    """Returns whether `x` is a leaf of a names tree: a plain tuple of logical names (optax's empty states are not)."""
     return type(x) is tuple and all(name is None or isinstance(name, str) for name in x)
 
 
@@ -48,17 +48,19 @@ def features(names: Names) -> tuple[tuple[int, ...], ...]:
 
 
 def is_selection(names: Names) -> bool:
-    """Whether this is the selection bias of a mixture of experts: its dim is named `balance`."""
+    """Returns whether this is the selection bias of a mixture of experts: its dim is named `balance`."""
     return "balance" in names
 
 
 def is_table(names: Names) -> bool:
-    """Whether this is an embedding table: its width is named `table`, or, where it is the head too, vocab leads."""
+    """Returns whether this is an embedding table: its width is named `table`, or, where it is the head too, vocab
+    leads.
+    """
     return TABLE in names or names[stacking(names) :][:1] == (VOCAB,)
 
 
 def is_matrix(names: Names) -> bool:
-    """Whether this is a weight matrix: two feature dims or more, not a norm, a bias or an embedding table."""
+    """Returns whether this is a weight matrix: two feature dims or more, not a norm, a bias or an embedding table."""
     return len(features(names)) >= 2 and not is_table(names)
 
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as tables: made, checked, priced, drawn, and turned into what an executor has to do. No JAX."""
+"""Pipeline schedules as tables: made, checked, priced, drawn, and turned into what an executor has to do."""

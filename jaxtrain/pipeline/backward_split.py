@@ -132,7 +132,7 @@ def split(pull: Callable[..., tuple[Any, Any]], kept: Sequence[Any], given: Any,
 
 
 def _early(ops: Ops, dw: list[Value], given: frozenset[Value], between: frozenset[Value]) -> tuple[int, ...]:
-    """Which of W's results are cheaply made of what B would hand to W for them alone."""
+    """Returns the results of W that are cheap to make from what B would hand to W for them alone."""
     reads = [mark(ops, {value}, given) for value in dw]
 
     def is_cheap(wanted: set[Value]) -> bool:
@@ -182,7 +182,7 @@ class _CutGraph:
             self.graph.edge(self._node(value), SINK)
 
     def between(self) -> list[Value]:
-        """What B keeps for W, in the order in which it is made."""
+        """Values that B keeps for W, in the order in which they are made."""
         sinks = self.graph.sinks()
         return [v for v, maker in self.maker.items() if maker not in sinks and self.nodes.get(v) in sinks]
 
@@ -216,7 +216,7 @@ class _CutGraph:
             self.graph.edge(node, self._node(value), NEVER if price is None else price * max(1, value.nbytes))
 
     def _add_loop(self, loop: Loop) -> None:
-        """What comes into a loop's body, or out of it, is kept outside."""
+        """Adds a loop: values that enter or leave its body are kept outside."""
         for link in (*loop.consts, *loop.xs):
             if link.inner in self.live:
                 self._connect(self.graph.node(), [link.outer], [link.inner], link.inner in self.by_b, None)
@@ -236,7 +236,7 @@ class _CutGraph:
 
 
 def _forward(ops: Ops, live: set[Value], after_dy: set[Value]) -> list[Value]:
-    """What the backward pass computes of the forward pass, as far as that is not cheap: rematerialisation is B."""
+    """Returns the costly operations of the forward pass that the backward pass repeats: rematerialisation is B."""
     found: list[Value] = []
     for op in walk(ops):
         if isinstance(op, Op) and op.eqn.primitive.name not in AGAIN:

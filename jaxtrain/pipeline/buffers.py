@@ -1,4 +1,4 @@
-"""What an executor does with a table: what to send where, and which buffer slots to write and read. NumPy only.
+"""Buffers of a pipeline: what each stage sends, and the slots that it writes and reads, from a schedule's table.
 
 A tick of the executor, on each stage:
 
@@ -25,7 +25,7 @@ NONE = -1
 
 
 class Way(IntEnum):
-    """Where a stage's result goes: to the next stage (the last one's next is stage 0), the previous one, or itself."""
+    """Destination of a stage's result: the next stage (stage 0 after the last), the previous one, or itself."""
 
     NOWHERE = 0
     NEXT = 1
@@ -34,7 +34,7 @@ class Way(IntEnum):
 
 
 class Kind(IntEnum):
-    """What arrives: nothing, the input of a chunk's F, or the gradient of its output, for B."""
+    """Kind of what arrives: nothing, the input of a chunk's F, or the gradient of its output, for B."""
 
     NOTHING = 0
     ACTIVATION = 1
@@ -43,7 +43,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """What arrives at each stage at the end of each tick from one side. All int32 [ticks, stages].
+    """Arrivals at each stage at the end of each tick from one side. All int32 [ticks, stages].
 
     Args:
         kind: `Kind`.
@@ -86,7 +86,7 @@ class Inbox:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """All buffers of a table.
+    """Buffers of a table.
 
     Args:
         send: int32 [ticks, stages] of `Way`.

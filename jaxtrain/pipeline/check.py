@@ -1,4 +1,4 @@
-"""Whether a config's pipeline can run: its schedule, its rules and its layers, before JAX starts. No JAX."""
+"""Checks of a config's pipeline before JAX starts: its schedule, its rules and its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtrain.sharding.rules import CONTEXT, LAYERS, STAGES, VOCAB, axes_of
 
 
 def check_pipeline(config: Config, devices: int | None = None, vocab: int | None = None) -> list[Problem]:
-    """All problems of the config's pipeline, with dotted keys and no places; see `models.check.check_config`."""
+    """Returns the problems of the config's pipeline, with dotted keys and no places."""
     del vocab  # embedding and head are the mesh doctor's
     sizes, problems = axis_sizes(config.mesh, devices or config.simulate)
     stages = sizes[STAGES]
@@ -51,7 +51,7 @@ def _rules(config: Config, sizes: dict[str, int | None]) -> Iterator[tuple[str, 
 
 
 def misfit(layers: int, period: int, table: Table) -> str | None:
-    """Why layers that only go together by `period` cannot be shared out to the virtual stages; None where they can.
+    """Returns why layers that go together by `period` can not be split over the virtual stages, or None.
 
     Stages may hold unequal numbers of layers.
     """

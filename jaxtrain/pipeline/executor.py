@@ -77,12 +77,12 @@ class Executor:
 
     @property
     def is_training(self) -> bool:
-        """Whether there is a backward pass."""
+        """True if there is a backward pass."""
         return bool((self.table.action > Action.F).any())
 
     @cached_property
     def stages(self) -> Stages:
-        """Who holds which layers."""
+        """Assignment of layers to stages."""
         return Stages(self.table, self.whole, self.sharder, self.period)
 
     @cached_property
@@ -92,7 +92,7 @@ class Executor:
 
     @cached_property
     def rows(self) -> Mapping[str, Any]:
-        """What every stage needs to know in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
+        """Data that every stage needs in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
         if self.given is not None:
             return self.given
         table, b = self.table, self.buffers
@@ -122,7 +122,7 @@ class Executor:
 
     @property
     def rings(self) -> dict[str, SlotBuffer]:
-        """Of what F keeps."""
+        """Slot buffers of the values that F keeps."""
         return {"until B": self.buffers.until_backward, "until W": self.buffers.until_weight}
 
     def _kept_slots(self, ring: SlotBuffer) -> np.ndarray:
@@ -137,7 +137,7 @@ class Executor:
 
     @cached_property
     def sides(self) -> dict[str, int]:
-        """From where anything ever arrives, and how many stages on it was sent."""
+        """Sides from which anything arrives, and the number of stages that it moves."""
         return {side: step for side, step in STEPS.items() if any(f"take {side} " in name for name in self.rows)}
 
     @cached_property
@@ -255,7 +255,7 @@ class Run:
         return late, None
 
     def _on_stages(self, rows: dict[str, Array], begun: Any, late: Any) -> Any:
-        """What each stage made, [stages, ...]."""
+        """Returns the results of all stages, [stages, ...]."""
         derivative, sides = self.derivative, self.plan.sides
 
         def stage(
@@ -270,7 +270,7 @@ class Run:
         return run(rows, self.plan.stages.layers, self.layers, self.refs, self.shared, begun, late)
 
     def _of(self, made: Any, virtual: int) -> Any:
-        """What the stage of a virtual stage made, on all stages."""
+        """Returns the result of a virtual stage, on all stages."""
         is_its = np.arange(self.plan.table.stages) == self.plan.table.home[virtual, 0]
 
         def one(x: Array) -> Array:

@@ -22,7 +22,7 @@ VARIABLE = object()
 
 @dataclass(eq=False)
 class Value:
-    """What an operation reads or makes; one of a loop's body stands for those of all its iterations.
+    """Value that an operation reads or makes; one of a loop's body stands for those of all its iterations.
 
     times: how many iterations all loops around it have together. constant: what it always is.
     """
@@ -33,7 +33,7 @@ class Value:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is the same at any time, a number in the program."""
+        """True if it is the same at any time, a number in the program."""
         return self.constant is not VARIABLE
 
     @property
@@ -90,12 +90,12 @@ class Loop:
 
     @property
     def outs(self) -> list[Value]:
-        """What it makes outside."""
+        """Values that it makes outside."""
         return [*(carry.final for carry in self.carries), *(link.outer for link in self.ys)]
 
     @property
     def stacks(self) -> bool:
-        """Whether its results are all iterations' values, one after the other, as they are when kept."""
+        """True if its results are all iterations' values, one after the other, as they are when kept."""
         return self.eqn.primitive is primitives.scan_p
 
 
@@ -170,7 +170,7 @@ def _map(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
 
 
 def walk(ops: Ops) -> Iterable[Op | Loop]:
-    """All operations, also those of loops' bodies."""
+    """Yields the operations, also those of loops' bodies."""
     for op in ops:
         yield op
         if isinstance(op, Loop):
@@ -224,7 +224,7 @@ def spread(ops: Ops, touched: set[Value]) -> set[Value]:
 
 @dataclass(frozen=True, eq=False)
 class OpProgram:
-    """Those of some operations that make what is wanted.
+    """Operations that make the wanted values.
 
     Args:
         ops: all of them.
@@ -306,7 +306,7 @@ def _scanned(
 def _mapped(
     loop: Loop, body: Body, first: list[Any], links: tuple[list[LoopValue], list[LoopValue]], inputs: Inputs
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """What is kept, or was, has a leading dim of devices."""
+    """Maps over devices: kept values have a leading dim of devices."""
     params, (xs, ys) = loop.eqn.params, links
     axes = params["newly_manual_axes"]
     of_all = PartitionSpec(tuple(axis for axis in params["mesh"].axis_names if axis in axes))

@@ -1,4 +1,4 @@
-"""The cheapest way to cut a graph in two. No JAX."""
+"""The cheapest way to cut a graph in two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Graph:
         return set(level)
 
     def _levels(self) -> dict[int, int]:
-        """How far it is to the sink along edges with room, for each node that reaches it."""
+        """Returns the distance to the sink along edges with free capacity, for each node that reaches it."""
         level, queue = {SINK: 0}, deque([SINK])
         while queue:
             node = queue.popleft()

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline holds, and parameters on their way there and back."""
+"""Partition of layers over pipeline stages, and the transfer of parameters there and back."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stages:
 
     @property
     def is_even(self) -> bool:
-        """Whether all parts are equal."""
+        """True if all parts are equal."""
         return self.filled == 1
 
     @property
@@ -75,7 +75,7 @@ class Stages:
 
     @property
     def layers(self) -> Layers:
-        """Of all stages: number int32 [stages, chunks, room], present likewise or None."""
+        """Layers of all stages: number int32 [stages, chunks, room], present likewise or None."""
         at = np.arange(self.room, dtype=np.int32)
         begin, end = (edge[self.table.virtual][..., None] for edge in (self.parts[:-1], self.parts[1:]))
         present = begin + at < end

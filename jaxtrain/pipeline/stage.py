@@ -1,4 +1,4 @@
-"""What one stage of a pipeline does in one tick, as code that is manual over the mesh axis `pipeline`."""
+"""One tick of a pipeline stage, as code that is manual over the mesh axis `pipeline`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sums = dict[str, Array]
 
 
 class StepInputs(NamedTuple):
-    """What is the same for all stages and ticks.
+    """Inputs of a step, the same for all stages and ticks.
 
     micro: arrays [microbatches, rows, ...]. keys: of each microbatch. scale: of every term's sum in the loss. known:
     what every microbatch's batch holds besides.
@@ -46,7 +46,7 @@ class StepInputs(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """What stages keep from tick to tick: arrays [stages * n, ...] of which each stage sees its own [n, ...].
+    """Values that stages keep from tick to tick: arrays [stages * n, ...] of which each stage sees its own [n, ...].
 
     inputs, gradients: what arrived, in slots. kept: what F keeps, in slots; between: what B keeps for W. grads: of the
     layers, as these lie. sums, counts: of the layers' own terms; counts as the layers lie.
@@ -75,7 +75,7 @@ class Derivative:
     _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
     def forward(self, layers: Any, numbers: Layers, shared: StepInputs, microbatch: Any, x: Any) -> tuple[Any, ...]:
-        """(what goes on, sums, counts, residuals)."""
+        """Runs the forward pass of a stage: (output, sums, counts, residuals)."""
         batch, key = shared.batch(microbatch)
 
         def through(wide: Any, x: Any) -> tuple[Any, Any]:
@@ -101,7 +101,7 @@ class Derivative:
         return y, sums, counts, [leaf for leaf, i in zip(leaves, source) if i is None]
 
     def skips(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any) -> bool:
-        """Whether the model heeds which of its layers are none."""
+        """Returns whether the model heeds which of its layers are none."""
 
         def through(present: Any) -> Any:
             return self.forward(layers, numbers._replace(present=present), shared, 0, x)[0]
@@ -125,12 +125,12 @@ class Derivative:
         return self.cut
 
     def until(self, count: int) -> list[str]:
-        """How long each of so many residuals is kept: what W does not read is free after B."""
+        """Returns how long each residual is kept: what W does not read is free after B."""
         late = set(range(count)) if self.cut is None else set(self.cut.kept)
         return ["until W" if i in late else "until B" for i in range(count)]
 
     def _known(self, wide: Any, layers: Any, shared: StepInputs) -> list[Array]:
-        """What is at hand in every action."""
+        """Returns the values at hand in every action."""
         return jax.tree.leaves((wide, layers, shared))
 
 
@@ -151,7 +151,7 @@ class Stage:
 
     @property
     def actions(self) -> dict[Action, Callable[..., Any]]:
-        """What this table's stages do, less waiting."""
+        """Actions of this table's stages, without waiting."""
         does = {Action.F: self.forward, Action.B: self.inputs, Action.W: self.weights, Action.BW: self.both}
         return {action: run for action, run in does.items() if (self.derivative.stages.table.action == action).any()}
 
@@ -243,7 +243,7 @@ class Stage:
         return self.derivative.pull(self._kept(), layers, shared)
 
     def _kept(self) -> list[Array]:
-        """All that F kept."""
+        """Returns the values that F kept."""
         untils = self.derivative.until(len(self.refs.kept))
         return [ref[self.row[f"read {until}"]] for ref, until in zip(self.refs.kept, untils)]
 

@@ -1,4 +1,4 @@
-"""What a step needs before it runs: compiled for a target that need not be there, read, and priced.
+"""Planning: memory, communication and time of a step, compiled for a target that need not be there.
 
 `predict.predict` makes a `result.Plan` of a config: `compile` compiles in a process of its own for the devices of
 `targets`, or for fewer where these are too many (`pods`, `extrapolate`); `assess` makes a plan of it: `hlo` reads the

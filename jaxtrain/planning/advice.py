@@ -1,4 +1,4 @@
-"""What limits a planned step, and which changes would help most, each estimated from the plan alone. No JAX."""
+"""Advice on a plan: what limits the step, and which changes would help most, estimated from the plan alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPLITS = 8  # of tensor parallelism at most, where a target has no nodes
 
 
 def limit(plan: Plan) -> str:
-    """What takes most of the step, in a sentence."""
+    """Names what takes most of the step, in a sentence."""
     if not plan.can_run:
         return f"{'does not fit' if plan.compiled else 'not compiled'}: {plan.reason}"
     if plan.step_seconds is None or plan.compute_seconds is None:
@@ -74,7 +74,7 @@ def changes(config: Config, plan: Plan) -> list[Advice]:
 
 
 def is_legal(config: Config, plan: Plan, change: str) -> bool:
-    """Whether a run could start with these `key=value` words after its own on the plan's devices."""
+    """Returns whether a run could start with these `key=value` words after its own on the plan's devices."""
 
     def check(changed: Config) -> list[Problem]:
         return check_config(changed, plan.devices) + check_pipeline(changed, plan.devices)
@@ -211,7 +211,7 @@ def _more_microbatches(config: Config, plan: Plan) -> Iterator[Advice]:
 
 
 def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
-    """What makes a step fit."""
+    """Suggests changes that make a step fit."""
     if config.step.remat != "full":
         yield Advice("step.remat=full", 0.0, "activations are computed again instead of kept")
     yield Advice(f"step.microbatches={2 * config.step.microbatches}", 0.0, "a microbatch has half the sequences")
@@ -227,7 +227,7 @@ def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
 
 
 def _has_host(plan: Plan) -> bool:
-    """Whether activations can wait in a host's memory: the stages of a pipeline keep theirs by themselves."""
+    """Returns whether activations can wait in a host's memory: the stages of a pipeline keep theirs by themselves."""
     chip = targets.parse(plan.target).chip
     return chip is not None and chip.host is not None and plan.sizes.get(STAGES, 1) == 1
 

@@ -1,4 +1,4 @@
-"""From a compiled step to a `Plan`: read, counted and priced. No JAX."""
+"""Assessment of a compiled step: reads, counts and prices it, and returns a `Plan`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Hardware:
 
     @classmethod
     def of(cls, report: Report) -> Hardware:
-        """Of a target, of what JAX found, or of a CPU as it was measured."""
+        """Returns the hardware of a target, of the devices that JAX found, or of a CPU as measured."""
         where = targets.parse(report.target)
         if report.measured:
             return cls(
@@ -113,7 +113,7 @@ def _cost(config: Config, module: Module, hardware: Hardware, schedule: Table | 
 
 
 def _with_pages(cost: Cost, report: Report) -> Cost:
-    """With what simulated devices pay for temporaries that malloc gives back to the system after every step."""
+    """Adds the cost of temporaries that malloc returns to the system after every step on simulated devices."""
     if not report.measured or report.memory.temporaries <= KEPT:
         return cost
     seconds = report.memory.temporaries / report.measured["pages"]

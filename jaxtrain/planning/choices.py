@@ -1,4 +1,4 @@
-"""All ways to run a config's step on so many devices that leave its results alone. No JAX.
+"""Layout choices for a config on a number of devices; none changes its results.
 
 Meshes x ZeRO stage x sequence parallelism x how attention crosses shards x pipeline schedule x microbatches x what is
 computed again. Rules are those of the shipped layouts, all of them together: an axis of one device has no effect.
@@ -56,7 +56,7 @@ class Choice:
 
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int]) -> Choice:
-        """What a search would call the layout of a config whose mesh axes have these sizes."""
+        """Returns the choice that the layout of a config is, with these mesh sizes."""
         pipeline, step = config.pipeline, config.step
         return cls(
             tuple(sizes[axis] for axis in AXES), "model" in config.rules.get(SEQUENCE, ()), config.zero,
@@ -116,7 +116,7 @@ class Choice:
 
     @property
     def options(self) -> str:
-        """What a line says besides the mesh: `zero 1, tp without sp, 4 microbatches, remat full`."""
+        """Options beside the mesh, in words: `zero 1, tp without sp, 4 microbatches, remat full`."""
         out = [f"zero {self.zero}"] if self.zero else []
         out += ["no sequence parallelism"] if self.size("model") > 1 and not self.sequence else []
         out += [self.context] if self.size(CONTEXT) > 1 else []
@@ -131,7 +131,7 @@ class Choice:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Of two that are as good, the one with less of it: axes, options, widths."""
+        """Sort key of equally good choices: the one with fewer axes and options is preferred."""
         axes, remat = sum(size > 1 for size in self.sizes), [*REMAT, self.remat].index(self.remat)
         return axes, self.zero, bool(self.offload), self.accumulate, remat, self.sizes[-1]
 
@@ -156,7 +156,7 @@ class Space:
 
     @cached_property
     def rules(self) -> Rules:
-        """Of all shipped layouts together, axes in the order of the mesh."""
+        """Rules of the shipped layouts together, axes in the order of the mesh."""
         found: dict[str, set[str]] = {}
         for name in SHIPPED:
             for dim, axes in load(None, f"layout={name}").rules.items():
@@ -212,7 +212,9 @@ class Space:
                 yield tuple(everything.get(axis, 1) for axis in AXES)
 
     def _on(self, place: Choice) -> Iterator[Choice]:
-        """With and without sequence parallelism, of every context, with every number of microbatches."""
+        """Yields a mesh with and without sequence parallelism, with every context formulation and number of
+        microbatches.
+        """
         own = self.config.context_parallel if self.config.context_parallel != "auto" else "ulysses"
         contexts = ("auto",) if place.size(CONTEXT) == 1 else tuple(dict.fromkeys((own, "ulysses", "ring", "gather")))
         rows, shards = self.config.data.global_batch, place.size("data", "fsdp", "expert")

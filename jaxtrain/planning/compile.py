@@ -39,7 +39,7 @@ POLL = 0.05  # seconds
 
 @dataclass(frozen=True)
 class Report:
-    """What one step needs on a target.
+    """Resources that one step needs on a target.
 
     Args:
         sizes: of all mesh axes.
@@ -78,7 +78,7 @@ class Report:
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the report for JSON."""
         places = [[place.domain, *place.coords, place.core] for place in self.places]
         return {**asdict(self), "rows": collectives.as_dict(self.rows), "places": places, "text": ""}
 
@@ -154,7 +154,7 @@ def together(
 
 
 def across_slices(config: Config, where: targets.Target) -> str | None:
-    """What is wrong with a mesh for a target of slices: only `mesh.dcn` says which axes span them. In one line."""
+    """Returns the problem of a mesh on a target of slices: only `mesh.dcn` says which axes span them. In one line."""
     factors = config.mesh.dcn
     if where.slices == 1 or prod(factors.values()) == where.slices:
         return None
@@ -180,7 +180,7 @@ def _running(asked: Mapping[str, Any], where: targets.Target, folder: Path) -> I
 
 
 def _answer(status: int, folder: Path) -> dict[str, Any]:
-    """What a process that compiled says, from its status and what it wrote."""
+    """Reads the answer of a compiling process from its exit status and output."""
     texts = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
     out, err = ([line.strip() for line in text.splitlines() if line.strip()] for text in texts)
     if status or not out:

@@ -1,4 +1,4 @@
-"""From the plans of two smaller pods to that of the whole. No JAX.
+"""Extrapolation from the plans of two smaller pods to that of the whole.
 
 A pod has fewer shards than the whole (`plan.pods`), and each is larger. What a device keeps, reads and writes is
 constant but for its shards, so that it is a line over 1 / shards: a second pod, of fewer shards still, gives its slope.

@@ -1,4 +1,4 @@
-"""Ways to share devices out over mesh axes, and what is wrong with a config on them. No JAX."""
+"""Ways to share devices out over mesh axes, and what is wrong with a config on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtrain.sharding.rules import CONTEXT
 
 
 def problems(config: Config, devices: int, vocab: int | None = None) -> list[str]:
-    """All problems of a config on so many devices, as a run finds them before JAX starts."""
+    """Returns the problems of a config on a number of devices, as a run finds them before JAX starts."""
     found = [*check_config(config, devices, vocab), *check_pipeline(config, devices)]
     return [*(found.message for found in cross_problems(config)), *map(str, found)]
 
@@ -30,7 +30,7 @@ def factorisations(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]
 
 
 def effect(config: Config) -> str:
-    """What the layout does on its mesh, all sizes given: two that say the same in other words are one."""
+    """Returns a canonical form of what a layout does on its mesh: two layouts with the same effect are one."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.rules.items())}
     rules = {name: axes for name, axes in rules.items() if axes}

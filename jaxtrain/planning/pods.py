@@ -1,4 +1,4 @@
-"""Smaller pods of the same shape, compiled in place of a cluster too large to compile in about a minute. No JAX.
+"""Smaller pods of the same shape, compiled in place of a cluster too large to compile in about a minute.
 
 A pod has fewer replicas than the cluster, each on the same devices, with the same rows and microbatches:
 
@@ -45,7 +45,7 @@ class Pod:
 
 
 def pods(config: Config, target: Target, largest: int = LARGEST) -> tuple[Pod, ...]:
-    """What to compile in place of a config on a target: nothing, one pod, or two, the larger first.
+    """Returns what to compile in place of a config on a target: nothing, one pod, or two, the larger first.
 
     Nothing where the target is small enough, or the axes that are large are none of replicas or shards.
 
@@ -104,7 +104,7 @@ class _SizedConfig:
         return prod(self.sizes.values())
 
     def down(self, axis: str, devices: int) -> _SizedConfig:
-        """With the axis cut as little as makes it this many devices or fewer, else as much as it can be."""
+        """Shrinks the axis to this many devices or fewer, or as far as it goes."""
         cuts = sorted(self._cuts(axis), key=lambda one: -one.devices)
         return next((one for one in cuts if one.devices <= devices), cuts[-1])
 
@@ -131,7 +131,7 @@ class _SizedConfig:
         return _SizedConfig(made, target, sizes)
 
     def pod(self, whole: _SizedConfig, sharded: str = "") -> Pod:
-        """What stands for the whole."""
+        """Returns the pod that represents the whole cluster."""
         axes = {axis: size for axis, size in whole.sizes.items() if size != self.sizes[axis]}
         return Pod(self.config, self.target, axes, sharded)
 

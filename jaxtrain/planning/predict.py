@@ -1,4 +1,4 @@
-"""From a config and a target to a `Plan`: compiled in processes of their own, as it is or in smaller pods. No JAX."""
+"""Prediction of a `Plan` for a config on a target, compiled in child processes, as it is or in smaller pods."""
 
 from __future__ import annotations
 

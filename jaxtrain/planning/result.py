@@ -1,4 +1,4 @@
-"""What a plan says: does a step fit, what does it send, how long does it take, and what would help. No JAX."""
+"""Plan of a step: if it fits, what it sends, how long it takes, and what would help."""
 
 from __future__ import annotations
 
@@ -124,31 +124,31 @@ class Plan:
 
     @property
     def can_run(self) -> bool:
-        """As far as is known. Else there are no figures of a step."""
+        """True if the step can run, as far as is known; else there are no figures of a step."""
         return self.compiled and self.fits is not False
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     @property
     def days(self) -> float | None:
-        """Of the whole run, `config.steps` steps."""
+        """Days of the whole run, `config.steps` steps."""
         return self.steps * self.step_seconds / 86400 if self.step_seconds else None
 
     @property
     def device_hours(self) -> float | None:
-        """Of the whole run."""
+        """Device-hours of the whole run."""
         return None if self.days is None else self.days * 24 * self.devices
 
     @property
     def wire_bytes(self) -> int:
-        """That a device sends in a step."""
+        """Bytes that a device sends in a step."""
         return sum(row.bytes for row in self.traffic)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, derived figures included."""
+        """Returns the plan for JSON, with derived figures."""
         derived = ("tokens_per_second", "days", "device_hours", "wire_bytes")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 

@@ -81,13 +81,13 @@ def held_bytes(program: Program) -> dict[str, int]:
 
 
 def places(program: Program, target: str) -> list[network.DevicePosition]:
-    """Where each device of the mesh is."""
+    """Returns the position of each device of the mesh."""
     mesh = program.sharder.mesh
     return [] if mesh is None else network.places(targets.parse(target), list(mesh.devices.flat))
 
 
 def head_again(program: Program) -> bool:
-    """Whether the decoder's loss computes its logits again in the backward pass."""
+    """Returns whether the decoder's loss computes its logits again in the backward pass."""
     config, vocab = program.config, vocabulary(program)
     return vocab is not None and recomputes(vocab, config.loss.vocab_chunks, program.sharder)
 
@@ -109,7 +109,7 @@ def counted_by_model(program: Program) -> float | None:
 
 
 def measured(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
-    """What CPU devices achieve, see `host.measure`; None of other chips."""
+    """Measured rates of CPU devices, see `hardware.simulated`; None for other chips."""
     return simulated.measure(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None
 
 

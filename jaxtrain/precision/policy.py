@@ -1,4 +1,4 @@
-"""Which dtype each kind of tensor has, per precision policy."""
+"""Precision policies: the dtype of each kind of tensor."""
 
 from __future__ import annotations
 

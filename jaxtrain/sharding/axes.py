@@ -1,4 +1,4 @@
-"""The mesh axes, slowest network first. No JAX."""
+"""The mesh axes, slowest network first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh doctor: everything that can be wrong with a mesh and its rules, found before JAX starts. No JAX."""
+"""The mesh doctor: everything that can be wrong with a mesh and its rules, found before JAX starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(
     activations: Mapping[str, int],
     devices: int | None,
 ) -> list[Problem]:
-    """All problems of a mesh and its rules for a model, one for each cause.
+    """Returns the problems of a mesh and its rules for a model, one for each cause.
 
     Args:
         mesh: sizes of the axes; one may be -1.

@@ -1,4 +1,4 @@
-"""Rows of tokens over the shards of `context`: the order of the ring, and what a config must be. No JAX."""
+"""Rows of tokens over the shards of `context`: the order of the ring, and what a config must be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANY_KERNEL = ("auto", "xla")  # values of `step.attention` that every formulatio
 
 
 def has_tokens(config: Config) -> bool:
-    """Whether the second dim of a batch is of tokens: of text, or for the decoder; others need not have one."""
+    """Returns whether the second dim of a batch is of tokens: of text, or for the decoder; others need not have one."""
     return config.data.type == "text" or config.model.type == "decoder"
 
 
@@ -43,7 +43,7 @@ def shards(rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int | None]
 
 
 def check(config: Config, sizes: Mapping[str, int | None]) -> list[Problem]:
-    """What is wrong with `context` on a mesh of these sizes (None: not known).
+    """Checks `context_parallel` on a mesh of these sizes (None: not known).
 
     Returns:
         Problems with dotted keys and no places; each says what would be right.

@@ -1,4 +1,4 @@
-"""From a layout to a `jax.sharding.Mesh`: which device stands where."""
+"""Device order: from a layout to a `jax.sharding.Mesh`."""
 
 from __future__ import annotations
 

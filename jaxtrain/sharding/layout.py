@@ -1,4 +1,4 @@
-"""A layout: the mesh and the rules as one named value. No JAX."""
+"""A layout: the mesh and the rules as one named value."""
 
 from __future__ import annotations
 

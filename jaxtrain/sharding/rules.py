@@ -1,4 +1,4 @@
-"""Rules map the logical name of a dim to mesh axes. No JAX."""
+"""Rules map the logical name of a dim to mesh axes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dims_to_axes(names: Sequence[str | None], rules: Rules) -> tuple[tuple[str, 
 
 
 def asked(names: Sequence[str | None], rules: Rules) -> tuple[tuple[str, ...], ...]:
-    """What the rules ask for each dim of a tensor, be it possible or not.
+    """Returns the axes that the rules ask for each dim of a tensor, possible or not.
 
     In a tensor with a dim `expert`, that dim alone has the axes that split both the experts and the tokens: with
     `embed: [fsdp, expert]` a dense weight is stored over both axes, an expert's own over `fsdp`.
@@ -135,7 +135,7 @@ def table_names(embed: int, tied: bool, shards: int) -> Names:
 
 
 def kv_copies(heads: int, kv_heads: int, shards: int) -> int:
-    """How often each key/value head is repeated, so that `shards` can share them out: 1 where they divide already.
+    """Returns how often each key/value head is repeated so that `shards` can split them: 1 if they divide already.
 
     Fewer heads than shards are stored whole on each of these and their *weights* repeated for use: repeated keys and
     values would be moved and kept several times. 1 too where the query heads could not follow: that is an error.

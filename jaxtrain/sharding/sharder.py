@@ -52,8 +52,9 @@ class Sharder:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether this is code of a pipeline stage: other stages may be at another action, and would miss a permutation
-        here, for which all devices wait."""
+        """True if this is code of a pipeline stage: other stages may be at another action, and would miss a permutation
+        here, for which all devices wait.
+        """
         return STAGES in self.manual
 
     def map(self, body: Callable, in_specs: Any, out_specs: Any, axes: Iterable[str] | None = None) -> Callable:

@@ -1,4 +1,4 @@
-"""Which layouts on which meshes: every way to share the devices out that the mesh doctor passes. No JAX."""
+"""Layouts and meshes to verify: every split of the devices that passes the layout check."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _legal(config: Config, devices: int) -> tuple[list[Config], str]:
 
 
 def _tests(config: Config) -> tuple[int, bool]:
-    """How much a mesh puts to the test: its number of axes, and whether they split the batch."""
+    """Returns how much a mesh tests: its number of axes, and whether they split the batch."""
     axes = [axis for axis in AXES if getattr(config.mesh, axis) > 1]
     return len(axes), any(axis in axes for axis in axes_of(BATCH, config.rules))
 

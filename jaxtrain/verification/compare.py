@@ -1,4 +1,4 @@
-"""Two observations compared, and a guess at what went wrong where they differ. No JAX."""
+"""Two observations compared, and a guess at what went wrong where they differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all differences are those of float32 rounding."""
+        """True if all differences are those of float32 rounding."""
         return self.first is None
 
 
@@ -64,7 +64,7 @@ def compare(
 
 
 def cause(got: Flat, want: Flat, variants: Mapping[str, Flat], sizes: Mapping[str, int]) -> str:
-    """What would explain wrong gradients: a variant of the reference that they equal, or a tensor counted twice.
+    """Returns an explanation of wrong gradients: a variant of the reference that they equal, or a tensor counted twice.
 
     Args:
         got, want: gradients by path.

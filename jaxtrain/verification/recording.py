@@ -1,4 +1,4 @@
-"""What a program computes: losses of some steps, and the first step's gradients and updates, on the host."""
+"""Recording of a program: losses of some steps, and the first step's gradients and updates, on the host."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Runner:
         self.compiled = jitted.lower(program.state, example).compile()
 
     def gradients(self, state: Any, batch: Any) -> Flat:
-        """Of one batch, by path."""
+        """Returns the gradients of one batch, by path."""
         return flat(self.compiled(state, batch)[2])
 
     def observe(self, batches: list[Any]) -> Seen:

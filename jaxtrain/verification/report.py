@@ -1,4 +1,4 @@
-"""The outcome of a verification as a table and a last line. No JAX."""
+"""The outcome of a verification as a table and a last line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def details(outcome: Outcome, width: int) -> list[str]:
 
 
 def lines(outcome: Outcome) -> list[str]:
-    """What failed and why, what was not tried, and the verdict."""
+    """Returns the failures and their causes, the layouts not tried, and the verdict."""
     wrong = [row for row in outcome.rows if not row.is_equal]
     said = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]
     said += [f"{row.candidate.layout} on {row.candidate.mesh}: {_fault(row)}" for row in wrong]

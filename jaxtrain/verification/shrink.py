@@ -1,4 +1,4 @@
-"""A config made small enough to compile on every layout in seconds, and the list of what was changed. No JAX."""
+"""A config made small enough to compile on every layout in seconds, and the list of what was changed."""
 
 from __future__ import annotations
 

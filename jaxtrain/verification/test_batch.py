@@ -1,4 +1,4 @@
-"""Batches that tell layouts apart: packed documents, padding, and rows of very different weight. No JAX."""
+"""Batches that tell layouts apart: packed documents, padding, and rows of very different weight."""
 
 from __future__ import annotations
 

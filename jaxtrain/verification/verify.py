@@ -43,7 +43,7 @@ class LayoutResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it ran and equals one device."""
+        """True if it ran and equals one device."""
         return self.verdict is not None and self.verdict.is_equal
 
 

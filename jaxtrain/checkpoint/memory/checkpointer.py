@@ -126,7 +126,7 @@ class Keeper:
         return self._on_all(found.step, lambda: self._restored(found, abstract))
 
     def _on_all(self, step: int, work: Callable[[], T]) -> T | None:
-        """What `work` gives; None, and a line, on every process where it fails on any."""
+        """Returns the result of `work`, or None with a log line on every process if it fails on any."""
         result, problem = None, None
         try:
             result = work()
@@ -184,7 +184,7 @@ class Keeper:
         return max((found for found in whole if found[0] > after), default=(-1, -1))
 
     def _find(self, step: int, generation: int) -> ReplicatedStep:
-        """Where the parts of a step are, and what is in them."""
+        """Locates the parts of a step and reads their headers."""
         listed = self._listed()
         where = {key.process: held for key, (_, held) in listed.items() if key[:2] == (generation, step)}
         headers = {}
@@ -255,7 +255,7 @@ class _TensorReader:
         return box
 
     def _piece(self, process: int, piece: Piece, dtype: Any) -> np.ndarray:
-        """Of whoever still has it unharmed."""
+        """Reads a piece from the first node that has it undamaged."""
         if piece.size != prod(piece.shape) * np.dtype(dtype).itemsize:
             raise PeerMemoryError(f"a piece of {piece.name} has {piece.size} bytes")
         key, problem = Key(self._found.generation, self._found.step, process), ""

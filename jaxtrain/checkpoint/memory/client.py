@@ -1,4 +1,4 @@
-"""A worker's way to the memory of the nodes: where it is, and a connection to one of them. No JAX."""
+"""A worker's way to the memory of the nodes: where it is, and a connection to one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the stocks of a job are.
+    """Addresses of the memory servers of a job.
 
     Args:
         every: steps between copies.
@@ -36,12 +36,12 @@ class Nodes:
     stocks: tuple[Address, ...]
 
     def as_text(self) -> str:
-        """For the environment of a worker."""
+        """Encodes the addresses for the environment of a worker."""
         return json.dumps(asdict(self))
 
 
 def nodes(environ: Mapping[str, str] = os.environ) -> Nodes | None:
-    """What the environment says; None where no agent keeps states."""
+    """Reads the addresses from the environment; None if no agent keeps states."""
     text = environ.get(VARIABLE)
     if not text:
         return None
@@ -79,14 +79,14 @@ class Client:
         self._reply()
 
     def parts(self) -> list[tuple[Key, int]]:
-        """What is there: keys, and how many processes a step of theirs has."""
+        """Lists the stored parts: keys, and how many processes a step of theirs has."""
         try:
             return [(Key(*map(int, key)), int(count)) for key, count in self._ask({"do": "list"})["parts"]]
         except (KeyError, TypeError, ValueError):
             raise PeerMemoryError(f"{self._where} answers in another language") from None
 
     def header(self, key: Key) -> Header:
-        """Of a part."""
+        """Reads the header of a part."""
         return read_header(self._ask({"do": "header", "key": key}).get("header"))
 
     def read(self, key: Key, offset: int, size: int) -> memoryview:

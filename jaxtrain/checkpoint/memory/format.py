@@ -1,4 +1,4 @@
-"""What one process has of a step: a header that says which pieces of which tensors, and their bytes. No JAX."""
+"""Format of the part of a step that one process has: a header that lists pieces of tensors, and their bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Header:
-    """Of a part.
+    """Header of a part.
 
     Attributes:
         processes: parts that make up the step.
@@ -78,5 +78,5 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def covered(pieces: list[Piece], shape: tuple[int, ...]) -> bool:
-    """Whether pieces that do not overlap are all of a tensor."""
+    """Returns whether pieces that do not overlap are all of a tensor."""
     return sum(prod(piece.shape) for piece in pieces) == prod(shape)

@@ -1,4 +1,4 @@
-"""How workers and stocks speak: a JSON object a line, and bytes after it where the line says so. No JAX."""
+"""Protocol of workers and memory servers: a JSON object a line, and bytes after it where the line says so."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def receive(stream: BufferedIOBase) -> dict[str, Any] | None:
 
 
 def receive_bytes(stream: BufferedIOBase, size: int) -> memoryview:
-    """So many bytes. Raises OSError, and PeerMemoryError where the stream ends before."""
+    """Receives this many bytes. Raises OSError, and PeerMemoryError where the stream ends before."""
     # Pages come as they are filled: a bytearray would be zeroed first, while the sender waits.
     view, at = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
     while at < size:

@@ -1,4 +1,4 @@
-"""The parts that a node's agent holds in its memory, and the server that workers reach it by. No JAX.
+"""The parts that a node's agent holds in its memory, and the server that workers reach it by.
 
 Steps are in lockstep: a worker begins to copy a step when it has copied the one before, and no process can finish a
 step that another has not begun. So when a third step of a process is here, its first is whole everywhere, on two nodes

@@ -18,6 +18,6 @@ __all__ = ["SPLITS", "Document", "File", "Span", "documents", "list_files", "pla
 
 
 def documents(source: SourceConfig) -> Iterator[Document]:
-    """All documents of a source, in order; raises as `list_files` and `read_shard`."""
+    """Yields the documents of a source in order; raises as `list_files` and `read_shard`."""
     for shard in plan_shards(list_files(source), 64 << 20):
         yield from read_shard(shard, source.field)

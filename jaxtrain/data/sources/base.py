@@ -1,4 +1,4 @@
-"""What every kind of source is made of: files, spans of them, documents; and how a split is chosen."""
+"""Parts of every kind of source: files, spans, documents, and the choice of a split."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def partner(name: str) -> str | None:
 
 
 def fits(name: str, kind: str, names: Container[str]) -> bool:
-    """Whether a file is one of a format by its name, capitals or not; `names`: of all files there."""
+    """Returns whether a file is one of a format by its name, capitals or not; `names`: of all files there."""
     other = partner(name)
     if kind == "megatron" and (other is None or other not in names):
         return False

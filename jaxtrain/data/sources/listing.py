@@ -24,7 +24,7 @@ SAVED_SPLITS = "dataset_dict.json"
 
 
 class FileListing(NamedTuple):
-    """Where a source's files lie, on a disk or in a store.
+    """Files of a source, on a disk or in an object store.
 
     `names` are of all files below the folder, with `/`; `read` gives the content of one. `asked`: None for a folder,
     of which what can be read is taken; else the names that were asked for one by one, or by a glob.
@@ -84,7 +84,7 @@ def choose(place: FileListing, source: SourceConfig) -> dict[str, str]:
 
 
 def _of_folder(names: list[str], source: SourceConfig) -> dict[str, str]:
-    """All files of a format, which is the one there is unless it is named."""
+    """Returns the files of a format, by default the only one present."""
     every = set(names)
     if source.format != "auto":
         return {n: source.format for n in names if fits(n, source.format, every)}

@@ -61,7 +61,7 @@ def _read(span: Span, field: str) -> Iterator[Document]:
 
 
 def _kind(reader: Any, file: File) -> Any:
-    """What reads the text of a record, by the first record."""
+    """Chooses the reader of a record's text by the first record."""
     try:
         first = reader.read(0, 1)[0]
     except Exception as error:

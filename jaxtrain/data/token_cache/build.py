@@ -166,7 +166,7 @@ def _build(job: Job, shards: list[Shard], encoder: Tokenizer, workers: int | Non
 
 
 def _intact(folder: Path, index: int, key: str) -> bool:
-    """Whether a shard is finished and its files are what was written."""
+    """Returns whether a shard is finished and its files are what was written."""
     marker = read_marker(folder, index, key)
     if marker is None or "text_bytes" not in marker[SPLITS[0]]:
         return False

@@ -213,7 +213,7 @@ class TokenCache(TokenSource):
         self.bytes = (self.train.tokens + self.validation.tokens) * dtype.itemsize
 
     def counts(self, split: str) -> np.ndarray:
-        """How often each id occurs in a split, uint64[vocab]. Raises DataError where the file is damaged."""
+        """Counts how often each id occurs in a split, uint64[vocab]. Raises DataError where the file is damaged."""
         path = self.folder / TOTAL
         data = read(path)
         if xxhash.xxh3_64_hexdigest(data) != self._count:

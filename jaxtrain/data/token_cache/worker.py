@@ -26,7 +26,7 @@ BATCH_DOCUMENTS = 4096
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all shards of a cache."""
+    """Settings that all shards of a cache share."""
 
     folder: str
     key: str

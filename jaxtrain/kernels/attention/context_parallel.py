@@ -40,7 +40,7 @@ Local = Callable[[Any, Any], halo_exchange.Run]  # (q, k) with the shapes of one
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Where queries and keys lie, as PartitionSpecs of their four dims, and the mesh axes of the context."""
+    """Sharding of queries and keys, as PartitionSpecs of their four dims, and the mesh axes of the context."""
 
     sharder: Sharder
     queries: PartitionSpec
@@ -49,7 +49,7 @@ class Shards:
 
     @property
     def rows(self) -> PartitionSpec:
-        """Of [batch, tokens] whose tokens are whole on every shard."""
+        """PartitionSpec of [batch, tokens] with all tokens on every shard."""
         return self.sharder.spec((BATCH, None))
 
     @property
@@ -135,7 +135,7 @@ def attention(
 
 
 def _ulysses(q: Array, k: Array, v: Array, segments_BT: Array | None, axes: tuple[str, ...], local: Local) -> Array:
-    """All tokens of some heads instead of some tokens of all heads, and back."""
+    """Attends with all tokens of some heads instead of some tokens of all heads (DeepSpeed-Ulysses)."""
     count, kv_heads = lax.axis_size(axes), k.shape[2]
     repeats = count // gcd(kv_heads, count)
 
@@ -184,7 +184,7 @@ def _on_ring(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Arra
 
 @dataclass(frozen=True, eq=False)
 class _RingSpec:
-    """What is static of a ring. A window that is not known when tracing comes with the tokens."""
+    """Static options of a ring. A window that is not known when tracing comes with the tokens."""
 
     shards: Shards
     case: Case
@@ -196,7 +196,7 @@ class _RingSpec:
         return RingShard(case, self.shards.axes, self.block, order_BT, segments_BT)
 
     def specs(self, rows: tuple) -> tuple:
-        """Of q, k, v and the rows."""
+        """PartitionSpecs of q, k, v and the rows."""
         _, segments_BT, window = rows
         whole = self.shards.rows
         tokens = (whole, None if segments_BT is None else whole, None if window is None else PartitionSpec())

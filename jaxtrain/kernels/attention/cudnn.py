@@ -24,7 +24,7 @@ MASK = 2**27  # elements of a mask that is made at a time
 
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, hopper: bool) -> str | None:
-    """Why this kernel can not do the case, or None."""
+    """Returns the reason why this kernel can not do the case, or None."""
     most = 256 if hopper else 128
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {jnp.dtype(dtype)}"
@@ -183,7 +183,7 @@ def _masked(q: Array, k: Array, v: Array, segments_BT: Array, case: Case) -> Arr
 
 
 def _places(time: int) -> tuple[int, ...]:
-    """How many runs a row may hold, by branch."""
+    """Returns how many runs a row may hold, by branch."""
     return FEW, max(RUNS, time // TOKENS_PER_RUN)
 
 
@@ -224,7 +224,7 @@ def _packed(q: Array, k: Array, v: Array, runs_BT: Array, most: int, case: Case)
 
 @cache
 def _grouped_offsets_are_right() -> bool:
-    """Whether JAX scales the offsets of the keys by the heads of the keys.
+    """Returns whether JAX scales the offsets of the keys by the heads of the keys.
 
     JAX 0.10 scales them by the heads of the queries, and grouped queries then read wrong tokens without an
     error (jax pull request 39521). Asked of the function itself, so that a mended JAX needs no list of versions.

@@ -59,7 +59,7 @@ def attention(
 
 
 def _preceding(ends: list[Array], axes: tuple[str, ...]) -> list[Array]:
-    """For each chunk of a shard the end of the chunk before it in the row; zeros where there is none."""
+    """Returns the end of the preceding chunk of the row for each chunk of a shard; zeros for the first."""
     count = lax.axis_size(axes)
     first = lax.ppermute(ends[0], axes, [(i, i + 1) for i in range(count - 1)])
     if len(ends) == 1:

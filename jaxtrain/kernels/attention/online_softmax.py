@@ -44,8 +44,9 @@ class Partial(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """What the backward pass needs per query: the output's cotangent [batch, time, heads, head_dim], the log-sum-exp
-    over all keys and the sum of output * cotangent, float32 [batch, time, heads]."""
+    """Values that the backward pass needs per query: the output's cotangent [batch, time, heads, head_dim], the
+    log-sum-exp over all keys and the sum of output * cotangent, float32 [batch, time, heads].
+    """
 
     out_BTHD: Array
     lse_BTH: Array

@@ -60,7 +60,7 @@ class RingShard:
         return cut(self.order_BT), None if self.segments_BT is None else cut(self.segments_BT)
 
     def rotate(self, tree: T) -> T:
-        """From every shard to the next one."""
+        """Sends arrays from every shard to the next one."""
         hops = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, hops), tree)
 

@@ -1,4 +1,4 @@
-"""What an attention call asks for, shared by every kernel: the static options and the mask."""
+"""Specification of an attention call for every kernel: static options and the mask."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Case:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Who may see whom: segments and order of the queries [batch, time] and of the keys [batch, source].
+    """Tokens that may attend to each other: segments and order of the queries [batch, time] and of the keys [batch,
+    source].
 
     Segment 0 is padding and sees nothing, nor is seen. `order` None means the index in the array.
     """

@@ -15,7 +15,7 @@ BLOCK = 512
 
 
 def refusal(case: Case, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> str | None:
-    """Why this kernel can not do the case, or None."""
+    """Returns the reason why this kernel can not do the case, or None."""
     if q_shape[1] != k_shape[1]:
         return f"needs as many keys as queries, not {q_shape[1]} queries and {k_shape[1]} keys"
     if case.window is not None and case.span is None:

@@ -38,7 +38,7 @@ class Group:
         return lax.all_gather(x, self.axes, axis=dim, tiled=True) if self.axes else x
 
     def scatter(self, x: Array, dim: int) -> Array:
-        """This device's part along `dim` of the sum."""
+        """Returns this device's part of the sum, along `dim`."""
         return lax.psum_scatter(x, self.axes, scatter_dimension=dim, tiled=True) if self.axes else x
 
     def sum(self, x: Array) -> Array:

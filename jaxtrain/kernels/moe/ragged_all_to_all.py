@@ -14,7 +14,7 @@ from jaxtrain.kernels.moe.token_gather import rows_at
 
 
 class ExchangeSizes(NamedTuple):
-    """What one device sends and receives, in rows; int32, one entry per (device, expert of its), device by device.
+    """Rows that one device sends and receives; int32, one entry per (device, expert of its), device by device.
 
     begin, size: of each run in the sender's rows. land: where the run begins in its receiver's rows.
     arrive: sizes of what comes in from each device.

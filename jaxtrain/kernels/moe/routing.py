@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what gate, and which of its choices find a place.
+"""Routing of tokens to experts: choices, gates, and slots within the capacity.
 
 Everything here has the meaning it has on one device: it runs outside any `shard_map`, on whole rows of the batch, so
 that no layout changes a decision. Shapes: B batch, T tokens, K choices of a token, E experts.
@@ -21,7 +21,7 @@ from jaxtrain.sharding.sharder import Sharder
 
 
 class Routing(NamedTuple):
-    """Where the tokens go.
+    """Experts and slots of tokens.
 
     expert_BTK: int32; E for a choice that goes nowhere (padding, or no place left).
     gate_BTK: float32 factor of that expert's output.

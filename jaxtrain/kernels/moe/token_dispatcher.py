@@ -1,4 +1,4 @@
-"""To the experts and back, as one device sees it: two transports that give the same numbers.
+"""Dispatch of tokens to experts and back, on one device: two transports that give the same numbers.
 
 `padded` sends a fixed number of places per expert and sequence in an all-to-all: the sizes are static, and choices
 without a place were dropped by the routing. `dropless` sends runs of rows, as many as there are.
@@ -23,7 +23,7 @@ from jaxtrain.sharding.sharder import Sharder
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """What is static of a transport.
+    """Static options of a transport.
 
     experts: of all devices. places: of an expert per sequence, or None without a capacity. devices: share the
     experts. split: share the width of each expert. is_spread: tokens come split over `split` too. block: rows of one
@@ -131,7 +131,7 @@ def _itinerary(plan: DispatchSpec, count_E: Array) -> tuple[ExchangeSizes, Excha
 
 
 def _starts(size: Array) -> Array:
-    """Where runs of these sizes, one after the other along the last dim, begin."""
+    """Returns the starts of consecutive runs of these sizes along the last dim."""
     return jnp.cumsum(size, -1, dtype=jnp.int32) - size
 
 

@@ -1,4 +1,4 @@
-"""What a table costs: time, bubble, activations, messages. NumPy only."""
+"""Cost of a schedule's table: time, bubble, activations, messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ScheduleCost:
 
 
 def price(table: Table, costs: Costs = Costs()) -> ScheduleCost:  # noqa: B008 a tuple cannot change
-    """All figures of a table. It must have passed `check`."""
+    """Computes the figures of a table. It must have passed `check`."""
     durations = action_costs(table, costs)
     start = start_times(table, costs)
     is_busy = table.action != Action.NOTHING

@@ -64,7 +64,7 @@ def grid(table: Table, width: int) -> list[Text]:
 
 
 def summary(table: Table, figures: ScheduleCost, costs: Costs) -> list[str]:
-    """What the table is and costs, in lines."""
+    """Describes a table and its cost, in lines."""
     size = f"{table.stages} stages{f' of {table.chunks} chunks' if table.chunks > 1 else ''}"
     times = {
         "lockstep": (figures.lockstep, figures.lockstep_bubble, "all wait for the tick's costliest action"),
@@ -80,7 +80,7 @@ def summary(table: Table, figures: ScheduleCost, costs: Costs) -> list[str]:
 
 
 def compare(tables: Sequence[Table], costs: Costs) -> RichTable:
-    """All of them side by side; bold is the least time in lockstep."""
+    """Compares schedules side by side; bold is the least time in lockstep."""
     from rich.table import Table as RichTable
 
     rows = RichTable(box=None, pad_edge=False, header_style="bold")

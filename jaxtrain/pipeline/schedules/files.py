@@ -1,4 +1,4 @@
-"""Schedules from a user's file. NumPy only.
+"""Schedules from a user's file.
 
 A CSV file has a row for each stage and a column for each tick:
 
@@ -56,7 +56,7 @@ def load(schedule: str, stages: int | None = None, microbatches: int | None = No
 
 
 def is_file(schedule: str) -> bool:
-    """Whether the name of a schedule is that of a file."""
+    """Returns whether the name of a schedule is that of a file."""
     return schedule.lower().endswith(SUFFIXES)
 
 
@@ -86,7 +86,7 @@ def read(
 
 
 class _Wrong(ValueError):
-    """What is wrong in the file, without its name."""
+    """Error in a file, without its name."""
 
 
 def _csv(text: str) -> tuple[list[list[str]], dict[str, Any]]:
@@ -152,7 +152,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _count(what: str, numbers: set[int], wanted: int | None) -> int:
-    """How many there are, which must be those of 0 to the last one."""
+    """Returns how many there are, which must be 0 to the last one."""
     count = wanted or len(numbers)
     absent = next((i for i in range(count) if i not in numbers), None)
     if absent is not None:

@@ -1,4 +1,4 @@
-"""The shipped pipeline schedules. NumPy only.
+"""The shipped pipeline schedules.
 
 Each is an order of F and B for every stage, written down below; `arrange.place` finds the ticks and puts weight
 gradients where a stage would wait. All work for every number of stages and microbatches; the figures in their
@@ -16,7 +16,7 @@ from jaxtrain.pipeline.schedules.timetable import place
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Table:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965).
+    """Runs all forwards, then all backwards (Huang et al., arXiv 1811.06965).
 
     Bubble (p-1)(F+B+W), also in lockstep; m activations at every stage.
     """

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a table: what each stage does at each tick. NumPy only."""
+"""A pipeline schedule as a table: what each stage does at each tick."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Placement = Literal["loop", "v"]
 
 
 class Action(IntEnum):
-    """What a stage does in a tick: F forward, B input gradient, W weight gradient, BW both gradients in one."""
+    """Action of a stage in a tick: F forward, B input gradient, W weight gradient, BW both gradients in one."""
 
     NOTHING = 0
     F = 1
@@ -70,7 +70,7 @@ class Table:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients, at least somewhere."""
+        """True if weight gradients are computed apart from input gradients, at least somewhere."""
         return bool((self.action == Action.W).any())
 
     def letter(self, action: Action) -> str:
@@ -128,7 +128,7 @@ def parts(action: Action) -> tuple[Action, ...]:
 
 
 def needs(action: Action, virtual: int, last: int) -> list[tuple[Action, int]]:
-    """What must be done before an action on a microbatch: (F, B or W, virtual stage) of the same microbatch.
+    """Returns what must be done before an action on a microbatch: (F, B or W, virtual stage) of the same microbatch.
 
     Args:
         virtual: the action's own virtual stage.

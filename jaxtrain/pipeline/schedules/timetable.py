@@ -1,4 +1,4 @@
-"""From an order of actions on each stage to a table of ticks. NumPy only."""
+"""Timetable of ticks from an order of actions on each stage."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Worker:
         self._limit, self._eager = limit, eager
 
     def next(self, is_ready: Callable[[Step], bool]) -> Step | None:
-        """What it can do in this tick, if anything."""
+        """Returns the action that it can do in this tick, if any."""
         has_room = self.kept < self._limit
         if self.order:
             step = self.order[0]

@@ -1,4 +1,4 @@
-"""Whether a table is a schedule: everything done once, in an order that can be, within the memory. NumPy only."""
+"""Validation of a schedule table: every action once, in a possible order, within the memory."""
 
 from __future__ import annotations
 

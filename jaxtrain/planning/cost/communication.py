@@ -1,4 +1,4 @@
-"""What a choice sends in a step, by the textbook, and how long its networks take for it. No JAX.
+"""Communication of a choice in a step by textbook formulas, and its time on the networks.
 
 Bytes are those that a device sends around a ring, as in `plan.communication`. What each layout sends:
 
@@ -88,7 +88,7 @@ class LayoutSizes:
 
 
 def share(choice: Choice, axes: Over) -> float:
-    """Of a tensor, what a device sends around the ring of these axes."""
+    """Returns the share of a tensor that a device sends around the ring of these axes."""
     n = choice.size(*axes)
     return (n - 1) / n
 
@@ -96,7 +96,7 @@ def share(choice: Choice, axes: Over) -> float:
 def rows(
     config: Config, choice: Choice, weights: Weights, shape: LayoutSizes, ticks: int, chunks: int
 ) -> list[CollectiveRow]:
-    """All collectives of a step. `ticks`: of the schedule; `chunks`: of the vocabulary."""
+    """Returns the collectives of a step. `ticks`: of the schedule; `chunks`: of the vocabulary."""
     out = _weights(choice, weights, shape, chunks)
     out += _tensor(choice, shape, weights)
     out += _context(choice, shape)
@@ -224,7 +224,7 @@ class Links:
         return DevicePosition(at, tuple(reversed(coords)), core)
 
     def seconds(self, choice: Choice, row: CollectiveRow) -> tuple[float, str]:
-        """Of all runs, and the name of the network."""
+        """Returns the seconds of all runs, and the name of the network."""
         key = choice.sizes, row.axes, row.op
         if key not in self._known:
             groups = _groups(choice.sizes, row.axes, row.op)

@@ -1,4 +1,4 @@
-"""What a choice needs and takes, from the config and the chip alone: no compiler, a fraction of a millisecond. No JAX.
+"""Estimate of a choice's memory and time from the config and the chip alone, in a fraction of a millisecond.
 
 It is for ordering thousands of choices, not for trusting: the best are compiled (`plan.search`). Bytes of the train
 state are exact, traffic is the textbook's (`plan.wires`); activations, memory traffic of elementwise operations and
@@ -87,7 +87,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one device and one step, in bytes and seconds; as a `Plan`, roughly.
+    """Estimate for one device and one step, in bytes and seconds, roughly as in a `Plan`.
 
     Args:
         needs: bytes; usable: None where the memory is not known.
@@ -122,11 +122,11 @@ class Estimate:
         return sum(row.bytes for row in self.traffic)
 
     def fits(self, slack: float = 1.0) -> bool:
-        """Whether it needs at most so many times what is there."""
+        """Returns whether it needs at most so many times what is there."""
         return self.usable is None or self.needs <= slack * self.usable
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the estimate for JSON."""
         return {
             "needs": round(self.needs), "memory": {kind: round(size) for kind, size in self.memory.items()},
             "parts": dict(self.parts), "compute_seconds": self.compute_seconds, "wire_bytes": round(self.wire_bytes),
@@ -137,7 +137,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Order:
-    """What a schedule does to a step: exactly, or at the least where there is no table.
+    """Effects of a schedule on a step: exactly, or at the least where there is no table.
 
     Args:
         kept: activations of microbatches on a whole stage, from F to W.
@@ -194,7 +194,7 @@ def feed_forward(model: ModelConfig) -> int:
 
 
 def kept_bytes(model: ModelConfig, choice: Choice, shape: LayoutSizes) -> float:
-    """Of the activations that all layers of a device keep of a microbatch for its backward pass."""
+    """Returns the bytes of activations that the layers of a device keep of a microbatch for the backward pass."""
     stream, wide = _kept_width(model, choice)
     return shape.layers * shape.width * (shape.stream * stream + shape.tokens * wide / choice.size("model"))
 
@@ -215,7 +215,7 @@ def _kept_width(model: ModelConfig, choice: Choice) -> tuple[float, float]:
 
 
 def named_width(model: ModelConfig, names: Iterable[str]) -> tuple[float, float]:
-    """As `_kept_width`, of the values that the decoder marks with these names."""
+    """Returns the width, as `_kept_width`, of the values that the decoder marks with these names."""
     embed, mlp = model.embed, feed_forward(model)
     head = model.head_dim or embed // model.heads
     queries, keys = model.heads * head, (model.kv_heads or model.heads) * head
@@ -254,11 +254,11 @@ class Formula:
         self.terms = layer_matmuls(model, mean_attended(model, config.data.sequence))
 
     def bound(self, choice: Choice) -> Estimate:
-        """At most what `exact` says of a choice with a pipeline, without making its table; else the same."""
+        """Returns a lower bound of `exact` for a choice with a pipeline, without its table; else the same."""
         return self._estimate(choice, Order.least(choice))
 
     def exact(self, choice: Choice) -> Estimate | None:
-        """With the schedule's real table; None where the stages cannot run it."""
+        """Returns the estimate with the schedule's real table; None if the stages can not run it."""
         table = self.space.table(choice)
         if choice.size(STAGES) > 1 and table is None:
             return None
@@ -281,7 +281,7 @@ class Formula:
         return Estimate(choice, sum(memory.values()), usable, memory, parts, exposed, bubble, step, tuple(sent))
 
     def weights(self, choice: Choice) -> Weights:
-        """Of a choice's mesh and ZeRO stage."""
+        """Returns the bytes of weights for a choice's mesh and ZeRO stage."""
         several = choice.accumulate > 1
         key = choice.sizes, choice.sequence, choice.zero, several
         if key not in self._weights:

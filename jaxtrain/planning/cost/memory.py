@@ -1,4 +1,4 @@
-"""Bytes on a device: the train state by its shardings, and what the compiler plans for a step. No JAX."""
+"""Bytes on a device: the train state by its shardings, and what the compiler plans for a step."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Memory:
         return self.peak <= self.arguments + self.host
 
     def with_state(self, more: int) -> Memory:
-        """With so many bytes more (or less) of train state, which a step takes and gives back in its place."""
+        """Adds bytes (or fewer) of train state, which a step takes and gives back in its place."""
         return replace(
             self, arguments=self.arguments + more, outputs=self.outputs + more, aliased=self.aliased + more,
             peak=self.peak + more,

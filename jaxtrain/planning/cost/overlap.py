@@ -1,4 +1,4 @@
-"""How much of what moves runs beside computing, by the order of a compiled program. No JAX.
+"""Overlap of communication and computation, by the order of a compiled program.
 
 A compiled program is a schedule: what stands between a collective's start and its end runs at the same time, and a
 collective without the two stops everything. CUDA programs and TPU's permutes write `-start` and `-done`; TPU programs
@@ -81,7 +81,7 @@ class Timeline:
         return self.computing.get((name, instruction.name), 0.0)
 
     def _moving(self, name: str, instruction: Instruction) -> Key | None:
-        """What moves: the instruction itself, or a collective that a fusion or an asynchronous call is around."""
+        """Returns the communicating instruction: this one, or a collective within a fusion or an asynchronous call."""
         if (name, instruction.name) in self.moving:
             return name, instruction.name
         if instruction.op not in ("fusion", "async-start"):

@@ -1,4 +1,4 @@
-"""What a layout makes of the decoder's parameters: bytes on a device, and what is gathered and reduced. No JAX.
+"""Sharded sizes of the decoder's parameters: bytes on a device, gathered and reduced.
 
 The same rules that place the train state (`mesh.rules`), applied to the table of parameters (`models.tensors`), so
 bytes of parameters and moments are exact. Traffic is the textbook's: a weight that is stored in shards over the axes
@@ -43,7 +43,7 @@ MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0}  # of a m
 
 @dataclass
 class Weights:
-    """Of one device, in bytes unless said otherwise.
+    """Weights of one device, in bytes unless stated otherwise.
 
     Args:
         params, optimizer: the train state.
@@ -183,7 +183,9 @@ class _ShardedSizes:
 
 
 def _is_matrix(names: Names) -> bool:
-    """As the optimizer sees it (`optim.dims`): heads and their size are one side, so that their bias is a vector."""
+    """Returns whether the optimizer sees a matrix (`optim.param_dims`): heads and their size are one side, so that
+    their bias is a vector.
+    """
     return sum(name not in (LAYERS, "head_dim") for name in names) > 1
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline's schedule adds to the time of a step. No JAX."""
+"""Pipeline bubble: what a schedule adds to the time of a step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def table(config: Config, stages: int) -> Table | None:
 
 
 def shares(schedule: Table) -> dict[str, float]:
-    """How often a stage does each `Action` in a tick, on average over ticks and stages; and how often an end of the
-    model, which is once a microbatch."""
+    """Returns how often a stage does each `Action` in a tick, on average over ticks and stages; and how often an end of
+    the model, which is once a microbatch.
+    """
     counts = np.bincount(schedule.action.ravel(), minlength=len(Action)) / schedule.action.size
     ends = dict.fromkeys(("begin", "loss", "end"), schedule.microbatches / schedule.ticks)
     return {action.name: float(counts[action]) for action in Action} | ends
@@ -44,12 +45,12 @@ class Bubble:
 
     @property
     def seconds(self) -> float:
-        """That a stage waits."""
+        """Seconds that a stage waits."""
         return self.lockstep - self.work
 
 
 def bubble(schedule: Table, cost: Cost) -> Bubble:
-    """From the seconds of the actions in a compiled step, analysed with `choose`."""
+    """Computes the bubble from the seconds of the actions in a compiled step, analysed with `choose`."""
     seconds = _of_actions(schedule, cost)
     both = seconds[Action.BW]
     # A backward in one piece is a B and a W together.

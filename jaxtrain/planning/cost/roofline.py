@@ -1,4 +1,4 @@
-"""What a compiled step computes and moves, and how long a chip takes for it: a roofline of every operation. No JAX.
+"""Roofline of every operation of a compiled step: FLOPs, bytes, and the time of a chip.
 
 Each operation that is not inside of a fusion takes max(FLOPs / rate, bytes / bandwidth) seconds, times the trip counts
 of the loops around it. Of a conditional one branch runs: the costliest, unless the caller knows better.
@@ -22,7 +22,7 @@ KINDS = ("matmul", "attention", "elementwise", "copy", "kernel", "pages", *MOVES
 
 
 class Rates(Protocol):
-    """How fast a chip is."""
+    """Rates of a chip."""
 
     def compute(self, kind: str, dtype: str) -> float:
         """FLOP/s of a `matmul` or of `attention`."""
@@ -102,7 +102,7 @@ class Operation:
 
 
 def phase(scope: str) -> str:
-    """Which pass of the step a scope belongs to; what has no derivative is the optimizer's."""
+    """Returns the pass of the step that a scope belongs to; operations without derivative are the optimizer's."""
     if "rematted_computation" in scope:
         return "remat"
     if "transpose(" in scope:
@@ -111,7 +111,7 @@ def phase(scope: str) -> str:
 
 
 def part(operation: Operation) -> str:
-    """Which part of the model an operation belongs to."""
+    """Returns the part of the model that an operation belongs to."""
     scope = operation.scope
     for word, name in (("cross_entropy", "loss"), ("attention_", "attention"), ("moe", "experts"), ("embed", "embed")):
         if word in scope:
@@ -125,7 +125,7 @@ def part(operation: Operation) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """All operations of a step on one device."""
+    """Operations of a step on one device."""
 
     operations: list[Operation]
     memory: float = field(default=1e12)
@@ -141,7 +141,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Of computing, collectives apart. A copy runs beside operations that leave memory bandwidth unused."""
+        """Seconds of computing, without collectives. Copies overlap operations that leave bandwidth unused."""
         busy = [one for one in self.operations if one.kind not in ("copy", *MOVES)]
         computing = sum(one.total for one in busy)
         idle = computing - sum(one.times * one.bytes for one in busy) / self.memory
@@ -198,7 +198,7 @@ class _Walk:
     multiplied: dict[str, list[tuple[matmuls.Work, str]]] = field(default_factory=dict)
 
     def operations(self, name: str) -> list[Operation]:
-        """Those of a computation that is run, not fused."""
+        """Yields the operations of a computation that is run, not fused."""
         if name not in self.known:
             computation = self.module.computations.get(name, {})
             self.known[name] = [
@@ -243,7 +243,7 @@ class _Walk:
         ]  # fmt: skip
 
     def _weights(self, instruction: Instruction, branches: list[list[Operation]]) -> Weights:
-        """How often each branch runs; of a loop of one turn or none its only one."""
+        """Returns how often each branch runs; a loop of at most one turn has one."""
         seconds = [sum(one.total for one in branch) for branch in branches]
         weights = self.choose(instruction, seconds) if self.choose else None
         return weights or [float(at == seconds.index(max(seconds))) for at in range(len(branches))]
@@ -297,7 +297,7 @@ class _Walk:
 
 
 def _around(operation: Operation, scope: str) -> Operation:
-    """With the scope of what is around it where the compiler left it none, or only its last part."""
+    """Adds the enclosing scope to an operation that the compiler left without one, or with its last part only."""
     if operation.scope.startswith("jit(") or not scope:
         return operation
     return replace(operation, scope=f"{scope}/{operation.scope}" if operation.scope else scope)

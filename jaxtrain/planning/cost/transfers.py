@@ -1,4 +1,4 @@
-"""What a step sends to other devices and to its host: priced, and added up by axes, operation and network. No JAX."""
+"""Transfers of a step to other devices and to its host, priced and summed by axes, operation and network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Moved:
 def rows(
     module: Module, report: Report, cost: Cost, fabric: Fabric, across: Mapping[str, int], schedule: Table | None
 ) -> list[Traffic]:
-    """All that moves, longest first; seconds are None where nobody knows the network.
+    """Returns the transfers, longest first; seconds are None if the network is unknown.
 
     Args:
         across: part of each axis that spans TPU slices, as in `mesh.dcn`.

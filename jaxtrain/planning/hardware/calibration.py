@@ -1,4 +1,4 @@
-"""How much of a chip's figures programs achieve: a prediction's only constants neither counted nor published.
+"""Calibration: the share of a chip's figures that programs achieve, the only constants neither counted nor published.
 
 Each is a share of the figure in `jaxtrain.planning.hardware.chips`, with where it comes from, or that it is an
 estimate. No JAX.
@@ -81,5 +81,5 @@ class Achieved:
 
 
 def of_kind(kind: str) -> Calibration:
-    """Of a target's kind; `MEASURED` for one that is not in the table."""
+    """Returns the shares of a target's kind; `MEASURED` for one that is not in the table."""
     return OF.get(kind, MEASURED)

@@ -1,4 +1,4 @@
-"""What chips can do: arithmetic, memory and networks, each figure with where it is published. No JAX.
+"""Chips: arithmetic, memory and networks, each figure with its source.
 
 A figure that nobody publishes is marked as an assumption. What a program achieves of these is another matter, see
 `jaxtrain.planning.hardware.calibration`. FLOP/s are dense: NVIDIA prints most of its figures with sparsity, twice as
@@ -57,18 +57,18 @@ class Torus:
     name: str = "ICI"
 
     def is_ring(self, size: int) -> bool:
-        """Whether the last chip of a dim of this size is joined to its first."""
+        """Returns whether the last chip of a dim of this size is joined to its first."""
         return size % self.wraps == 0
 
     def has(self, shape: Sequence[int]) -> bool:
-        """Whether there are slices of this shape. Source: Cloud TPU's tables of topologies."""
+        """Returns whether there are slices of this shape. Source: Cloud TPU's tables of topologies."""
         if self.dims == 3:  # whole cubes, or a part of one
             return all(size % 4 == 0 for size in shape) or all(size in (1, 2, 4) for size in shape)
         return tuple(sorted(shape)) in PLANES
 
     @property
     def shapes(self) -> str:
-        """What `has` expects, in words."""
+        """Shapes that `has` expects, in words."""
         return "sizes of 1, 2 or 4, or multiples of 4" if self.dims == 3 else join(f"{a}x{b}" for a, b in PLANES)
 
 
@@ -334,7 +334,7 @@ CHIPS: dict[str, Chip] = GPUS | TPUS
 
 
 def kind_of(chip: Chip | None) -> str:
-    """Its key in CHIPS; empty for None, and for one that is not in the table."""
+    """Returns the key of a chip in CHIPS; empty for None and for unknown chips."""
     return next((kind for kind, known in CHIPS.items() if known is chip), "")
 
 

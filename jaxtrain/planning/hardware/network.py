@@ -1,4 +1,4 @@
-"""Seconds of a collective on the network that joins its devices. No JAX.
+"""Seconds of a collective on the network that joins its devices.
 
 Latency and bandwidth (Hockney's alpha and beta) of ring algorithms, as NCCL and the TPU compiler use them:
 
@@ -28,7 +28,7 @@ SAMPLED = 4  # groups of a collective that are priced; the slowest counts
 
 @dataclass(frozen=True)
 class DevicePosition:
-    """Where a device is: its slice or NVLink domain, the chip's coordinates in the torus, the core on the chip."""
+    """Position of a device: its slice or NVLink domain, the chip's coordinates in the torus, the core on the chip."""
 
     domain: int
     coords: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class CollectiveTime:
 
 
 def places(target: Target, devices: Sequence[Any]) -> list[DevicePosition]:
-    """Of JAX devices, in the order of a mesh: `Mesh.devices.flat`."""
+    """Returns the positions of JAX devices, in the order of a mesh: `Mesh.devices.flat`."""
     chip = target.chip
     if chip is not None and isinstance(chip.inside, Switch):
         domain = chip.inside.domain(target.shape[1])
@@ -205,7 +205,7 @@ def _full(op: str, sent: float, size: int) -> float:
 
 
 def crosses(places: Sequence[DevicePosition], sizes: dict[str, int]) -> dict[str, bool]:
-    """Whether each mesh axis larger than one leaves a node or slice anywhere."""
+    """Returns whether each mesh axis larger than one leaves a node or slice anywhere."""
     lengths, out = list(sizes.values()), {}
     for at, (axis, size) in enumerate(sizes.items()):
         if size == 1:

@@ -1,4 +1,4 @@
-"""What simulated devices achieve together on this host, measured in a few seconds while all of them are busy.
+"""Rates of simulated devices on this host, measured in a few seconds while all of them are busy.
 
 They share its cores, memory and caches, so a rate of one device is a rate of the host over their number. Seconds are
 the processor time of this process over the cores, so that other programs do not count; on a quiet machine that keeps

@@ -55,7 +55,7 @@ class Target:
 
     @property
     def chip(self) -> Chip | None:
-        """None of a CPU, and of `local`, which JAX has to look for."""
+        """Chip of the target; None for a CPU, and for `local`, which JAX has to look for."""
         return CHIPS.get(self.kind)
 
     @property
@@ -140,7 +140,7 @@ def environment(target: Target) -> dict[str, str]:
 
 
 def missing(target: Target, attention: str = "auto") -> str | None:
-    """What to install before compiling for a target, in one line; None where all is there.
+    """Names what to install before compiling for a target, in one line; None if nothing is missing.
 
     A GPU's attention is cuDNN's, which compiles against the library, unless the kernel named is another.
     """
@@ -158,7 +158,7 @@ def missing(target: Target, attention: str = "auto") -> str | None:
 
 
 def _other_libtpu() -> str | None:
-    """What is wrong with the installed libtpu: JAX cannot read all programs that a newer one compiles."""
+    """Returns the problem of the installed libtpu: JAX cannot read all programs that a newer one compiles."""
     wanted = [re.match(r"libtpu==([\d.]+)\.\*", line) for line in metadata.requires("jax") or ()]
     found = metadata.version("libtpu")
     for match in filter(None, wanted):

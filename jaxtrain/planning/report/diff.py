@@ -1,4 +1,4 @@
-"""Two plans side by side: what swapping a layout, a target or any key changes. No JAX."""
+"""Two plans side by side: what swapping a layout, a target or any key changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DiffRow:
 
     @property
     def is_better(self) -> bool:
-        """Whether `b` is the better one."""
+        """True if `b` is the better one."""
         return self.change is not None and (self.change > 0) == (self.unit in BETTER_HIGHER)
 
 
@@ -128,7 +128,7 @@ def _flops(a: Plan, b: Plan) -> Iterator[DiffRow]:
 
 
 def as_dict(a: Plan, b: Plan, titles: tuple[str, str]) -> dict[str, Any]:
-    """For JSON: what was compared, and the rows with `change` and `relative`."""
+    """Returns the comparison for JSON: what was compared, and the rows with `change` and `relative`."""
     sides = [
         {"title": title, "target": plan.target, "layout": plan.layout, "fits": plan.fits, "compiled": plan.compiled,
          "reason": plan.reason, "pods": list(plan.pods)}

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing else: no network, no scripts; light or dark as the screen is. No JAX.
+"""A plan as one HTML page that needs nothing else: no network, no scripts; light or dark as the screen is.
 
 Every text of a plan is escaped: names of tensors and the compiler's messages are not ours.
 """

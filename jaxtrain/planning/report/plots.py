@@ -1,4 +1,4 @@
-"""Plots of a plan as SVG text, coloured by the classes of `jaxtrain.planning.report.page`'s style sheet. No JAX."""
+"""Plots of a plan as SVG text, coloured by the classes of `jaxtrain.planning.report.page`'s style sheet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AFTER = 150  # of the figures on the right of them
 
 
 def memory(plan: Plan) -> str:
-    """What fills a device's memory, stacked, against what a program may take and what the chip has; or empty."""
+    """Plots what fills a device's memory, stacked, against what a program may take and what the chip has; or empty."""
     rows = values.memory(plan)
     if not rows:
         return ""
@@ -44,7 +44,7 @@ def memory(plan: Plan) -> str:
 
 
 def times(plan: Plan) -> str:
-    """What a step's time goes into, one bar after the other; empty if unknown."""
+    """Plots the parts of a step's time, one bar after the other; empty if unknown."""
     parts = values.times(plan)
     if not parts:
         return ""
@@ -125,17 +125,17 @@ class Field:
         self.span = (log10(x0), log10(x1), log10(y0), log10(y1))
 
     def x(self, value: float) -> float:
-        """Of an intensity, from the left."""
+        """Position of an intensity, from the left."""
         x0, x1, *_ = self.span
         return self.left + (log10(value) - x0) / (x1 - x0) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Of a rate, from the top."""
+        """Position of a rate, from the top."""
         *_, y0, y1 = self.span
         return self.bottom - (log10(value) - y0) / (y1 - y0) * (self.bottom - self.top)
 
     def holds(self, x: float, y: float) -> bool:
-        """Whether a point is on the plane."""
+        """Returns whether a point is on the plane."""
         x0, x1, y0, y1 = (10.0**edge for edge in self.span)
         return x0 <= x <= x1 and y0 <= y <= y1
 

@@ -1,4 +1,4 @@
-"""A plan on the terminal, from 80 columns on. No JAX."""
+"""A plan on the terminal, from 80 columns on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VERDICTS = {
 
 
 def report(plan: Plan, title: str, width: int) -> RenderableType:
-    """All that a plan says, for a terminal of `width` columns.
+    """Prints a plan, for a terminal of `width` columns.
 
     Args:
         title: what was planned, e.g. the config's file.

@@ -1,4 +1,4 @@
-"""What reports on a plan have in common: rows with their names, units, and what is said of a figure nobody knows.
+"""Values of a plan for reports: rows with names and units, and words for unknown figures.
 
 No JAX. 1 GB is 1e9 bytes everywhere; capacities are given in GiB (2**30 bytes) too, as chips are sold.
 """
@@ -125,7 +125,7 @@ def verdict(plan: Plan) -> tuple[str, str]:
 
 
 def origin(plan: Plan) -> str:
-    """What was compiled in place of a cluster too large for it; empty where the plan is of what was compiled."""
+    """Describes what was compiled in place of a cluster that is too large to compile; else empty."""
     if not plan.pods:
         return ""
     which = "a smaller pod" if len(plan.pods) == 1 else "two smaller pods"
@@ -133,7 +133,7 @@ def origin(plan: Plan) -> str:
 
 
 def why_no_time(plan: Plan) -> str:
-    """Why no step time is known; empty where it is."""
+    """Explains why no step time is known; empty if it is."""
     if plan.step_seconds is not None:
         return ""
     if not plan.can_run:
@@ -174,7 +174,7 @@ def installed(plan: Plan) -> float:
 
 
 def capacity(plan: Plan) -> str:
-    """What a chip has, and what of it a program may take, in GB and in the GiB in which it is sold."""
+    """Describes the memory of a chip and the part that a program may take, in GB and in the GiB in which it is sold."""
     if plan.usable is None:
         return "what the device has is unknown"
     size = installed(plan)
@@ -193,7 +193,7 @@ class TimePart:
 
 
 def times(plan: Plan) -> list[TimePart]:
-    """What a step's time goes into: computing by kind, waiting for communication by axis, and the bubble."""
+    """Returns the parts of a step's time: computing by kind, waiting for communication by axis, and the bubble."""
     kinds = sorted(plan.seconds_by.get("kind", {}).items(), key=lambda item: -item[1])
     parts = [TimePart("compute", kind, KINDS.get(kind, kind), seconds) for kind, seconds in kinds]
     waits: dict[str, float] = {}
@@ -225,12 +225,12 @@ def hidden(row: Traffic) -> str:
 
 
 def gain(advice: Advice) -> str:
-    """What a change is predicted to bring."""
+    """Describes the predicted gain of a change."""
     return f"{advice.gain:+.0%} tokens/s" if advice.gain else "less memory"
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What a plan takes for granted: its own notes, the chip's figures, and how much of them programs achieve."""
+    """Lists the assumptions of a plan: its own notes, the chip's figures, and how much of them programs achieve."""
     chip = chip_of(plan)
     if chip is None or not plan.can_run:
         return list(plan.notes)

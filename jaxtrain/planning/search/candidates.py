@@ -1,4 +1,4 @@
-"""All choices for a target, estimated and ordered: which to compile first, and the best of every family. No JAX."""
+"""Candidates of a search: choices for a target, estimated and ordered, and the best of every family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTERRUPTED, LATE = "interrupted", "the time was up"
 
 
 def value(objective: Objective, needs: float, step_seconds: float, devices: int) -> Value:
-    """What a search makes small: seconds of a step, bytes of a device, or device-seconds of a step."""
+    """Returns the value that a search minimises: seconds of a step, bytes of a device, or device-seconds of a step."""
     first = {"time": step_seconds, "memory": needs, "cost": step_seconds * devices}[objective]
     return first, step_seconds
 
@@ -145,7 +145,7 @@ class Survey:
         return self.formula.exact(self._smallest[family][1]) if family in self._smallest else None
 
     def why_none(self, family: str) -> str:
-        """Why a family has no legal layout."""
+        """Explains why a family has no legal layout."""
         if family.startswith("pipeline") and not any(name.startswith("pipeline") for name in self._smallest):
             layers = self.formula.config.model.layers
             return f"no mesh of stages that {layers} layers and the rows of a step can be shared out to"

@@ -1,4 +1,4 @@
-"""Kinds of layouts that people know, the best of each, and why it lost. No JAX."""
+"""Kinds of layouts that people know, the best of each, and why it lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Loser:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the family for JSON."""
         known = self.estimate
         return {
             "family": self.family, "choice": str(known.choice) if known else None, "reason": self.reason,
@@ -40,7 +40,7 @@ class Loser:
 
 
 def names(inside: int, devices: int, has_experts: bool) -> list[str]:
-    """All families, for so many devices in nodes of `inside`."""
+    """Returns the families for a number of devices in nodes of `inside`."""
     experts = ["expert parallel"] if has_experts else []
     tensor = [f"tensor parallel {word} {inside}" for word in ("inside", "across")[: 1 + (inside < devices)]]
     zeros = ["ddp", "zero 1 over everything", "zero 2 over everything", "zero 3 over everything"]
@@ -79,7 +79,7 @@ def too_large(needs: float, usable: float, memory: Mapping[str, float]) -> str:
 
 
 def against(loser: Estimate, winner: Estimate, objective: str, assumed: bool = False) -> str:
-    """Why one estimate loses to another, in a line with its figures.
+    """Explains why one estimate loses to another, in a line with its figures.
 
     Args:
         objective: as `search` takes it.
@@ -91,7 +91,7 @@ def against(loser: Estimate, winner: Estimate, objective: str, assumed: bool = F
 
 
 def of_plans(loser: Plan, winner: Plan, objective: str) -> str:
-    """Why a compiled step loses to another; `objective` as `search` takes it."""
+    """Explains why a compiled step loses to another; `objective` as `search` takes it."""
     if loser.fits is False:
         if not loser.needs or loser.usable is None:
             return loser.reason
@@ -100,7 +100,7 @@ def of_plans(loser: Plan, winner: Plan, objective: str) -> str:
 
 
 def _compared(loser: Side, winner: Side, objective: str, cause: Callable[[], str]) -> str:
-    """How much worse by the objective, and why."""
+    """Describes how much worse one is by the objective, and why."""
     if objective == "memory":
         more = {kind: loser.memory.get(kind, 0.0) - winner.memory.get(kind, 0.0) for kind in MEMORY}
         kind = max(more, key=lambda kind: more[kind])
@@ -117,14 +117,14 @@ def _compared(loser: Side, winner: Side, objective: str, cause: Callable[[], str
 
 
 def _within(ratio: float, words: tuple[str, str], worse: str) -> str:
-    """What is better than the first of a ranking is so by formula alone: the compiler has the last word."""
+    """Explains that a candidate better than the first of a ranking is so by formula alone."""
     if ratio < 1 - SAME:
         return f"{1 - ratio:.0%} {words[0]} by formula, but not compiled"
     return worse if ratio >= 1 + SAME else f"as {words[1]} within {SAME:.0%}"
 
 
 def _cause(loser: Estimate, winner: Estimate, assumed: bool) -> str:
-    """What takes most of the time that a loser takes longer."""
+    """Names what takes most of the extra time of a loser."""
     more = {kind: seconds - winner.parts.get(kind, 0.0) for kind, seconds in loser.parts.items()}
     more["bubble"] = loser.bubble_seconds - winner.bubble_seconds
     before, waits = _waits(winner), _waits(loser)
@@ -165,7 +165,7 @@ def _remat(choice: Choice) -> str:
 
 
 def _waits(estimate: Estimate) -> dict[str, tuple[float, Sent]]:
-    """What is sent -> seconds of waiting, and the row that waits longest; of weights gradients are a part."""
+    """Returns seconds of waiting by what is sent, and the row that waits longest; weights include gradients."""
     out: dict[str, tuple[float, Sent]] = {}
     for row in estimate.traffic:
         key = "weights" if row.what in ("gradients", "once", "rows") else row.what

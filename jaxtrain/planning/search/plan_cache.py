@@ -1,4 +1,4 @@
-"""Compiled plans kept on disk, so that a search goes on where another one ended. No JAX."""
+"""Compiled plans kept on disk, so that a search goes on where another one ended."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Results:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Of the packages that a plan depends on, and of this one's own files."""
+        """Versions of the packages that a plan depends on, and of this package's files."""
         found = {name: version(name) for name in PACKAGES}
         return {**found, "files": _files(), **{name: os.environ.get(name, "") for name in FLAGS}}
 
     def key(self, config: Config, vocab: int | None, target: str) -> str:
-        """Of a config on a target."""
+        """Returns the key of a config on a target."""
         values = {key: value for key, value in config.model_dump(mode="json").items() if key not in UNSEEN}
         asked = {"config": values, "vocab": vocab, "target": target, "versions": self.versions}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]

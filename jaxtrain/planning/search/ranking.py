@@ -1,4 +1,4 @@
-"""What a search found: the ranking as a table, as JSON, and the winner as a layout file. No JAX."""
+"""Result of a search: the ranking as a table and as JSON, and the winner as a layout file."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Ranked:
 
     @property
     def fits(self) -> bool:
-        """As compiled, else by the formulas; what could not be compiled does not."""
+        """True if the step fits, as compiled or else by the formulas; False if it could not be compiled."""
         if self.error:
             return False
         return self.estimate.fits() if self.plan is None else self.plan.fits is not False
 
     @property
     def step_seconds(self) -> float | None:
-        """None where the compiler was asked and nobody knows the network."""
+        """Seconds of a step; None if it was compiled and the network is unknown."""
         return self.estimate.step_seconds if self.plan is None else self.plan.step_seconds
 
     @property
@@ -84,7 +84,7 @@ class Ranked:
         return [f"step.{name}={text(_plain(value))}" for name, value in self.estimate.choice.step.items()]
 
     def explained(self, winner: Ranked | None, objective: str, assumed: bool) -> Ranked:
-        """With its reason."""
+        """Name with its reason."""
         return replace(
             self, reason=self.error or "; ".join(filter(None, (self.late, self._why(winner, objective, assumed))))
         )
@@ -98,7 +98,7 @@ class Ranked:
         return families.against(self.estimate, first.estimate, objective, assumed)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the entry for JSON."""
         return {
             "mesh": {axis: size for axis, size in self.estimate.choice.by_axis.items() if size > 1},
             "options": self.estimate.choice.options, "keys": self.keys, "layout": layout(self.config),
@@ -151,7 +151,7 @@ class SearchResult:
         return ("", "", "") if self.assumed and one.plan is None else one.figures
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the result for JSON."""
         return {
             "target": self.target, "objective": self.objective, "counted": self.counted, "fitting": self.fitting,
             "stopped": self.stopped, "unkept": self.unkept, "seconds": self.seconds, "assumed": self.assumed,
@@ -159,7 +159,7 @@ class SearchResult:
         }  # fmt: skip
 
     def summary(self) -> str:
-        """How many layouts were looked at, compiled and left, in a line."""
+        """Summarises how many layouts were considered, compiled and left out."""
         compiled = sum(one.plan is not None for one in self.ranking)
         cached = sum(one.cached for one in self.ranking)
         of_cache = f", {cached} of them earlier" if cached else ""
@@ -210,7 +210,7 @@ def _reasoned(name: str, reason: str) -> Text:
 
 
 def layout(config: Config) -> dict[str, Any]:
-    """What a layout file holds of a config."""
+    """Returns the part of a config that a layout file holds."""
     mesh: dict[str, Any] = {axis: size for axis in AXES if (size := getattr(config.mesh, axis)) > 1}
     if config.mesh.dcn:
         mesh["dcn"] = dict(config.mesh.dcn)
@@ -266,7 +266,7 @@ def write_layout(found: SearchResult, path: str | os.PathLike[str], one: Ranked 
 
 
 def is_free(path: str | os.PathLike[str]) -> bool:
-    """Whether `write_layout` may write here unasked: there is no file, or one that it wrote."""
+    """Returns whether `write_layout` may write here unasked: there is no file, or one that it wrote."""
     file = Path(path)
     return not file.exists() or SIGN in file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
 

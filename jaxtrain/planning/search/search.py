@@ -1,4 +1,4 @@
-"""The best layout for a config on a target: formulas order all choices, the compiler judges the best. No JAX.
+"""The best layout for a config on a target: formulas order all choices, the compiler judges the best.
 
 Every choice is estimated (`plan.formula`), the best are compiled in processes of their own (`plan.predict`), several at
 a time, and ranked by what the compiled steps need and take. What was compiled is kept on disk: a search that was
@@ -146,7 +146,7 @@ def smaller(target: Target) -> Iterator[Target]:
 
 @dataclass(frozen=True)
 class CompileOutcome:
-    """What came of compiling a choice: a plan, an error, or neither in time."""
+    """Outcome of compiling a choice: a plan, an error, or neither in time."""
 
     estimate: Estimate
     plan: Plan | None = None
