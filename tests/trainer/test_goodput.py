@@ -65,14 +65,14 @@ def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):
     assert finished.seconds["data"] >= 0.4
     assert finished.seconds["replay"] > 0  # steps 4 and 5; the first of them is in `compile`
     assert failed.seconds["replay"] == 0
-    assert all(life.seconds[name] > 0 for life in run.attempts for name in ("compile", "compute", "checkpoint"))
+    assert all(attempt.seconds[name] > 0 for attempt in run.attempts for name in ("compile", "compute", "checkpoint"))
     assert finished.seconds["restore"] > 0
-    whole = run.attempts[-1].ended - run.lives[0].began
+    whole = run.attempts[-1].ended - run.attempts[0].began
     assert sum(run.seconds.values()) == run.elapsed == pytest.approx(whole, abs=0.05)
 
 
 def test_a_step_done_again_is_a_replay_however_often_the_run_dies(tmp_path, monkeypatch):
-    """The second life dies before it has come to where the first one was."""
+    """The second attempt dies before it has come to where the first one was."""
     for fails in (5, 4):
         monkeypatch.setattr(Rows, "fails", fails)
         with pytest.raises(OSError, match="gone"):
@@ -83,6 +83,6 @@ def test_a_step_done_again_is_a_replay_however_often_the_run_dies(tmp_path, monk
     reached = [event["reached"] for event in map(json.loads, lines) if event["kind"] == "ledger"]
     assert reached == sorted(reached)
     assert reached[-1] == 8
-    lives = read_history(tmp_path / "run").attempts
-    assert [(life.first, life.last) for life in lives] == [(0, 5), (3, 4), (3, 8)]
-    assert lives[1].seconds["compute"] == 0  # step 4 was done before
+    attempts = read_history(tmp_path / "run").attempts
+    assert [(attempt.first, attempt.last) for attempt in attempts] == [(0, 5), (3, 4), (3, 8)]
+    assert attempts[1].seconds["compute"] == 0  # step 4 was done before
