@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.checkpoint import CheckpointStore
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, ConfigError, load
 from jaxtrain.config import run_dir as run_dirs
 from jaxtrain.config.run_dir import absolute, free_directory, saved_config
 from jaxtrain.config.show import as_dict
@@ -53,7 +53,7 @@ class ElasticJob:
         overrides = (*([f"simulate={devices}"] if self.is_simulated else []), *overrides)
         checks = (lambda c: check_config(c, devices, self._vocab), lambda c: check_pipeline(c, devices))
         base = {"resolved": True, **as_dict(self.config)}
-        config, _ = resolve(None, *overrides, base=base, paths=False, checks=checks)
+        config, _ = load.resolve(None, *overrides, base=base, paths=False, checks=checks)  # as it is, not fitted
         mesh = shape_text(layout.resolve(config, devices).sizes)
         return Placement(processes, devices, overrides, mesh, config)
 

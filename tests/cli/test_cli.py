@@ -122,7 +122,7 @@ def test_data_commands(tmp_path):
     for index in range(30):
         (folder / f"{index}.txt").write_text(f"some words number {index} " * 30)
     file = tmp_path / "c.yaml"
-    file.write_text(f"data: {{sources: [{{path: {folder}}}], cache: {tmp_path}/cache, workers: 1}}\n")
+    file.write_text(f"data: {{sources: [{{path: {folder}}}], cache_dir: {tmp_path}/cache, workers: 1}}\n")
     built = jaxtrain("data", "build", os.fspath(file))
     assert built.returncode == 0, built.stderr
     assert "training and" in built.stdout

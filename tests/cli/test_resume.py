@@ -28,7 +28,7 @@ data:
   sequence: 64
   global_batch: 8
   validation: 0.1
-  cache: {dir}/cache
+  cache_dir: {dir}/cache
   workers: 1
 optimizer: {{lr: 1.0e-3}}
 schedule: {{warmup_steps: 2}}

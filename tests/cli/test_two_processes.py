@@ -30,7 +30,7 @@ data:
   sources: [{{path: {dir}/corpus}}]
   sequence: 32
   global_batch: 4
-  cache: {dir}/cache
+  cache_dir: {dir}/cache
   workers: 1
   validation: 0.2
 optimizer: {{lr: 1.0e-3}}

@@ -18,7 +18,8 @@ class Recorded:
 
     def __init__(self, split, seed, global_batch, corpus, cache, sequence, folder, delay=0.0):
         data = DataConfig(
-            sources=(SourceConfig(path=corpus),), sequence=sequence, global_batch=global_batch, cache=cache, workers=1,
+            sources=(SourceConfig(path=corpus),), sequence=sequence, global_batch=global_batch, cache_dir=cache,
+            workers=1,
             validation=0.2,
         )  # fmt: skip
         train, validation = open_datasets(data, seed)

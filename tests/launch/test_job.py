@@ -16,7 +16,7 @@ simulate: 8
 layout: {layout}
 mesh: {mesh}
 model: {{embed: 32, layers: 2, heads: 4, mlp: 64}}
-data: {{sources: [{{path: {dir}}}], sequence: 32, global_batch: 24, cache: {dir}/cache}}
+data: {{sources: [{{path: {dir}}}], sequence: 32, global_batch: 24, cache_dir: {dir}/cache}}
 """
 
 
