@@ -13,7 +13,8 @@ class Command(NamedTuple):
     """A command of `jaxtrain`.
 
     Attributes:
-        module: module of `jaxtrain.cli` whose `run(args)` executes it and returns the exit code.
+        module: module of `jaxtrain.cli.commands` whose `run(args)` executes it and returns the exit code; `module:f`
+            names another function.
         help: one line that says what it does.
         example: a command line.
         add_arguments: adds its arguments to a parser.
@@ -263,7 +264,7 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "config", "print the resolved config and the source of each value", f"{QUICKSTART} layout=fsdp", _config
     ),
-    "schema": Command("schema", "print the JSON Schema of the config", "", _schema),
+    "schema": Command("config:schema", "print the JSON Schema of the config", "", _schema),
     "diff": Command("diff", "compare the configs of two files or runs", "runs/a runs/b", _diff),
     "data": Command("data", "build a token cache or train a tokenizer", f"build {QUICKSTART}", _data),
 }  # fmt: skip

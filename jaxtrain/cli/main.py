@@ -54,7 +54,8 @@ def _run(name: str, args: argparse.Namespace) -> int:
     from jaxtrain.errors import UserError
 
     try:
-        return import_module(f"jaxtrain.cli.{COMMANDS[name].module}").run(args)
+        module, _, function = COMMANDS[name].module.partition(":")
+        return getattr(import_module(f"jaxtrain.cli.commands.{module}"), function or "run")(args)
     except KeyboardInterrupt:  # from a command that ends its own processes first
         print("jaxtrain: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -97,7 +97,7 @@ def test_kill_leaves_the_newest_step_whole_in_both_tiers(tmp_path, rounds):
 
 PRUNE = """
 import os, signal, sys, threading
-from jaxtrain.cli import checkpoints
+from jaxtrain.cli.commands import checkpoints
 from jaxtrain.cli.main import main
 threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
 main(["checkpoint", "prune", sys.argv[1], "--keep", "1"])

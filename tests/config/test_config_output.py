@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxtrain.cli.diff import diff_lines
+from jaxtrain.cli.commands.diff import diff_lines
 from jaxtrain.config import Config, configs_dir, diff, dump_yaml, flatten, json_schema, show
 from jaxtrain.config.load import load, resolve
 from jaxtrain.config.validate import all_keys, schema_at

@@ -15,8 +15,8 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).parents[1] / "observe"))
 from run_examples import Folder, three_attempts
 
+from jaxtrain.cli.commands.report import braille, columns, report
 from jaxtrain.cli.main import main
-from jaxtrain.cli.report import braille, columns, report
 from jaxtrain.io import svg
 from jaxtrain.reports import page as report_page
 from jaxtrain.reports.history import read_history

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from jaxtrain.cli.commands.train import train
 from jaxtrain.cli.setup import config_overrides, prepare_jax_import
-from jaxtrain.cli.train import train
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.resolve import resolve
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 
-from jaxtrain.config import show
+from jaxtrain.config import json_schema, show
 from jaxtrain.core.resolve import resolve
 
 
@@ -12,4 +13,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     config, provenance = resolve(args.config, *args.overrides, paths=False)
     print("\n".join(show(config, provenance)))
+    return 0
+
+
+def schema(args: argparse.Namespace) -> int:
+    """Runs `jaxtrain schema`: prints the JSON Schema of the config."""
+    del args
+    print(json.dumps(json_schema(), indent=1))
     return 0

@@ -1,0 +1,1 @@
+"""Commands of `jaxtrain`: one module each, whose `run(args)` returns the exit code."""
