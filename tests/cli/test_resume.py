@@ -27,7 +27,7 @@ data:
   sources: [{{path: {dir}/corpus}}]
   sequence: 64
   global_batch: 8
-  validation: 0.1
+  validation_fraction: 0.1
   cache_dir: {dir}/cache
   workers: 1
 optimizer: {{lr: 1.0e-3}}

@@ -32,7 +32,7 @@ data:
   global_batch: 4
   cache_dir: {dir}/cache
   workers: 1
-  validation: 0.2
+  validation_fraction: 0.2
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every: 3}}
 """

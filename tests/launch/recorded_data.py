@@ -20,7 +20,7 @@ class Recorded:
         data = DataConfig(
             sources=(SourceConfig(path=corpus),), sequence=sequence, global_batch=global_batch, cache_dir=cache,
             workers=1,
-            validation=0.2,
+            validation_fraction=0.2,
         )  # fmt: skip
         train, validation = open_datasets(data, seed)
         self._data, self._folder = (train, Path(folder)) if split == "train" else (validation, None)
