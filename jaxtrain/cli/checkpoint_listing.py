@@ -97,7 +97,7 @@ def _best(store: CheckpointStore, step: int) -> tuple[int, str | None]:
     """Returns `checkpoint.keep_best` and `checkpoint.best_metric` of the config in a step's manifest."""
     try:
         options = _content(store, str(step))["manifest"]["config"]["checkpoint"]
-        return int(options["keep_best"]), str(options["best"])
+        return int(options["keep_best"]), str(options["best_metric"])
     except (KeyError, TypeError, ValueError):
         return 0, None
 

@@ -329,7 +329,7 @@ def open_sets(
 
 def as_source(data: DataConfig, one: DocumentsConfig) -> DataConfig:
     """`data` with a validation set as its only source, all of whose documents are kept for validation."""
-    return data.model_copy(update={"sources": (SourceConfig(**one.model_dump()),), "validation": 1.0})
+    return data.model_copy(update={"sources": (SourceConfig(**one.model_dump()),), "validation_fraction": 1.0})
 
 
 def _caches(data: DataConfig, progress: Progress | None) -> list[TokenSource]:

@@ -36,7 +36,10 @@ data:
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every: 3}}
 """
-EXPERTS = ("model.moe={num_experts: 4, top_k: 2, shared: 1, capacity: 1.25}", "model.moe.load_balance_loss=0.01")
+EXPERTS = (
+    "model.moe={num_experts: 4, top_k: 2, shared_experts: 1, capacity_factor: 1.25}",
+    "model.moe.load_balance_loss=0.01",
+)
 # What one process trains, and two of which every axis but `model` spans both.
 ALONE = {"dense": ("layout=fsdp_tp", "mesh.model=2"), "experts": ("layout=fsdp", *EXPERTS)}
 TOGETHER = {
