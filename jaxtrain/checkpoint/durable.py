@@ -22,7 +22,6 @@ from jaxtrain.checkpoint.files import (
     difference,
     digest,
     digest_stream,
-    fsync,
     fsync_folders,
     parse_marker,
     problem_of,
@@ -30,6 +29,7 @@ from jaxtrain.checkpoint.files import (
 )
 from jaxtrain.checkpoint.store import TEMPORARY, CheckpointStore
 from jaxtrain.errors import CheckpointError
+from jaxtrain.io.atomic import fsync
 from jaxtrain.io.packages import require
 
 

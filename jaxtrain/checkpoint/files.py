@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from jaxtrain.errors import CheckpointError
+from jaxtrain.io.atomic import fsync, write_atomic
 
 LATE = "another process did not write its part in time"
 
@@ -68,26 +69,6 @@ def digest_stream(source: BinaryIO, target: BinaryIO | None = None) -> tuple[int
         if target is not None:
             target.write(piece)
     return size, state.hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Flushes a file or a folder to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Writes a small file that is whole or absent after a crash: temporary, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync(path.parent)
 
 
 def step_files(folder: Path) -> list[str]:
@@ -157,7 +138,7 @@ def write_marker(folder: Path, content: dict[str, Any]) -> None:
     """Writes the marker of a step, with its own digest. `content` must be JSON-able, its files' names relative."""
     text = _canonical(content)
     checksum = xxhash.xxh3_64_hexdigest(text.encode())
-    write_durably(folder / MARKER, json.dumps({"digest": checksum, "content": json.loads(text)}))
+    write_atomic(folder / MARKER, json.dumps({"digest": checksum, "content": json.loads(text)}))
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

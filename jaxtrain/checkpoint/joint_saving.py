@@ -24,12 +24,13 @@ from typing import Protocol
 import jax
 
 from jaxtrain.checkpoint.events import Event, Retrying
-from jaxtrain.checkpoint.files import LATE, PART, is_inside, reason_of, write_durably
+from jaxtrain.checkpoint.files import LATE, PART, is_inside, reason_of
 from jaxtrain.checkpoint.saving import Save, Saver, nothing
 from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.distributed.agreement import agreed
 from jaxtrain.distributed.kv_store import Notes
 from jaxtrain.errors import CheckpointError
+from jaxtrain.io.atomic import write_atomic
 
 MARGIN = 4  # steps between the note and the save
 
@@ -214,7 +215,7 @@ class JointSaver(Saver):
     def _seal(self, save: Save) -> None:
         super()._seal(save)
         if not self._first:
-            write_durably(self._store.path(save.step) / PART.format(self._index), json.dumps(save.files))
+            write_atomic(self._store.path(save.step) / PART.format(self._index), json.dumps(save.files))
 
     def _lead(self, save: Save, reason: str | None) -> SaveOutcome:
         """Process 0: hears how the others fared, commits or tidies up, tells the verdict."""

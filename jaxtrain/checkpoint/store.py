@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.files import MARKER, fsync, problem_of, read_marker, size_problem
+from jaxtrain.checkpoint.files import MARKER, problem_of, read_marker, size_problem
 from jaxtrain.errors import CheckpointError
+from jaxtrain.io.atomic import fsync
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of what is being written
 _ASIDE = re.compile(r"(bad|old)-(\d+)(\.\d+)?")

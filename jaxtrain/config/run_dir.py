@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxtrain.config.schema import Config
 from jaxtrain.config.show import dump_yaml
 from jaxtrain.errors import UserError
+from jaxtrain.io.atomic import write_atomic
 
 CONFIG = "config.yaml"
 
@@ -31,10 +32,7 @@ def saved_config(directory: Path) -> Path:
 
 def write_config(directory: Path, config: Config) -> None:
     """Replaces config.yaml at once: a kill leaves the old one or the new one."""
-    path = directory / CONFIG
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(dump_yaml(absolute(config)), encoding="utf-8")
-    fresh.replace(path)
+    write_atomic(directory / CONFIG, dump_yaml(absolute(config)))
 
 
 def absolute(config: Config) -> Config:

@@ -22,10 +22,11 @@ import numpy as np
 
 from jaxtrain.data.sources import SPLITS, File, split_of
 from jaxtrain.data.token_cache.mapped_files import read
-from jaxtrain.data.token_cache.store import entropy, sync_folder, write_atomically
+from jaxtrain.data.token_cache.store import entropy
 from jaxtrain.data.token_runs import TokenizedDocuments, TokenSource
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import DataError
+from jaxtrain.io.atomic import write_atomic
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -225,5 +226,4 @@ def _known(path: Path, documents: int, vocab: int) -> tuple[np.ndarray, np.ndarr
 def _remember(path: Path, held: np.ndarray, counts: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, held=np.packbits(held), counts=counts)
-    write_atomically(path, buffer.getvalue())
-    sync_folder(path.parent)
+    write_atomic(path, buffer.getvalue())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtrain.errors import DataError
+from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.packages import require
 
 EOS = "<|endoftext|>"  # what `train_bpe` names its end-of-document token
@@ -181,7 +181,5 @@ def train_bpe(texts: Iterator[str], vocab: int, out: str | Path) -> Path:
     path = Path(out).expanduser()
     path = path if path.suffix == ".json" else path / "tokenizer.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(tokenizer.to_str(pretty=True))
-    os.replace(temporary, path)
+    write_atomic(path, tokenizer.to_str(pretty=True))
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.inference.model import load_params, text_tokenizer
 from jaxtrain.inference.score import Scorer, scoring_sharder
+from jaxtrain.io.atomic import write_atomic
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.definition import define, make_env
 
@@ -82,9 +82,7 @@ def evaluate_tasks(
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """Writes results as JSON, atomically."""
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(fresh, path)
+    write_atomic(path, json.dumps(results, indent=1, default=str) + "\n")
 
 
 def _require() -> Any:

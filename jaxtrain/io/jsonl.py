@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.io.atomic import open_atomic
+
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # flags of a file that lines are appended to
 
 
@@ -61,10 +63,6 @@ def cut_after(path: Path, step: int | None) -> int:
     for _, record in read_lines(path):
         bad, cut = bad + (record is None), cut + (record is not None and later(record))
     if bad or cut:
-        fresh = path.with_name(path.name + ".new")
-        with fresh.open("wb") as file:
+        with open_atomic(path) as file:
             file.writelines(line for line, record in read_lines(path) if record is not None and not later(record))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
     return cut

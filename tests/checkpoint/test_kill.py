@@ -139,6 +139,7 @@ def test_killed_before_any_file_operation_only_whole_steps_are_listed(tmp_path, 
                 left -= 1
                 if left == 0:
                     seen.add(name)
+                if left <= 0:
                     raise Killed
                 return real(*args, **kwargs)
 

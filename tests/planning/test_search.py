@@ -229,7 +229,7 @@ def test_no_part_of_a_file_is_left_where_it_cannot_be_written(tmp_path: Path, mo
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jaxtrain.planning.search.plan_cache.os.replace", full)
+    monkeypatch.setattr("jaxtrain.io.atomic.os.replace", full)
     with pytest.raises(OSError, match="No space"):
         Results(tmp_path).write("key", Plan(H100, "chip", 8, "x", {}, fits=True))
     assert list(tmp_path.iterdir()) == []

@@ -98,7 +98,7 @@ def test_cut_replaces_the_file_at_once(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", killed)
+    monkeypatch.setattr("jaxtrain.io.atomic.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         cut_after(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -181,7 +181,7 @@ def test_only_the_main_process_writes(tmp_path):
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, key, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"^log\.{key} needs {module}: pip install 'jaxtrain\[{key}\]'$"):
-        build_trackers(Config(log={key: "project"}), tmp_path, is_main=True)
+        build_trackers(Config(log={key: True}), tmp_path, is_main=True)
 
 
 def tensorboard_events(folder: Path) -> list:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from jaxtrain.data.sources.base import one_line
 from jaxtrain.data.sources.formats import partner
 from jaxtrain.errors import DataError
+from jaxtrain.io.atomic import open_atomic, write_atomic
 from jaxtrain.io.packages import require
 
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime", "created")
@@ -82,7 +82,7 @@ class ObjectStore:
                     for parent in (path.parent, mark.parent):
                         parent.mkdir(parents=True, exist_ok=True)
                     self._copy(name, path, lambda n, before=done: progress and progress(before + n, total))
-                    _replace(mark, version.encode())
+                    write_atomic(mark, version)
             except OSError as error:
                 where = f"{error.filename or folder}: {error.strerror}"
                 raise DataError(f"{where}; is data.cache_dir writable, with space left?") from error
@@ -97,32 +97,20 @@ class ObjectStore:
         return json.dumps([self._size(name), *(f"{k} {info[k]}" for k in VERSIONS if k in info)])
 
     def _copy(self, name: str, path: Path, report: Callable[[int], Any]) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         done, size = 0, self._info[name].get("size")
         try:
-            with self._fs.open(self._root + name, "rb") as source, open(temporary, "wb") as target:
+            with self._fs.open(self._root + name, "rb") as source, open_atomic(path) as target:
                 while data := source.read(CHUNK):
                     target.write(data)
                     done += len(data)
                     report(done)
-                target.flush()
-                os.fsync(target.fileno())
-            if size is not None and done != size:
-                raise DataError(f"{self.url}: {name} gave {done} bytes instead of {size}; run again")
-            os.replace(temporary, path)
+                if size is not None and done != size:
+                    raise DataError(f"{self.url}: {name} gave {done} bytes instead of {size}; run again")
         except DataError:
             raise
         except Exception as error:
             raise DataError(f"{self.url}: {name} cannot be copied to {path} ({one_line(error)}); run again") from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _content(path: Path) -> str | None:
     return path.read_text() if path.exists() else None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)

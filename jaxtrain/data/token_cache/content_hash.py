@@ -19,6 +19,7 @@ import xxhash
 
 from jaxtrain.data.sources import File
 from jaxtrain.errors import DataError
+from jaxtrain.io.atomic import write_atomic
 
 SETTLED = 3.0  # seconds since the last change after which a hash may be remembered
 CHUNK = 4 << 20  # bytes read at a time
@@ -69,7 +70,5 @@ def hash_files(files: list[File], memory: Path) -> list[tuple[str, list[int]]]:
         settled = time.time_ns() - int(SETTLED * 1e9)
         keep = {p: [s, hashes[p]] for p, s in states.items() if s[2] < settled and state(p) == s}
         memory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = memory.with_name(f"{memory.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(keep))
-        os.replace(temporary, memory)
+        write_atomic(memory, json.dumps(keep))
     return [(hashes[f.path], states[f.path]) for f in files]

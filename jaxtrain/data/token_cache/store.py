@@ -13,7 +13,7 @@ Nothing in it depends on time, machine or process: equal input gives equal bytes
 from __future__ import annotations
 
 import json
-import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxtrain.data.token_cache.mapped_files import damaged, hash_tokens, read, s
 from jaxtrain.data.token_runs import TokenizedDocuments, TokenSource
 from jaxtrain.data.tokenizer import Tokenizer, smallest_dtype
 from jaxtrain.errors import DataError
+from jaxtrain.io.atomic import open_atomic, write_atomic
 
 VERSION = 2
 TOTAL = "total.count"
@@ -35,25 +36,6 @@ LENGTH = np.dtype("<u4")
 def shard_file(folder: Path, split: str, index: int, kind: str) -> Path:
     """Path of a shard's `bin` or `len` file."""
     return folder / f"{split}-{index:05d}.{kind}"
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that it is whole or absent: temporary, fsync, rename. The caller fsyncs the folder."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that renames in it survive a loss of power."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class ShardWriter:
@@ -67,9 +49,11 @@ class ShardWriter:
         self.lengths: dict[str, list[int]] = {s: [] for s in SPLITS}
         self.text_bytes: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.hashers = {s: xxhash.xxh3_64() for s in SPLITS}
-        self.paths = {s: shard_file(folder, s, index, "bin") for s in SPLITS}
-        self.temporary = {s: p.with_name(f"{p.name}.{os.getpid()}.tmp") for s, p in self.paths.items()}
-        self.files = {s: p.open("wb") for s, p in self.temporary.items()}
+        self.open_files = ExitStack()
+        self.files = {
+            split: self.open_files.enter_context(open_atomic(shard_file(folder, split, index, "bin")))
+            for split in SPLITS
+        }
 
     def add(self, split: str, documents: list[np.ndarray], text_bytes: int) -> None:
         """Append documents (token ids without eos), of so many bytes of UTF-8 together, to a split.
@@ -92,14 +76,10 @@ class ShardWriter:
     def close(self, key: str) -> None:
         """Put the shard's files in place, then its marker, which carries the cache's `key`."""
         marker: dict[str, Any] = {"key": key}
+        self.open_files.close()
         for split in SPLITS:
-            f = self.files[split]
-            f.flush()
-            os.fsync(f.fileno())
-            f.close()
-            os.replace(self.temporary[split], self.paths[split])
             lengths = np.array(self.lengths[split], LENGTH)
-            write_atomically(shard_file(self.folder, split, self.index, "len"), lengths.tobytes())
+            write_atomic(shard_file(self.folder, split, self.index, "len"), lengths.tobytes())
             marker[split] = {
                 "documents": len(lengths),
                 "tokens": int(lengths.sum(dtype=np.int64)),
@@ -109,10 +89,8 @@ class ShardWriter:
             }
         counts = self.counts.astype("<u8").tobytes()
         marker["count"] = xxhash.xxh3_64_hexdigest(counts)
-        write_atomically(self.folder / f"{self.index:05d}.count", counts)
-        sync_folder(self.folder)
-        write_atomically(self.folder / f"{self.index:05d}.json", _json(marker))
-        sync_folder(self.folder)
+        write_atomic(self.folder / f"{self.index:05d}.count", counts)
+        write_atomic(self.folder / f"{self.index:05d}.json", _json(marker))
 
 
 def _json(value: Any) -> bytes:
@@ -149,12 +127,10 @@ def finish(folder: Path, key: str, shards: int, tokenizer: Tokenizer) -> None:
             "shards": parts,
         }
     total = counts.astype("<u8").tobytes()
-    write_atomically(folder / TOTAL, total)
-    sync_folder(folder)
+    write_atomic(folder / TOTAL, total)
     head = {"version": VERSION, "key": key, "tokenizer": tokenizer.fingerprint, "vocab": tokenizer.vocab}
     tail = {"eos": tokenizer.eos, "count": xxhash.xxh3_64_hexdigest(total), "splits": splits}
-    write_atomically(folder / "cache.json", _json({**head, **tail}))
-    sync_folder(folder)
+    write_atomic(folder / "cache.json", _json({**head, **tail}))
 
 
 def entropy(counts: np.ndarray) -> float:

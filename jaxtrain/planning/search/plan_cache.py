@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.packages import version
 from jaxtrain.planning.result import Plan
 
@@ -56,14 +56,7 @@ class Results:
     def write(self, key: str, plan: Plan) -> None:
         """Keeps a plan. Raises OSError where the folder cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump(plan.as_dict(), file)
-            os.replace(name, self.folder / f"{key}.json")
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_atomic(self.folder / f"{key}.json", json.dumps(plan.as_dict()))
 
 
 def _files() -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.show import text
+from jaxtrain.io.atomic import write_atomic
 from jaxtrain.planning.cost.estimate import Estimate
 from jaxtrain.planning.report import values as view
 from jaxtrain.planning.report.terminal import plain, section
@@ -259,9 +260,7 @@ def write_layout(found: SearchResult, path: str | os.PathLike[str], one: Ranked 
         raise ValueError("no layout fits, so there is none to write")
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(layout_text(found, one), encoding="utf-8")
-    os.replace(part, file)
+    write_atomic(file, layout_text(found, one))
     return file
 
 

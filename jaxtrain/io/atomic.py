@@ -1,0 +1,44 @@
+"""Atomic file writes: after a kill or a power loss a file has its old content or its new one, never a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces `path` when the block ends, and is deleted if the block raises.
+
+    File and folder are flushed to the disk.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync(path.parent)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Writes a file (text as UTF-8) as `open_atomic` does."""
+    with open_atomic(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
