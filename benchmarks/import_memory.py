@@ -49,20 +49,22 @@ def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
     """Writes a checkpoint whose tensors are holes. Returns the bytes of its largest tensor."""
     from jaxtrain.config.schema import ModelConfig
     from jaxtrain.interop import safetensors_io
-    from jaxtrain.interop.config_json import decode
-    from jaxtrain.interop.tensor_map import PLACES
-    from jaxtrain.interop.tensor_slices import parts, whole_shapes
+    from jaxtrain.interop.config_json import from_hf_config
+    from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+    from jaxtrain.interop.tensor_slices import parameter_slices, tensor_shapes
     from jaxtrain.models.decoder_params import decoder_tensors
 
-    model = ModelConfig.model_validate(decode(config, "")[1])
+    model = ModelConfig.model_validate(from_hf_config(config, "")[1])
     table = decoder_tensors(model, config["vocab_size"])
-    shapes = whole_shapes(parts(PLACES["llama"], {path: shape for path, (shape, _) in table.items()}))
+    shapes = tensor_shapes(
+        parameter_slices(TENSOR_MAPPINGS["llama"], {path: shape for path, (shape, _) in table.items()})
+    )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    where = safetensors_io.plan(shapes, BF16, most)
+    where = safetensors_io.assign_files(shapes, BF16, most)
     for file, names in where.items():
         own = {name: shapes[name] for name in names}
-        safetensors_io.write(folder / file, own, BF16, ())
+        safetensors_io.write_file(folder / file, own, BF16, ())
         with (folder / file).open("r+b") as opened:
             opened.truncate(opened.seek(0, 2) + sum(prod(shape) for shape in own.values()) * BF16.itemsize)
     if len(where) > 1:
@@ -104,14 +106,14 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
 
     from jaxtrain.core.program import build
     from jaxtrain.core.resolve import resolve
-    from jaxtrain.interop.config_json import opened
-    from jaxtrain.interop.load_weights import load
-    from jaxtrain.interop.tensor_map import PLACES
+    from jaxtrain.interop.config_json import read_model_config
+    from jaxtrain.interop.load_weights import load_weights
+    from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 
     if spec["processes"] > 1:
         jax.distributed.initialize(spec["coordinator"], spec["processes"], spec["process"])
     devices, folder = jax.devices(), Path(spec["folder"])
-    family, section = opened(folder)
+    family, section = read_model_config(folder)
     config = resolve(None, *spec["overrides"], base={"model": section}, paths=False)[0]
     params = build(config, section["vocab"], devices).state["params"]
     if spec["process"]:
@@ -119,7 +121,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
     jax.numpy.zeros(()).block_until_ready()
     with Peak() as peak:
         begun = time.perf_counter()
-        leaves = jax.tree.leaves(jax.block_until_ready(load(folder, PLACES[family.name], params)))
+        leaves = jax.tree.leaves(jax.block_until_ready(load_weights(folder, TENSOR_MAPPINGS[family.name], params)))
         seconds = time.perf_counter() - begun
     shards = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     whole = sum(leaf.nbytes for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Exceptions of the package, and helpers that word their messages."""
+"""Exceptions of the package and helpers that format their messages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SHOWN = 60  # characters of a value that a message repeats
-LISTED = 50  # problems that one error lists
+MAX_VALUE_LENGTH = 60  # characters of a value that a message quotes
+MAX_PROBLEMS = 50  # problems that one error lists
 
 
 class UserError(ValueError):
     """An error that the user can correct. The message says what is wrong, where, and what would be right.
 
-    The command line prints it without a traceback. Any other exception is a fault of the program, or of a user's own
-    model or data, and keeps its traceback.
+    The command line prints it without a traceback. Any other exception is a bug, or comes from a user's own model or
+    dataset class, and keeps its traceback.
     """
 
 
@@ -36,15 +36,15 @@ class ModelFileError(UserError):
 
 
 class ModelConfigError(UserError):
-    """A config.json cannot be read as our model, or our model cannot be written as that architecture."""
+    """A config.json cannot be converted to a `model` section, or the reverse."""
 
 
 class PeerMemoryError(Exception):
-    """The memory of a node cannot be reached, or does not hold what was asked for. One line."""
+    """The memory of another node cannot be reached, or lacks the requested data. One line."""
 
 
 class ProtocolError(ValueError):
-    """A message that the protocol between launcher processes does not know."""
+    """A launcher process received a message that its protocol does not define."""
 
 
 class TrainingError(RuntimeError):
@@ -52,23 +52,23 @@ class TrainingError(RuntimeError):
 
 
 class NotSavedError(TrainingError):
-    """Training ended, and its last checkpoint is not on disk."""
+    """Training ended but its last checkpoint is not on disk."""
 
 
 class DivergedError(TrainingError):
-    """Loss or gradients stay non-finite or spike again and again: no later state is worth keeping."""
+    """Loss or gradients stay non-finite or keep spiking."""
 
 
 class CorruptionError(TrainingError):
-    """A device computes wrong results or holds wrong bits."""
+    """A device computed wrong results or its memory was corrupted."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config.
+    """One problem in a config.
 
     Args:
-        where: `FILE:LINE`, `command line`, `default`, or empty if unknown.
+        where: location: `FILE:LINE`, `command line`, `default`, or empty if unknown.
         key: dotted key, or empty if the problem concerns a whole file.
         message: what is wrong; what would be right.
     """
@@ -78,35 +78,33 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        return clean(": ".join(part for part in (self.where, self.key, self.message) if part))
+        return escape_unprintable(": ".join(part for part in (self.where, self.key, self.message) if part))
 
 
 class ConfigError(UserError):
-    """Problems of a config at once; `str()` gives one line for each."""
+    """All problems of a config; `str()` gives one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = sorted(dict.fromkeys(problems), key=_file_and_line)
-        lines = [str(problem) for problem in self.problems[:LISTED]]
-        if len(self.problems) > LISTED:
-            lines.append(f"... and {len(self.problems) - LISTED} more")
+        lines = [str(problem) for problem in self.problems[:MAX_PROBLEMS]]
+        if len(self.problems) > MAX_PROBLEMS:
+            lines.append(f"... and {len(self.problems) - MAX_PROBLEMS} more")
         super().__init__("\n".join(lines))
 
 
 def _file_and_line(problem: Problem) -> tuple[str, int]:
-    """Sort key: the file, then the line."""
+    """Returns the sort key of a problem."""
     file, _, line = problem.where.rpartition(":")
     return (file, int(line)) if line.isdecimal() else (problem.where, 0)
 
 
-def clean(text: str) -> str:
-    """The text as one printable line: control characters, line ends and lone surrogates are escaped."""
-    if text.isprintable():
-        return text
+def escape_unprintable(text: str) -> str:
+    """Returns the text as one printable line: control characters, line ends and lone surrogates are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def shown(value: Any) -> str:
-    """A value as a message repeats it: short, one line."""
+def format_value(value: Any) -> str:
+    """Returns a config value in the short, one-line form in which messages quote it."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -115,40 +113,40 @@ def shown(value: Any) -> str:
         return "a section of keys" if value else "an empty section {}"
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}"
-    text = f'"{value[: SHOWN + 1]}"' if isinstance(value, str) else str(value)
-    return clean(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+    text = f'"{value[: MAX_VALUE_LENGTH + 1]}"' if isinstance(value, str) else str(value)
+    return escape_unprintable(text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "...")
 
 
-def close(word: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The choices (at most two) that look like `word`, best first."""
-    return difflib.get_close_matches(str(word)[:SHOWN], [str(choice) for choice in choices], n=2, cutoff=cutoff)
+def close_matches(word: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Returns at most two choices that resemble `word`, best first."""
+    return difflib.get_close_matches(str(word)[:MAX_VALUE_LENGTH], [str(c) for c in choices], n=2, cutoff=cutoff)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """` (did you mean `x`?)`, or nothing where no choice is close."""
-    found = close(word, choices)
-    return f" (did you mean {' or '.join(f'`{name}`' for name in found)}?)" if found else ""
+    """Returns ` (did you mean `x`?)`, or an empty string if no choice is close."""
+    matches = close_matches(word, choices)
+    return f" (did you mean {' or '.join(f'`{name}`' for name in matches)}?)" if matches else ""
 
 
-def join(words: Iterable[Any], last: str = "or") -> str:
-    """`a, b or c`."""
-    parts = [str(word) for word in words]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {last} {parts[-1]}" if parts else "none"
+def join_words(words: Iterable[Any], last: str = "or") -> str:
+    """Joins words as `a, b or c`; `none` if there are none."""
+    *parts, end = [str(word) for word in words] or ["none"]
+    return f"{', '.join(parts)} {last} {end}" if parts else end
 
 
-def locate(problems: Iterable[Problem], provenance: Mapping[str, str]) -> list[Problem]:
-    """Problems found on a finished config, with the places its values came from filled in.
+def add_locations(problems: Iterable[Problem], provenance: Mapping[str, str]) -> list[Problem]:
+    """Fills in where the values of problems were set.
 
     Args:
-        problems: as the mesh doctor gives them, with keys but without places.
-        provenance: dotted key -> place, from `jaxtrain.core.resolve.resolve`.
+        problems: problems of a resolved config, with keys but without locations.
+        provenance: dotted key -> location, from `jaxtrain.core.resolve.resolve`.
     """
-    return [p if p.where else replace(p, where=_source(p.key, provenance)) for p in problems]
+    return [p if p.where else replace(p, where=_location(p.key, provenance)) for p in problems]
 
 
-def _source(key: str, provenance: Mapping[str, str]) -> str:
-    """The place of a key, else of the first key under it that was given."""
+def _location(key: str, provenance: Mapping[str, str]) -> str:
+    """Returns the location of a key, or of the first key below it that was set; empty if there is none."""
     if key in provenance:
         return provenance[key]
-    under = [where for name, where in provenance.items() if name.startswith(key + ".") and where != "default"]
-    return under[0] if under else ""
+    below = (where for name, where in provenance.items() if name.startswith(key + ".") and where != "default")
+    return next(below, "")

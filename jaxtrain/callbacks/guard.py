@@ -13,7 +13,7 @@ import jax
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.config.schema import SpikeConfig
 from jaxtrain.core.program import State
-from jaxtrain.data.skipped_batches import Skips, batch_of, merged
+from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
 from jaxtrain.distributed.agreement import agreed
 from jaxtrain.errors import DivergedError
 from jaxtrain.precision.loss_scaling import SMALLEST
@@ -96,23 +96,23 @@ class StepGuard(Callback):
         if self._rollbacks[target] > MAX_ROLLBACKS:
             text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} rollbacks to checkpoint {target}"
             raise DivergedError(f"{text}; that is the last good one")
-        skipped = self._batches_around(spike, target, merged(trainer.manifest.get("skips", ())))
+        skipped = self._batches_around(spike, target, merge_ranges(trainer.manifest.get("skips", ())))
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # frees its memory for the restored state
         with trainer.ledger.phase("restore"):
             trainer.checkpointer.rewind(target)
             state, _ = trainer.checkpointer.restore(None, trainer.program.state)
-        trainer.manifest["skips"] = [list(part) for part in merged(trainer.manifest.get("skips", ()), skipped)]
+        trainer.manifest["skips"] = [list(part) for part in merge_ranges(trainer.manifest.get("skips", ()), skipped)]
         step = int(jax.device_get(state["step"]))
         trainer.trackers.rewind(step)
         batches = f"{skipped[0]} to {skipped[1] - 1} skipped"
         trainer.trackers.event("rollback", step=step, spike=spike, batches=batches)
         return state, step
 
-    def _batches_around(self, spike: int, target: int, skips: Skips) -> tuple[int, int]:
+    def _batches_around(self, spike: int, target: int, skips: BatchRanges) -> tuple[int, int]:
         """Range of batches to skip: centred on the spike's batch, not before the checkpoint's."""
-        middle, count = batch_of(spike - 1, skips), self._config.skip_batches
-        return max(middle - count // 2, batch_of(target, skips)), middle + count - count // 2
+        middle, count = batch_index(spike - 1, skips), self._config.skip_batches
+        return max(middle - count // 2, batch_index(target, skips)), middle + count - count // 2
 
     def _checkpoint_before(self, trainer: TrainerView, spike: int) -> int | None:
         """Step of the checkpoint to roll back to; the same on every process."""

@@ -52,7 +52,7 @@ class HangWatchdog(Callback):
         """Starts the watchdog."""
         watchdog = Watchdog(
             trainer.ledger, trainer.dir, partial(append_event, trainer.dir), process=jax.process_index(),
-            processes=jax.process_count(), limit=self._limit, in_flight=partial(step_collectives, trainer.program),
-            period=PERIOD,
+            processes=jax.process_count(), limit=self._limit, period=PERIOD,
+            describe_program=partial(step_collectives, trainer.program),
         )  # fmt: skip
         trainer.ticker.add(watchdog)

@@ -23,7 +23,7 @@ from jaxtrain.checkpoint.snapshot import named_arrays, nest, snapshot, tensors
 from jaxtrain.distributed.agreement import agreed, first_text
 from jaxtrain.distributed.kv_store import Notes
 from jaxtrain.errors import CheckpointError
-from jaxtrain.io.retry import WAITS
+from jaxtrain.io.retry import RETRY_DELAYS
 
 __all__ = ["Checkpointer", "Reader"]
 
@@ -53,7 +53,7 @@ class Checkpointer(Reader):
         keep_best: int = 0,
         best: str | None = None,
         timeout: float = 300.0,
-        waits: Sequence[float] = WAITS,
+        waits: Sequence[float] = RETRY_DELAYS,
         durable: str | None = None,
         durable_every: int | None = None,
     ) -> None:

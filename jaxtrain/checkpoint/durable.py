@@ -30,7 +30,7 @@ from jaxtrain.checkpoint.files import (
 from jaxtrain.checkpoint.store import TEMPORARY, CheckpointStore
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.atomic import fsync
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 
 class Tier(Protocol):
@@ -177,7 +177,7 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         self.place = re.sub(r"//[^/@]*@", "//", url.rstrip("/"))  # without name and password
-        fsspec = require("fsspec", f"checkpoint.durable {self.place}", "remote")
+        fsspec = import_optional("fsspec", f"checkpoint.durable {self.place}", "remote")
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except ImportError as error:  # s3fs, gcsfs: fsspec's own words name the package

@@ -11,7 +11,7 @@ from jaxtrain.checkpoint.events import Copied, CopyFailed, Event, Retrying
 from jaxtrain.checkpoint.files import reason_of
 from jaxtrain.checkpoint.store import CheckpointStore, StepInfo, surplus
 from jaxtrain.errors import CheckpointError
-from jaxtrain.io.retry import GivenUp, persist
+from jaxtrain.io.retry import RetryError, retry
 
 Kept = tuple[int, int, str | None]  # keep, keep_best, best: see `surplus`
 
@@ -99,14 +99,14 @@ class Copier:
     def _copy(self, step: int) -> None:
         begun, place = time.perf_counter(), self.tier.place
         try:
-            size = persist(
+            size = retry(
                 lambda: self.tier.put(step, self._store.path(step)),
                 self._waits,
                 self._hurry,
                 reason_of,
                 lambda reason, wait, number: self._report(Retrying(step, reason, wait, number, place)),
             )
-        except GivenUp as error:
+        except RetryError as error:
             self._report(CopyFailed(step, place, f"{error.reason} ({error.tries} tries)"))
             return
         try:

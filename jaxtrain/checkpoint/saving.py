@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.files import FORMAT, fsync_folders, reason_of, seal, st
 from jaxtrain.checkpoint.snapshot import Tensors
 from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.errors import CheckpointError
-from jaxtrain.io.retry import GivenUp, persist
+from jaxtrain.io.retry import RetryError, retry
 
 
 @dataclass
@@ -126,14 +126,14 @@ class Saver:
             self._report(Retrying(save.step, reason, wait, number))
 
         try:
-            size = persist(
+            size = retry(
                 lambda: self._attempt(save),
                 self._waits,
                 self._hurry,
                 lambda error: self._tidied(save.step, reason_of(error)) if save.is_writing else reason_of(error),
                 again,
             )
-        except GivenUp as error:
+        except RetryError as error:
             self._give_up(save.step, error.reason, error.tries)
             return
         finally:

@@ -26,12 +26,12 @@ from jaxtrain.config.show import as_dict
 from jaxtrain.core.program import build
 from jaxtrain.core.resolve import resolve
 from jaxtrain.distributed import runtime
-from jaxtrain.errors import UserError, shown
+from jaxtrain.errors import UserError, format_value
 from jaxtrain.inference.model import load_params
-from jaxtrain.interop.config_json import choose, opened, read_json
-from jaxtrain.interop.load_weights import load
-from jaxtrain.interop.save_weights import save
-from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.config_json import choose_family, read_json, read_model_config
+from jaxtrain.interop.load_weights import load_weights
+from jaxtrain.interop.save_weights import save_weights
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.trainer.compatibility import environment
 
@@ -60,12 +60,12 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
     Raises:
         UserError: not a model, an unsupported architecture, weights that do not fit it, or `target` exists.
     """
-    family, section = opened(source)
+    family, section = read_model_config(source)
     with _new_folder(target) as folder:
         base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build(config, section["vocab"], _devices(config))
-        params = load(source, PLACES[family.name], program.state["params"])
+        params = load_weights(source, TENSOR_MAPPINGS[family.name], program.state["params"])
         _copy(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
@@ -112,13 +112,13 @@ def export_model(
     vocab = store.marker(0 if newest is None else newest)["tensors"]["params/embed/table"][0][0]
     origin = directory / ORIGIN
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
-    architecture, content = choose(config.model, vocab, family, original)
+    architecture, content = choose_family(config.model, vocab, family, original)
     with _new_folder(target) as folder:
         program = build(config, vocab, _devices(config))
         params, done = load_params(directory, step, program)
         flat = {path: _get(params, path) for path in program.definition.tensors()}
         kind = np.dtype(dtype or flat["embed/table"].dtype)
-        size = save(folder, PLACES[architecture.name], flat, kind, max_bytes)
+        size = save_weights(folder, TENSOR_MAPPINGS[architecture.name], flat, kind, max_bytes)
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": kind.name}, indent=2) + "\n")
         tokenizer = Path(config.data.tokenizer) if config.data.type == "text" else Path("bytes")
         _copy(origin if origin.is_dir() else tokenizer.parent, folder, _copied_names(origin, tokenizer))
@@ -210,7 +210,7 @@ def _bytes(text: str) -> int:
     """Parses a size such as `5GB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB)", text.strip().upper())
     if match is None or float(match[1]) == 0:
-        raise UserError(f"--shard-size: expected a size such as 5GB or 500MB; found {shown(text)}")
+        raise UserError(f"--shard-size: expected a size such as 5GB or 500MB; found {format_value(text)}")
     return int(float(match[1]) * UNITS[match[2]])
 
 

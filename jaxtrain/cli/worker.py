@@ -7,7 +7,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from jaxtrain.io.system import die_with
+from jaxtrain.io.system import exit_with_parent
 from jaxtrain.launch.exit_reasons import is_clean_exit
 
 
@@ -17,7 +17,7 @@ def main(agent: int, directory: str, *options: str) -> NoReturn:
     After a failure the process exits at once: a normal exit would wait inside JAX for the other processes, which
     wait for this one.
     """
-    die_with(agent)
+    exit_with_parent(agent)
     from jaxtrain.cli.main import main as command
 
     try:

@@ -4,19 +4,19 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.shipped import configs_dir, layout_names
 from jaxtrain.config.show import diff, dump_yaml, flatten, show
 from jaxtrain.config.validate import json_schema
-from jaxtrain.errors import ConfigError, Problem, UserError, locate
+from jaxtrain.errors import ConfigError, Problem, UserError, add_locations
 
 __all__ = [
     "Config",
     "ConfigError",
     "Problem",
     "UserError",
+    "add_locations",
     "configs_dir",
     "diff",
     "dump_yaml",
     "flatten",
     "json_schema",
     "layout_names",
-    "locate",
     "show",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, DataConfig, DocumentsConfig, ModelConfig
-from jaxtrain.errors import did_you_mean, join, shown
+from jaxtrain.errors import did_you_mean, format_value, join_words
 
 # Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
 DECODER_KEYS = tuple(
@@ -70,7 +70,7 @@ def path_problems(config: Config) -> Iterator[Conflict]:
         return
     if data.tokenizer != "bytes" and not os.path.isfile(os.path.expanduser(data.tokenizer)):
         hint = did_you_mean(data.tokenizer, ["bytes"]) or "; give `bytes` or the path of a tokenizer.json"
-        yield Conflict(("data.tokenizer",), f"no such file: {shown(data.tokenizer)}{hint}")
+        yield Conflict(("data.tokenizer",), f"no such file: {format_value(data.tokenizer)}{hint}")
     for key, source in _documents(config):
         if "\0" in source.path:
             yield Conflict((key,), "a file name can not hold a NUL character")
@@ -85,7 +85,7 @@ def path_problems(config: Config) -> Iterator[Conflict]:
         if root != path and os.path.isdir(root or "."):
             continue
         hint = did_you_mean(source.path, ["stdlib"])
-        yield Conflict((key,), f"no such file or folder: {shown(root or path)}{hint}")
+        yield Conflict((key,), f"no such file or folder: {format_value(root or path)}{hint}")
 
 
 def _documents(config: Config) -> Iterator[tuple[str, DocumentsConfig]]:
@@ -132,13 +132,17 @@ def _kinds(config: Config) -> Iterator[Conflict]:
                 yield Conflict((f"{name}.options", f"{name}.type"), message)
         elif not re.fullmatch(USER_CLASS, part.type):
             hint = did_you_mean(part.type, [builtin])
-            message = f"expected `{builtin}` or a class as `package.module:Class`; found {shown(part.type)}{hint}"
+            message = (
+                f"expected `{builtin}` or a class as `package.module:Class`; found {format_value(part.type)}{hint}"
+            )
             yield Conflict((f"{name}.type",), message)
         else:
             given = [key for key in keys if key in part.model_dump(exclude_unset=True)]
             if given:
                 full = tuple(f"{name}.{key}" for key in given)
-                message = f"only the built-in `{builtin}` reads {join(full, 'and')}; give {part.type} `{name}.options`"
+                message = (
+                    f"only the built-in `{builtin}` reads {join_words(full, 'and')}; give {part.type} `{name}.options`"
+                )
                 yield Conflict((*full, f"{name}.type"), message)
 
 
@@ -153,18 +157,18 @@ def _heads(model: ModelConfig) -> Iterator[Conflict]:
     """Heads, key/value heads and the size of a head."""
     heads, kv = model.heads, model.kv_heads
     if kv is not None and heads % kv:
-        sizes = join(divisors(heads, kv))
+        sizes = join_words(divisors(heads, kv))
         message = f"{heads} query heads cannot be shared by {kv} key/value heads; expected a divisor, e.g. {sizes}"
         yield Conflict(("model.kv_heads", "model.heads"), message)
     if model.head_dim is None and model.embed % heads:
-        sizes = join(divisors(model.embed, heads))
+        sizes = join_words(divisors(model.embed, heads))
         message = f"embed {model.embed} does not split into {heads} heads; expected e.g. {sizes}, or set model.head_dim"
         yield Conflict(("model.heads", "model.embed", "model.head_dim"), message)
         return
     size = model.head_dim or model.embed // heads
     if size % 2 and model.learned_positions is None:
         keys = ("model.head_dim",) if model.head_dim else ("model.heads", "model.embed", "model.head_dim")
-        near = join(n for n in (size - 1, size + 1) if n)
+        near = join_words(n for n in (size - 1, size + 1) if n)
         yield Conflict(keys, f"rotary embeddings turn pairs, and a head of {size} is odd; expected e.g. {near}")
 
 
@@ -240,8 +244,8 @@ def _remat(config: Config) -> Iterator[Conflict]:
         return
     for name in saved:
         if name not in SAVED_NAMES:
-            hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join(SAVED_NAMES)}"
-            yield Conflict(("step.remat_save",), f"the decoder has no value {shown(name)} to save{hint}")
+            hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join_words(SAVED_NAMES)}"
+            yield Conflict(("step.remat_save",), f"the decoder has no value {format_value(name)} to save{hint}")
 
 
 def _watching(config: Config) -> Iterator[Conflict]:
@@ -253,7 +257,7 @@ def _watching(config: Config) -> Iterator[Conflict]:
         return
     names = _metrics(config)
     if config.model.type == "decoder" and best not in names:
-        message = f"validation gives no {shown(best)}; expected {join(names)}{did_you_mean(best, names)}"
+        message = f"validation gives no {format_value(best)}; expected {join_words(names)}{did_you_mean(best, names)}"
         yield Conflict(("checkpoint.best_metric",), message)
 
 
@@ -280,7 +284,7 @@ def _guard(config: Config) -> Iterator[Conflict]:
         yield Conflict(("guard.spike.action", "checkpoint.every"), message)
     for index, fault in enumerate(config.debug.faults):
         if fault.at is not None and fault.at not in FAULT_MOMENTS[fault.kind]:
-            message = f"{fault.kind} can not happen at {fault.at}; expected {join(FAULT_MOMENTS[fault.kind])}"
+            message = f"{fault.kind} can not happen at {fault.at}; expected {join_words(FAULT_MOMENTS[fault.kind])}"
             yield Conflict((f"debug.faults.{index}.at",), message)
 
 
@@ -309,7 +313,7 @@ def _sets(config: Config) -> Iterator[Conflict]:
 def _batch(config: Config) -> Iterator[Conflict]:
     batch, parts = config.data.global_batch, config.step.microbatches
     if batch % parts:
-        sizes = join(divisors(batch, parts))
+        sizes = join_words(divisors(batch, parts))
         message = f"{parts} microbatches do not divide data.global_batch {batch}; expected e.g. {sizes}"
         yield Conflict(("step.microbatches", "data.global_batch"), message)
 
@@ -323,7 +327,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         yield Conflict(("schedule.decay_fraction", "schedule.warmup_steps", "schedule.name", "steps"), message)
     best = config.checkpoint.best_metric
     if config.checkpoint.keep_best and best.startswith("eval/") and config.eval.every is None:
-        message = f"checkpoints are ranked by {shown(best)}, so eval.every must be set"
+        message = f"checkpoints are ranked by {format_value(best)}, so eval.every must be set"
         yield Conflict(("checkpoint.keep_best", "checkpoint.best_metric", "eval.every"), message)
     has_none = config.data.validation_fraction == 0 and not config.eval.sets
     if config.data.type == "text" and config.eval.every is not None and has_none:
@@ -345,7 +349,9 @@ def _sources(data: DataConfig) -> Iterator[Conflict]:
     for index, source in enumerate(data.sources):
         for step in source.weight:
             if not 0 <= step <= LARGEST:
-                yield Conflict((f"data.sources.{index}.weight",), f"{shown(step)} is no step; expected 0 or more")
+                yield Conflict(
+                    (f"data.sources.{index}.weight",), f"{format_value(step)} is no step; expected 0 or more"
+                )
     weights = [source.weight for source in data.sources]
     for step in sorted({step for one in weights for step in one if step >= 0})[:200]:
         if not any(weight_at(one, step) for one in weights):

@@ -20,7 +20,7 @@ from jaxtrain.config.shipped import display, find_file, find_layout
 from jaxtrain.config.show import flatten
 from jaxtrain.config.validate import all_keys, validate
 from jaxtrain.config.yaml_reader import read_file, read_text
-from jaxtrain.errors import ConfigError, Problem, UserError, did_you_mean, join, locate, shown
+from jaxtrain.errors import ConfigError, Problem, UserError, add_locations, did_you_mean, format_value, join_words
 
 COMMAND_LINE = "command line"
 MAX_FILES = 64
@@ -101,7 +101,7 @@ def resolve(
     if is_whole and not any(not at or at[0] in CHECKED for at in dropped):
         config = fit(config, provenance) if fit else config
         found = [problem for check in checks for problem in check(config)]
-        problems += locate(found, provenance)
+        problems += add_locations(found, provenance)
     if problems:
         raise ConfigError(problems)
     return config, provenance
@@ -118,7 +118,7 @@ def _origin(tree: Node, key: str) -> str:
 def _base_level(base: dict[str, Any], problems: list[Problem]) -> Level:
     tree = from_python(base, "base", problems)
     if not isinstance(tree.value, dict):
-        problems.append(Problem("base", "", f"expected a dict of sections, found {shown(plain(tree))}"))
+        problems.append(Problem("base", "", f"expected a dict of sections, found {format_value(plain(tree))}"))
         tree = Node({}, "base", "base")
     return _level(tree, None, problems)
 
@@ -127,7 +127,7 @@ def _level(tree: Node, folder: Path | None, problems: list[Problem]) -> Level:
     """A level from its tree, less `extends` and `resolved`."""
     resolved = tree.value.get("resolved")
     if resolved is not None and not isinstance(resolved.value, bool):
-        message = f"expected true or false; found {shown(plain(resolved))}"
+        message = f"expected true or false; found {format_value(plain(resolved))}"
         problems.append(Problem(resolved.where, "resolved", message))
     complete = resolved is not None and resolved.value is True
     rest = Node({key: node for key, node in tree.value.items() if key not in FILE_KEYS}, tree.where, tree.origin)
@@ -156,7 +156,7 @@ def _collect(path: Path, stack: list[Path], levels: list[Level], problems: list[
     found: list[Problem] = []
     tree = read_file(path, name, found)
     if tree is None and named and found and found[0].where == name:
-        found = [Problem(named, "extends", f"{shown(name)}: {found[0].message}"), *found[1:]]
+        found = [Problem(named, "extends", f"{format_value(name)}: {found[0].message}"), *found[1:]]
     problems += found
     if tree is None:
         return
@@ -164,7 +164,7 @@ def _collect(path: Path, stack: list[Path], levels: list[Level], problems: list[
     parents = [] if extends is None else extends.value if isinstance(extends.value, list) else [extends]
     for parent in parents:
         if not isinstance(parent.value, str) or not parent.value:
-            message = f"expected a file or a list of files; found {shown(plain(parent))}"
+            message = f"expected a file or a list of files; found {format_value(plain(parent))}"
             problems.append(Problem(parent.where, "extends", message))
         elif len(stack) >= MAX_FILES:
             problems.append(Problem(parent.where, "extends", f"more than {MAX_FILES} files extend each other"))
@@ -181,12 +181,14 @@ def _overrides(texts: Iterable[str], problems: list[Problem]) -> list[tuple[list
     for text in texts:
         if not isinstance(text, str) or "=" not in text:
             hint = "" if not isinstance(text, str) else did_you_mean(text, all_keys())
-            problems.append(Problem(COMMAND_LINE, "", f"expected key=value; found {shown(str(text))}{hint}"))
+            problems.append(Problem(COMMAND_LINE, "", f"expected key=value; found {format_value(str(text))}{hint}"))
             continue
         key, _, value = text.partition("=")
         path = key.strip().split(".")
         if not all(path) or len(path) > DEPTH or not key.isprintable():
-            problems.append(Problem(COMMAND_LINE, "", f"{shown(key)} is no key; expected e.g. optimizer.lr=1e-3"))
+            problems.append(
+                Problem(COMMAND_LINE, "", f"{format_value(key)} is no key; expected e.g. optimizer.lr=1e-3")
+            )
             continue
         if path[0] in FILE_KEYS:
             problems.append(Problem(COMMAND_LINE, key, "can only be said in a file"))
@@ -232,10 +234,9 @@ def _dropped(tree: Node, layout: Node) -> list[str]:
     lost = {axis: node for axis, node in mesh.value.items() if not node.origin.startswith(("layout ", "default"))}
     if not lost:
         return []
-    sizes = ", ".join(f"{axis} {shown(plain(node))}" for axis, node in lost.items())
-    return [
-        f"layout={shown(layout.value)}: brings its own mesh; {sizes} of {mesh.where.rpartition(':')[0]} is not used"
-    ]
+    sizes = ", ".join(f"{axis} {format_value(plain(node))}" for axis, node in lost.items())
+    file = mesh.where.rpartition(":")[0]
+    return [f"layout={format_value(layout.value)}: brings its own mesh; {sizes} of {file} is not used"]
 
 
 def _with_imported(tree: Node, read_model: ReadModel, problems: list[Problem]) -> Node:
@@ -288,7 +289,7 @@ def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[P
             parts[key] = _labelled(node, label)
         else:
             hint = did_you_mean(key, LAYOUT_KEYS)
-            problems.append(Problem(node.where, key, f"a layout holds {join(LAYOUT_KEYS, 'and')} only{hint}"))
+            problems.append(Problem(node.where, key, f"a layout holds {join_words(LAYOUT_KEYS, 'and')} only{hint}"))
     kept = {key: node for key, node in tree.value.items() if key not in LAYOUT_KEYS}
     return Node({**kept, **parts}, tree.where, tree.origin)
 

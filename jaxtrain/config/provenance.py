@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.errors import Problem, shown
+from jaxtrain.errors import Problem, format_value
 
 DEPTH = 24  # levels of nesting a config may have
 Path = tuple[str | int, ...]
@@ -81,7 +81,7 @@ def from_python(value: Any, where: str, problems: list[Problem], path: Path = ()
     if isinstance(value, dict):
         for name in value:
             if not isinstance(name, (str, int)) or isinstance(name, bool) or bad_text(str(name)):
-                problems.append(Problem(where, key, f"keys are words, not {shown(repr(name))}"))
+                problems.append(Problem(where, key, f"keys are words, not {format_value(repr(name))}"))
         names = {str(n): v for n, v in value.items() if isinstance(n, (str, int))}
         return Node({n: from_python(v, where, problems, (*path, n)) for n, v in names.items()}, where, where)
     if isinstance(value, (list, tuple)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxtrain.errors import did_you_mean, join, shown
+from jaxtrain.errors import did_you_mean, format_value, join_words
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -67,13 +67,13 @@ def find_layout(name: str, folder: Path | None) -> Path:
     if name.endswith(SUFFIXES) or os.sep in name:
         path = find_file(name, folder)
         if not _exists(path):
-            raise ValueError(f"no such layout file: {shown(display(path))}")
+            raise ValueError(f"no such layout file: {format_value(display(path))}")
         return path
     for place in layout_folders(folder):
         if name and _exists(place / f"{name}.yaml"):
             return place / f"{name}.yaml"
     names = layout_names(folder)
-    raise ValueError(f"no layout {shown(name)}; there is {join(names, 'and')}{did_you_mean(name, names)}")
+    raise ValueError(f"no layout {format_value(name)}; there is {join_words(names, 'and')}{did_you_mean(name, names)}")
 
 
 def layout_names(folder: Path | None = None) -> list[str]:

@@ -11,7 +11,7 @@ import yaml
 from jaxtrain.config.checks import DECODER_KEYS, TEXT_KEYS
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_reader import FLOAT, INT, TAG
-from jaxtrain.errors import clean
+from jaxtrain.errors import escape_unprintable
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,10 +82,10 @@ def show(config: Config, provenance: Mapping[str, str]) -> list[str]:
     left = [f"{key}: {text(value)}" for key, value in flatten(config).items()]
     width = min(max(map(len, left), default=0), 60)
     origins = [provenance.get(key, "default") for key in flatten(config)]
-    return [clean(f"{line:<{width}}  # {origin}") for line, origin in zip(left, origins)]
+    return [escape_unprintable(f"{line:<{width}}  # {origin}") for line, origin in zip(left, origins)]
 
 
 def text(value: Any) -> str:
     """A value in one line of YAML."""
     dumped = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
-    return clean(dumped.removesuffix("\n").removesuffix("\n...").strip())
+    return escape_unprintable(dumped.removesuffix("\n").removesuffix("\n...").strip())

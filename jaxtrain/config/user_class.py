@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from jaxtrain.config.schema import USER_CLASS
-from jaxtrain.errors import UserError, did_you_mean, shown
+from jaxtrain.errors import UserError, did_you_mean, format_value
 
 
 def load_class(reference: str, where: str) -> Any:
@@ -23,7 +23,7 @@ def load_class(reference: str, where: str) -> Any:
             ImportError or an AttributeError: it is a fault in the user's code, to be seen with its traceback.
     """
     if not re.fullmatch(USER_CLASS, reference) or "" in reference.partition(":")[0].split("."):
-        raise UserError(f"{where}: expected a class as `package.module:Class`; found {shown(reference)}")
+        raise UserError(f"{where}: expected a class as `package.module:Class`; found {format_value(reference)}")
     module_name, _, name = reference.partition(":")
     try:
         module = importlib.import_module(module_name)

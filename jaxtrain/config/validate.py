@@ -12,7 +12,7 @@ from jaxtrain.config.checks import cross_problems, path_problems
 from jaxtrain.config.provenance import Node, Path, deepest, dotted, find, plain
 from jaxtrain.config.schema import LARGEST, Config
 from jaxtrain.config.synonyms import SYNONYMS
-from jaxtrain.errors import SHOWN, Problem, close, did_you_mean, join, shown
+from jaxtrain.errors import MAX_VALUE_LENGTH, Problem, close_matches, did_you_mean, format_value, join_words
 
 MOST_KEYS = 12  # of a section, in a message
 REPAIRS = 8  # rounds of dropping what is wrong, so that the rest can be checked too
@@ -55,7 +55,9 @@ def _note(
         node, path = deepest(tree, location)
         if path in seen or not path:
             if not path and () not in seen:  # no key is to blame: nothing to drop but everything
-                problems.append(Problem(tree.where, "", f"expected a section of keys, found {shown(plain(tree))}"))
+                problems.append(
+                    Problem(tree.where, "", f"expected a section of keys, found {format_value(plain(tree))}")
+                )
                 values.clear()
                 seen.add(())
             continue
@@ -83,7 +85,9 @@ def _drop(values: dict[str, Any], path: Path) -> Path:
 
 def _key(path: Path) -> str:
     """The dotted key, with overlong parts cut."""
-    return ".".join(part if len(part) <= SHOWN else part[:SHOWN] + "..." for part in map(str, path))
+    return ".".join(
+        part if len(part) <= MAX_VALUE_LENGTH else part[:MAX_VALUE_LENGTH] + "..." for part in map(str, path)
+    )
 
 
 def _message(detail: Mapping[str, Any], path: Path, value: Any) -> str:
@@ -96,7 +100,7 @@ def _message(detail: Mapping[str, Any], path: Path, value: Any) -> str:
     words = describe(schema)
     if detail["type"] == "less_than_equal" and "to" not in words.split():
         words += f" and at most {detail['msg'].rpartition(' ')[2]}"
-    message = f"expected {words}; found {shown(value)}"
+    message = f"expected {words}; found {format_value(value)}"
     choices = [choice for part in _variants(schema) for choice in part.get("enum", ())]
     return message + (did_you_mean(value, choices) if isinstance(value, str) else "")
 
@@ -109,20 +113,20 @@ def unknown_key(path: Path) -> str:
         return f"unknown key; jaxtrain calls it {ours}"
     if "." in name and name in all_keys():
         return f"unknown key; write it nested, as {': {'.join(name.split('.'))}: ...{'}' * name.count('.')}"
-    if close(name, siblings, 0.75):
+    if close_matches(name, siblings, 0.75):
         return f"unknown key{did_you_mean(name, siblings)}"
     homes = [key for key in all_keys() if key.rpartition(".")[2] == name]
     if homes:
-        return f"unknown key here; `{name}` lives at {join(homes[:4])}"
-    if close(name, siblings):
+        return f"unknown key here; `{name}` lives at {join_words(homes[:4])}"
+    if close_matches(name, siblings):
         return f"unknown key{did_you_mean(name, siblings)}"
-    near = close(name, {key.rpartition(".")[2] for key in all_keys()}, 0.8)
+    near = close_matches(name, {key.rpartition(".")[2] for key in all_keys()}, 0.8)
     homes = [key for key in all_keys() if near and key.rpartition(".")[2] == near[0]]
     if homes:
-        return f"unknown key (did you mean {join(homes[:4])}?)"
+        return f"unknown key (did you mean {join_words(homes[:4])}?)"
     if len(path) == 1 or not siblings or len(siblings) > MOST_KEYS:
         return "unknown key; `jaxtrain schema` prints all"
-    return f"unknown key; `{_key(path[:-1])}` has {join(siblings, 'and')}"
+    return f"unknown key; `{_key(path[:-1])}` has {join_words(siblings, 'and')}"
 
 
 @functools.cache
@@ -203,14 +207,14 @@ def describe(schema: Mapping[str, Any]) -> str:
     if len(words) > 1:
         words = [word.partition(" (")[0] for word in words]
     null = schema.get("nullable") or {"type": "null"} in schema.get("anyOf", ())
-    return join([*words, "null"] if null else words)
+    return join_words([*words, "null"] if null else words)
 
 
 def _describe(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
-        return f"one of {join(schema['enum'])}" if len(schema["enum"]) > 1 else str(schema["enum"][0])
+        return f"one of {join_words(schema['enum'])}" if len(schema["enum"]) > 1 else str(schema["enum"][0])
     if "pattern" in schema:
         return "a name of letters, digits, `_`, `.` and `-`, that starts with a letter or digit"
     kind = schema.get("type")
@@ -220,7 +224,7 @@ def _describe(schema: Mapping[str, Any]) -> str:
         items = "".join({_plural(part) for part in _variants(schema.get("items", {}))}) or "values"
         return f"a list of {items}"
     if "properties" in schema:
-        return f"a section with keys such as {join(list(schema['properties'])[:3], 'and')}"
+        return f"a section with keys such as {join_words(list(schema['properties'])[:3], 'and')}"
     if kind == "object":
         inside = schema.get("additionalProperties")
         by_step = isinstance(inside, Mapping) and inside.get("type") == "number"

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from jaxtrain.config.provenance import DEPTH, Node, bad_text
-from jaxtrain.errors import Problem, clean, shown
+from jaxtrain.errors import Problem, escape_unprintable, format_value
 
 MAX_BYTES = 128 * 1024
 MAX_VALUES = 20_000  # after aliases are expanded
@@ -90,7 +90,7 @@ def read_bytes(raw: bytes, name: str, problems: list[Problem]) -> Node | None:
     if node is not None and node.value is None:
         return Node({}, node.where, node.origin)
     if node is not None and not isinstance(node.value, dict):
-        problems.append(Problem(node.where, "", f"expected `key: value` lines, found {shown(node.value)}"))
+        problems.append(Problem(node.where, "", f"expected `key: value` lines, found {format_value(node.value)}"))
         return None
     return node
 
@@ -111,11 +111,11 @@ def read_text(text: str, name: str, problems: list[Problem], lines: bool = True)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(filter(None, (error.context, error.problem)))
-        problems.append(Problem(builder.place(mark), "", f"is not valid YAML: {clean(what)}"))
+        problems.append(Problem(builder.place(mark), "", f"is not valid YAML: {escape_unprintable(what)}"))
     except (yaml.YAMLError, ValueError, OverflowError, IndexError, RecursionError) as error:
         # PyYAML lets some malformed escapes and marks through as plain Python errors.
         what = " ".join(str(error).split())[:120]
-        problems.append(Problem(name, "", f"is not valid YAML: {clean(what)}"))
+        problems.append(Problem(name, "", f"is not valid YAML: {escape_unprintable(what)}"))
     else:
         first = builder.place(None)
         return Node(None, first, first) if root is None else builder.build(root, "", 0)
@@ -154,7 +154,7 @@ class _Builder:
         elif isinstance(node, yaml.ScalarNode):
             value = self.scalar(node, key, where)
         else:
-            self.note(where, key, f"the tag {shown(node.tag)} is not allowed in a config; write plain values")
+            self.note(where, key, f"the tag {format_value(node.tag)} is not allowed in a config; write plain values")
         return Node(value, where, where)
 
     def mapping(self, node: yaml.MappingNode, key: str, depth: int) -> dict[str, Node]:
@@ -197,7 +197,9 @@ class _Builder:
             return None
         value = self.scalar(node, parent, where)
         if isinstance(value, bool) or not isinstance(value, (str, int)):
-            self.note(where, parent, f"a key is a word, not {shown(value)}; put it in quotes if it is meant as text")
+            self.note(
+                where, parent, f"a key is a word, not {format_value(value)}; put it in quotes if it is meant as text"
+            )
             return None
         return str(value)
 
@@ -210,7 +212,7 @@ class _Builder:
         if node.tag == TAG + "str":
             return text
         if node.tag != PLAIN and node.tag not in KINDS:
-            self.note(where, key, f"the tag {shown(node.tag)} is not allowed in a config; write plain values")
+            self.note(where, key, f"the tag {format_value(node.tag)} is not allowed in a config; write plain values")
             return None
         try:
             value = typed(text)
@@ -218,7 +220,7 @@ class _Builder:
             self.note(where, key, str(error))
             return None
         if node.tag != PLAIN and not isinstance(value, KINDS[node.tag]):
-            self.note(where, key, f"{shown(text)} is no !!{node.tag.removeprefix(TAG)}")
+            self.note(where, key, f"{format_value(text)} is no !!{node.tag.removeprefix(TAG)}")
         return value
 
 

@@ -73,4 +73,4 @@ def _changed(old: Config, new: Config) -> Mapping[str, None]:
 
 def _read_model(folder: Path) -> dict[str, Any]:
     """The `model` section of a Hugging Face folder."""
-    return config_json.opened(folder)[1]
+    return config_json.read_model_config(folder)[1]

@@ -1,8 +1,8 @@
 """Data: sources, tokenizers, token cache, pure order, packing, mixtures, prefetching. NumPy only, no JAX."""
 
-from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets, open_sets
+from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets, open_validation_sets
 from jaxtrain.data.prefetch import Prefetcher
-from jaxtrain.data.prepare import BuildResult, TokenizerResult, build, text_sources, train_tokenizer
+from jaxtrain.data.prepare import BuildResult, TokenizerResult, build_caches, text_sources, train_tokenizer
 from jaxtrain.data.token_cache.build import build_cache
 from jaxtrain.data.token_cache.store import TokenCache, open_cache, unigram_entropy
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -17,13 +17,13 @@ __all__ = [
     "TokenCache",
     "Tokenizer",
     "TokenizerResult",
-    "build",
     "build_cache",
+    "build_caches",
     "load_tokenizer",
     "open_cache",
     "open_dataset",
     "open_datasets",
-    "open_sets",
+    "open_validation_sets",
     "text_sources",
     "train_tokenizer",
     "unigram_entropy",

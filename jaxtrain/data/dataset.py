@@ -310,7 +310,7 @@ def open_datasets(data: DataConfig, seed: int, progress: Progress | None = None)
     return train, TextDataset(data, seed, "validation", caches, train.tokenizer)
 
 
-def open_sets(
+def open_validation_sets(
     data: DataConfig, sets: Mapping[str, DocumentsConfig], seed: int, progress: Progress | None = None
 ) -> dict[str, TextDataset]:
     """The validation sets by name: all documents of each, tokenized, cached, packed and batched as those of `data`.
@@ -322,12 +322,12 @@ def open_sets(
         raise DataError(f"eval.sets: data.type is `{data.type}`, so there is no tokenizer; expected `text`")
     found: dict[str, TextDataset] = {}
     for name, one in sets.items():
-        whole = as_source(data, one)
+        whole = validation_set_config(data, one)
         found[name] = TextDataset(whole, seed, "validation", _caches(whole, progress))
     return found
 
 
-def as_source(data: DataConfig, one: DocumentsConfig) -> DataConfig:
+def validation_set_config(data: DataConfig, one: DocumentsConfig) -> DataConfig:
     """`data` with a validation set as its only source, all of whose documents are kept for validation."""
     return data.model_copy(update={"sources": (SourceConfig(**one.model_dump()),), "validation_fraction": 1.0})
 

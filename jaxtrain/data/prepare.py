@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
-from jaxtrain.data.dataset import as_source
+from jaxtrain.data.dataset import validation_set_config
 from jaxtrain.data.sources import Span, list_files, plan_shards, read_shard, split_of
 from jaxtrain.data.token_cache.build import Progress, build_cache
 from jaxtrain.data.tokenizer import train_bpe
@@ -50,13 +50,15 @@ def text_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
     return data.sources
 
 
-def build(
+def build_caches(
     data: DataConfig, progress: Progress | None = None, sets: Iterable[DocumentsConfig] = ()
 ) -> list[BuildResult]:
     """Build or check the cache of each source and validation set; damaged shards are written anew. Raises DataError."""
     results = []
     wanted = [(source, data.validation_fraction) for source in text_sources(data)]
-    wanted += [(whole.sources[0], whole.validation_fraction) for whole in (as_source(data, one) for one in sets)]
+    wanted += [
+        (whole.sources[0], whole.validation_fraction) for whole in (validation_set_config(data, one) for one in sets)
+    ]
     for source, validation in wanted:
         begin = time.perf_counter()
         cache = build_cache(source, data.tokenizer, validation, data.cache_dir, data.workers, progress, check=True)

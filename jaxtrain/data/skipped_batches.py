@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-Skips = tuple[tuple[int, int], ...]  # ranges [first, end) of batches, ascending, apart from each other
+BatchRanges = tuple[tuple[int, int], ...]  # ranges [first, end) of batches, ascending, apart from each other
 
 
-def batch_of(step: int, skips: Skips) -> int:
+def batch_index(step: int, skips: BatchRanges) -> int:
     """Index of the batch that step `step` (from 0) trains on: the `step`-th one that is not passed over."""
     index = step
     for first, end in skips:
@@ -17,7 +17,7 @@ def batch_of(step: int, skips: Skips) -> int:
     return index
 
 
-def merged(skips: Iterable[Sequence[int]], *more: tuple[int, int]) -> Skips:
+def merge_ranges(skips: Iterable[Sequence[int]], *more: tuple[int, int]) -> BatchRanges:
     """The ranges with more of them, in order and joined where they touch."""
     out: list[tuple[int, int]] = []
     for first, end in sorted((int(first), int(end)) for first, end in (*skips, *more)):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.errors import DataError
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 EOS = "<|endoftext|>"  # what `train_bpe` names its end-of-document token
 CONFIG = "tokenizer_config.json"
@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path) -> None:
-        tokenizers = require("tokenizers", f"{path}: a tokenizer.json")
+        tokenizers = import_optional("tokenizers", f"{path}: a tokenizer.json")
         file = Path(path).expanduser()
         try:
             data = file.read_bytes()
@@ -166,7 +166,7 @@ def train_bpe(texts: Iterator[str], vocab: int, out: str | Path) -> Path:
     """
     if vocab < 257:
         raise DataError(f"vocabulary of {vocab}: a byte-level BPE has 256 bytes and an end token, so 257 at least")
-    tokenizers = require("tokenizers", "training a tokenizer")
+    tokenizers = import_optional("tokenizers", "training a tokenizer")
     models, pre_tokenizers, decoders = tokenizers.models, tokenizers.pre_tokenizers, tokenizers.decoders
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -21,9 +21,9 @@ from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
 from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
-from jaxtrain.interop.config_json import opened
-from jaxtrain.interop.load_weights import load
-from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.config_json import read_model_config
+from jaxtrain.interop.load_weights import load_weights
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.definition import define, make_env
 from jaxtrain.trackers.console import ConsoleTracker
@@ -71,7 +71,7 @@ def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> t
 
 def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
     """Loads a Hugging Face folder; its tensors go directly to their shards."""
-    family, section = opened(folder)
+    family, section = read_model_config(folder)
     if step is not None:
         raise UserError(f"--step: {folder} is a Hugging Face folder, which has no checkpoints; leave it out")
     file = folder / "tokenizer.json"
@@ -82,7 +82,7 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
     if origin["data.tokenizer"] == "default":
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build(config, section["vocab"], runtime.start(config))
-    return program, text_tokenizer(config), load(folder, PLACES[family.name], program.state["params"])
+    return program, text_tokenizer(config), load_weights(folder, TENSOR_MAPPINGS[family.name], program.state["params"])
 
 
 def complete_prompts(

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.schema import ModelConfig
-from jaxtrain.errors import ModelConfigError, close, join, shown
+from jaxtrain.errors import ModelConfigError, close_matches, format_value, join_words
 from jaxtrain.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]
@@ -62,17 +62,17 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
         raise ModelConfigError(f"{path}: {reason}") from None
     if not isinstance(content, dict):
-        raise ModelConfigError(f"{path}: expected a JSON object; found {shown(content)}")
+        raise ModelConfigError(f"{path}: expected a JSON object; found {format_value(content)}")
     return content
 
 
-def opened(folder: Path) -> tuple[Family, Json]:
-    """The family and the `model` section of a Hugging Face folder. Raises ModelConfigError, as `decode`."""
+def read_model_config(folder: Path) -> tuple[Family, Json]:
+    """The family and the `model` section of a Hugging Face folder. Raises ModelConfigError, as `from_hf_config`."""
     path = folder / "config.json"
-    return decode(read_json(path), str(path))
+    return from_hf_config(read_json(path), str(path))
 
 
-def decode(config: Json, where: str) -> tuple[Family, Json]:
+def from_hf_config(config: Json, where: str) -> tuple[Family, Json]:
     """The family and the `model` section of a config.json.
 
     Args:
@@ -90,7 +90,7 @@ def decode(config: Json, where: str) -> tuple[Family, Json]:
     given = {**family.defaults, **config}
     missing = [name for name in family.fields if name not in given]
     if missing:
-        raise ModelConfigError(f"{where}: no {join(missing, 'and')}, which a {family.name} must have")
+        raise ModelConfigError(f"{where}: no {join_words(missing, 'and')}, which a {family.name} must have")
     try:
         values = dict(family.fixed)
         for name, keys in family.fields.items():
@@ -106,7 +106,7 @@ def decode(config: Json, where: str) -> tuple[Family, Json]:
     return family, _validated(values, family, where)
 
 
-def encode(model: ModelConfig, vocab: int, family: Family, before: Json | None = None) -> Json:
+def to_hf_config(model: ModelConfig, vocab: int, family: Family, before: Json | None = None) -> Json:
     """The config.json of a model as this architecture.
 
     Args:
@@ -121,12 +121,12 @@ def encode(model: ModelConfig, vocab: int, family: Family, before: Json | None =
     config, lost = _encoded(model, vocab, family, before)
     if lost:
         raise ModelConfigError(
-            f"no {family.name} has {join((f'model.{key} {value}' for key, value in lost.items()), 'and')}"
+            f"no {family.name} has {join_words((f'model.{key} {value}' for key, value in lost.items()), 'and')}"
         )
     return config
 
 
-def choose(model: ModelConfig, vocab: int, name: str | None, before: Json | None) -> tuple[Family, Json]:
+def choose_family(model: ModelConfig, vocab: int, name: str | None, before: Json | None) -> tuple[Family, Json]:
     """The family to write a model as: the one named, else that of `before`, else the first that can express it.
 
     Raises:
@@ -136,17 +136,17 @@ def choose(model: ModelConfig, vocab: int, name: str | None, before: Json | None
         named = name or str((before or {}).get("model_type"))
         family = _family({"model_type": named}, "--family")
         same = before is not None and before.get("model_type") == named
-        return family, encode(model, vocab, family, before if same else None)
+        return family, to_hf_config(model, vocab, family, before if same else None)
     tried = [(family, *_encoded(model, vocab, family, None)) for family in FAMILIES.values()]
     family, config, lost = min(tried, key=lambda one: len(one[2]))
     if lost:
-        encode(model, vocab, family)
+        to_hf_config(model, vocab, family)
     return family, config
 
 
 def _encoded(model: ModelConfig, vocab: int, family: Family, before: Json | None) -> tuple[Json, Json]:
     """A config.json, and the keys of the model, with their values, that are others when it is read again."""
-    plain = canonical(model, vocab)
+    plain = flatten_options(model, vocab)
     config: Json = {"model_type": family.name, "architectures": [family.architecture], **family.written}
     config |= {name: plain.get(keys[0], family.defaults.get(name)) for name, keys in family.fields.items()}
     config[family.activation] = _activation_field(model, family, before or {})
@@ -160,13 +160,13 @@ def _encoded(model: ModelConfig, vocab: int, family: Family, before: Json | None
         scalar = plain["attention_scale"] ** -2
         config["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
     config |= {name: before[name] for name in (*KEPT, *family.written) if name in before} if before else {}
-    read = canonical(ModelConfig.model_validate(decode(config, family.name)[1]), vocab)
+    read = flatten_options(ModelConfig.model_validate(from_hf_config(config, family.name)[1]), vocab)
     keys = [key for key in {**plain, **read} if key not in TRAINING and (is_covered or not key.startswith("rope_"))]
-    lost = {key: shown(plain.get(key)) for key in keys if not _same(plain.get(key), read.get(key))}
+    lost = {key: format_value(plain.get(key)) for key in keys if not _same(plain.get(key), read.get(key))}
     return config, lost if is_covered else {"rope_scaling.type": kind, **lost}
 
 
-def canonical(model: ModelConfig, vocab: int) -> Json:
+def flatten_options(model: ModelConfig, vocab: int) -> Json:
     """Dotted key -> value of all options, defaults that depend on others filled in."""
     head_dim = model.head_dim or model.embed // model.heads
     values: Json = {key: value for key, value in model.model_dump().items() if key not in ("type", "options", "from")}
@@ -208,13 +208,13 @@ def _family(config: Json, where: str) -> Family:
         raise ModelConfigError(f"{where}: no model_type; expected the config.json of a Hugging Face model")
     family = FAMILIES.get(name)
     if family is None:
-        near = close(name, FAMILIES, 0.85) if not any(c.isdigit() for c in name) else []
+        near = close_matches(name, FAMILIES, 0.85) if not any(c.isdigit() for c in name) else []
         hint = f" (did you mean `{near[0]}`?)" if near else ""
         raise ModelConfigError(
-            f"{where}: model_type {shown(name)} is not covered{hint}; covered: {join(FAMILIES, 'and')}"
+            f"{where}: model_type {format_value(name)} is not covered{hint}; covered: {join_words(FAMILIES, 'and')}"
         )
     if classes and family.architecture not in classes:
-        raise ModelConfigError(f"{where}: {shown(classes[0])} is not covered; expected {family.architecture}")
+        raise ModelConfigError(f"{where}: {format_value(classes[0])} is not covered; expected {family.architecture}")
     return family
 
 
@@ -224,13 +224,15 @@ def _unknown(config: Json, family: Family) -> str:
     known |= set() if family.rope == LEARNED else ROPE
     found = [name for name, value in config.items() if name in NEUTRAL and value not in (None, NEUTRAL[name])]
     found += [name for name, value in config.items() if name not in known | NEUTRAL.keys() and value]
-    return join((f"{name} {shown(config[name])}" for name in found), "and") if found else ""
+    return join_words((f"{name} {format_value(config[name])}" for name in found), "and") if found else ""
 
 
 def _activation(given: Json, family: Family) -> str:
     name = given[family.activation]
     if name not in family.activations:
-        raise ModelConfigError(f"{family.activation} {shown(name)} is not covered; expected {join(family.activations)}")
+        raise ModelConfigError(
+            f"{family.activation} {format_value(name)} is not covered; expected {join_words(family.activations)}"
+        )
     return family.activations[name]
 
 
@@ -251,7 +253,7 @@ def _rope(given: Json, family: Family) -> Json:
         return _turn(given, family)
     options = given.get("rope_parameters") or {}
     if not isinstance(options, dict) or options.keys() - {FULL, SLIDING}:
-        raise ModelConfigError(f"rope_parameters: expected {FULL} and {SLIDING}; found {shown(options)}")
+        raise ModelConfigError(f"rope_parameters: expected {FULL} and {SLIDING}; found {format_value(options)}")
     inner = {kind: {"rope_parameters": options.get(kind)} for kind in (FULL, SLIDING)}
     near = _turn({"rope_theta": given[LOCAL]} | inner[SLIDING], family)
     if near["rope_scaling"] is not None:
@@ -264,21 +266,21 @@ def _turn(given: Json, family: Family) -> Json:
     source = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     options = given.get(source) or {}
     if not isinstance(options, dict):
-        raise ModelConfigError(f"{source}: expected a section; found {shown(options)}")
+        raise ModelConfigError(f"{source}: expected a section; found {format_value(options)}")
     options = dict(options)
     kind = options.pop("rope_type", options.pop("type", "default"))
     options.pop("type", None)
     theta = options.pop("rope_theta", given["rope_theta"])
     if kind not in family.rope:
         raise ModelConfigError(
-            f"{source} of type {shown(kind)} is not covered; a {family.name} may have {join(family.rope)}"
+            f"{source} of type {format_value(kind)} is not covered; a {family.name} may have {join_words(family.rope)}"
         )
     if options.pop("partial_rotary_factor", 1) != 1:
         raise ModelConfigError(f"{source}.partial_rotary_factor is not covered; expected 1")
     names = {"default": {}, "linear": {"factor": "factor"}, "llama3": LLAMA3}[kind]
     other = [name for name, value in options.items() if name not in LLAMA3 and value is not None]
     if other:
-        raise ModelConfigError(f"{source}.{other[0]} of type {kind} is not covered; it may have {join(names)}")
+        raise ModelConfigError(f"{source}.{other[0]} of type {kind} is not covered; it may have {join_words(names)}")
     if kind == "llama3":
         options.setdefault("original_max_position_embeddings", given.get("max_position_embeddings"))
     missing = [name for name in names if options.get(name) is None]
@@ -320,7 +322,7 @@ def _window(given: Json, family: Family) -> Json:
     if types != _types(layers, every):
         raise ModelConfigError(
             "layer_types (or max_window_layers) is not covered: expected a window in every layer, in none, or in all "
-            f"but every n-th; found {shown(','.join(str(kind).split('_')[0] for kind in types))}"
+            f"but every n-th; found {format_value(','.join(str(kind).split('_')[0] for kind in types))}"
         )
     return {"sliding_window": size, "sliding_window_pattern": every}
 
@@ -351,7 +353,7 @@ def _scale(given: Json) -> Json:
     if scalar is None or scalar == given["head_dim"]:
         return {}
     if not isinstance(scalar, (int, float)) or scalar <= 0:
-        raise ModelConfigError(f"query_pre_attn_scalar: expected a number above 0; found {shown(scalar)}")
+        raise ModelConfigError(f"query_pre_attn_scalar: expected a number above 0; found {format_value(scalar)}")
     return {"attention_scale": float(scalar) ** -0.5}
 
 
@@ -380,7 +382,7 @@ def _validated(values: Json, family: Family, where: str) -> Json:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key = ".".join(map(str, detail["loc"]))
-        message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}; found {shown(detail['input'])}"
+        message = f"{detail['msg'][0].lower()}{detail['msg'][1:]}; found {format_value(detail['input'])}"
         raise ModelConfigError(f"{where}: {family.name_of(key)}: {message}") from None
     if model.head_dim is None and model.embed % model.heads:
         embed, heads = (f"{family.name_of(key)} {getattr(model, key)}" for key in ("embed", "heads"))

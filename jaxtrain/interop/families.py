@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture, read in both directions by `decode` and `encode` of `jaxtrain.interop.config_json`.
+    """A Hugging Face architecture, as `from_hf_config` and `to_hf_config` of `jaxtrain.interop.config_json` read it.
 
     name: its `model_type`; architecture: the class.
     fields: field of config.json -> our keys that have its value.

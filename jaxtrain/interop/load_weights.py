@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.interop.safetensors_io import Entry, tensors
-from jaxtrain.interop.tensor_slices import Index, TensorMapping, TensorSlice, parts, whole_shapes
+from jaxtrain.interop.safetensors_io import Entry, open_tensors
+from jaxtrain.interop.tensor_slices import Index, TensorMapping, TensorSlice, parameter_slices, tensor_shapes
 
 Tree = dict[str, Any]
 # Computed, but saved by old versions.
@@ -24,7 +24,7 @@ PIECE = 8 << 20  # bytes of a parameter that are on the host at a time
 TABLE, HEAD = "embed/table", "lm_head.weight"
 
 
-def load(folder: Path, places: Sequence[TensorMapping], params: Tree) -> Tree:
+def load_weights(folder: Path, places: Sequence[TensorMapping], params: Tree) -> Tree:
     """The parameters, each shard read once and by itself, in pieces of at most `PIECE` bytes.
 
     Besides the shards two pieces are held: one on the host and its copy on a device.
@@ -39,9 +39,9 @@ def load(folder: Path, places: Sequence[TensorMapping], params: Tree) -> Tree:
             from the embedding.
     """
     flat = {"/".join(path): leaf for path, leaf in _leaves(params)}
-    found = parts(places, {path: leaf.shape for path, leaf in flat.items()})
-    have = prefixed(tensors(folder), places)
-    check(folder, have, whole_shapes(found), next(place.name for place in places if place.path == TABLE))
+    found = parameter_slices(places, {path: leaf.shape for path, leaf in flat.items()})
+    have = add_prefix(open_tensors(folder), places)
+    check_tensors(folder, have, tensor_shapes(found), next(place.name for place in places if place.path == TABLE))
     tree: Tree = {}
     for path, leaf in flat.items():
         *parents, last = path.split("/")
@@ -52,7 +52,7 @@ def load(folder: Path, places: Sequence[TensorMapping], params: Tree) -> Tree:
     return tree
 
 
-def prefixed(have: dict[str, Entry], places: Sequence[TensorMapping]) -> dict[str, Entry]:
+def add_prefix(have: dict[str, Entry], places: Sequence[TensorMapping]) -> dict[str, Entry]:
     """The tensors by the names that the class with a head gives them: saved without it, they lack its first word."""
     first = places[0].name.partition(".")[0] + "."
     if any(name.startswith(first) for name in have):
@@ -60,7 +60,7 @@ def prefixed(have: dict[str, Entry], places: Sequence[TensorMapping]) -> dict[st
     return {name if name == HEAD else first + name: entry for name, entry in have.items()}
 
 
-def check(folder: Path, have: dict[str, Entry], wanted: dict[str, tuple[int, ...]], tied: str) -> None:
+def check_tensors(folder: Path, have: dict[str, Entry], wanted: dict[str, tuple[int, ...]], tied: str) -> None:
     """Raises UserError, naming tensors, where the files do not hold what the model is made of.
 
     tied: name of the embedding, which a tied head must be.
@@ -97,14 +97,14 @@ def _placed(part: TensorSlice, leaf: Any, have: dict[str, Entry]) -> jax.Array:
 
 def _filled(part: TensorSlice, index: Index, dtype: Any, have: dict[str, Entry], devices: list[Any]) -> list[jax.Array]:
     """A block of a parameter on each of these devices."""
-    found = list(pieces(index, _cuts(part), PIECE // np.dtype(dtype).itemsize))
+    found = list(split_block(index, _cuts(part), PIECE // np.dtype(dtype).itemsize))
     if len(found) == 1:
         # No alias: a step that donates its state must own it.
-        block = read(part, index, dtype, have)
+        block = read_block(part, index, dtype, have)
         return jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
     arrays = [jnp.zeros([one.stop - one.start for one in index], dtype, device=device) for device in devices]
     for inner in found:
-        block = read(part, inner, dtype, have)
+        block = read_block(part, inner, dtype, have)
         start = np.array([one.start - outer.start for one, outer in zip(inner, index)], np.int32)
         arrays = [jax.block_until_ready(_written(array, block, start)) for array in arrays]
     return arrays
@@ -115,7 +115,7 @@ def _written(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(array, block, list(start))
 
 
-def pieces(index: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
+def split_block(index: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
     """A block cut along these dims, the first ones first, until its pieces have at most `most` elements."""
     size = prod(one.stop - one.start for one in index)
     if size <= most or not dims:
@@ -126,7 +126,7 @@ def pieces(index: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
     each = max(1, most * (stop - start) // size)
     for low in range(start, stop, each):
         inner = slice(low, min(low + each, stop))
-        yield from pieces((*index[:dim], inner, *index[dim + 1 :]), rest, most)
+        yield from split_block((*index[:dim], inner, *index[dim + 1 :]), rest, most)
 
 
 def _cuts(part: TensorSlice) -> list[int]:
@@ -135,7 +135,7 @@ def _cuts(part: TensorSlice) -> list[int]:
     return [*range(depth), *(part.place.ours.index(group[0], depth) for group in part.place.dims.split())]
 
 
-def read(part: TensorSlice, index: Index, dtype: Any, have: dict[str, Entry]) -> np.ndarray:
+def read_block(part: TensorSlice, index: Index, dtype: Any, have: dict[str, Entry]) -> np.ndarray:
     """A block of a parameter, stacked from its tensors."""
     depth = len(part.stack)
     block = np.empty([one.stop - one.start for one in index], dtype)

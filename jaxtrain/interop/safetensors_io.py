@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.errors import ModelFileError, shown
+from jaxtrain.errors import ModelFileError, format_value
 from jaxtrain.interop.config_json import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,7 +45,7 @@ class Entry:
         """Raises ModelFileError for a tensor of this name that holds no floats."""
         if self.dtype not in DTYPES:
             message = f"expected {', '.join(DTYPES)} (quantised models are not read)"
-            raise ModelFileError(f"{self.path}: {name} is {shown(self.dtype)}; {message}")
+            raise ModelFileError(f"{self.path}: {name} is {format_value(self.dtype)}; {message}")
 
     def open(self) -> np.ndarray:
         """The tensor, memory-mapped: slicing reads what it touches."""
@@ -54,7 +54,7 @@ class Entry:
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
-def tensors(folder: Path) -> dict[str, Entry]:
+def open_tensors(folder: Path) -> dict[str, Entry]:
     """name -> tensor of all safetensors files of a model.
 
     Raises:
@@ -120,7 +120,7 @@ def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> tuple[Ent
     return Entry(path, dtype, shape, base + begin), end
 
 
-def plan(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int) -> dict[str, list[str]]:
+def assign_files(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int) -> dict[str, list[str]]:
     """File name -> names of its tensors, in order; no file has more than `most` bytes, but one tensor it has."""
     groups: list[list[str]] = [[]]
     held = 0
@@ -136,7 +136,7 @@ def plan(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int) -> dict
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, values: Iterable[np.ndarray]) -> None:
+def write_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, values: Iterable[np.ndarray]) -> None:
     """Writes one file; `values` come in the order of `shapes`, one in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -154,13 +154,13 @@ def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, value
         os.fsync(file.fileno())
 
 
-def write_model(
+def write_tensors(
     folder: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int, values: Iterator[np.ndarray]
 ) -> int:
     """Writes all tensors, and the index where there are several files. Returns the bytes of the tensors."""
-    files = plan(shapes, dtype, most)
+    files = assign_files(shapes, dtype, most)
     for name, names in files.items():
-        write(folder / name, {tensor: shapes[tensor] for tensor in names}, dtype, (next(values) for _ in names))
+        write_file(folder / name, {tensor: shapes[tensor] for tensor in names}, dtype, (next(values) for _ in names))
     total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
     if len(files) > 1:
         where = {tensor: name for name, names in files.items() for tensor in names}

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.interop.safetensors_io import write_model
-from jaxtrain.interop.tensor_slices import TensorMapping, TensorSlice, parts, whole_shapes
+from jaxtrain.interop.safetensors_io import write_tensors
+from jaxtrain.interop.tensor_slices import TensorMapping, TensorSlice, parameter_slices, tensor_shapes
 
 Flat = dict[str, jax.Array]
 
 
-def save(folder: Path, places: Sequence[TensorMapping], params: Flat, dtype: np.dtype, most: int) -> int:
+def save_weights(folder: Path, places: Sequence[TensorMapping], params: Flat, dtype: np.dtype, most: int) -> int:
     """Writes the safetensors files (and their index) of a model. Returns the bytes of its tensors.
 
     Args:
@@ -26,14 +26,14 @@ def save(folder: Path, places: Sequence[TensorMapping], params: Flat, dtype: np.
         dtype: of the files; values are rounded to it.
         most: bytes of a file at most.
     """
-    found = parts(places, {path: array.shape for path, array in params.items()})
+    found = parameter_slices(places, {path: array.shape for path, array in params.items()})
     makers: dict[str, list[tuple[TensorSlice, tuple[int, ...]]]] = {}
     for part in found.values():
         for name, at in part.tensors():
             makers.setdefault(name, []).append((part, at))
-    shapes = whole_shapes(found)
+    shapes = tensor_shapes(found)
     shapes = {name: shapes[name] for name in sorted(shapes, key=_order)}
-    return write_model(folder, shapes, dtype, most, _values(shapes, makers, params, dtype))
+    return write_tensors(folder, shapes, dtype, most, _values(shapes, makers, params, dtype))
 
 
 def _values(shapes: Any, makers: Any, params: Flat, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -58,7 +58,7 @@ def _at(array: jax.Array, index: jax.Array) -> jax.Array:
 
 def _order(name: str) -> tuple[int, int]:
     """The embeddings, the layers in order, the rest; stable within."""
-    parts = name.split(".")
-    if parts[1] in ("layers", "h"):
-        return 1, int(parts[2])
-    return (0, 0) if parts[1] in ("embed_tokens", "wte", "wpe") else (2, 0)
+    words = name.split(".")
+    if words[1] in ("layers", "h"):
+        return 1, int(words[2])
+    return (0, 0) if words[1] in ("embed_tokens", "wte", "wpe") else (2, 0)

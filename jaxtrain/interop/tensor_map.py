@@ -122,7 +122,7 @@ GPT2 = (
     ENDS[2],
 )
 
-PLACES: Mapping[str, tuple[TensorMapping, ...]] = MappingProxyType({
+TENSOR_MAPPINGS: Mapping[str, tuple[TensorMapping, ...]] = MappingProxyType({
     "llama": DENSE, "mistral": DENSE, "qwen2": DENSE, "qwen3": DENSE, "gemma2": GEMMA2, "gemma3_text": GEMMA2,
     "olmo2": OLMO2, "granite": DENSE, "mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "phi3": PHI3, "gpt2": GPT2,
 })  # fmt: skip

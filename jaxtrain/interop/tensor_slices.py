@@ -92,7 +92,7 @@ class TensorSlice:
         return [theirs.index(letter) for letter in self.place.ours[len(self.stack) :]]
 
 
-def parts(places: Sequence[TensorMapping], shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorSlice]:
+def parameter_slices(places: Sequence[TensorMapping], shapes: dict[str, tuple[int, ...]]) -> dict[str, TensorSlice]:
     """path -> part of every parameter of a model; fused tensors are counted out in the order of the places."""
     by_path = {place.path: place for place in places}
     order = [place.path for place in places]
@@ -106,7 +106,7 @@ def parts(places: Sequence[TensorMapping], shapes: dict[str, tuple[int, ...]]) -
     return found
 
 
-def whole_shapes(found: dict[str, TensorSlice]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(found: dict[str, TensorSlice]) -> dict[str, tuple[int, ...]]:
     """name -> shape of every tensor that the parameters make up, layer by layer."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in found.values():

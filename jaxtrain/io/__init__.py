@@ -1,1 +1,1 @@
-"""Files, subprocesses, HTML and SVG: what needs neither JAX nor the config."""
+"""Files, HTML and SVG, threads and processes: helpers that need neither JAX nor the config."""

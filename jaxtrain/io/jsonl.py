@@ -1,4 +1,4 @@
-"""JSON-lines files: appended to, read and cut."""
+"""Appending to, reading and truncating JSON-lines files."""
 
 from __future__ import annotations
 
@@ -11,34 +11,41 @@ from typing import Any
 
 from jaxtrain.io.atomic import open_atomic
 
-APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # flags of a file that lines are appended to
+APPEND_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # for os.open
 
 
-def line_of(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of JSON."""
-    return (json.dumps(valid(record), allow_nan=False, default=str) + "\n").encode()
+def encode_record(record: Mapping[str, Any]) -> bytes:
+    """Returns a record as one line of JSON."""
+    return (json.dumps(to_json(record), allow_nan=False, default=str) + "\n").encode()
 
 
-def append(file: int, data: bytes) -> None:
-    """One write to a descriptor: what a killed process wrote is complete. Raises OSError when the disk is full."""
+def append_bytes(file: int, data: bytes) -> None:
+    """Appends data to a file descriptor in a single write, so that a killed process leaves no partial line.
+
+    Raises:
+      OSError: the disk is full.
+    """
     written = os.write(file, data)
     if written != len(data):
         raise OSError(f"only {written} of {len(data)} bytes written, is the disk full?")
 
 
-def valid(value: Any) -> Any:
-    """`value` with floats that are not finite as strings, and NumPy or JAX scalars as Python numbers."""
+def to_json(value: Any) -> Any:
+    """Converts a value for JSON: non-finite floats become strings, NumPy and JAX scalars become Python numbers."""
     if isinstance(value, Mapping):
-        return {str(key): valid(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [valid(item) for item in value]
+        return [to_json(item) for item in value]
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """(line, its object) of a JSON-lines file that may end in a broken line, or not exist; None for a broken one."""
+def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields (line, parsed object) of a JSON-lines file; the object is None if the line is broken.
+
+    A file that does not exist has no lines.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -50,19 +57,20 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield line, record if isinstance(record, dict) else None
 
 
-def cut_after(path: Path, step: int | None) -> int:
-    """Removes broken lines and, unless None, those of steps after `step`; returns how many of the latter.
+def truncate_after(path: Path, step: int | None) -> int:
+    """Removes broken lines and, if `step` is given, records of later steps. Replaces the file atomically.
 
-    The file is replaced at once, so that a kill leaves the old or the new one.
+    Returns:
+      The number of records of later steps that were removed.
     """
 
-    def later(record: dict[str, Any]) -> bool:
+    def is_later(record: dict[str, Any]) -> bool:
         return step is not None and record.get("step", 0) > step
 
-    bad = cut = 0
-    for _, record in read_lines(path):
-        bad, cut = bad + (record is None), cut + (record is not None and later(record))
-    if bad or cut:
+    broken = later = 0
+    for _, record in read_records(path):
+        broken, later = broken + (record is None), later + (record is not None and is_later(record))
+    if broken or later:
         with open_atomic(path) as file:
-            file.writelines(line for line, record in read_lines(path) if record is not None and not later(record))
-    return cut
+            file.writelines(line for line, record in read_records(path) if record is not None and not is_later(record))
+    return later

@@ -1,4 +1,4 @@
-"""Installed packages: versions, and imports of optional ones."""
+"""Versions and imports of installed packages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from typing import Any
 from jaxtrain.errors import DataError
 
 
-def version(package: str) -> str:
-    """Returns the version of a package; empty if it is not installed."""
+def installed_version(package: str) -> str:
+    """Returns the version of a package, or an empty string if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
 
 
-def require(module: str, purpose: str, extra: str = "data") -> Any:
-    """Import an optional package of an extra.
+def import_optional(module: str, purpose: str, extra: str = "data") -> Any:
+    """Imports a module of an optional dependency.
+
+    Args:
+      module: dotted name.
+      purpose: beginning of the error message: what needs the package.
+      extra: the extra of jaxtrain that installs it.
 
     Raises:
-      DataError: the package is not installed; the message names the extra.
+      DataError: the package is not installed.
     """
     try:
         return importlib.import_module(module)

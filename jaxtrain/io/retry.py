@@ -1,4 +1,4 @@
-"""Trying again, a bounded number of times, with longer and longer pauses."""
+"""Retries with increasing delays."""
 
 from __future__ import annotations
 
@@ -6,44 +6,45 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before the second try, the third, ...
+RETRY_DELAYS = (1.0, 5.0, 20.0, 60.0)  # seconds before the second try, the third, ...
 T = TypeVar("T")
 
 
-class GivenUp(Exception):
-    """Every try failed, or a pause was cut short. `reason`: why the last one failed; `tries`: how many there were."""
+class RetryError(Exception):
+    """Every try failed, or the retries were stopped. `reason` is that of the last try, `tries` their number."""
 
     def __init__(self, reason: str, tries: int) -> None:
         super().__init__(reason)
         self.reason, self.tries = reason, tries
 
 
-def persist(
+def retry(
     attempt: Callable[[], T],
-    waits: Sequence[float],
+    delays: Sequence[float],
     stop: threading.Event,
-    failed: Callable[[Exception], str],
-    again: Callable[[str, float, str], object],
+    on_failure: Callable[[Exception], str],
+    on_retry: Callable[[str, float, str], object],
 ) -> T:
-    """Returns the result of `attempt`, after at most `len(waits) + 1` tries.
+    """Calls `attempt` until it succeeds, at most `len(delays) + 1` times, and returns its result.
 
     Args:
-      waits: seconds between tries.
-      stop: set when no further try is wanted; a try under way is not disturbed.
-      failed: tidies up after a try and says in one line why it failed.
-      again: told (reason, seconds until the next try, "2 of 5") before a pause.
+      attempt: the function to call.
+      delays: seconds between tries.
+      stop: set to prevent further tries; a try in progress is not interrupted.
+      on_failure: cleans up after a failed try and returns its reason in one line.
+      on_retry: called with (reason, seconds until the next try, "2 of 5") before each delay.
 
     Raises:
-      GivenUp: the last try failed, or `stop` was set.
+      RetryError: the last try failed, or `stop` was set.
     """
-    for number, wait in enumerate((*waits, None), start=1):
+    for number, delay in enumerate((*delays, None), start=1):
         try:
             return attempt()
-        except Exception as error:  # storage and its libraries raise what they like
-            reason = failed(error)
-            if wait is None or stop.is_set():
-                raise GivenUp(reason, number) from error
-            again(reason, wait, f"{number + 1} of {len(waits) + 1}")
-            if stop.wait(wait):
-                raise GivenUp(reason, number) from error
+        except Exception as error:  # storage libraries raise errors of many classes
+            reason = on_failure(error)
+            if delay is None or stop.is_set():
+                raise RetryError(reason, number) from error
+            on_retry(reason, delay, f"{number + 1} of {len(delays) + 1}")
+            if stop.wait(delay):
+                raise RetryError(reason, number) from error
     raise AssertionError("unreachable")

@@ -1,4 +1,4 @@
-"""The machine and the process: cores, and ending with the parent process."""
+"""CPU cores, and the lifetime of child processes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies; ends it at once where that is dead already.
+def exit_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when its parent dies, and exits at once if the parent is already dead.
 
-    Linux only; elsewhere nothing is done, and the ends of its pipes and its peers are what it notices.
+    The kernel does this on Linux only. Elsewhere a child notices a dead parent by its closed pipes.
+
+    Args:
+      parent: process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -21,6 +24,6 @@ def die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def cores() -> int:
-    """Cores that this process may run on, or all of the machine where the system does not tell."""
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Functions that are called once a second, beside whatever the main thread does or waits for."""
+"""Functions that background threads call once a second."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PERIOD = 1.0  # seconds
 
 
 class Ticker:
-    """Calls each of its functions every `period` seconds in a daemon thread of its own, until `close`.
+    """Calls each of its functions every `period` seconds in a separate daemon thread, until `close`.
 
-    So one that waits for a disk or a network holds up no other. One that raises is not called again, which is said in
-    one line on stderr. Time in which the process was stopped is one tick, however long.
+    A function that waits for a disk or a network does not delay the others. One that raises is not called again and
+    is reported in one line on stderr. Time in which the process was suspended counts as one tick.
     """
 
     def __init__(self, *calls: Callable[[], None], period: float = PERIOD):
@@ -22,14 +22,14 @@ class Ticker:
             self.add(call)
 
     def add(self, call: Callable[[], None]) -> None:
-        """Adds a function, called from the next tick on."""
+        """Adds a function; its first call is one period later."""
         name = f"tick-{type(call).__name__.lower()}"
         thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def close(self) -> None:
-        """Ends the threads after the calls in progress, for which it waits some seconds. May be called twice."""
+        """Stops the threads, waiting up to 5 seconds for calls in progress. May be called twice."""
         self._closed.set()
         for thread in self._threads:
             thread.join(5.0)
@@ -38,7 +38,7 @@ class Ticker:
         while not self._closed.wait(self._period):
             try:
                 call()
-            except Exception as error:  # whatever it watches or writes: training goes on
-                said = " ".join(str(error).split()) or type(error).__name__
-                print(f"jaxtrain: {type(call).__name__} ends, training goes on: {said[:200]}", file=sys.stderr)
+            except Exception as error:  # a broken monitor must not stop training
+                reason = " ".join(str(error).split()) or type(error).__name__
+                print(f"jaxtrain: {type(call).__name__} stopped, training continues: {reason[:200]}", file=sys.stderr)
                 return

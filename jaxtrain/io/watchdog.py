@@ -1,4 +1,4 @@
-"""Ends a process that hangs, after it has written down where."""
+"""Watchdog that ends a hanging process after it has written the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 from jaxtrain.exit_codes import HUNG
 
-# Seconds without a change of phase. Those of a step depend on what steps were measured to take, see `deadline`.
+# Seconds that a phase may take. The deadline of a step follows from measured step times, see `Watchdog.deadline`.
 DEADLINES = {"init": 3600.0, "compile": 7200.0, "restore": 7200.0, "checkpoint": 3600.0, "eval": 7200.0, "data": 300.0}
-UNKNOWN = 3600.0  # of a step, before any was measured
-LEAST, TIMES = 120.0, 20.0  # of a step: at least so many seconds, and so many times the median step
-PATIENCE = 20.0  # seconds that may be spent on each thing that is written at the end
-DOING = {
+FIRST_STEP_DEADLINE = 3600.0  # seconds, while no step has been measured
+MIN_STEP_DEADLINE = 120.0  # seconds
+STEP_TIME_FACTOR = 20.0  # deadline of a step in median step times
+WRITE_TIMEOUT = 20.0  # seconds for each part of the hang report
+STEP_PHASES = ("compute", "replay")
+PHASE_DESCRIPTIONS = {
     "init": "starting", "compile": "compiling or in the first step", "restore": "reading a checkpoint",
     "checkpoint": "waiting for a checkpoint", "eval": "in validation", "data": "waiting for data",
     "compute": "in a step", "replay": "in a step",
@@ -27,7 +29,7 @@ DOING = {
 DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb")
 
 
-class Watched(Protocol):
+class PhaseLedger(Protocol):
     """Interface of the watched ledger, see `jaxtrain.trackers.goodput.GoodputLedger`."""
 
     def snapshot(self) -> Any: ...
@@ -36,94 +38,104 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Called every `period` seconds by a thread beside the one that is watched."""
+    """Ends the process when the phase of a ledger does not change before its deadline. A `Ticker` calls it."""
 
     def __init__(
         self,
-        ledger: Watched,
+        ledger: PhaseLedger,
         folder: Path,
-        tell: Callable[..., None],
+        log_event: Callable[..., None],
         *,
         process: int = 0,
         processes: int = 1,
         limit: float | None = None,
-        in_flight: Callable[[], list[str]] = list,
+        describe_program: Callable[[], list[str]] = list,
         period: float = 1.0,
-        end: Callable[[int], Any] = os._exit,
+        exit_process: Callable[[int], Any] = os._exit,
     ):
         """
         Args:
-            ledger: whose phases are watched.
-            folder: of the run.
-            tell: takes an event, `tell(kind, **fields)`, whatever state the main thread is in.
-            process, processes: this one's number, and how many there are.
-            limit: seconds that a step or its data may take; None: see `deadline`; 0: nothing is ever ended.
-            in_flight: lines on the program that devices run, asked of when a step hangs.
-            period: seconds between calls, at least.
-            end: ends the process with this exit code.
+            ledger: reports the current phase.
+            folder: of the run; receives `hang-PROCESS.txt`.
+            log_event: `log_event(kind, **fields)` records an event, whatever the main thread does.
+            process: number of this process.
+            processes: number of processes.
+            limit: seconds that a step or its data may take; None: see `deadline`; 0: no deadlines.
+            describe_program: lines about the program on the devices, for the report of a hanging step.
+            period: seconds between calls.
+            exit_process: called with the exit code.
         """
-        self._ledger, self._folder, self._tell, self._in_flight = ledger, folder, tell, in_flight
-        self._process, self._processes, self._limit, self._period, self._end = process, processes, limit, period, end
-        self._seen, self._ticks = -1, 0
+        self._ledger, self._folder, self._log_event, self._describe_program = (
+            ledger,
+            folder,
+            log_event,
+            describe_program,
+        )
+        self._process, self._processes, self._limit, self._period = process, processes, limit, period
+        self._exit_process = exit_process
+        self._changes, self._ticks = -1, 0  # phase changes at the last call; calls since the last change
 
     def __call__(self) -> None:
-        """One tick."""
+        """Counts one period, and ends the process if the deadline has passed."""
         snapshot = self._ledger.snapshot()
-        if snapshot.changes != self._seen:
-            self._seen, self._ticks = snapshot.changes, 0
+        if snapshot.changes != self._changes:
+            self._changes, self._ticks = snapshot.changes, 0
             return
         self._ticks += 1
-        seconds, allowed = self._ticks * self._period, self.deadline(snapshot.bucket)
-        if self._limit == 0 or seconds <= allowed:
+        seconds, deadline = self._ticks * self._period, self.deadline(snapshot.bucket)
+        if self._limit == 0 or seconds <= deadline:
             return
-        if being_debugged():
+        if is_debugged():
             self._ticks = 0
             return
-        self._hung(snapshot, seconds, allowed)
+        self._end_process(snapshot, seconds, deadline)
 
     def deadline(self, phase: str) -> float:
-        """Seconds that a phase may take without a change.
+        """Returns the seconds that a phase may take.
 
-        A step waits for the data of all processes: with several, its deadline is later by that of the data, so that
-        the process whose data hangs is the one that ends, and says so.
+        A step waits for the data of all processes. With several processes its deadline is later by that of the data,
+        so that the process whose data hangs ends first and reports it.
         """
-        if phase not in ("compute", "replay"):
+        if phase not in STEP_PHASES:
             default = DEADLINES[phase]
             return default if self._limit is None else self._limit if phase == "data" else max(default, self._limit)
-        took = self._ledger.step_time()
-        known = UNKNOWN if took is None else max(LEAST, TIMES * took)
-        return (known if self._limit is None else self._limit) + (self.deadline("data") if self._processes > 1 else 0.0)
+        step_time = self._ledger.step_time()
+        default = FIRST_STEP_DEADLINE if step_time is None else max(MIN_STEP_DEADLINE, STEP_TIME_FACTOR * step_time)
+        data_deadline = self.deadline("data") if self._processes > 1 else 0.0
+        return (default if self._limit is None else self._limit) + data_deadline
 
-    def _hung(self, snapshot: Any, seconds: float, allowed: float) -> None:
+    def _end_process(self, snapshot: Any, seconds: float, deadline: float) -> None:
+        """Reports the hang on stderr, in a file and as an event, each with a timeout; then exits."""
         host = socket.gethostname()
-        said = (
-            f"process {self._process} on {host} hangs {DOING[snapshot.bucket]}: nothing for {seconds:.0f} s "
-            f"(deadline {allowed:.0f} s); last step begun: {snapshot.step}"
+        message = (
+            f"process {self._process} on {host} hangs {PHASE_DESCRIPTIONS[snapshot.bucket]}: no progress for "
+            f"{seconds:.0f} s (deadline {deadline:.0f} s); last step begun: {snapshot.step}"
         )
         path = self._folder / f"hang-{self._process}.txt"
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        text = f"{now} {said}\n\n{_threads()}\n"
-        runs_program = snapshot.bucket in ("compute", "replay", "compile")
-        event = {"step": snapshot.step, "phase": snapshot.bucket, "seconds": seconds, "deadline": allowed}
-        cursor = "\033[?25h" if os.isatty(2) else ""  # a progress bar has hidden it
-        for act in (
-            lambda: _dump(2, text),
-            lambda: self._write(path, text, runs_program),
-            lambda: self._tell("hang", **event, process=self._process, host=host, file=path.name),
-            lambda: os.write(2, f"{cursor}\njaxtrain: {said}; stacks of all threads: {path}\n".encode()),
+        threads = "\n".join(f"Thread {thread.ident or 0:#018x} is {thread.name}" for thread in threading.enumerate())
+        text = f"{datetime.now(UTC).isoformat(timespec='seconds')} {message}\n\n{threads}\n"
+        runs_program = snapshot.bucket in (*STEP_PHASES, "compile")
+        event = {"step": snapshot.step, "phase": snapshot.bucket, "seconds": seconds, "deadline": deadline}
+        show_cursor = "\033[?25h" if os.isatty(2) else ""  # a progress bar has hidden it
+        last_line = f"{show_cursor}\njaxtrain: {message}; stacks of all threads: {path}\n"
+        for write in (
+            lambda: _dump_stacks(2, text),
+            lambda: self._write_report(path, text, runs_program),
+            lambda: self._log_event("hang", **event, process=self._process, host=host, file=path.name),
+            lambda: os.write(2, last_line.encode()),
         ):
-            _within(PATIENCE, act)
-        self._end(HUNG)
+            _run_with_timeout(write, WRITE_TIMEOUT)
+        self._exit_process(HUNG)
 
-    def _write(self, path: Path, text: str, runs_program: bool) -> None:
-        """The stacks first: they need nothing that could hang too."""
+    def _write_report(self, path: Path, text: str, runs_program: bool) -> None:
+        """Writes the stacks first, because describing the program could hang too."""
         with path.open("ab", buffering=0) as file:
-            _dump(file.fileno(), text)
+            _dump_stacks(file.fileno(), text)
             if runs_program:
-                file.write("\n".join(["", *self._in_flight(), ""]).encode())
+                file.write("\n".join(["", *self._describe_program(), ""]).encode())
 
 
-def being_debugged() -> bool:
+def is_debugged() -> bool:
     """Returns whether this process is traced, or a Python debugger is on the stack of its main thread."""
     try:
         status = Path("/proc/self/status").read_text()
@@ -139,25 +151,20 @@ def being_debugged() -> bool:
     return False
 
 
-def _dump(file: int, text: str) -> None:
+def _dump_stacks(file: int, text: str) -> None:
     os.write(file, text.encode())
     faulthandler.dump_traceback(file, all_threads=True)
 
 
-def _threads() -> str:
-    """The names that belong to the numbers of the dump."""
-    return "\n".join(f"Thread {thread.ident or 0:#018x} is {thread.name}" for thread in threading.enumerate())
+def _run_with_timeout(function: Callable[[], Any], seconds: float) -> None:
+    """Runs a function in a thread and abandons it after a timeout; its errors go to stderr."""
 
-
-def _within(seconds: float, act: Callable[[], Any]) -> None:
-    """Does it in so much time or leaves it: what hung may hang here too, and the process ends whatever a disk says."""
-
-    def quietly() -> None:
+    def run() -> None:
         try:
-            act()
+            function()
         except Exception as error:
             os.write(2, f"jaxtrain: {type(error).__name__}: {error}\n".encode())
 
-    thread = threading.Thread(target=quietly, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)

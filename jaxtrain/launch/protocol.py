@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-from jaxtrain.errors import ProtocolError, clean
+from jaxtrain.errors import ProtocolError, escape_unprintable
 
 MAX_BYTES = 1 << 16  # of a message
 SEND_TIMEOUT = 5.0  # seconds until the other side must have read a message
@@ -56,9 +56,9 @@ def decode(line: bytes) -> Message:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
-        raise ProtocolError(f"not JSON: {clean(repr(line[:40]))}") from None
+        raise ProtocolError(f"not JSON: {escape_unprintable(repr(line[:40]))}") from None
     if not isinstance(message, dict):
-        raise ProtocolError(f"expected a JSON object; found {clean(repr(line[:40]))}")
+        raise ProtocolError(f"expected a JSON object; found {escape_unprintable(repr(line[:40]))}")
     _check(message)
     return message
 
@@ -67,7 +67,7 @@ def _check(message: Message) -> None:
     kind = message.get("kind")
     fields = KINDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
-        raise ProtocolError(f"unknown kind {clean(repr(kind)[:40])}")
+        raise ProtocolError(f"unknown kind {escape_unprintable(repr(kind)[:40])}")
     if message.keys() != {"kind", *fields}:
         raise ProtocolError(f"{kind}: expected the fields {', '.join(fields) or 'none'}")
     for name, expected in fields.items():

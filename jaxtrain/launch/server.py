@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jaxtrain.errors import ProtocolError, UserError, clean
-from jaxtrain.io.jsonl import APPEND, append, read_lines
+from jaxtrain.errors import ProtocolError, UserError, escape_unprintable
+from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes, read_records
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
 from jaxtrain.launch.types import LaunchEvent, Phase
@@ -27,7 +27,7 @@ LEAVE_TIMEOUT = 10.0  # seconds that agents have to disconnect at the end
 
 def last_generation(directory: Path) -> int:
     """Returns the number of the last generation of a run; 0 for none."""
-    numbers = [record.get("generation") for _, record in read_lines(directory / EVENTS) if record]
+    numbers = [record.get("generation") for _, record in read_records(directory / EVENTS) if record]
     return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
@@ -58,7 +58,7 @@ class LeaderServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._pending: dict[Channel, float] = {}  # connections that have not joined, by time of connection
         self._nodes: dict[int, Channel] = {}
-        self._events = os.open(Path(leader.job.directory) / EVENTS, APPEND, 0o644)
+        self._events = os.open(Path(leader.job.directory) / EVENTS, APPEND_FLAGS, 0o644)
         self._thread = threading.Thread(target=self._serve, name="leader", daemon=True)
 
     def start(self) -> None:
@@ -154,7 +154,7 @@ class LeaderServer:
         del self._pending[channel]
         self._nodes[number] = channel
         peer = channel.socket.getpeername()[0]
-        host = clean(host) or peer
+        host = escape_unprintable(host) or peer
         self._leader.node_joined(number, message["slots"], host, message["port"], message["memory_port"])
 
     def _drop(self, channel: Channel) -> None:
@@ -186,6 +186,6 @@ class LeaderServer:
         if event.record is not None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             try:
-                append(self._events, (json.dumps({"time": now, **event.record}) + "\n").encode())
+                append_bytes(self._events, (json.dumps({"time": now, **event.record}) + "\n").encode())
             except OSError as error:  # a full disk must not stop the job
                 self._show(f"warning  {EVENTS}: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import Problem, ScheduleError, join
+from jaxtrain.errors import Problem, ScheduleError, join_words
 from jaxtrain.pipeline.schedules.files import load
 from jaxtrain.pipeline.schedules.table import Table
 from jaxtrain.sharding.check import axis_sizes
@@ -59,7 +59,8 @@ def misfit(layers: int, period: int, table: Table) -> str | None:
     what = f"{table.stages} stages of {table.chunks} chunks" if table.chunks > 1 else f"{table.stages} stages"
     if layers % period:
         near = sorted({max(n, parts) * period for n in (layers // period, layers // period + 1)})
-        return f"{layers} layers are not whole groups of {period}, which stages share out; expected e.g. {join(near)}"
+        expected = join_words(near)
+        return f"{layers} layers are not whole groups of {period}, which stages share out; expected e.g. {expected}"
     if layers // period < parts:
         group = f" in groups of {period}" if period > 1 else ""
         return f"{layers} layers{group} are too few for {what}; expected at least {parts * period}"

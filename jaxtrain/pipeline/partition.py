@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.errors import UserError, join
+from jaxtrain.errors import UserError, join_words
 from jaxtrain.models.definition import Definition, Tree
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.check import misfit
@@ -45,7 +45,11 @@ class Stages:
     def __post_init__(self) -> None:
         counts = {p.shape[0] for n, p in zip(self._names(), _leaves(self.definition.params)) if n and n[0] == LAYERS}
         if len(counts) != 1:
-            found = f"stacks of {join(sorted(counts), 'and')} layers" if counts else "no parameters with a dim `layers`"
+            found = (
+                f"stacks of {join_words(sorted(counts), 'and')} layers"
+                if counts
+                else "no parameters with a dim `layers`"
+            )
             raise UserError(f"mesh.{STAGES}: stages share out layers, and the model has {found}; expected one number")
         if problem := misfit(next(iter(counts)), self.period, self.table):
             raise UserError(f"mesh.{STAGES}: {problem}")

@@ -24,7 +24,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
 from jaxtrain.hlo import collectives
 from jaxtrain.hlo.collectives import Collective
-from jaxtrain.io.system import die_with
+from jaxtrain.io.system import exit_with_parent
 from jaxtrain.planning.cost import memory
 from jaxtrain.planning.cost.memory import Memory
 from jaxtrain.planning.hardware import network, targets
@@ -304,5 +304,5 @@ def _line(error: Exception) -> str:
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    die_with(asked["parent"])
+    exit_with_parent(asked["parent"])
     print(json.dumps(_child(asked)))

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxtrain.errors import UserError, clean
-from jaxtrain.io.jsonl import read_lines
+from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.io.jsonl import read_records
 from jaxtrain.trackers.files import EVENTS, METRICS
 from jaxtrain.trackers.goodput import BUCKETS, LedgerWriter
 
@@ -150,7 +150,7 @@ def read_history(directory: Path, now: float | None = None) -> RunHistory:
     infos = [event for event in events if event.get("kind") in ("start", "resume")]
     of = lambda *kinds: [event for event in events if event.get("kind") in kinds]  # noqa: E731
     return RunHistory(
-        name=clean(str(infos[-1].get("name") or directory.name)), directory=directory,
+        name=escape_unprintable(str(infos[-1].get("name") or directory.name)), directory=directory,
         state=_state(attempts[-1], time.time() if now is None else now), steps=_whole(infos[-1].get("steps")),
         attempts=attempts, seconds=seconds, elapsed=elapsed, metrics=metrics, saves=of("save"),
         warnings=of("warning", "hang"),
@@ -205,10 +205,10 @@ def _attempt(span: Sequence[Event], following: Sequence[Event], launched: Sequen
 def _cause(span: Sequence[Event], reason: str | None, ends: Sequence[Event], has_next: bool) -> str:
     """Returns why an attempt ended, by its own events and by the supervisor."""
     hang = next((event for event in span if event.get("kind") == "hang"), None)
-    own = "" if reason is None else clean(reason)
+    own = "" if reason is None else escape_unprintable(reason)
     if hang is not None:
         own = f"process {hang.get('process')} on {hang.get('host')} hung in {hang.get('phase')}, see {hang.get('file')}"
-    outside = clean(str(ends[0].get("cause") or "")) if ends else ""
+    outside = escape_unprintable(str(ends[0].get("cause") or "")) if ends else ""
     if own and outside and outside != own:
         return f"{own} ({outside})" if reason != "finished" else own
     return own or outside or ("killed" if has_next else "")
@@ -249,7 +249,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _objects(path: Path) -> Iterable[dict[str, Any]]:
-    return (record for _, record in read_lines(path) if record is not None)
+    return (record for _, record in read_records(path) if record is not None)
 
 
 def _time(event: Event) -> float | None:

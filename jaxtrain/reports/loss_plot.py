@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.io.jsonl import read_lines
+from jaxtrain.io.jsonl import read_records
 from jaxtrain.trackers.files import EVENTS, METRICS
 
 TRAIN, VALIDATION, RATE, YARDSTICK = "#2f6db3", "#d1495b", "#6c757d", "#8a8a8a"
@@ -30,7 +30,7 @@ def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
     from matplotlib.figure import Figure
 
     run_dir = Path(run_dir)
-    records = [record for _, record in read_lines(run_dir / METRICS) if record]
+    records = [record for _, record in read_records(run_dir / METRICS) if record]
     loss, validation = _series(records, "loss"), _series(records, "eval/loss")
     if not len(loss):
         raise ValueError(f"{run_dir / METRICS}: no training loss to plot")
@@ -108,7 +108,7 @@ def _last(values: np.ndarray) -> str:
 
 
 def _starts(run_dir: Path) -> list[dict[str, Any]]:
-    return [e for _, e in read_lines(run_dir / EVENTS) if e and e.get("kind") in ("start", "resume")]
+    return [e for _, e in read_records(run_dir / EVENTS) if e and e.get("kind") in ("start", "resume")]
 
 
 def _entropy(run_dir: Path) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from jaxtrain.errors import clean
+from jaxtrain.errors import escape_unprintable
 from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds
 from jaxtrain.trackers.console import count, event_line, number, percent
 
@@ -67,7 +67,7 @@ def attempts(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:
 def failed_generations(run: RunHistory) -> list[str]:
     """Returns a line for each generation that ended before it trained."""
     return [
-        f"generation {event.get('generation')} ended before it trained: {clean(str(event.get('cause')))}"
+        f"generation {event.get('generation')} ended before it trained: {escape_unprintable(str(event.get('cause')))}"
         for event in run.failed_generations
     ][-MAX_ROWS:]
 
@@ -111,8 +111,8 @@ def step_range(attempt: Attempt) -> str:
 def _line(event: Any) -> str:
     fields = {key: value for key, value in event.items() if key not in ("time", "kind")}
     if event.get("kind") == "warning" and set(fields) <= {"text", "step"}:
-        return clean(str(fields.get("text")))
-    return clean(event_line(str(event.get("kind")), fields))
+        return escape_unprintable(str(fields.get("text")))
+    return escape_unprintable(event_line(str(event.get("kind")), fields))
 
 
 def _clock(event: Any) -> str:
@@ -125,4 +125,4 @@ def _first(run: RunHistory, key: str) -> float | None:
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else clean(str(value))
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else escape_unprintable(str(value))

@@ -7,7 +7,7 @@ from math import prod
 
 from jaxtrain.config.checks import divisors
 from jaxtrain.config.schema import MeshConfig
-from jaxtrain.errors import Problem, did_you_mean, join
+from jaxtrain.errors import Problem, did_you_mean, join_words
 from jaxtrain.sharding.axes import AXES, shape_text
 from jaxtrain.sharding.rules import BATCH, CONTEXT, EMBED, EXPERT, LAYERS, SEQUENCE, STAGES, TABLE, VOCAB, asked
 
@@ -75,7 +75,7 @@ def axis_sizes(mesh: MeshConfig, devices: int | None) -> tuple[dict[str, int | N
             Problem("", f"mesh.{a}", f"{given[a]} is no size; expected a positive number or -1") for a in wrong
         ]
     if len(free) > 1:
-        names = join((f"mesh.{axis}" for axis in free), "and")
+        names = join_words((f"mesh.{axis}" for axis in free), "and")
         message = f"only one axis may be -1 (what is left), but {names} all are; give all but one a size"
         return known, [
             Problem("", f"mesh.{free[-1]}", message.replace("all are", "both are" if len(free) == 2 else "all are"))
@@ -110,7 +110,7 @@ def _fitting(given: Mapping[str, int], devices: int) -> str:
             choices = divisors(devices // rest, size, count=2) if free else [devices // rest]
             fits += [f"mesh.{axis}={choice}" for choice in choices]
     if fits:
-        return f"would fit: {join(fits[:4])}"
+        return f"would fit: {join_words(fits[:4])}"
     if free:
         return f"nearest number of devices: {max(1, round(devices / fixed)) * fixed}"
     largest = max(given, key=lambda axis: (given[axis], axis == "data"))
@@ -121,12 +121,14 @@ def _dcn(mesh: MeshConfig, sizes: Mapping[str, int | None]) -> Iterable[Problem]
     """The part of an axis that spans slices is a divisor of the axis."""
     for axis, part in mesh.dcn.items():
         if axis not in AXES:
-            message = f"unknown axis{did_you_mean(axis, AXES)}; the axes are {join(AXES, 'and')}"
+            message = f"unknown axis{did_you_mean(axis, AXES)}; the axes are {join_words(AXES, 'and')}"
             yield Problem("", f"mesh.dcn.{axis}", message)
             continue
         size = sizes[axis]
         if size is not None and size % part:
-            message = f"{part} slices do not divide mesh.{axis} {size}; expected e.g. {join(divisors(size, part))}"
+            message = (
+                f"{part} slices do not divide mesh.{axis} {size}; expected e.g. {join_words(divisors(size, part))}"
+            )
             yield Problem("", f"mesh.dcn.{axis}", message)
 
 
@@ -145,11 +147,11 @@ def _rule_names(
     names = _used(tensors, activations) | KNOWN
     for name, axes in rules.items():
         if tensors is not None and name not in names:
-            hint = did_you_mean(name, sorted(names)) or f"; the names are {join(sorted(names), 'and')}"
+            hint = did_you_mean(name, sorted(names)) or f"; the names are {join_words(sorted(names), 'and')}"
             yield Problem("", f"rules.{name}", f"no tensor has a dim `{name}`{hint}")
         for axis in dict.fromkeys(axes):
             if axis not in AXES:
-                message = f"unknown axis `{axis}`{did_you_mean(axis, AXES)}; the axes are {join(AXES, 'and')}"
+                message = f"unknown axis `{axis}`{did_you_mean(axis, AXES)}; the axes are {join_words(AXES, 'and')}"
                 yield Problem("", f"rules.{name}", message)
             elif list(axes).count(axis) > 1:
                 yield Problem("", f"rules.{name}", f"axis `{axis}` is given twice; expected once")
@@ -212,11 +214,11 @@ def _indivisible(
         split = " x ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
         what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"
         above = -(-size // shards) * shards
-        nearest = join([above - shards, above] if above > shards else [above])
+        nearest = join_words([above - shards, above] if above > shards else [above])
         message = (
             f"{size} {what} cannot be split into {shards} ({split}); sizes that work: {nearest}; shards that work: "
         )
-        yield Problem("", f"rules.{name}", message + join(divisors(size, shards)))
+        yield Problem("", f"rules.{name}", message + join_words(divisors(size, shards)))
 
 
 def _idle(
@@ -237,5 +239,5 @@ def _idle(
 def _list(paths: Sequence[str]) -> str:
     """The tensors, all named up to `LISTED`."""
     if len(paths) <= LISTED:
-        return join(paths, "and")
+        return join_words(paths, "and")
     return f"{', '.join(paths[:LISTED])} and {len(paths) - LISTED} more"

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.config.checks import divisors
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import Problem, join
+from jaxtrain.errors import Problem, join_words
 from jaxtrain.sharding.rules import CONTEXT, axes_of
 
 ANY_KERNEL = ("auto", "xla")  # values of `step.attention` that every formulation of attention across shards can do
@@ -85,7 +85,7 @@ def _kernel(config: Config, count: int, own: int | None) -> Iterator[Problem]:
         formulation, other = "gather", f"heads that the {count} shards of context divide"
     if formulation in ("ring", "gather") and kernel not in ANY_KERNEL:
         message = f"`{kernel}` needs whole sequences, and context_parallel: {formulation} keeps them in shards; "
-        yield Problem("", "step.attention", f"{message}expected {join(ANY_KERNEL)}, or {other}")
+        yield Problem("", "step.attention", f"{message}expected {join_words(ANY_KERNEL)}, or {other}")
 
 
 def _kv_heads(config: Config, sizes: Mapping[str, int | None]) -> Iterator[Problem]:
@@ -94,7 +94,7 @@ def _kv_heads(config: Config, sizes: Mapping[str, int | None]) -> Iterator[Probl
     if config.model.type == "decoder" and heads != kv_heads and config.model.kv_heads != 1:
         message = "attention across shards of a sequence needs `heads` and `kv_heads` on the same axes; found "
         where = "kv_heads" if "kv_heads" in config.rules else "heads"
-        yield Problem("", f"rules.{where}", f"{message}{join(heads, 'and')}, and {join(kv_heads, 'and')}")
+        yield Problem("", f"rules.{where}", f"{message}{join_words(heads, 'and')}, and {join_words(kv_heads, 'and')}")
 
 
 def _ring(config: Config, count: int) -> Iterator[Problem]:
@@ -104,7 +104,7 @@ def _ring(config: Config, count: int) -> Iterator[Problem]:
     elif config.data.sequence % count == 0 and config.data.sequence % (2 * count):  # the rest is found with the rules
         chunks, tokens = 2 * count, config.data.sequence
         above = -(-tokens // chunks) * chunks
-        nearest = join([above - chunks, above] if above > chunks else [above])
+        nearest = join_words([above - chunks, above] if above > chunks else [above])
         message = f"{tokens} tokens cannot be split into {chunks} chunks, two for each of the {count} shards of context"
         yield Problem(
             "", "data.sequence", f"{message} (ring); expected {nearest}, or context_parallel: ulysses or gather"
@@ -116,5 +116,7 @@ def _ulysses(config: Config, count: int, own: int) -> Problem:
     split = f"{own} heads" if over == 1 else f"{config.model.heads} heads over {over} shards are {own} each, and these"
     message = f"ulysses hands heads to the {count} shards of context: {split} cannot be split; expected "
     return Problem(
-        "", "context_parallel", f"{message}{join(divisors(own, count))} shards, or context_parallel: ring or gather"
+        "",
+        "context_parallel",
+        f"{message}{join_words(divisors(own, count))} shards, or context_parallel: ring or gather",
     )

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import APPEND, append, cut_after, line_of, read_lines
+from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes, encode_record, read_records, truncate_after
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
@@ -28,10 +28,10 @@ class JsonlTracker:
     def start(self, info: Mapping[str, Any]) -> None:
         self._dir.mkdir(parents=True, exist_ok=True)
         step = int(info.get("step", 0))
-        cut = cut_after(self._dir / METRICS, step)
-        cut_after(self._dir / EVENTS, None)
+        cut = truncate_after(self._dir / METRICS, step)
+        truncate_after(self._dir / EVENTS, None)
         for name in (METRICS, EVENTS):
-            self._files[name] = os.open(self._dir / name, APPEND, 0o644)
+            self._files[name] = os.open(self._dir / name, APPEND_FLAGS, 0o644)
         fields = {key: value for key, value in info.items() if key != "config"}
         self.event("resume" if step else "start", **fields, **({"cut": cut} if cut else {}))
 
@@ -46,15 +46,15 @@ class JsonlTracker:
 
     def rewind(self, step: int) -> None:
         os.close(self._files.pop(METRICS))
-        cut_after(self._dir / METRICS, step)
-        self._files[METRICS] = os.open(self._dir / METRICS, APPEND, 0o644)
+        truncate_after(self._dir / METRICS, step)
+        self._files[METRICS] = os.open(self._dir / METRICS, APPEND_FLAGS, 0o644)
 
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
-        append(self._files[name], line_of(record))
+        append_bytes(self._files[name], encode_record(record))
 
 
 def stamped(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,16 +64,16 @@ def stamped(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
     """Appends to events.jsonl without the trackers, which may no longer work."""
-    file = os.open(run_dir / EVENTS, APPEND, 0o644)
+    file = os.open(run_dir / EVENTS, APPEND_FLAGS, 0o644)
     try:
-        append(file, line_of(stamped(kind, fields)))
+        append_bytes(file, encode_record(stamped(kind, fields)))
     finally:
         os.close(file)
 
 
 def furthest_step(run_dir: Path) -> int:
     """Returns the largest step that a run in this folder began, by its files."""
-    steps = [record.get("step", 0) for _, record in read_lines(run_dir / METRICS) if record]
-    events = [event for _, event in read_lines(run_dir / EVENTS) if event]
+    steps = [record.get("step", 0) for _, record in read_records(run_dir / METRICS) if record]
+    events = [event for _, event in read_records(run_dir / EVENTS) if event]
     steps += [event.get(name, 0) for event in events for name in ("step", "reached")]
     return max((step for step in steps if isinstance(step, int)), default=0)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import valid
+from jaxtrain.io.jsonl import to_json
 from jaxtrain.trackers.uploads import UploadQueue, flatten, import_package, read_run_id
 
 
@@ -52,7 +52,7 @@ class MLflowTracker:
         self._sent = self._client.log_batch(self._run, metrics, synchronous=False)
 
     def event(self, kind: str, **fields: Any) -> None:
-        self._client.set_tag(self._run, f"last_{kind}", str(valid(fields))[:500])
+        self._client.set_tag(self._run, f"last_{kind}", str(to_json(fields))[:500])
 
     def artifact(self, path: Path) -> None:
         if Path(path).is_dir():

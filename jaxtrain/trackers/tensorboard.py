@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import APPEND, append
+from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes
 from jaxtrain.trackers.uploads import import_package
 
 
@@ -33,7 +33,7 @@ class TensorBoardTracker:
         self._folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, so seconds come first. The rest makes the name unique.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-        self._file = os.open(self._folder / name, APPEND, 0o644)
+        self._file = os.open(self._folder / name, APPEND_FLAGS, 0o644)
         self._write(file_version="brain.Event:2")
         self.rewind(int(info.get("step", 0)))
 
@@ -65,4 +65,4 @@ class TensorBoardTracker:
         data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         head = struct.pack("<Q", len(data))
         sums = [struct.pack("<I", self._checksum(part)) for part in (head, data)]
-        append(self._file, head + sums[0] + data + sums[1])
+        append_bytes(self._file, head + sums[0] + data + sums[1])

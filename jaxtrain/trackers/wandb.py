@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import valid
+from jaxtrain.io.jsonl import to_json
 from jaxtrain.trackers.uploads import UploadQueue, import_package, read_run_id
 
 
@@ -27,7 +27,7 @@ class WandbTracker:
         run_id = read_run_id(self._dir / "wandb.id")
         self._run = self._wandb.init(
             project=self._project, name=self._name, dir=str(self._dir), id=run_id, resume="allow" if run_id else None,
-            config=valid(info.get("config", {})),
+            config=to_json(info.get("config", {})),
         )  # fmt: skip
         (self._dir / "wandb.id").write_text(self._run.id)
 

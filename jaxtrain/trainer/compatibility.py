@@ -12,7 +12,7 @@ import re
 from typing import Any, Literal
 
 from jaxtrain.config.schema import Config
-from jaxtrain.io.packages import version
+from jaxtrain.io.packages import installed_version
 
 Guarantee = Literal["bitwise", "fp32-tight", "changed"]
 
@@ -72,7 +72,7 @@ def environment(config: dict[str, Any], mesh: Any = None, **extra: Any) -> dict[
             name: str(getattr(jax.config, name))
             for name in ("jax_default_matmul_precision", "jax_enable_x64", "jax_default_prng_impl")
         },
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": {name: installed_version(name) for name in PACKAGES},
         **extra,
     }
 

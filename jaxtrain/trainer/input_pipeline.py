@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxtrain.data.prefetch import Prefetcher
-from jaxtrain.data.skipped_batches import Skips, batch_of
+from jaxtrain.data.skipped_batches import BatchRanges, batch_index
 
 DEPTH = 2  # prefetched batches
 
@@ -21,7 +21,7 @@ class BatchFeed:
       stop: total steps of the run.
     """
 
-    def __init__(self, fetch: Callable[[int], Any], skips: Callable[[], Skips], stop: int) -> None:
+    def __init__(self, fetch: Callable[[int], Any], skips: Callable[[], BatchRanges], stop: int) -> None:
         self._fetch, self._skips, self._stop = fetch, skips, stop
         self._next, self._ahead = -1, None
 
@@ -30,7 +30,7 @@ class BatchFeed:
         if self._ahead is None or step != self._next:
             self.close()
             skips = self._skips()
-            self._ahead = Prefetcher(lambda step: self._fetch(batch_of(step, skips)), step, self._stop, DEPTH)
+            self._ahead = Prefetcher(lambda step: self._fetch(batch_index(step, skips)), step, self._stop, DEPTH)
         self._next = step + 1
         return next(self._ahead)[1]
 

@@ -13,9 +13,9 @@ from jaxtrain.checkpoint import Checkpointer, read_manifest
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.spike_detection import initial as empty_window
 from jaxtrain.errors import ConfigError, Problem, UserError
-from jaxtrain.interop.config_json import opened
-from jaxtrain.interop.load_weights import load as load_weights
-from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.config_json import read_model_config
+from jaxtrain.interop.load_weights import load_weights
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
 from jaxtrain.trainer.trainer import Trainer
@@ -35,7 +35,7 @@ def initial_state(program: Program) -> State:
     for leaf in jax.tree.leaves(state["params"]):
         leaf.delete()  # frees memory for the imported weights
     folder = Path(os.path.expanduser(source))
-    state["params"] = load_weights(folder, PLACES[opened(folder)[0].name], program.state["params"])
+    state["params"] = load_weights(folder, TENSOR_MAPPINGS[read_model_config(folder)[0].name], program.state["params"])
     if "ema" in state:
         placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
         state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])

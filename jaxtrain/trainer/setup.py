@@ -16,7 +16,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.program import Program, State, build
-from jaxtrain.data.dataset import open_datasets, open_sets
+from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import without_divergent_permutes
@@ -112,7 +112,7 @@ def open_data(config: Config, console: ConsoleTracker) -> tuple[Any, dict[str, A
     progress = _cache_progress(console)
     data, held_out = open_datasets(config.data, config.seed, progress)
     sets = {"eval/": held_out} if held_out is not None else {}
-    named = open_sets(config.data, config.eval.sets, config.seed, progress)
+    named = open_validation_sets(config.data, config.eval.sets, config.seed, progress)
     return data, sets | {f"eval/{name}/": split for name, split in named.items()}
 
 

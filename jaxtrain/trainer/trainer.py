@@ -15,7 +15,7 @@ from jaxtrain.core.evaluation import validate
 from jaxtrain.core.placement import Placer, placer
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.stage_timing import stage_costs
-from jaxtrain.data.skipped_batches import merged
+from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.pipeline.schedules.cost import price
 from jaxtrain.trackers.base import TrackerList
@@ -68,7 +68,7 @@ class Trainer:
     def batches(self) -> BatchFeed:
         """Returns the prefetched device batches of training."""
         fetch = self.callbacks.wrap_fetch(self.placer(self.data))
-        return BatchFeed(fetch, lambda: merged(self.manifest.get("skips", ())), self.config.steps)
+        return BatchFeed(fetch, lambda: merge_ranges(self.manifest.get("skips", ())), self.config.steps)
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, dict[str, jax.Array]]:
         """Dispatches the step after `step`. Returns (state, metrics on the device)."""

@@ -11,7 +11,7 @@ from jaxtrain.config.load import load
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.config.show import as_dict
-from jaxtrain.errors import did_you_mean, join
+from jaxtrain.errors import did_you_mean, join_words
 from jaxtrain.planning.legal import effect, factorisations, problems
 from jaxtrain.sharding.axes import AXES, shape_text
 from jaxtrain.sharding.rules import BATCH, STAGES, axes_of
@@ -56,7 +56,9 @@ def candidates(
     known = layout_names(folder)
     for name in names:
         if name not in (*known, OWN, "all") and not name.endswith((".yaml", ".yml")):
-            raise UserError(f"--layouts: no layout `{name}`; there is {join(known, 'and')}{did_you_mean(name, known)}")
+            raise UserError(
+                f"--layouts: no layout `{name}`; there is {join_words(known, 'and')}{did_you_mean(name, known)}"
+            )
     wanted = [OWN, *known] if "all" in names else list(names)
     found: list[Candidate] = []
     refused: dict[str, str] = {}

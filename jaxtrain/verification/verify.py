@@ -16,7 +16,7 @@ from jaxtrain.core.program import Program, build
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.dataset import open_datasets
 from jaxtrain.distributed import runtime
-from jaxtrain.errors import join
+from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import report, summary
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.verification.candidates import Candidate, candidates
@@ -92,7 +92,7 @@ def verify(
         UserError: a config or a layout that is wrong.
     """
     if inject is not None and inject not in INJECTIONS:
-        raise UserError(f"--inject: no fault `{inject}`; expected {join(INJECTIONS)}")
+        raise UserError(f"--inject: no fault `{inject}`; expected {join_words(INJECTIONS)}")
     config, _ = resolve(path, *overrides, paths=False, checks=())
     small, changes = shrunk(config, devices)
     kept = [text for text in overrides if not text.startswith(("layout", *LAYOUT_KEYS))]

@@ -10,7 +10,7 @@ from faults import debug, override
 from jaxtrain.callbacks import fault_injection
 from jaxtrain.config import Config
 from jaxtrain.config.schema import GuardConfig
-from jaxtrain.data.skipped_batches import batch_of, merged
+from jaxtrain.data.skipped_batches import batch_index, merge_ranges
 from jaxtrain.errors import DivergedError
 
 
@@ -48,16 +48,16 @@ def test_a_short_run_of_bad_steps_alone_is_no_success(tmp_path):
 
 
 def test_the_batch_of_a_step_passes_over_ranges():
-    skips = merged([[3, 5]], (9, 10), (5, 6))
+    skips = merge_ranges([[3, 5]], (9, 10), (5, 6))
     assert skips == ((3, 6), (9, 10))
-    assert [batch_of(step, skips) for step in range(8)] == [0, 1, 2, 6, 7, 8, 10, 11]
-    assert merged(skips, (0, 20)) == ((0, 20),)
-    assert merged([], (4, 4)) == ()
+    assert [batch_index(step, skips) for step in range(8)] == [0, 1, 2, 6, 7, 8, 10, 11]
+    assert merge_ranges(skips, (0, 20)) == ((0, 20),)
+    assert merge_ranges([], (4, 4)) == ()
     rng = np.random.default_rng(0)
     for _ in range(50):
         ranges = [tuple(sorted(rng.integers(0, 60, 2))) for _ in range(4)]
         left = [i for i in range(200) if not any(a <= i < b for a, b in ranges)]
-        assert [batch_of(step, merged(ranges)) for step in range(100)] == left[:100]
+        assert [batch_index(step, merge_ranges(ranges)) for step in range(100)] == left[:100]
 
 
 def rollback(threshold, steps, batches):

@@ -20,7 +20,7 @@ from jaxtrain.exit_codes import HUNG
 from jaxtrain.hlo.collectives import report, summary
 from jaxtrain.io import watchdog
 from jaxtrain.io.ticker import Ticker
-from jaxtrain.io.watchdog import DEADLINES, LEAST, Watchdog
+from jaxtrain.io.watchdog import DEADLINES, MIN_STEP_DEADLINE, Watchdog
 from jaxtrain.trackers.goodput import BUCKETS, GoodputLedger
 
 
@@ -35,7 +35,7 @@ def end(code: int) -> None:
 
 def make(tmp_path: Path, **options):
     ledger, events = GoodputLedger(), []
-    dog = Watchdog(ledger, tmp_path, lambda kind, **fields: events.append((kind, fields)), end=end, **options)
+    dog = Watchdog(ledger, tmp_path, lambda kind, **fields: events.append((kind, fields)), exit_process=end, **options)
     return ledger, dog, events
 
 
@@ -50,7 +50,7 @@ def ticks_to_end(dog: Watchdog, most: int = 100_000) -> int:
 
 @pytest.fixture(autouse=True)
 def _not_debugged(monkeypatch):
-    monkeypatch.setattr(watchdog, "being_debugged", lambda: False)
+    monkeypatch.setattr(watchdog, "is_debugged", lambda: False)
 
 
 @pytest.mark.parametrize("phase", sorted(DEADLINES))
@@ -64,7 +64,7 @@ def test_every_phase_has_a_deadline_of_its_own(tmp_path, phase, capfd):
 
 
 def test_no_phase_is_forgotten():
-    assert watchdog.DOING.keys() == BUCKETS.keys() == {*DEADLINES, "compute", "replay"}
+    assert watchdog.PHASE_DESCRIPTIONS.keys() == BUCKETS.keys() == {*DEADLINES, "compute", "replay"}
 
 
 def test_what_compiles_a_large_model_is_left_alone_for_two_hours():
@@ -76,7 +76,7 @@ def test_a_step_may_take_many_times_what_steps_took(tmp_path):
     ledger.step_time = lambda: None
     assert dog.deadline("compute") == 3600
     ledger.step_time = lambda: 0.1
-    assert dog.deadline("compute") == dog.deadline("replay") == LEAST
+    assert dog.deadline("compute") == dog.deadline("replay") == MIN_STEP_DEADLINE
     ledger.step_time = lambda: 60.0
     assert dog.deadline("compute") == 20 * 60
 
@@ -98,7 +98,7 @@ def test_of_several_processes_the_one_whose_data_hangs_ends_first(tmp_path):
     ledger.begin("compute")
     other, culprit, _ = make(tmp_path, processes=2)
     other.begin("data")
-    assert ticks_to_end(culprit) + LEAST / 2 < ticks_to_end(waits)
+    assert ticks_to_end(culprit) + MIN_STEP_DEADLINE / 2 < ticks_to_end(waits)
 
 
 def test_every_change_starts_the_count_anew(tmp_path):
@@ -119,30 +119,30 @@ def test_a_debugger_stops_the_count(tmp_path, monkeypatch):
     ledger, dog, _ = make(tmp_path, limit=5.0)
     ledger.begin("data")
     with monkeypatch.context() as patch:
-        patch.setattr(watchdog, "being_debugged", lambda: True)
+        patch.setattr(watchdog, "is_debugged", lambda: True)
         assert ticks_to_end(dog, 100) == 100
     assert ticks_to_end(dog) < 10
 
 
 def test_a_python_debugger_is_seen(monkeypatch):
     monkeypatch.undo()  # the fixture's patch too
-    assert not watchdog.being_debugged()
-    seen = {"being_debugged": watchdog.being_debugged, "__name__": "pdb"}
+    assert not watchdog.is_debugged()
+    seen = {"being_debugged": watchdog.is_debugged, "__name__": "pdb"}
     exec("def interaction():\n    return being_debugged()", seen)
     assert seen["interaction"]()
 
 
 def test_the_end_comes_even_if_nothing_can_be_written(tmp_path, capfd):
-    ledger, dog, _ = make(tmp_path / "nowhere", limit=3.0, in_flight=lambda: 1 / 0)
+    ledger, dog, _ = make(tmp_path / "nowhere", limit=3.0, describe_program=lambda: 1 / 0)
     ledger.begin("compute")
     assert ticks_to_end(dog) < 10
     assert "hangs in a step" in capfd.readouterr().err
 
 
 def test_the_end_comes_even_if_what_is_written_hangs_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "PATIENCE", 0.1)
-    ledger, dog, _ = make(tmp_path, limit=3.0, in_flight=lambda: time.sleep(60) or [])
-    dog._tell = lambda *_, **__: time.sleep(60)
+    monkeypatch.setattr(watchdog, "WRITE_TIMEOUT", 0.1)
+    ledger, dog, _ = make(tmp_path, limit=3.0, describe_program=lambda: time.sleep(60) or [])
+    dog._log_event = lambda *_, **__: time.sleep(60)
     ledger.begin("compute")
     begun = time.monotonic()
     assert ticks_to_end(dog) < 10
@@ -170,7 +170,7 @@ def test_a_call_that_fails_is_left_out_and_said(capfd):
         assert time.monotonic() < until
         time.sleep(0.01)
     ticker.close()
-    assert capfd.readouterr().err.count("training goes on: division by zero") == 1
+    assert capfd.readouterr().err.count("training continues: division by zero") == 1
 
 
 STOPPED = """
@@ -265,7 +265,7 @@ def test_a_run_whose_data_hang_ends_and_says_where(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == HUNG, done.stdout + done.stderr
-    assert "hangs waiting for data: nothing for 4 s (deadline 3 s); last step begun: 5" in done.stderr
+    assert "hangs waiting for data: no progress for 4 s (deadline 3 s); last step begun: 5" in done.stderr
     text = (tmp_path / "runs/run/hang-0.txt").read_text()
     named = re.search(r"Thread (0x[0-9a-f]+) is prefetch", text)
     assert named is not None

@@ -18,7 +18,7 @@ import pytest
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointStore, Committed, Reader, Retrying, SaveFailed, SlowSave, orbax
 from jaxtrain.checkpoint import saving as saving_module
-from jaxtrain.io.retry import GivenUp, persist
+from jaxtrain.io.retry import RetryError, retry
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -160,14 +160,14 @@ def test_pauses_are_bounded_and_can_be_cut_short():
     def attempt():
         raise FULL
 
-    with pytest.raises(GivenUp) as error:
-        persist(attempt, (0.01, 0.02), stop, lambda error: "full", lambda *args: seen.append(args))
+    with pytest.raises(RetryError) as error:
+        retry(attempt, (0.01, 0.02), stop, lambda error: "full", lambda *args: seen.append(args))
     assert (error.value.reason, error.value.tries) == ("full", 3)
     assert seen == [("full", 0.01, "2 of 3"), ("full", 0.02, "3 of 3")]
     threading.Timer(0.2, stop.set).start()
     begun = time.perf_counter()
-    with pytest.raises(GivenUp):
-        persist(attempt, (60.0,), stop, lambda error: "full", lambda *args: None)
+    with pytest.raises(RetryError):
+        retry(attempt, (60.0,), stop, lambda error: "full", lambda *args: None)
     assert time.perf_counter() - begun < 30
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import ConfigError, Problem, locate
+from jaxtrain.config import ConfigError, Problem, add_locations
 from jaxtrain.config.load import load, resolve
 from jaxtrain.models.layout_check import check_config
 
@@ -270,7 +270,10 @@ def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
     ]
     alone = text.replace("rules:", "rules:\n  heads: null").replace("kv_heads: 4", "kv_heads: 3")
     assert "layout tp: rules.kv_heads: 3" in "\n".join(lines(alone, tmp_path, checks=[check_config]))
-    assert locate([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where == "c.yaml:3"
+    assert (
+        add_locations([Problem("", "mesh", "x")], {"mesh.data": "default", "mesh.model": "c.yaml:3"})[0].where
+        == "c.yaml:3"
+    )
 
 
 def test_a_layout_that_is_not_there_is_the_only_problem(tmp_path: Path) -> None:

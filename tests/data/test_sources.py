@@ -16,7 +16,7 @@ from jaxtrain.data.sources import documents, list_files, plan_shards, read_shard
 from jaxtrain.data.token_cache import content_hash
 from jaxtrain.data.token_cache.content_hash import hash_files
 from jaxtrain.errors import DataError
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 
 def read(path: Path | str, **options: object) -> dict[str, str]:
@@ -204,7 +204,7 @@ def test_a_missing_package_names_the_extra() -> None:
     with pytest.raises(
         DataError, match=r"^x\.zst needs the package no_such_package_x: pip install 'jaxtrain\[data\]'$"
     ):
-        require("no_such_package_x.part", "x.zst")
+        import_optional("no_such_package_x.part", "x.zst")
 
 
 def test_no_jax_and_no_optional_package_is_imported() -> None:

@@ -15,20 +15,20 @@ from jaxtrain.config.schema import ModelConfig
 from jaxtrain.inference.generate import Generator
 from jaxtrain.interop import config_json
 from jaxtrain.interop.families import Family
-from jaxtrain.interop.load_weights import load
-from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.load_weights import load_weights
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.definition import Definition, define
 from jaxtrain.nn.env import Env
 
 
 def opened(folder: Path) -> tuple[Config, Family, Definition, Any]:
     """Config, family, definition and loaded parameters."""
-    family, section = config_json.opened(folder)
+    family, section = config_json.read_model_config(folder)
     config = Config(model=ModelConfig.model_validate(section), precision="fp32")
     definition = define(config, Env(), section["vocab"])
     place = SingleDeviceSharding(jax.devices()[0])
     wanted = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), definition.params)
-    return config, family, definition, load(folder, PLACES[family.name], wanted)
+    return config, family, definition, load_weights(folder, TENSOR_MAPPINGS[family.name], wanted)
 
 
 def flat(params: Any) -> dict[str, jax.Array]:

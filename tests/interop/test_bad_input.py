@@ -15,9 +15,9 @@ pytest.importorskip("safetensors", reason="needs safetensors (jaxtrain[test])")
 from jaxtrain.cli.main import main
 from jaxtrain.config.schema import ModelConfig, MoeConfig, RopeScalingConfig
 from jaxtrain.errors import ModelConfigError, ModelFileError
-from jaxtrain.interop.config_json import choose, decode, encode
+from jaxtrain.interop.config_json import choose_family, from_hf_config, to_hf_config
 from jaxtrain.interop.families import FAMILIES
-from jaxtrain.interop.safetensors_io import tensors, write_model
+from jaxtrain.interop.safetensors_io import open_tensors, write_tensors
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 8,
@@ -164,14 +164,14 @@ def test_fields_that_are_not_covered_are_named(config, words, tmp_path, capfd):
 def test_fields_of_other_architectures(family, config, word):
     given = {**LLAMA, "architectures": [FAMILIES[family].architecture], **config, "model_type": family}
     with pytest.raises(ModelConfigError, match=word):
-        decode(given, "config.json")
+        from_hf_config(given, "config.json")
 
 
 def test_absent_fields_mean_what_the_class_says():
-    _, mistral = decode({**LLAMA, "model_type": "mistral", "architectures": None}, "")
-    _, mixtral = decode({**LLAMA, "model_type": "mixtral", "architectures": None}, "")
-    _, gemma = decode({**LLAMA, "model_type": "gemma2", "architectures": None, "num_hidden_layers": 5}, "")
-    _, gpt2 = decode({"model_type": "gpt2"}, "")
+    _, mistral = from_hf_config({**LLAMA, "model_type": "mistral", "architectures": None}, "")
+    _, mixtral = from_hf_config({**LLAMA, "model_type": "mixtral", "architectures": None}, "")
+    _, gemma = from_hf_config({**LLAMA, "model_type": "gemma2", "architectures": None, "num_hidden_layers": 5}, "")
+    _, gpt2 = from_hf_config({"model_type": "gpt2"}, "")
     assert (gpt2["mlp"], gpt2["learned_positions"], gpt2["tie_embeddings"]) == (3072, 1024, True)
     assert mistral["sliding_window"] == 4096
     assert (mixtral["rope_theta"], mixtral["norm_epsilon"], mixtral["moe"]["num_experts"]) == (1e6, 1e-5, 8)
@@ -221,10 +221,10 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
 )
 def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
     wanted = ModelConfig(**SIZES, **options)
-    family, config = choose(wanted, 31, None, None)
+    family, config = choose_family(wanted, 31, None, None)
     assert family.name == expected
-    again = ModelConfig.model_validate(decode(json.loads(json.dumps(config)), "")[1])
-    assert choose(again, 31, expected, config)[1] == config
+    again = ModelConfig.model_validate(from_hf_config(json.loads(json.dumps(config)), "")[1])
+    assert choose_family(again, 31, expected, config)[1] == config
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
 )
 def test_what_no_architecture_has_is_named(options, family, words):
     with pytest.raises(ModelConfigError) as error:
-        choose(ModelConfig(**SIZES, **options), 31, family, None)
+        choose_family(ModelConfig(**SIZES, **options), 31, family, None)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -265,7 +265,7 @@ def test_files_are_those_of_the_reference_implementation(dtype, most, tmp_path):
 
     values = weights(dtype)
     shapes = {name: value.shape for name, value in values.items()}
-    total = write_model(tmp_path, shapes, np.dtype(dtype), most, iter(values.values()))
+    total = write_tensors(tmp_path, shapes, np.dtype(dtype), most, iter(values.values()))
     assert total == sum(value.nbytes for value in values.values())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert (len(files) == 1) == (most > total)
@@ -276,7 +276,7 @@ def test_files_are_those_of_the_reference_implementation(dtype, most, tmp_path):
             assert len(held) == 1 or file.stat().st_size < most + 1500  # its header besides
         seen |= held
     assert seen == {name: list(shape) for name, shape in shapes.items()}
-    for name, entry in tensors(tmp_path).items():
+    for name, entry in open_tensors(tmp_path).items():
         np.testing.assert_array_equal(entry.open(), values[name])
 
 
@@ -284,10 +284,10 @@ def test_a_header_that_lies_is_refused(tmp_path):
     for header in (b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"[]", b"\xff"):
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
         with pytest.raises(ModelFileError, match=r"model\.safetensors"):
-            tensors(tmp_path)
+            open_tensors(tmp_path)
 
 
 def test_encode_keeps_token_ids():
     before = {**LLAMA, "eos_token_id": [7, 8], "bos_token_id": 3}
-    config = encode(ModelConfig.model_validate(decode(before, "")[1]), 31, FAMILIES["llama"], before)
+    config = to_hf_config(ModelConfig.model_validate(from_hf_config(before, "")[1]), 31, FAMILIES["llama"], before)
     assert (config["eos_token_id"], config["bos_token_id"]) == ([7, 8], 3)

@@ -16,9 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import hf_loaded
 import hf_models
 
-from jaxtrain.interop.config_json import choose
-from jaxtrain.interop.save_weights import save
-from jaxtrain.interop.tensor_map import PLACES
+from jaxtrain.interop.config_json import choose_family
+from jaxtrain.interop.save_weights import save_weights
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 
 PROMPT = [5, 130, 17, 64, 2, 99, 33]
 
@@ -41,10 +41,10 @@ def test_logits_generation_and_round_trip(case: str, tmp_path: Path):
     assert hf_loaded.greedy(definition, params, PROMPT, 64) == generated
 
     before = json.loads((tmp_path / "in/config.json").read_text())
-    chosen, content = choose(config.model, 131, None, before)
+    chosen, content = choose_family(config.model, 131, None, before)
     assert chosen is family
     (tmp_path / "out").mkdir()
-    save(tmp_path / "out", PLACES[family.name], hf_loaded.flat(params), np.dtype(np.float32), 20_000)
+    save_weights(tmp_path / "out", TENSOR_MAPPINGS[family.name], hf_loaded.flat(params), np.dtype(np.float32), 20_000)
     (tmp_path / "out/config.json").write_text(json.dumps(content))
     again, told = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxtrain.config.schema import ModelConfig
-from jaxtrain.interop.config_json import decode
+from jaxtrain.interop.config_json import from_hf_config
 from jaxtrain.models.decoder_params import parameter_count
 
 
@@ -137,7 +137,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_parameters_and_options(name: str):
     count, config, expected = KNOWN[name]
-    _, section = decode(config, name)
+    _, section = from_hf_config(config, name)
     model = ModelConfig.model_validate(section)
     assert parameter_count(model, section["vocab"]) == count
     for key, value in expected.items():

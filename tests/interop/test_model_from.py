@@ -16,11 +16,11 @@ from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.core.resolve import resolve
-from jaxtrain.interop.config_json import encode
+from jaxtrain.interop.config_json import to_hf_config
 from jaxtrain.interop.families import FAMILIES
-from jaxtrain.interop.safetensors_io import tensors, write_model
-from jaxtrain.interop.tensor_map import PLACES
-from jaxtrain.interop.tensor_slices import parts, whole_shapes
+from jaxtrain.interop.safetensors_io import open_tensors, write_tensors
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.interop.tensor_slices import parameter_slices, tensor_shapes
 from jaxtrain.models.decoder_params import decoder_tensors
 from jaxtrain.trackers.console import ConsoleTracker
 
@@ -32,12 +32,12 @@ def folder(tmp_path: Path) -> Path:
     """A Qwen 3 with random weights."""
     path = tmp_path / "hf"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(encode(MODEL, 260, FAMILIES["qwen3"])))
+    (path / "config.json").write_text(json.dumps(to_hf_config(MODEL, 260, FAMILIES["qwen3"])))
     shapes = {name: shape for name, (shape, _) in decoder_tensors(MODEL, 260).items()}
-    found = whole_shapes(parts(PLACES["qwen3"], shapes))
+    found = tensor_shapes(parameter_slices(TENSOR_MAPPINGS["qwen3"], shapes))
     rng = np.random.default_rng(0)
     values = (0.2 * rng.standard_normal(shape).astype(np.float32) for shape in found.values())
-    write_model(path, found, np.dtype(np.float32), 10**9, values)
+    write_tensors(path, found, np.dtype(np.float32), 10**9, values)
     return path
 
 
@@ -94,7 +94,7 @@ def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
         result = train(config, console=ConsoleTracker(2, console=Console(quiet=True)))
         lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
         losses[layout] = [json.loads(line)["loss"] for line in lines]
-        table = tensors(folder)["model.embed_tokens.weight"].open()
+        table = open_tensors(folder)["model.embed_tokens.weight"].open()
         moved = np.abs(np.asarray(result.state["params"]["embed"]["table"]) - table).max()
         averaged = np.abs(np.asarray(result.state["ema"]["embed"]["table"]) - table).max()
         assert 0 < averaged < moved < 1e-3

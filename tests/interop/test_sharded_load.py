@@ -18,10 +18,10 @@ from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.core.program import build
 from jaxtrain.interop import load_weights as loading
-from jaxtrain.interop.safetensors_io import Entry, tensors, write_model
-from jaxtrain.interop.save_weights import save
-from jaxtrain.interop.tensor_map import PLACES
-from jaxtrain.interop.tensor_slices import TensorMapping, parts, whole_shapes
+from jaxtrain.interop.safetensors_io import Entry, open_tensors, write_tensors
+from jaxtrain.interop.save_weights import save_weights
+from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.interop.tensor_slices import TensorMapping, parameter_slices, tensor_shapes
 from jaxtrain.models.definition import Definition
 
 SIZES = {
@@ -46,11 +46,11 @@ def program(family: str, *overrides: str) -> Any:
 
 def written(folder: Path, places: tuple[TensorMapping, ...], definition: Definition) -> Path:
     """Random tensors in several files."""
-    shapes = whole_shapes(parts(places, {path: shape for path, (shape, _) in definition.tensors().items()}))
+    shapes = tensor_shapes(parameter_slices(places, {path: shape for path, (shape, _) in definition.tensors().items()}))
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())
     folder.mkdir()
-    write_model(folder, shapes, np.dtype(np.float32), 30_000, values)
+    write_tensors(folder, shapes, np.dtype(np.float32), 30_000, values)
     return folder
 
 
@@ -67,10 +67,10 @@ def written(folder: Path, places: tuple[TensorMapping, ...], definition: Definit
     ],
 )
 def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, piece, tmp_path, monkeypatch):
-    sharded, chosen = program(family, *layout), PLACES[family]
+    sharded, chosen = program(family, *layout), TENSOR_MAPPINGS[family]
     folder = written(tmp_path / "hf", chosen, sharded.definition)
     blocks: collections.Counter[tuple] = collections.Counter()
-    original = loading.read
+    original = loading.read_block
 
     def read(part, index, dtype, have):
         blocks[part.place.path, tuple((one.start, one.stop) for one in index)] += 1
@@ -80,7 +80,7 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
 
     monkeypatch.setattr(loading, "PIECE", piece)
     monkeypatch.setattr(loading, "read", read)
-    params = loading.load(folder, chosen, sharded.state["params"])
+    params = loading.load_weights(folder, chosen, sharded.state["params"])
     assert set(blocks.values()) == {1}
     read_elements = sum(int(np.prod([stop - start for start, stop in index])) for _, index in blocks)
     assert read_elements == sum(leaf.size for leaf in jax.tree.leaves(params))  # nothing twice, replicated or not
@@ -90,12 +90,12 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
 
     alone = jax.devices()[0]
     whole = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.sharding.SingleDeviceSharding(alone)), wanted)  # fmt: skip  # noqa: E501
-    for path, value in hf_loaded.flat(loading.load(folder, chosen, whole)).items():
+    for path, value in hf_loaded.flat(loading.load_weights(folder, chosen, whole)).items():
         np.testing.assert_array_equal(np.asarray(hf_loaded.flat(params)[path]), np.asarray(value), path)
 
     (tmp_path / "out").mkdir()
-    save(tmp_path / "out", chosen, hf_loaded.flat(params), np.dtype(np.float32), 50_000)
-    back, before = tensors(tmp_path / "out"), tensors(folder)
+    save_weights(tmp_path / "out", chosen, hf_loaded.flat(params), np.dtype(np.float32), 50_000)
+    back, before = open_tensors(tmp_path / "out"), open_tensors(folder)
     assert back.keys() == before.keys()
     for name, entry in back.items():
         np.testing.assert_array_equal(entry.open(), before[name].open(), name)
@@ -103,21 +103,21 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
 
 def test_a_gpt2_saved_without_its_head_and_with_its_masks_is_the_same(tmp_path):
     """As published: names begin with `h.0`, and every layer has its causal mask, of any dtype."""
-    one, chosen = program("gpt2", "layout=ddp", "model.tie_embeddings=true"), PLACES["gpt2"]
+    one, chosen = program("gpt2", "layout=ddp", "model.tie_embeddings=true"), TENSOR_MAPPINGS["gpt2"]
     folder = written(tmp_path / "hf", chosen, one.definition)
-    want = loading.load(folder, chosen, one.state["params"])
-    held = {name: np.array(entry.open()) for name, entry in tensors(folder).items()}
+    want = loading.load_weights(folder, chosen, one.state["params"])
+    held = {name: np.array(entry.open()) for name, entry in open_tensors(folder).items()}
     for file in folder.iterdir():
         file.unlink()
     masks = {f"h.{layer}.attn.bias": np.tri(5, dtype=np.uint8)[None, None] for layer in range(3)}
     save_file(
         {name.removeprefix("transformer."): value for name, value in held.items()} | masks, folder / "model.safetensors"
     )
-    jax.tree.map(np.testing.assert_array_equal, loading.load(folder, chosen, one.state["params"]), want)
+    jax.tree.map(np.testing.assert_array_equal, loading.load_weights(folder, chosen, one.state["params"]), want)
 
 
 def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
-    sharded, chosen = program("llama", "layout=fsdp_tp", "mesh.model=2"), PLACES["llama"]
+    sharded, chosen = program("llama", "layout=fsdp_tp", "mesh.model=2"), TENSOR_MAPPINGS["llama"]
     folder = written(tmp_path / "hf", chosen, sharded.definition)
     touched = collections.Counter()
 
@@ -132,13 +132,13 @@ def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
 
     original = Entry.open
     monkeypatch.setattr(Entry, "open", lambda entry: Counting(entry, f"{entry.path.name}:{entry.offset}"))
-    params = loading.load(folder, chosen, sharded.state["params"])
+    params = loading.load_weights(folder, chosen, sharded.state["params"])
     assert sum(touched.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def test_the_commands_from_end_to_end(tmp_path, capfd):
     definition = program("llama").definition
-    folder = written(tmp_path / "hf", PLACES["llama"], definition)
+    folder = written(tmp_path / "hf", TENSOR_MAPPINGS["llama"], definition)
     config = {"model_type": "llama", "vocab_size": 128, "intermediate_size": 48, **CONFIG, "eos_token_id": 5}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
@@ -153,8 +153,8 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
     assert "has no tokenizer.json" in capfd.readouterr().out
     assert main(["export", str(run), "--to", str(out), "--dtype", "bfloat16", "layout=fsdp"]) == 0
     assert "llama of step 0" in capfd.readouterr().out
-    back = tensors(out)
-    for name, entry in tensors(folder).items():
+    back = open_tensors(out)
+    for name, entry in open_tensors(folder).items():
         np.testing.assert_array_equal(back[name].open(), entry.open().astype(back[name].open().dtype), name)
     content = json.loads((out / "config.json").read_text())
     assert (content["eos_token_id"], content["torch_dtype"]) == (5, "bfloat16")
@@ -195,15 +195,15 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
 
 def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
     """The length of sequences is bounded by its positions: taken from them, or refused."""
-    folder = written(tmp_path / "hf", PLACES["gpt2"], program("gpt2", "model.tie_embeddings=true").definition)
+    folder = written(tmp_path / "hf", TENSOR_MAPPINGS["gpt2"], program("gpt2", "model.tie_embeddings=true").definition)
     config = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64, "attn_pdrop": 0.1}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 128, **config}))
     run, out, quick = tmp_path / "run", tmp_path / "out", ["precision=fp32"]
     assert main(["import", str(folder), "--to", str(run), "layout=fsdp_tp", "mesh.model=2", *quick]) == 0
     assert load_config(run / "config.yaml").data.sequence == 64
     assert main(["export", str(run), "--to", str(out)]) == 0
-    back, content = tensors(out), json.loads((out / "config.json").read_text())
-    for name, entry in tensors(folder).items():
+    back, content = open_tensors(out), json.loads((out / "config.json").read_text())
+    for name, entry in open_tensors(folder).items():
         np.testing.assert_array_equal(back[name].open(), entry.open(), name)
     assert {name: content[name] for name in config} == config
     capfd.readouterr()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.io.jsonl import cut_after, read_lines
+from jaxtrain.io.jsonl import read_records, truncate_after
 from jaxtrain.trackers.base import TrackerList
 from jaxtrain.trackers.build import build_trackers
 from jaxtrain.trackers.files import JsonlTracker
@@ -100,7 +100,7 @@ def test_cut_replaces_the_file_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jaxtrain.io.atomic.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        cut_after(tmp_path / "metrics.jsonl", 2)
+        truncate_after(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -278,7 +278,7 @@ def test_mlflow_joins_the_same_run(tmp_path, monkeypatch):
 
 
 def test_read_lines_of_a_missing_file(tmp_path):
-    assert list(read_lines(tmp_path / "none.jsonl")) == []
+    assert list(read_records(tmp_path / "none.jsonl")) == []
 
 
 def test_no_jax_is_imported():

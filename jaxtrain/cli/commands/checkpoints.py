@@ -28,7 +28,7 @@ from jaxtrain.cli.checkpoint_listing import (
     tensor_bytes,
 )
 from jaxtrain.cli.progress import ProgressBar
-from jaxtrain.errors import CheckpointError, UserError, clean
+from jaxtrain.errors import CheckpointError, UserError, escape_unprintable
 
 WIDE = 200  # columns if the output is not a terminal
 
@@ -100,7 +100,7 @@ def _cells(row: CheckpointRow) -> list[str]:
     state = f"{row.state}: {row.reason}" if row.reason else row.state
     writers = _writers(content.get("manifest", {}))
     stored = size(content["bytes"]) if content else ""
-    return [clean(cell) for cell in (row.name, time, stored, state, metrics, writers)]
+    return [escape_unprintable(cell) for cell in (row.name, time, stored, state, metrics, writers)]
 
 
 def _writers(manifest: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ def inspect(store: CheckpointStore, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(content, indent=1))
         return 0
-    print("\n".join(map(clean, _lines(content))))
+    print("\n".join(map(escape_unprintable, _lines(content))))
     return 0
 
 
@@ -170,7 +170,7 @@ def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
             print(f"{step}: deleted meanwhile")
             continue
         is_good &= not problems
-        lines = [clean(f"{step}: damaged: {problem}") for problem in problems]
+        lines = [escape_unprintable(f"{step}: damaged: {problem}") for problem in problems]
         print("\n".join(lines) or f"{step}: good, every byte read")
     for row in list_checkpoints(store) if not args.durable and not args.step else ():
         if row.state in (ASIDE, UNFINISHED):

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
             lines = [
                 f"{built.source}: {built.tokens['train']:,} training and {built.tokens['validation']:,} validation "
                 f"tokens, entropy {built.entropy:.4f} nats, in {built.path} ({built.seconds:.1f} s)"
-                for built in prepare.build(config.data, progress, config.eval.sets.values())
+                for built in prepare.build_caches(config.data, progress, config.eval.sets.values())
             ]
     print("\n".join(lines))
     return 0

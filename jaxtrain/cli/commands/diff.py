@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.config.show import diff, text
 from jaxtrain.core.resolve import resolve
-from jaxtrain.errors import clean
+from jaxtrain.errors import escape_unprintable
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def diff_lines(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[str
     for key, (old, new) in diff(left, right).items():
         sources = f"{left_sources.get(key, 'absent')} -> {right_sources.get(key, 'absent')}"
         lines.append(f"{key}: {_value(key, old, left_sources)} -> {_value(key, new, right_sources)}  # {sources}")
-    return [clean(line) for line in lines]
+    return [escape_unprintable(line) for line in lines]
 
 
 def _value(key: str, value: Any, provenance: Mapping[str, str]) -> str:

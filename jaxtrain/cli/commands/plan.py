@@ -27,7 +27,7 @@ from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.schema import LAYOUT_KEYS
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.errors import Problem, UserError, join
+from jaxtrain.errors import Problem, UserError, join_words
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.layout_check import check_config
@@ -72,7 +72,7 @@ def _check_options(args: argparse.Namespace) -> None:
         return
     given = [f"--{name}" for name in SEARCH_OPTIONS if getattr(args, name) is not None]
     if given:
-        raise UserError(f"plan: {join(given, 'and')} {'needs' if len(given) == 1 else 'need'} --search")
+        raise UserError(f"plan: {join_words(given, 'and')} {'needs' if len(given) == 1 else 'need'} --search")
 
 
 def _show_plan(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from jaxtrain.cli.output import check_output_files, write_file
-from jaxtrain.io.jsonl import valid
+from jaxtrain.io.jsonl import to_json
 from jaxtrain.planning.report.terminal import bar, plain, section
 from jaxtrain.reports import tables
 from jaxtrain.reports.history import RunHistory, as_dict, format_seconds, read_history
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(report(history, console.width))
     if args.json:
-        write_file(args.json, json.dumps(valid(as_dict(history)), indent=1, default=str))
+        write_file(args.json, json.dumps(to_json(as_dict(history)), indent=1, default=str))
     if args.html:
         write_file(args.html, page(history))
     return 0

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple, cast
 import xxhash
 
 from jaxtrain.errors import DataError
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 SPLITS = ("train", "validation")
 
@@ -71,7 +71,7 @@ def decompressed(file: File) -> IO[bytes]:
     if file.name.endswith((".gz", ".tgz")):
         return cast("IO[bytes]", gzip.open(file.path, "rb"))
     if file.name.endswith(".zst"):
-        zstandard = require("zstandard", f"{file.path}: .zst")
+        zstandard = import_optional("zstandard", f"{file.path}: .zst")
         return io.BufferedReader(zstandard.open(file.path, "rb"), 1 << 20)
     return open(file.path, "rb", buffering=1 << 20)
 

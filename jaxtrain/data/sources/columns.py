@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtrain.data.sources.base import Document, File, Format, Span, one_line
 from jaxtrain.errors import DataError
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 ROWS = 1024  # made into Python strings at a time
 
@@ -25,7 +25,7 @@ def _check_column(path: str, schema: Any, field: str) -> None:
 
 
 def _parquet(file: File) -> Any:
-    parquet = require("pyarrow.parquet", f"{file.path}: Parquet")
+    parquet = import_optional("pyarrow.parquet", f"{file.path}: Parquet")
     try:
         return parquet.ParquetFile(file.path)
     except Exception as error:
@@ -66,7 +66,7 @@ def _arrow(file: File) -> Iterator[Any]:
     A stream may end anywhere between two record batches; its writers end it with a mark all the same, by which a cut
     one is told.
     """
-    pyarrow, ipc = (require(name, f"{file.path}: Arrow") for name in ("pyarrow", "pyarrow.ipc"))
+    pyarrow, ipc = (import_optional(name, f"{file.path}: Arrow") for name in ("pyarrow", "pyarrow.ipc"))
     with contextlib.ExitStack() as stack:
         try:
             source = stack.enter_context(pyarrow.memory_map(file.path))

@@ -11,7 +11,7 @@ import re
 from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.sources.base import File, one_line
 from jaxtrain.errors import DataError
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 PREFIX = "hf://"
 FORM = re.compile(r"hf://(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
@@ -28,7 +28,7 @@ def hub_files(source: SourceConfig) -> list[File]:
         raise DataError(f"{source.path}: a dataset of the hub is given as hf://OWNER/NAME[/CONFIG][:SPLIT]")
     if source.format not in ("auto", "arrow") or source.include:
         raise DataError(f"{source.path}: a dataset of the hub is read as Arrow; leave out format and include")
-    datasets = require("datasets", f"{source.path}: a dataset of the hub", "hf")
+    datasets = import_optional("datasets", f"{source.path}: a dataset of the hub", "hf")
     try:
         made = datasets.load_dataset(found["id"], found["config"], split=found["split"] or "train")
     except Exception as error:  # the library, its downloads and its readers have many classes of them

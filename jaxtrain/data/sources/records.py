@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxtrain.data.sources.base import Document, File, Format, Span, one_line, text_field
 from jaxtrain.errors import DataError
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 TOGETHER = 1024  # records read in one call
 LENGTHS = {0: 0, 1: 8, 5: 4}  # bytes of a protobuf field by its wire type; 0 is a varint, 2 says its own length
@@ -22,7 +22,7 @@ LENGTHS = {0: 0, 1: 8, 5: 4}  # bytes of a protobuf field by its wire type; 0 is
 
 @contextlib.contextmanager
 def _open(file: File) -> Iterator[Any]:
-    module = require("array_record.python.array_record_module", f"{file.path}: ArrayRecord", "arrayrecord")
+    module = import_optional("array_record.python.array_record_module", f"{file.path}: ArrayRecord", "arrayrecord")
     try:
         reader = module.ArrayRecordReader(file.path)
     except Exception as error:

@@ -17,7 +17,7 @@ from jaxtrain.data.sources.base import one_line
 from jaxtrain.data.sources.formats import partner
 from jaxtrain.errors import DataError
 from jaxtrain.io.atomic import open_atomic, write_atomic
-from jaxtrain.io.packages import require
+from jaxtrain.io.packages import import_optional
 
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime", "created")
 CHUNK = 4 << 20
@@ -36,7 +36,7 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        fsspec = require("fsspec", f"{url}: a store", "remote")
+        fsspec = import_optional("fsspec", f"{url}: a store", "remote")
         try:
             self._fs, path = fsspec.core.url_to_fs(url)
             path = path.rstrip("/")

@@ -29,7 +29,7 @@ from jaxtrain.data.token_cache.worker import Job, Shard, write_shard
 from jaxtrain.data.token_runs import TokenSource
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
-from jaxtrain.io.system import cores
+from jaxtrain.io.system import available_cores
 
 Progress = Callable[[int, int], None]  # (bytes of input done, in all)
 SMALL = 4 << 20  # bytes of input that are tokenized in this process: starting another costs more
@@ -155,7 +155,7 @@ def _build(job: Job, shards: list[Shard], encoder: Tokenizer, workers: int | Non
             progress(done, total)
 
     report(None)
-    count = min(workers or cores(), len(todo))
+    count = min(workers or available_cores(), len(todo))
     if count <= 1 or sum(s.size for s in todo) <= SMALL * (16 if job.tokenizer == "bytes" else 1):
         for shard in todo:
             write_shard(job, shard, encoder)

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from jaxtrain.errors import ScheduleError, clean, did_you_mean, join, shown
+from jaxtrain.errors import ScheduleError, did_you_mean, escape_unprintable, format_value, join_words
 from jaxtrain.pipeline.schedules.shipped import make
 from jaxtrain.pipeline.schedules.table import Action, Step, Table, from_rows
 from jaxtrain.pipeline.schedules.validate import check
@@ -73,7 +73,7 @@ def read(
     except UnicodeDecodeError:
         raise ScheduleError(f"{path}: expected a text file in UTF-8") from None
     except _Wrong as error:
-        raise ScheduleError(clean(f"{path}: {error}")) from None
+        raise ScheduleError(escape_unprintable(f"{path}: {error}")) from None
     for what, have, want in (
         ("stages", table.stages, stages),
         ("microbatches", table.microbatches, microbatches),
@@ -116,12 +116,12 @@ def _yaml(text: str) -> tuple[list[list[Any]], dict[str, Any]]:
         raise _Wrong("expected a key `stages` with a list of cells for each stage")
     for key in content:
         if key not in (*KEYS, "stages"):
-            hint = did_you_mean(key, (*KEYS, "stages")) or f"; expected {join((*KEYS, 'stages'))}"
-            raise _Wrong(f"no key {shown(str(key))}{hint}")
+            hint = did_you_mean(key, (*KEYS, "stages")) or f"; expected {join_words((*KEYS, 'stages'))}"
+            raise _Wrong(f"no key {format_value(str(key))}{hint}")
     rows = [row.split() if isinstance(row, str) else row for row in content.pop("stages")]
     for stage, row in enumerate(rows):
         if not isinstance(row, list):
-            raise _Wrong(f"stages: stage {stage}: expected a list of cells; found {shown(row)}")
+            raise _Wrong(f"stages: stage {stage}: expected a list of cells; found {format_value(row)}")
     return rows, content
 
 
@@ -144,11 +144,11 @@ def _table(name: str, cells: Sequence[Sequence[Any]], options: dict[str, Any]) -
 
 def _check_options(options: dict[str, Any]) -> None:
     if options.get("placement", "loop") not in ("loop", "v"):
-        raise _Wrong(f"placement: expected loop or v; found {shown(options['placement'])}")
+        raise _Wrong(f"placement: expected loop or v; found {format_value(options['placement'])}")
     for key, kind, what in (("microbatches", int, "whole number"), ("peak", int | float, "number")):
         value = options.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-            raise _Wrong(f"{key}: expected a {what} above 0; found {shown(value)}")
+            raise _Wrong(f"{key}: expected a {what} above 0; found {format_value(value)}")
 
 
 def _count(what: str, numbers: set[int], wanted: int | None) -> int:
@@ -172,7 +172,9 @@ def _step(cell: Any, stage: int, tick: int) -> Step | None:
     if match is None:
         parts = [part for part in re.split(r"[\s+/;]+", text) if part]
         if len(parts) > 1 and all(CELL.fullmatch(part) for part in parts):
-            raise _Wrong(f"stage {stage}, tick {tick}: {shown(text)} is {len(parts)} actions; expected one a tick")
+            raise _Wrong(
+                f"stage {stage}, tick {tick}: {format_value(text)} is {len(parts)} actions; expected one a tick"
+            )
         right = "expected a cell such as F3, B3, W3, F3.1 or nothing"
-        raise _Wrong(f"stage {stage}, tick {tick}: {right}; found {shown(text)}")
+        raise _Wrong(f"stage {stage}, tick {tick}: {right}; found {format_value(text)}")
     return Step(Action[match[1]], int(match[2]), int(match[3] or 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.errors import ScheduleError, did_you_mean, join
+from jaxtrain.errors import ScheduleError, did_you_mean, join_words
 from jaxtrain.pipeline.schedules.table import Action, Step, Table
 from jaxtrain.pipeline.schedules.timetable import place
 
@@ -122,7 +122,9 @@ def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -
         ScheduleError: no such schedule, or one that cannot have these numbers.
     """
     if name not in SCHEDULES:
-        hint = did_you_mean(name, SCHEDULES) or f"; expected {join(SCHEDULES)}, or the path of a .csv or .yaml table"
+        hint = (
+            did_you_mean(name, SCHEDULES) or f"; expected {join_words(SCHEDULES)}, or the path of a .csv or .yaml table"
+        )
         raise ScheduleError(f"schedule: no schedule `{name}`{hint}")
     able = SCHEDULES[name].chunks
     chunks = (able or (2,))[0] if chunks is None else chunks
@@ -131,7 +133,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int | None = None) -
             raise ScheduleError(f"schedule {name}: {what}: expected at least 1; found {number}")
     if able and chunks not in able:
         other = "; interleaved_1f1b has any number of chunks" if able == (1,) else ""
-        raise ScheduleError(f"schedule {name}: chunks: expected {join(able)}; found {chunks}{other}")
+        raise ScheduleError(f"schedule {name}: chunks: expected {join_words(able)}; found {chunks}{other}")
     return SCHEDULES[name].make(stages, microbatches, chunks)
 
 

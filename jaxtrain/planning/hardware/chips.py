@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.errors import join
+from jaxtrain.errors import join_words
 
 GIB = 2**30
 
@@ -69,7 +69,7 @@ class Torus:
     @property
     def shapes(self) -> str:
         """Shapes that `has` expects, in words."""
-        return "sizes of 1, 2 or 4, or multiples of 4" if self.dims == 3 else join(f"{a}x{b}" for a, b in PLANES)
+        return "sizes of 1, 2 or 4, or multiples of 4" if self.dims == 3 else join_words(f"{a}x{b}" for a, b in PLANES)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.io.system import cores
+from jaxtrain.io.system import available_cores
 
 RUNS = 8
 WIDTH = 512  # of a matrix, with which ELEMENTS / WIDTH rows are multiplied
@@ -52,7 +52,7 @@ def measure(devices: Sequence[Any], dtype: Any) -> dict[str, float]:
     out = {
         "flops": 2 * ELEMENTS * WIDTH / (timed(multiply, ELEMENTS, each) - launch),
         "memory": 2 * 4 * ELEMENTS / (timed(_elementwise, ELEMENTS, each) - launch),
-        "pages": BLOCK / min(_handed_out(BLOCK) for _ in range(RUNS)) * cores() / count,
+        "pages": BLOCK / min(_handed_out(BLOCK) for _ in range(RUNS)) * available_cores() / count,
         "launch": launch,
     }
     if count > 1:
@@ -84,7 +84,7 @@ def _seconds(mesh: Mesh, operation: Callable[[jax.Array], jax.Array], size: int,
         arrays = run(arrays).block_until_ready()
         time.sleep(SETTLED)
         best = min(best, time.process_time() - start)
-    return best / cores() / times
+    return best / available_cores() / times
 
 
 def _handed_out(size: int) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.core import xla_options
-from jaxtrain.errors import UserError, did_you_mean, join
+from jaxtrain.errors import UserError, did_you_mean, join_words
 from jaxtrain.planning.hardware.chips import CHIPS, GPUS, TPUS, Chip, Switch, Torus
 
 # A GPU in XLA's GpuTargetConfig text form, with NVIDIA's public device properties.
@@ -83,7 +83,9 @@ def parse(text: str, slices: int | None = None) -> Target:
     shape, star, count = rest.partition("*")
     kinds = (*CHIPS, *SIMULATED, "local")
     if kind not in kinds:
-        raise UserError(f"target {text}: no such device{did_you_mean(kind, kinds)}; known are {join(kinds, 'and')}")
+        raise UserError(
+            f"target {text}: no such device{did_you_mean(kind, kinds)}; known are {join_words(kinds, 'and')}"
+        )
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1") or (star and not re.fullmatch(r"[1-9]\d*", count)):
         raise UserError(f"target {text}: expected a shape such as {SHAPES}")
     if slices is not None and slices < 1:
@@ -151,7 +153,7 @@ def missing(target: Target, attention: str = "auto") -> str | None:
     }.get(target.platform, ("", []))
     absent = [package for package in needs if not _installed(package)]
     if absent:
-        return f"target {target}: compiling for it needs {join(absent, 'and')}; pip install 'jaxtrain[{extra}]'"
+        return f"target {target}: compiling for it needs {join_words(absent, 'and')}; pip install 'jaxtrain[{extra}]'"
     if target.platform == "tpu" and (other := _other_libtpu()):
         return f"target {target}: {other}; pip install 'jaxtrain[{extra}]'"
     return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.io.packages import version
+from jaxtrain.io.packages import installed_version
 from jaxtrain.planning.result import Plan
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
@@ -37,7 +37,7 @@ class Results:
     @cached_property
     def versions(self) -> dict[str, str]:
         """Versions of the packages that a plan depends on, and of this package's files."""
-        found = {name: version(name) for name in PACKAGES}
+        found = {name: installed_version(name) for name in PACKAGES}
         return {**found, "files": _files(), **{name: os.environ.get(name, "") for name in FLAGS}}
 
     def key(self, config: Config, vocab: int | None, target: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from jaxtrain.config.schema import Config
-from jaxtrain.errors import UserError, did_you_mean, join
+from jaxtrain.errors import UserError, did_you_mean, join_words
 from jaxtrain.planning import predict as predictor
 from jaxtrain.planning.choices import Choice, Space
 from jaxtrain.planning.compile import TimedOut
@@ -68,7 +68,7 @@ def search(
             raise UserError(f"{name}: expected {least} or more; found {given}")
     size = vocab or config.model.vocab
     if objective not in OBJECTIVES:
-        hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join(OBJECTIVES)}"
+        hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join_words(OBJECTIVES)}"
         raise UserError(f"objective: no such objective `{objective}`{hint}")
     if size is None and config.model.type == "decoder":
         raise UserError("model.vocab: the formulas need the size of the vocabulary; set it, or give a tokenizer")
