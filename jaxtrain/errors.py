@@ -82,7 +82,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a config; `str()` gives one line for each."""
+    """Lists every problem of a config; `str()` gives one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = sorted(dict.fromkeys(problems), key=_file_and_line)

@@ -79,7 +79,7 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
         return block
 
     monkeypatch.setattr(loading, "PIECE", piece)
-    monkeypatch.setattr(loading, "read", read)
+    monkeypatch.setattr(loading, "read_block", read)
     params = loading.load_weights(folder, chosen, sharded.state["params"])
     assert set(blocks.values()) == {1}
     read_elements = sum(int(np.prod([stop - start for start, stop in index])) for _, index in blocks)
