@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import DataConfig, SourceConfig
-from jaxtrain.data import build, megatron, open_dataset, open_datasets, train_tokenizer
+from jaxtrain.data import build_caches, megatron, open_dataset, open_datasets, train_tokenizer
 from jaxtrain.data.sources import split_of
 from jaxtrain.errors import DataError
 
@@ -48,7 +48,13 @@ def write_pair(
 
 
 def config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> DataConfig:
-    values = {"sequence": 128, "global_batch": 4, "validation": 0.0, "cache": str(tmp_path / "cache"), "workers": 1}
+    values = {
+        "sequence": 128,
+        "global_batch": 4,
+        "validation_fraction": 0.0,
+        "cache_dir": str(tmp_path / "cache"),
+        "workers": 1,
+    }
     return DataConfig(sources=sources, **{**values, **changes})
 
 
@@ -95,7 +101,7 @@ def test_the_same_order_as_a_token_cache_of_the_documents(
 
 def test_split_by_the_name_of_the_document(tmp_path: Path) -> None:
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
-    train, held = open_datasets(config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation=0.3), 0)
+    train, held = open_datasets(config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation_fraction=0.3), 0)
     for split, name in ((train, "train"), (held, "validation")):
         wanted = [tokens(t) for i, t in enumerate(TEXTS) if split_of(f"x.bin:{i}", 0.3) == name]
         runs = split.splits[0]
@@ -117,7 +123,7 @@ def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: Sour
     assert (firsts == 8).mean() == 0.75
     parts = [mixed.batch(2, [i])["tokens"][0] for i in range(4)]
     assert np.array_equal(np.stack(parts), mixed.batch(2)["tokens"])
-    assert [r.tokens["train"] for r in build(config(tmp_path, both, texts))] == [
+    assert [r.tokens["train"] for r in build_caches(config(tmp_path, both, texts))] == [
         30 * 51,
         sum(map(len, map(tokens, TEXTS))),
     ]
@@ -125,7 +131,7 @@ def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: Sour
 
 def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
-    data = config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation=0.3)
+    data = config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation_fraction=0.3)
     plain, eager = open_dataset(data, 0), open_dataset(data, 0)
     eager._cold = True
     for step in range(5):

@@ -39,7 +39,13 @@ def names(path: str, cache: Path, **options: object) -> list[str]:
 
 
 def test_the_same_order_wherever_it_lies(tmp_path: Path, url: str) -> None:
-    values = {"sequence": 128, "global_batch": 4, "validation": 0.2, "cache": str(tmp_path / "cache"), "workers": 1}
+    values = {
+        "sequence": 128,
+        "global_batch": 4,
+        "validation_fraction": 0.2,
+        "cache_dir": str(tmp_path / "cache"),
+        "workers": 1,
+    }
     seen: list[tuple[int, int]] = []
     sources = (SourceConfig(path=url), SourceConfig(path=str(tmp_path / "local")))
     made, local = (
@@ -97,5 +103,5 @@ def test_errors_are_one_line(tmp_path: Path, url: str, monkeypatch: pytest.Monke
         names(url, tmp_path, format="jsonl")
     (tmp_path / "remote").write_text("a file where the folder should be")
     with pytest.raises(DataError) as caught:
-        open_dataset(DataConfig(sources=(SourceConfig(path=url),), cache=str(tmp_path)), 0)
+        open_dataset(DataConfig(sources=(SourceConfig(path=url),), cache_dir=str(tmp_path)), 0)
     assert "is data.cache_dir writable" in str(caught.value)

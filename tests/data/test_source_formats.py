@@ -168,7 +168,13 @@ def test_the_same_documents_give_the_same_order(
     tmp_path: Path, write: Callable[[Path, list[str]], SourceConfig]
 ) -> None:
     sources = (jsonl(tmp_path / "reference", TEXTS), write(tmp_path / "made", TEXTS))
-    values = {"sequence": 128, "global_batch": 4, "validation": 0.0, "cache": str(tmp_path / "cache"), "workers": 1}
+    values = {
+        "sequence": 128,
+        "global_batch": 4,
+        "validation_fraction": 0.0,
+        "cache_dir": str(tmp_path / "cache"),
+        "workers": 1,
+    }
     reference, made = (open_dataset(DataConfig(sources=(s,), **values), seed=3) for s in sources)
     assert made.documents == len(TEXTS)
     assert [made.splits[0].document(i).tolist() for i in range(120)] == [[*t.encode(), 256] for t in TEXTS]
@@ -319,7 +325,13 @@ def test_a_dataset_of_the_hub_is_read_from_the_librarys_cache(tmp_path: Path, mo
     assert [d.text for d in documents(SourceConfig(path="hf://owner/name.x"))] == TEXTS
     assert [d.text for d in documents(SourceConfig(path="hf://owner/name/config:held"))] == TEXTS
     assert asked == [("owner/name.x", None, "train"), ("owner/name", "config", "held")]
-    values = {"sequence": 128, "global_batch": 4, "validation": 0.0, "cache": str(tmp_path / "cache"), "workers": 1}
+    values = {
+        "sequence": 128,
+        "global_batch": 4,
+        "validation_fraction": 0.0,
+        "cache_dir": str(tmp_path / "cache"),
+        "workers": 1,
+    }
     sources = (SourceConfig(path="hf://owner/name"), SourceConfig(path=str(tmp_path / "hub")))
     made, reference = (open_dataset(DataConfig(sources=(s,), **values), seed=3) for s in sources)
     assert np.array_equal(made.batch(5)["tokens"], reference.batch(5)["tokens"])

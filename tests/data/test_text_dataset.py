@@ -32,7 +32,13 @@ def write_texts(folder: Path, count: int, seed: int, longest: int = 400) -> dict
 
 def config(tmp_path: Path, *folders: Path, **changes: object) -> DataConfig:
     sources = changes.pop("sources", None) or tuple(SourceConfig(path=str(f)) for f in folders)
-    values = {"sequence": 128, "global_batch": 4, "validation": 0.2, "cache": str(tmp_path / "cache"), "workers": 1}
+    values = {
+        "sequence": 128,
+        "global_batch": 4,
+        "validation_fraction": 0.2,
+        "cache_dir": str(tmp_path / "cache"),
+        "workers": 1,
+    }
     return DataConfig(sources=sources, **{**values, **changes})
 
 
@@ -202,7 +208,7 @@ def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_rebuilt_for_other_content_and_opened_for_the_same(tmp_path: Path) -> None:
     write_texts(tmp_path / "a", 20, 0)
-    data = config(tmp_path, tmp_path / "a", validation=0.0)
+    data = config(tmp_path, tmp_path / "a", validation_fraction=0.0)
     first = open_dataset(data, 0)
     before = os.stat(tmp_path / "a" / "0003.txt")
     assert open_dataset(data, 0).fingerprint == first.fingerprint
@@ -215,7 +221,7 @@ def test_rebuilt_for_other_content_and_opened_for_the_same(tmp_path: Path) -> No
 def test_positions_stay_below_the_row_in_a_long_document(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "long.txt").write_text("x" * 5000)
-    dataset = open_dataset(config(tmp_path, tmp_path / "a", validation=0.0), 0)
+    dataset = open_dataset(config(tmp_path, tmp_path / "a", validation_fraction=0.0), 0)
     batch = epoch_batches(dataset, 0, dataset._packers[0].rows)
     assert batch["positions"].max() == 127
     for positions, segments in zip(batch["positions"], batch["segments"]):
@@ -260,7 +266,7 @@ def test_an_empty_split_is_an_error_that_says_what_would_be_right(
 ) -> None:
     write_texts(tmp_path / "a", 1, 0)
     with pytest.raises(DataError) as caught:
-        open_dataset(config(tmp_path, tmp_path / "a", validation=validation), 0, split)
+        open_dataset(config(tmp_path, tmp_path / "a", validation_fraction=validation), 0, split)
     found = f"none of its 1 documents is in the {split} split (data.validation_fraction is {validation:g})"
     assert str(caught.value) == f"{tmp_path / 'a'}: {found}; {right}"
 
@@ -280,7 +286,7 @@ def test_both_splits_of_one_look_at_the_input(tmp_path: Path, monkeypatch: pytes
         assert mine.batches == theirs.batches
         for k in KEYS:
             assert np.array_equal(mine.batch(3)[k], theirs.batch(3)[k])
-    train, validation = open_datasets(config(tmp_path, tmp_path / "a", validation=0.0), 5)
+    train, validation = open_datasets(config(tmp_path, tmp_path / "a", validation_fraction=0.0), 5)
     assert train.documents == 60
     assert validation is None
 
@@ -303,7 +309,7 @@ def test_user_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(DataConfig(type="user_squares:Squares", options={"power": 3}, global_batch=2), 7, "train")
     assert dataset.seed == 7
     assert dataset.batch(1)["y"].tolist() == [8, 27]
-    both = open_datasets(DataConfig(type="user_squares:Squares", validation=0.0), 7)
+    both = open_datasets(DataConfig(type="user_squares:Squares", validation_fraction=0.0), 7)
     assert [d.split for d in both] == ["train", "validation"]
     sys.modules.pop("user_squares")
 

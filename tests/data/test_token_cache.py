@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import DataConfig, SourceConfig
-from jaxtrain.data import DataError, build, build_cache, open_cache, open_dataset, unigram_entropy
+from jaxtrain.data import DataError, build_cache, build_caches, open_cache, open_dataset, unigram_entropy
 from jaxtrain.data.sources import documents, split_of
 from jaxtrain.data.tokenizer import ByteTokenizer, train_bpe
 
@@ -135,7 +135,9 @@ def test_killed_and_resumed_with_other_workers_gives_equal_bytes(corpus: Path, t
 
 
 def test_damage_is_named_and_repaired(corpus: Path, tmp_path: Path) -> None:
-    data = DataConfig(sources=(SourceConfig(path=str(corpus)),), cache=str(tmp_path), workers=1, validation=0.1)
+    data = DataConfig(
+        sources=(SourceConfig(path=str(corpus)),), cache_dir=str(tmp_path), workers=1, validation_fraction=0.1
+    )
     folder = open_dataset(data, 0).splits[0].folder
     whole = contents(folder)
 
@@ -148,7 +150,7 @@ def test_damage_is_named_and_repaired(corpus: Path, tmp_path: Path) -> None:
             open_dataset(data, 0)
         assert f"{path}: damaged token cache" in str(caught.value)
         assert "`jaxtrain data build` repairs it" in str(caught.value)
-        build(data)
+        build_caches(data)
         assert contents(folder) == whole
         open_dataset(data, 0)
 
@@ -243,12 +245,13 @@ def test_key_follows_all_that_matters(corpus: Path, tokenizer: str, tmp_path: Pa
 
 def test_build_reports(corpus: Path, tmp_path: Path) -> None:
     data = DataConfig(
-        sources=(SourceConfig(path=str(corpus)), SourceConfig(path=str(corpus), include=("0*",))), cache=str(tmp_path)
+        sources=(SourceConfig(path=str(corpus)), SourceConfig(path=str(corpus), include=("0*",))),
+        cache_dir=str(tmp_path),
     )
-    first, second = build(data)
+    first, second = build_caches(data)
     assert first.path.is_dir()
     assert sum(first.documents.values()) == 300
     assert sum(second.documents.values()) == 100
     assert first.bytes == 2 * sum(first.tokens.values())
     with pytest.raises(DataError, match="without documents to tokenize"):
-        build(DataConfig(type="a.b:C"))
+        build_caches(DataConfig(type="a.b:C"))
