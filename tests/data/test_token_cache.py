@@ -220,7 +220,7 @@ def test_a_dead_worker_is_reported(
 
 def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"is data\.cache writable"):
+    with pytest.raises(DataError, match=r"is data\.cache_dir writable"):
         make(corpus, tmp_path / "file")
 
 
