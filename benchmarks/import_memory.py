@@ -69,7 +69,7 @@ def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
             opened.truncate(opened.seek(0, 2) + sum(prod(shape) for shape in own.values()) * BF16.itemsize)
     if len(where) > 1:
         index = {"weight_map": {name: file for file, names in where.items() for name in names}}
-        (folder / safetensors_io.INDEX).write_text(json.dumps(index))
+        (folder / safetensors_io.INDEX_FILE).write_text(json.dumps(index))
     assert sum(file.stat().st_blocks * 512 for file in folder.iterdir()) < 16 << 20, "no holes on this file system"
     return max(prod(shape) for shape in shapes.values()) * BF16.itemsize
 

@@ -1,6 +1,6 @@
-"""Architectures of Hugging Face that the decoder covers: their options in our words.
+"""Hugging Face architectures that the decoder supports: the fields of their config.json.
 
-Where their tensors go is in `jaxtrain.interop.tensor_map`.
+`jaxtrain.interop.tensor_map` holds their tensors.
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ from typing import Any, Literal
 class Family:
     """A Hugging Face architecture, as `from_hf_config` and `to_hf_config` of `jaxtrain.interop.config_json` read it.
 
-    name: its `model_type`; architecture: the class.
-    fields: field of config.json -> our keys that have its value.
-    defaults: what an absent field means, as its class in transformers has it; a field without one must be there.
-    fixed: our keys that it always has.
-    window: where a sliding window is: in no layer, in all that have `sliding_window`, by `use_sliding_window` in all,
-    or by the type of each layer (`period`: the default of those, every n-th one whole).
-    activation: the field that names it; activations: its values in our words; rope: the kinds of positions;
-    ignored: fields without a meaning here; aliases: other names of fields; written: fields whose default would have
-    PyTorch train another model.
+    Attributes:
+        name: `model_type` of the config.json.
+        architecture: name of the class in transformers.
+        fields: field of config.json -> keys of the `model` section with its value.
+        defaults: default of a field, as in transformers. A field without a default is required.
+        fixed: keys of the `model` section that have the same value in all models.
+        window: layers with a sliding window: none; all if `sliding_window` is set (`all`) or if also
+            `use_sliding_window` is (`used`); by `layer_types`, else by `max_window_layers` (`layers`) or all but every
+            n-th (`period`).
+        activation: field with the activation.
+        activations: value of that field -> `model.activation`.
+        rope: supported types of positions.
+        ignored: fields without effect here.
+        aliases: other name of a field -> its name.
+        written: fields to export because their defaults would make PyTorch train another model.
+        multiplies_by_sqrt_embed: whether embeddings are multiplied by the square root of their size.
     """
 
     name: str
@@ -40,8 +47,8 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)
     multiplies_by_sqrt_embed: bool = False
 
-    def name_of(self, key: str) -> str:
-        """The field that says what our key is, or the key."""
+    def field_of(self, key: str) -> str:
+        """Returns the field with the value of a key of the `model` section, or the key if there is none."""
         return next((name for name, keys in self.fields.items() if key in keys), key)
 
 
@@ -67,7 +74,7 @@ DEFAULTS = {
 }  # fmt: skip
 QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
 
-_ALL = (
+_FAMILIES = (
     Family(
         "llama", "LlamaForCausalLM",
         FIELDS | BIAS | {"mlp_bias": ("biases.mlp",)}, DEFAULTS | {"attention_bias": False, "mlp_bias": False},
@@ -169,7 +176,7 @@ _ALL = (
         },
         activation="activation_function", activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
         rope=("learned",),
-        # Dropout, of which there is none here; the order of a product; what older versions and other classes read.
+        # Dropout, which is not supported; the order of a product; fields of older versions and other classes.
         ignored=(
             "resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx", "n_special", "output_past",
             "predict_special_tokens", "task_specific_params", "summary_type", "summary_use_proj", "summary_activation",
@@ -182,4 +189,4 @@ _ALL = (
         written=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     ),
 )  # fmt: skip
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _FAMILIES})

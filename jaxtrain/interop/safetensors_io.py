@@ -1,8 +1,8 @@
-"""Safetensors files, read by the slice and written tensor by tensor.
+"""Safetensors files: slices of tensors are read by the safetensors package, files are written one tensor at a time.
 
-The format (https://github.com/huggingface/safetensors#format): 8 bytes with the length of a JSON header, the header
-(name -> dtype, shape, first and last byte), the bytes. It is read and written here rather than by the safetensors
-package, which wants all tensors of a file in memory to write it, and whose NumPy side has not always known bfloat16.
+The writer is ours because `safetensors.numpy.save_file` needs all tensors of a file in memory. The format
+(https://github.com/huggingface/safetensors#format): 8 bytes with the length of a JSON header, the header (name ->
+dtype, shape, first and last byte), the data.
 """
 
 from __future__ import annotations
@@ -17,135 +17,105 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxtrain.errors import ModelFileError, format_value
 from jaxtrain.interop.config_json import read_json
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MOST_HEADER = 100_000_000  # bytes, as the reference implementation allows
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+DTYPE_NAMES = {
+    np.dtype(np.float64): "F64", np.dtype(np.float32): "F32", np.dtype(np.float16): "F16",
+    np.dtype(ml_dtypes.bfloat16): "BF16",
+}  # fmt: skip
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file: its dtype by the name it has there, and where its bytes begin."""
+class StoredTensor:
+    """A tensor in a safetensors file. Indexing it with slices reads that part only."""
 
     path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    view: Any  # `safe_open(path).get_slice(name)`
 
-    def check(self, name: str) -> None:
-        """Raises ModelFileError for a tensor of this name that holds no floats."""
-        if self.dtype not in DTYPES:
-            message = f"expected {', '.join(DTYPES)} (quantised models are not read)"
-            raise ModelFileError(f"{self.path}: {name} is {format_value(self.dtype)}; {message}")
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view.get_shape())
 
-    def open(self) -> np.ndarray:
-        """The tensor, memory-mapped: slicing reads what it touches."""
-        if prod(self.shape) == 0:
-            return np.empty(self.shape, DTYPES[self.dtype])
-        return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.view[index]
+
+    def check_dtype(self, name: str) -> None:
+        """Raises ModelFileError if the tensor `name` does not hold floats."""
+        dtype = self.view.get_dtype()
+        if dtype not in DTYPE_NAMES.values():
+            message = f"expected {', '.join(DTYPE_NAMES.values())} (quantised models are not supported)"
+            raise ModelFileError(f"{self.path}: {name} is {format_value(dtype)}; {message}")
 
 
-def open_tensors(folder: Path) -> dict[str, Entry]:
-    """name -> tensor of all safetensors files of a model.
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Opens the tensors of all safetensors files of a model, by name.
 
     Raises:
-        ModelFileError: there are none, one is missing or truncated, or the index names a tensor that its file does not
-        have.
+        ModelFileError: no files, a missing or truncated file, or a tensor of the index that its file does not have.
     """
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            hint = "; pytorch_model.bin is not read: save it as safetensors" if list(folder.glob("*.bin")) else ""
-            raise ModelFileError(f"{folder}: no {SINGLE} and no {INDEX}{hint}")
-        return _header(folder / SINGLE)
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in where.values()
+        if not (folder / SINGLE_FILE).is_file():
+            hint = "; pytorch_model.bin is not supported: save it as safetensors" if list(folder.glob("*.bin")) else ""
+            raise ModelFileError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{hint}")
+        return _open_file(folder / SINGLE_FILE)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
     ):
         raise ModelFileError(f"{index}: expected a weight_map of tensor names to files")
-    found = {file: _header(folder / file) for file in sorted(set(where.values()))}
-    for name, file in where.items():
-        if name not in found[file]:
-            raise ModelFileError(f"{folder / file}: has no {name}, which {INDEX} says it has")
-    return {name: entry for entries in found.values() for name, entry in entries.items()}
+    files = {file: _open_file(folder / file) for file in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in files[file]:
+            raise ModelFileError(f"{folder / file}: has no {name}, which {INDEX_FILE} lists there")
+    return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 
-def _header(path: Path) -> dict[str, Entry]:
-    """The tensors of one file."""
+def _open_file(path: Path) -> dict[str, StoredTensor]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MOST_HEADER, size - 8):
-                raise ModelFileError(f"{path}: truncated, or not safetensors: {size} bytes, header of {length}")
-            header = json.loads(file.read(length))
+        file = safe_open(path, "numpy")
+        return {name: StoredTensor(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise ModelFileError(f"{path}: no such file, but {INDEX} names it") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(f"{path}: not safetensors ({error})") from None
-    entries, last = {}, 0
-    try:
-        for name, value in header.items():
-            if name != "__metadata__":
-                entries[name], end = _entry(path, name, value, 8 + length)
-                last = max(last, end)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(f"{path}: not safetensors (its header is malformed: {error!r})") from None
-    if 8 + length + last != size:
-        raise ModelFileError(f"{path}: truncated or damaged: {size} bytes; its header says {8 + length + last}")
-    return entries
+        raise ModelFileError(f"{path}: no such file, but {INDEX_FILE} lists it") from None
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"{path}: truncated, or not safetensors ({error})") from None
 
 
-def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> tuple[Entry, int]:
-    """One tensor, and where its bytes end."""
-    dtype, shape, (begin, end) = value["dtype"], tuple(map(int, value["shape"])), value["data_offsets"]
-    size = prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
-    if begin < 0 or end - begin != size or end < begin:
-        raise ModelFileError(
-            f"{path}: {name} has {end - begin} bytes, which its shape {list(shape)} of {dtype} does not"
-        )
-    return Entry(path, dtype, shape, base + begin), end
+def assign_files(shapes: Shapes, dtype: np.dtype, max_bytes: int) -> dict[str, list[str]]:
+    """Distributes tensors over files of at most `max_bytes`; a larger tensor gets a file alone.
 
-
-def assign_files(shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int) -> dict[str, list[str]]:
-    """File name -> names of its tensors, in order; no file has more than `most` bytes, but one tensor it has."""
+    Returns:
+        File name -> names of its tensors, in the order of `shapes`.
+    """
     groups: list[list[str]] = [[]]
-    held = 0
+    used = 0
     for name, shape in shapes.items():
         size = prod(shape) * dtype.itemsize
-        if groups[-1] and held + size > most:
+        if groups[-1] and used + size > max_bytes:
             groups.append([])
-            held = 0
+            used = 0
         groups[-1].append(name)
-        held += size
+        used += size
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        return {SINGLE_FILE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def write_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, values: Iterable[np.ndarray]) -> None:
-    """Writes one file; `values` come in the order of `shapes`, one in memory at a time."""
+def write_file(path: Path, shapes: Shapes, dtype: np.dtype, values: Iterable[np.ndarray]) -> None:
+    """Writes one file from `values` in the order of `shapes`, holding one of them at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
         size = prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # aligns the tensors to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for value in values:
@@ -154,16 +124,25 @@ def write_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, 
         os.fsync(file.fileno())
 
 
-def write_tensors(
-    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: np.dtype, most: int, values: Iterator[np.ndarray]
-) -> int:
-    """Writes all tensors, and the index where there are several files. Returns the bytes of the tensors."""
-    files = assign_files(shapes, dtype, most)
-    for name, names in files.items():
-        write_file(folder / name, {tensor: shapes[tensor] for tensor in names}, dtype, (next(values) for _ in names))
+def write_tensors(folder: Path, shapes: Shapes, dtype: np.dtype, max_bytes: int, values: Iterator[np.ndarray]) -> int:
+    """Writes the tensors of a model, with an index if they need several files.
+
+    Args:
+        folder: an existing folder.
+        shapes: name -> shape of each tensor.
+        dtype: dtype in the files; values are rounded to it.
+        max_bytes: maximum bytes of a file.
+        values: the tensors in the order of `shapes`.
+
+    Returns:
+        Bytes of all tensors.
+    """
+    files = assign_files(shapes, dtype, max_bytes)
+    for file, names in files.items():
+        write_file(folder / file, {name: shapes[name] for name in names}, dtype, (next(values) for _ in names))
     total = sum(prod(shape) for shape in shapes.values()) * dtype.itemsize
     if len(files) > 1:
-        where = {tensor: name for name, names in files.items() for tensor in names}
-        content = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        weight_map = {name: file for file, names in files.items() for name in names}
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return total

@@ -1,10 +1,10 @@
-"""Our parameters to the tensors of a Hugging Face model, one at a time."""
+"""Saves parameters as the tensors of a Hugging Face model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,52 +12,52 @@ import numpy as np
 from jaxtrain.interop.safetensors_io import write_tensors
 from jaxtrain.interop.tensor_slices import TensorMapping, TensorSlice, parameter_slices, tensor_shapes
 
-Flat = dict[str, jax.Array]
 
-
-def save_weights(folder: Path, places: Sequence[TensorMapping], params: Flat, dtype: np.dtype, most: int) -> int:
-    """Writes the safetensors files (and their index) of a model. Returns the bytes of its tensors.
+def save_weights(
+    folder: Path, mappings: Sequence[TensorMapping], params: dict[str, jax.Array], dtype: np.dtype, max_bytes: int
+) -> int:
+    """Writes the safetensors files of a model and their index. Brings one tensor at a time to the host.
 
     Args:
-        folder: an existing one.
-        places: of the architecture.
-        params: path, e.g. `layers/attention/q` -> array, in any sharding of this process's devices. Of each, what one
-            tensor holds is brought to the host at a time.
-        dtype: of the files; values are rounded to it.
-        most: bytes of a file at most.
+        folder: an existing folder.
+        mappings: the table of the architecture.
+        params: path, e.g. `layers/attention/q` -> array, in any sharding over devices of this process.
+        dtype: dtype in the files; values are rounded to it.
+        max_bytes: maximum bytes of a file.
+
+    Returns:
+        Bytes of all tensors.
     """
-    found = parameter_slices(places, {path: array.shape for path, array in params.items()})
-    makers: dict[str, list[tuple[TensorSlice, tuple[int, ...]]]] = {}
-    for part in found.values():
-        for name, at in part.tensors():
-            makers.setdefault(name, []).append((part, at))
-    shapes = tensor_shapes(found)
-    shapes = {name: shapes[name] for name in sorted(shapes, key=_order)}
-    return write_tensors(folder, shapes, dtype, most, _values(shapes, makers, params, dtype))
+    slices = parameter_slices(mappings, {path: array.shape for path, array in params.items()})
+    sources: dict[str, list[tuple[TensorSlice, tuple[int, ...]]]] = defaultdict(list)
+    for part in slices.values():
+        for name, index in part.tensors():
+            sources[name].append((part, index))
+
+    def value(name: str) -> np.ndarray:
+        parts = [part.to_tensor(_layer(params[part.mapping.param], i).astype(dtype)) for part, i in sources[name]]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, sources[name][0][0].mapping.fused_dim)
+
+    shapes = dict(sorted(tensor_shapes(slices).items(), key=lambda item: _sort_key(item[0])))
+    return write_tensors(folder, shapes, dtype, max_bytes, map(value, shapes))
 
 
-def _values(shapes: Any, makers: Any, params: Flat, dtype: np.dtype) -> Iterator[np.ndarray]:
-    for name in shapes:
-        pieces = [part.give(_slice(params[part.place.path], at).astype(dtype)) for part, at in makers[name]]
-        yield pieces[0] if len(pieces) == 1 else np.concatenate(pieces, makers[name][0][0].place.along)
-
-
-def _slice(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
-    """Returns the values of a parameter at these indices of its first dims, on the host."""
-    return np.asarray(_at(array, np.array(at, np.int32)) if at else array)
+def _layer(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    """Returns the values of a parameter at an index of its leading dims, on the host."""
+    return np.asarray(_dynamic_index(array, np.array(index, np.int32)) if index else array)
 
 
 @jax.jit
-def _at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """The index is no constant, so that all layers share one program."""
+def _dynamic_index(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Indexes the leading dims. The index is traced, so that all layers share one compiled program."""
     depth = index.shape[0]
     start = [*index, *(0,) * (array.ndim - depth)]
     block = jax.lax.dynamic_slice(array, start, (1,) * depth + array.shape[depth:])
     return block.reshape(array.shape[depth:])
 
 
-def _order(name: str) -> tuple[int, int]:
-    """The embeddings, the layers in order, the rest; stable within."""
+def _sort_key(name: str) -> tuple[int, int]:
+    """Sorts embeddings first, then the layers by number, then the rest."""
     words = name.split(".")
     if words[1] in ("layers", "h"):
         return 1, int(words[2])

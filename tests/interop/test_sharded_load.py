@@ -18,7 +18,7 @@ from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.core.program import build
 from jaxtrain.interop import load_weights as loading
-from jaxtrain.interop.safetensors_io import Entry, open_tensors, write_tensors
+from jaxtrain.interop.safetensors_io import StoredTensor, open_tensors, write_tensors
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.interop.tensor_slices import TensorMapping, parameter_slices, tensor_shapes
@@ -72,13 +72,13 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
     blocks: collections.Counter[tuple] = collections.Counter()
     original = loading.read_block
 
-    def read(part, index, dtype, have):
-        blocks[part.place.path, tuple((one.start, one.stop) for one in index)] += 1
-        block = original(part, index, dtype, have)
+    def read(part, index, dtype, tensors):
+        blocks[part.mapping.param, tuple((one.start, one.stop) for one in index)] += 1
+        block = original(part, index, dtype, tensors)
         assert block.nbytes <= max(piece, 32)  # what is behind the first dim of a group is not cut
         return block
 
-    monkeypatch.setattr(loading, "PIECE", piece)
+    monkeypatch.setattr(loading, "BLOCK_BYTES", piece)
     monkeypatch.setattr(loading, "read_block", read)
     params = loading.load_weights(folder, chosen, sharded.state["params"])
     assert set(blocks.values()) == {1}
@@ -98,7 +98,7 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
     back, before = open_tensors(tmp_path / "out"), open_tensors(folder)
     assert back.keys() == before.keys()
     for name, entry in back.items():
-        np.testing.assert_array_equal(entry.open(), before[name].open(), name)
+        np.testing.assert_array_equal(entry[:], before[name][:], name)
 
 
 def test_a_gpt2_saved_without_its_head_and_with_its_masks_is_the_same(tmp_path):
@@ -106,7 +106,7 @@ def test_a_gpt2_saved_without_its_head_and_with_its_masks_is_the_same(tmp_path):
     one, chosen = program("gpt2", "layout=ddp", "model.tie_embeddings=true"), TENSOR_MAPPINGS["gpt2"]
     folder = written(tmp_path / "hf", chosen, one.definition)
     want = loading.load_weights(folder, chosen, one.state["params"])
-    held = {name: np.array(entry.open()) for name, entry in open_tensors(folder).items()}
+    held = {name: entry[:] for name, entry in open_tensors(folder).items()}
     for file in folder.iterdir():
         file.unlink()
     masks = {f"h.{layer}.attn.bias": np.tri(5, dtype=np.uint8)[None, None] for layer in range(3)}
@@ -121,17 +121,13 @@ def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
     folder = written(tmp_path / "hf", chosen, sharded.definition)
     touched = collections.Counter()
 
-    class Counting:
-        def __init__(self, entry: Entry, name: str):
-            self.array, self.name = original(entry), name
+    def read(tensor: StoredTensor, index: Any) -> np.ndarray:
+        block = original(tensor, index)
+        touched[tensor] += block.size
+        return block
 
-        def __getitem__(self, index: Any) -> Any:
-            block = self.array[index]
-            touched[self.name] += block.size
-            return block
-
-    original = Entry.open
-    monkeypatch.setattr(Entry, "open", lambda entry: Counting(entry, f"{entry.path.name}:{entry.offset}"))
+    original = StoredTensor.__getitem__
+    monkeypatch.setattr(StoredTensor, "__getitem__", read)
     params = loading.load_weights(folder, chosen, sharded.state["params"])
     assert sum(touched.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -155,7 +151,7 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
     assert "llama of step 0" in capfd.readouterr().out
     back = open_tensors(out)
     for name, entry in open_tensors(folder).items():
-        np.testing.assert_array_equal(back[name].open(), entry.open().astype(back[name].open().dtype), name)
+        np.testing.assert_array_equal(back[name][:], entry[:].astype(back[name][:].dtype), name)
     content = json.loads((out / "config.json").read_text())
     assert (content["eos_token_id"], content["torch_dtype"]) == (5, "bfloat16")
     assert (out / "generation_config.json").read_text() == '{"eos_token_id": 5}'
@@ -204,7 +200,7 @@ def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
     assert main(["export", str(run), "--to", str(out)]) == 0
     back, content = open_tensors(out), json.loads((out / "config.json").read_text())
     for name, entry in open_tensors(folder).items():
-        np.testing.assert_array_equal(back[name].open(), entry.open(), name)
+        np.testing.assert_array_equal(back[name][:], entry[:], name)
     assert {name: content[name] for name in config} == config
     capfd.readouterr()
     generate = ["generate", str(folder), "--prompt", "12345", "--temperature", "0", "data.tokenizer=bytes", *quick]
