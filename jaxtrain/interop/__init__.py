@@ -1,5 +1,5 @@
-"""Weights of Hugging Face models, straight into shards and out of them again.
+"""Import and export of Hugging Face models: their config.json, and their weights from and to sharded parameters.
 
-One table per architecture (`tensors`) is read in both directions, so that a model which is imported and exported again
-is bitwise the same. Its config.json is read in `jaxtrain.interop.config_json`. Only `load` and `save` import JAX.
+One table per architecture (`tensor_map`) serves both directions, so that a model that is imported and exported again is
+bitwise the same. Only `load_weights` and `save_weights` import JAX.
 """

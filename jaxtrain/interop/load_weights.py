@@ -29,7 +29,7 @@ EMBED_PARAM, HEAD_TENSOR = "embed/table", "lm_head.weight"
 def load_weights(folder: Path, mappings: Sequence[TensorMapping], params: Params) -> Params:
     """Loads the parameters of a model; each process reads only its shards, each of them once.
 
-    Needs memory for the shards and two blocks of at most `BLOCK_BYTES`: one on the host and its copy on a device.
+    Needs memory for the shards and three blocks of at most `BLOCK_BYTES`: as read, as stacked, and on a device.
 
     Args:
         folder: holds the safetensors files.
