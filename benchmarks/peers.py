@@ -2,11 +2,11 @@
 
     python benchmarks/peers.py [--sizes 16 64 256 1024] [--leaves 32] [--repeats 5] [--out peers.json]
 
-Two nodes are two processes of this machine, so that the network is loopback. `stall` is how long `Keeper.keep` and
-`share` hold up their caller where no copy is in flight, on a state that a training step then donates; `step` that step
-without a copy, `next step` the one right after it; `copy` is from `keep` until both nodes have all (two copies,
-checksums); `restore` from a warm program to a state whose arrays are ready, checked, `disk` the same of a checkpoint in
-the page cache, for comparison. Medians; milliseconds.
+Two nodes are two processes of this machine, so that the network is loopback. `stall` is how long the methods `snapshot`
+and `replicate` of a `MemoryCheckpointer` hold up their caller where no copy is in flight, on a state that a training
+step then donates; `step` that step without a copy, `next step` the one right after it; `copy` is from `snapshot` until
+both nodes have all (two copies, checksums); `restore` from a warm program to a state whose arrays are ready, checked,
+`disk` the same of a checkpoint in the page cache, for comparison. Medians; milliseconds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import jax
 from checkpoint import make_state
 
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.memory.checkpointer import Keeper
-from jaxtrain.checkpoint.memory.client import Nodes
+from jaxtrain.checkpoint.memory.checkpointer import MemoryCheckpointer
+from jaxtrain.checkpoint.memory.client import PeerConfig
 
 NODE = """
 import sys
-from jaxtrain.checkpoint.memory.server import StockServer
-server = StockServer("127.0.0.1")
+from jaxtrain.checkpoint.memory.server import SnapshotServer
+server = SnapshotServer("127.0.0.1")
 server.token = "t"
 print(server.port, flush=True)
 sys.stdin.read()
@@ -52,7 +52,7 @@ def measure(size: int, leaves: int, repeats: int, ports: list[int]) -> dict[str,
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     step = jax.jit(lambda s: jax.tree.map(lambda x: x * 0.999, s), donate_argnums=0)
     problems: list[str] = []
-    keeper = Keeper(Nodes(1, 1, "t", tuple(("127.0.0.1", port) for port in ports)), problems.append)
+    memory = MemoryCheckpointer(PeerConfig(1, 1, "t", tuple(("127.0.0.1", port) for port in ports)), problems.append)
     stall, copy, plain, after, back, disk = ([] for _ in range(6))
 
     def train() -> None:
@@ -60,12 +60,12 @@ def measure(size: int, leaves: int, repeats: int, ports: list[int]) -> dict[str,
         state = jax.block_until_ready(step(state))
 
     def from_memory() -> None:
-        found = keeper.newest(after=-1)
-        jax.block_until_ready(keeper.restore(found, like) if found else None)
+        found = memory.newest(after=-1)
+        jax.block_until_ready(memory.restore(found, like) if found else None)
 
     def give(number: int) -> None:
-        keeper.keep(number, state, {})
-        keeper.share()
+        memory.snapshot(number, state, {})
+        memory.replicate()
 
     train()
     for number in range(repeats + 1):
@@ -73,14 +73,14 @@ def measure(size: int, leaves: int, repeats: int, ports: list[int]) -> dict[str,
         begun = time.perf_counter()
         stall.append(timed(lambda number=number: give(number)))
         after.append(timed(train))
-        keeper.wait()
+        memory.wait()
         copy.append(1e3 * (time.perf_counter() - begun))
     back = [timed(from_memory) for _ in range(2)]
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpoints:
         checkpoints.save(1, state, manifest={})
         checkpoints.wait()
         disk = [timed(lambda: jax.block_until_ready(checkpoints.restore(None, like)[0])) for _ in range(2)]
-    keeper.forget(-1)
+    memory.discard_after(-1)
     if problems:
         raise SystemExit("\n".join(problems))
     middle = {"stall": stall, "step": plain, "next step": after, "copy": copy}

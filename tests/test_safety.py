@@ -51,8 +51,8 @@ UNPICKLING = """
 import io, pickle, sys
 from pathlib import Path
 import numpy as np, jax, jax.numpy as jnp
-from jaxtrain.checkpoint import Checkpointer, Reader
-from jaxtrain.checkpoint.durable import Folder, fetch
+from jaxtrain.checkpoint import Checkpointer, CheckpointReader
+from jaxtrain.checkpoint.durable import FolderTier, fetch_step
 from jaxtrain.checkpoint.store import CheckpointStore
 import jaxtrain
 from jaxtrain.data import open_dataset
@@ -75,9 +75,9 @@ for module in (pickle, _pickle):
     module.load = module.loads = refuse
     module.Unpickler = Refused
 like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-found, _ = Reader(place / "run").restore(None, like)
+found, _ = CheckpointReader(place / "run").restore(None, like)
 np.testing.assert_array_equal(found["w"], state["w"])
-fetch(Folder(place / "far"), 1, CheckpointStore(place / "run" / "x"))
+fetch_step(FolderTier(place / "far"), 1, CheckpointStore(place / "run" / "x"))
 config = jaxtrain.load(place / "config.yaml")
 assert open_dataset(config.data, 0).batch(0, slice(0, 2))["tokens"].shape == (2, 64)
 try:
@@ -108,8 +108,8 @@ data:
   sources: [{{path: {place}/corpus}}]
   sequence: 64
   global_batch: 8
-  validation: 0.1
-  cache: {place}/cache
+  validation_fraction: 0.1
+  cache_dir: {place}/cache
   workers: 1
 checkpoint: {{every: 1, keep: 2, durable: {place}/far, durable_every: 2}}
 eval: {{batches: 1}}

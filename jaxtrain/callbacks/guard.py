@@ -14,7 +14,7 @@ from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.config.schema import SpikeConfig
 from jaxtrain.core.program import State
 from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
-from jaxtrain.distributed.agreement import agreed
+from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.errors import DivergedError
 from jaxtrain.precision.loss_scaling import SMALLEST
 
@@ -119,7 +119,7 @@ class StepGuard(Callback):
         trainer.checkpointer.wait()
         steps = [info.step for info in trainer.checkpointer.steps() if info.step < spike]
         early = [step for step in steps if step <= spike - self._config.rollback_steps]
-        chosen = agreed(early[-1] if early else steps[0] if steps else -1)
+        chosen = broadcast(early[-1] if early else steps[0] if steps else -1)
         return None if chosen < 0 else chosen
 
     def _report(self, trainer: TrainerView, kind: str, step: int, values: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.callbacks.base import Callback, StepFn, TrainerView
 from jaxtrain.callbacks.bit_digest import device_digests, differing_replicas
+from jaxtrain.checkpoint.state_tree import host_sharding
 from jaxtrain.core.program import State
 from jaxtrain.errors import CorruptionError
 
@@ -46,14 +47,14 @@ class ReplicaCheck(Callback):
         if self._mesh is None or (step + 1) % self._every:
             return None
         self._compare_replicas(trainer, state, step)
-        held = jax.device_put(state, _on_host(self._abstract), may_alias=False)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
+        held = jax.device_put(state, jax.tree.map(host_sharding, shardings), may_alias=False)
         jax.block_until_ready(held)
         first, _ = step_fn(state, batch)
         before = self._read(first)
         for leaf in jax.tree.leaves(first):
             leaf.delete()
-        second, metrics = step_fn(jax.device_put(held, placed, may_alias=False), batch)
+        second, metrics = step_fn(jax.device_put(held, shardings, may_alias=False), batch)
         differs = before != self._read(second)
         if differs.any():
             names = [name for name, column in zip(self._names, differs.T) if column.any()]
@@ -108,13 +109,3 @@ def _describe(device: Any) -> str:
 def _join_some(items: list[str]) -> str:
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
-
-
-def _on_host(abstract: State) -> Any:
-    """Returns the shardings in pinned host memory; unchanged on CPU devices."""
-
-    def one(leaf: Any) -> Any:
-        device = next(iter(leaf.sharding.device_set))
-        return leaf.sharding if device.platform == "cpu" else leaf.sharding.with_memory_kind("pinned_host")
-
-    return jax.tree.map(one, abstract)

@@ -12,12 +12,12 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 from statistics import median, median_low
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from jaxtrain.callbacks.base import Callback, TrainerView
-from jaxtrain.distributed.kv_store import Coordinator
+from jaxtrain.distributed.kv_store import KeyValueStore
 from jaxtrain.trackers.goodput import STEPS, GoodputLedger
 
 EVERY = 10  # ticks between two reports of a process
@@ -28,21 +28,13 @@ SILENCE = 60  # reports after a warning without another one for the same process
 MEASURES = {"data_wait": "waits for data", "step_time": "takes"}
 
 
-class ReportStore(Protocol):
-    """Key-value store with the last report of each process."""
-
-    def put(self, process: int, text: str) -> None: ...
-
-    def all(self) -> Mapping[int, str]: ...
-
-
 class StragglerMonitor:
     """Publishes the speed of this process; process 0 compares all. A thread of each process calls it every second.
 
     The training loop takes warnings from `poll` and never waits.
     """
 
-    def __init__(self, ledger: GoodputLedger, process: int, store: ReportStore):
+    def __init__(self, ledger: GoodputLedger, process: int, store: KeyValueStore):
         self._ledger, self._process, self._store = ledger, process, store
         self._ticks, self._since = 0, (0, dict.fromkeys(STEPS, 0.0))
         self._warnings: deque[str] = deque()
@@ -73,11 +65,11 @@ class StragglerMonitor:
         report = {"step": step, "host": socket.gethostname(), "data_wait": new["data"], "step_time": sum(new.values())}
         self._since = step, {bucket: seconds[bucket] for bucket in STEPS}
         if before:  # the first report would include the time before training
-            self._store.put(self._process, json.dumps(report))
+            self._store.put(str(self._process), json.dumps(report), overwrite=True)
 
     def _compare(self) -> None:
         """Adds warnings for processes that were outliers several times in a row."""
-        reports = {process: json.loads(text) for process, text in self._store.all().items()}
+        reports = {int(process): json.loads(text) for process, text in self._store.entries().items()}
         fresh = {process: report for process, report in reports.items() if report != self._last.get(process)}
         self._last = reports
         if len(fresh) < 2:
@@ -126,7 +118,8 @@ class StragglerDetector(Callback):
     def on_train_begin(self, trainer: TrainerView, step: int) -> None:
         """Starts the monitor if there are several processes."""
         if jax.process_count() > 1:
-            self._monitor = StragglerMonitor(trainer.ledger, jax.process_index(), Coordinator())
+            store = KeyValueStore("jaxtrain/stragglers")
+            self._monitor = StragglerMonitor(trainer.ledger, jax.process_index(), store)
             trainer.ticker.add(self._monitor)
 
     def on_log(self, trainer: TrainerView, step: int) -> None:

@@ -1,11 +1,11 @@
-"""Checkpoints: asynchronous, sharded, atomic, checked byte for byte when they are read.
+"""Checkpoints: asynchronous, sharded, atomic, with every byte checked on restore.
 
     with Checkpointer(run_dir / "checkpoints", keep=3, keep_best=1, best="eval/loss") as checkpoints:
         state, manifest = checkpoints.restore(None, abstract_state)
         checkpoints.save(step, state, manifest=manifest)    # returns after the device-to-host copy is dispatched
         for event in checkpoints.poll(): ...                # Committed, Retrying, SaveFailed, SetAside, Copied, ...
 
-Only `checkpointer`, `reader`, `saving`, `together`, `notes`, `orbax`, `processes`, `snapshot` and `tree` import JAX.
+The modules `events`, `files`, `store`, `durable` and `durable_copy` import no JAX.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from jaxtrain.checkpoint.store import CheckpointStore, StepInfo, read_manifest
 from jaxtrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from jaxtrain.checkpoint.checkpointer import Checkpointer, Reader
+    from jaxtrain.checkpoint.checkpointer import Checkpointer
+    from jaxtrain.checkpoint.reader import CheckpointReader
 
 __all__ = [
     "CheckpointError",
+    "CheckpointReader",
     "CheckpointStore",
     "Checkpointer",
     "Committed",
@@ -38,7 +40,6 @@ __all__ = [
     "CopyFailed",
     "Event",
     "Fetched",
-    "Reader",
     "Retrying",
     "SaveFailed",
     "SetAside",
@@ -49,8 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`Checkpointer` and `Reader` import JAX and orbax, so they are loaded on first use."""
-    if name in ("Checkpointer", "Reader"):
+    """Imports `Checkpointer` and `CheckpointReader` on first use, because they import JAX and orbax."""
+    if name in ("Checkpointer", "CheckpointReader"):
         from jaxtrain.checkpoint import checkpointer
 
         return getattr(checkpointer, name)

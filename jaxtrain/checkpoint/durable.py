@@ -1,13 +1,12 @@
-"""The durable tier: whole steps, as they lie in the run's folder, in another folder or an object store.
+"""Durable tier: complete copies of steps in another folder or in an object store.
 
-A step is listed there by its marker alone. In a folder it is written under a temporary name, read back and renamed; in
-an object store, which renames nothing, its marker is written last, after every other file was read back.
+A step exists there if it has a marker. In a folder it is written under a temporary name, read back and renamed. An
+object store cannot rename, so the marker is written last, after every other file was read back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,115 +18,101 @@ from typing import Any, BinaryIO, Protocol
 from jaxtrain.checkpoint.events import CopyFailed, Event, Fetched, SetAside
 from jaxtrain.checkpoint.files import (
     MARKER,
-    difference,
     digest,
-    digest_stream,
+    digest_problem,
+    failure_reason,
+    file_problem,
     fsync_folders,
     parse_marker,
-    problem_of,
-    reason_of,
 )
 from jaxtrain.checkpoint.store import TEMPORARY, CheckpointStore
 from jaxtrain.errors import CheckpointError
-from jaxtrain.io.atomic import fsync
+from jaxtrain.io.atomic import fsync, open_atomic, write_atomic
 from jaxtrain.io.packages import import_optional
 
 
-class Tier(Protocol):
-    """A place for copies of the steps of one run. Every method may raise what its storage raises."""
+class DurableTier(Protocol):
+    """Storage for copies of the steps of one run. Every method may raise what its storage raises."""
 
-    place: str
+    location: str
 
     def steps(self) -> list[int]:
-        """Steps that have a marker, ascending."""
+        """Lists the steps that have a marker, ascending."""
         ...
 
     def marker(self, step: int) -> bytes:
-        """The marker's bytes."""
+        """Returns the bytes of a marker."""
         ...
 
     def open(self, step: int, name: str) -> BinaryIO:
-        """A file of a step, to read."""
+        """Opens a file of a step for reading."""
         ...
 
     def put(self, step: int, source: Path) -> int:
-        """Copies a whole step from a folder, reads the copy back, lists it. Returns its bytes."""
+        """Copies a complete step from a folder, reads the copy back and commits it. Returns its bytes."""
         ...
 
     def delete(self, *steps: int) -> None:
-        """Deletes steps; what is half deleted is not listed."""
+        """Deletes steps; a half-deleted one is not listed."""
         ...
 
     def set_aside(self, step: int) -> None:
-        """A step is not listed any more."""
+        """Removes a step from the list."""
         ...
 
     def clean(self) -> None:
-        """Deletes what killed or failed copies left. Not while one is under way."""
+        """Deletes the remains of killed or failed copies. Not to be called during a copy."""
         ...
 
 
-def open_tier(where: str) -> Tier:
-    """The tier at a folder or at a URL of fsspec. Nothing is read or made yet.
+def open_tier(location: str) -> DurableTier:
+    """Returns the tier at a folder or at a URL of fsspec. Reads and creates nothing yet.
 
-    Raises DataError when the URL's package is missing.
+    Raises DataError if the package for the URL is missing.
     """
-    if where.startswith("file://"):
-        where = where.removeprefix("file://")
-    return Bucket(where) if "://" in where else Folder(Path(os.path.expanduser(where)))
+    location = location.removeprefix("file://")
+    return ObjectStoreTier(location) if "://" in location else FolderTier(Path(os.path.expanduser(location)))
 
 
-def place_of(durable: str | None, run_dir: Path) -> str | None:
-    """Returns the folder in which the tier `checkpoint.durable` keeps the steps of a run: below it, by the name of the
-    run's folder.
-    """
+def run_location(durable: str | None, run_dir: Path) -> str | None:
+    """Returns the location of a run's copies: `checkpoint.durable` and the name of the run's folder."""
     return None if durable is None else f"{durable.rstrip('/')}/{Path(os.path.abspath(run_dir)).name}"
 
 
-def content_at(tier: Tier, step: int) -> dict[str, Any]:
-    """Content of a step's marker in a tier. Raises CheckpointError when it is damaged."""
+def read_content(tier: DurableTier, step: int) -> dict[str, Any]:
+    """Returns the content of a step's marker in a tier. Raises CheckpointError if it is damaged."""
     content = parse_marker(tier.marker(step))
     if content["step"] != step:
         raise CheckpointError(f"{MARKER} is of step {content['step']}")
     return content
 
 
-def problem_at(tier: Tier, step: int, name: str, expected: list[Any]) -> str | None:
-    """Returns the problem of one file of a tier, every byte of which is read, or None."""
+def tier_file_problem(tier: DurableTier, step: int, name: str, expected: list[Any]) -> str | None:
+    """Describes what is wrong with a file in a tier, or returns None. Reads every byte."""
     try:
         with tier.open(step, name) as source:
-            return difference(name, digest_stream(source), expected)
+            return digest_problem(name, digest(source), expected)
     except FileNotFoundError:
         return f"{name} is missing"
 
 
-def fetch(tier: Tier, step: int, store: CheckpointStore) -> None:
-    """Copies a step of a tier into the run's folder, checks every byte, and lists it there at once or not at all.
+def fetch_step(tier: DurableTier, step: int, store: CheckpointStore) -> None:
+    """Copies a step of a tier into the run's folder, checking every byte; it appears there complete or not at all.
 
-    Raises CheckpointError when it is damaged, and what the storage raises.
+    Raises CheckpointError if the step is damaged, and what the storage raises.
     """
-    content, raw = content_at(tier, step), tier.marker(step)
-    temporary = store.directory / f"{step}{TEMPORARY}"
-    _remove(temporary)
-    try:
-        for name, expected in content["files"].items():
-            with tier.open(step, name) as source, _durable(temporary / name) as target:
-                found = digest_stream(source, target)
-            if problem := difference(name, found, expected):
-                raise CheckpointError(problem)
-        with _durable(temporary / MARKER) as target:
-            target.write(raw)
-        _publish(temporary, store.path(step))
-    finally:
-        _remove(temporary)
+    with _new_step(store, step, tier.marker(step), read_content(tier, step)) as (folder, files):
+        for name, expected in files.items():
+            with tier.open(step, name) as source, open_atomic(folder / name) as target:
+                _copy_checked(name, source, target, expected)
 
 
-class Folder:
-    """A tier on a disk that is mounted."""
+class FolderTier:
+    """Durable tier in a folder of a mounted disk."""
 
     def __init__(self, path: Path) -> None:
         self._store = CheckpointStore(path)
-        self.place = str(self._store.directory)
+        self.location = str(self._store.directory)
 
     def steps(self) -> list[int]:
         return self._store.marked()
@@ -139,27 +124,20 @@ class Folder:
         return open(self._store.path(step) / name, "rb")
 
     def put(self, step: int, source: Path) -> int:
-        raw = (source / MARKER).read_bytes()
-        content = parse_marker(raw)
-        if is_there(self, step, raw):
+        marker = (source / MARKER).read_bytes()
+        content = parse_marker(marker)
+        if _has_copy(self, step, marker):
             return content["bytes"]
-        temporary = self._store.directory / f"{step}{TEMPORARY}"
         self._store.directory.mkdir(parents=True, exist_ok=True)
         self._store.clean(step)
-        try:
-            for name, expected in content["files"].items():
-                with _durable(temporary / name) as target:
-                    _checked(name, digest(source / name, target), expected, source)
-            with _durable(temporary / MARKER) as target:
-                target.write(raw)
-            for name, expected in content["files"].items():
-                if problem := problem_of(temporary, name, expected):
-                    raise CheckpointError(f"the copy is damaged: {problem}")
-            if self._store.path(step).exists():  # another of the same number, or a damaged one
+        with _new_step(self._store, step, marker, content) as (folder, files):
+            for name, expected in files.items():
+                with open(source / name, "rb") as original, open_atomic(folder / name) as target:
+                    _copy_checked(name, original, target, expected, f"{source} is damaged: ")
+            for name, expected in files.items():
+                _raise_if_damaged(file_problem(folder, name, expected))
+            if self._store.path(step).exists():  # a damaged copy, or another step with the same number
                 self._store.delete(str(step))
-            _publish(temporary, self._store.path(step))
-        finally:
-            _remove(temporary)
         return content["bytes"]
 
     def delete(self, *steps: int) -> None:
@@ -172,19 +150,18 @@ class Folder:
         self._store.clean()
 
 
-class Bucket:
-    """A tier in an object store, by fsspec."""
+class ObjectStoreTier:
+    """Durable tier in an object store, through fsspec."""
 
     def __init__(self, url: str) -> None:
-        self.place = re.sub(r"//[^/@]*@", "//", url.rstrip("/"))  # without name and password
-        fsspec = import_optional("fsspec", f"checkpoint.durable {self.place}", "remote")
+        self.location = re.sub(r"//[^/@]*@", "//", url.rstrip("/"))  # without user and password
+        fsspec = import_optional("fsspec", f"checkpoint.durable {self.location}", "remote")
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
-        except ImportError as error:  # s3fs, gcsfs: fsspec's own words name the package
-            message = f"checkpoint.durable {self.place}: {error}; install it beside 'jaxtrain[remote]'"
-            raise CheckpointError(" ".join(message.split())) from error
-        except ValueError as error:
-            raise CheckpointError(f"checkpoint.durable {self.place}: {' '.join(str(error).split())}") from error
+        except (ImportError, ValueError) as error:
+            text = f"checkpoint.durable {self.location}: {' '.join(str(error).split())}"
+            is_missing = isinstance(error, ImportError)  # s3fs, gcsfs: the error names the package
+            raise CheckpointError(text + "; install it beside 'jaxtrain[remote]'" * is_missing) from error
         self._root = root.rstrip("/")
 
     def steps(self) -> list[int]:
@@ -205,18 +182,17 @@ class Bucket:
         return self._fs.open(self._path(step, name), "rb")
 
     def put(self, step: int, source: Path) -> int:
-        raw = (source / MARKER).read_bytes()
-        content = parse_marker(raw)
-        if is_there(self, step, raw):
+        marker = (source / MARKER).read_bytes()
+        content = parse_marker(marker)
+        if _has_copy(self, step, marker):
             return content["bytes"]
         self.delete(step)
         for name, expected in content["files"].items():
-            with self._fs.open(self._path(step, name), "wb") as target:
-                _checked(name, digest(source / name, target), expected, source)
+            with open(source / name, "rb") as original, self._fs.open(self._path(step, name), "wb") as target:
+                _copy_checked(name, original, target, expected, f"{source} is damaged: ")
         for name, expected in content["files"].items():
-            if problem := problem_at(self, step, name, expected):
-                raise CheckpointError(f"the copy is damaged: {problem}")
-        self._fs.pipe_file(self._path(step, MARKER), raw)
+            _raise_if_damaged(tier_file_problem(self, step, name, expected))
+        self._fs.pipe_file(self._path(step, MARKER), marker)
         return content["bytes"]
 
     def delete(self, *steps: int) -> None:
@@ -230,107 +206,110 @@ class Bucket:
         self.delete(step)
 
     def clean(self) -> None:
-        whole = self.steps()
-        self.delete(*(step for step in self._folders() if step not in whole))
+        committed = self.steps()
+        self.delete(*(step for step in self._folders() if step not in committed))
 
     def _path(self, step: int, name: str) -> str:
         return f"{self._root}/{step}/{name}"
 
 
-def is_there(tier: Tier, step: int, raw: bytes) -> bool:
-    """Returns whether a tier holds a step with this very marker, every byte of it good."""
-    if step not in tier.steps() or tier.marker(step) != raw:
+def _has_copy(tier: DurableTier, step: int, marker: bytes) -> bool:
+    """Returns whether a tier has a step with this very marker and every byte intact."""
+    if step not in tier.steps() or tier.marker(step) != marker:
         return False
-    files = json.loads(raw)["content"]["files"].items()
-    return not any(problem_at(tier, step, name, expected) for name, expected in files)
+    files = parse_marker(marker)["files"].items()
+    return not any(tier_file_problem(tier, step, name, expected) for name, expected in files)
 
 
-def _checked(name: str, found: tuple[int, str], expected: list[Any], source: Path) -> None:
-    if problem := difference(name, found, expected):
-        raise CheckpointError(f"{source} is damaged: {problem}")
+def _copy_checked(name: str, source: BinaryIO, target: BinaryIO, expected: list[Any], prefix: str = "") -> None:
+    """Copies a file. Raises CheckpointError, after `prefix`, if its bytes are not those of the marker."""
+    if problem := digest_problem(name, digest(source, target), expected):
+        raise CheckpointError(prefix + problem)
+
+
+def _raise_if_damaged(problem: str | None) -> None:
+    if problem:
+        raise CheckpointError(f"the copy is damaged: {problem}")
 
 
 @contextlib.contextmanager
-def _durable(path: Path):
-    """A new file, fsynced when it is closed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def _new_step(store: CheckpointStore, step: int, marker: bytes, content: dict[str, Any]):
+    """Yields (temporary folder with subfolders, the marker's files), then commits the folder as `step`."""
+    folder = store.directory / f"{step}{TEMPORARY}"
+    _remove(folder)
+    try:
+        for name in content["files"]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        yield folder, content["files"]
+        write_atomic(folder / MARKER, marker)
+        fsync_folders(folder)
+        os.rename(folder, store.path(step))
+        fsync(store.directory)
+    finally:
+        _remove(folder)
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    fsync_folders(temporary)
-    os.rename(temporary, path)
-    fsync(path.parent)
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-
-
-class Comeback:
-    """Steps of a tier, as a run that restores wants them. A tier that is away is an event.
+class DurableFetcher:
+    """Fetches steps of a tier for a run that restores. If the tier cannot be reached, that is an event.
 
     Attributes:
-      fetched: steps that came from the tier.
+      fetched: steps that were fetched from the tier.
     """
 
-    def __init__(self, store: CheckpointStore, tier: Tier, report: Callable[[Event], None]) -> None:
+    def __init__(self, store: CheckpointStore, tier: DurableTier, report: Callable[[Event], None]) -> None:
         self._store, self._tier, self._report = store, tier, report
-        self._lost: set[int] = set()  # steps that could not be fetched
+        self._failed: set[int] = set()  # steps that could not be fetched
+        self.location = tier.location
         self.fetched: set[int] = set()
 
-    @property
-    def place(self) -> str:
-        """Location of the tier."""
-        return self._tier.place
-
     def is_empty(self) -> bool:
-        """Returns whether the tier holds no step. Raises CheckpointError when nobody can tell."""
+        """Returns whether the tier has no step. Raises CheckpointError if it cannot be listed."""
         try:
             return not self._tier.steps()
-        except Exception as error:  # each store has its own classes of them
-            raise CheckpointError(f"{self.place} cannot be listed: {reason_of(error)}") from error
+        except Exception as error:  # each store raises errors of its own classes
+            raise CheckpointError(f"{self.location} cannot be listed: {failure_reason(error)}") from error
 
-    def supply(self, step: int | None) -> int | None:
-        """Fetches `step`, or the newest one that is good and newer than those in the folder. Returns it, or None."""
-        here = self._store.marked()
-        newest = here[-1] if here else -1
-        for known in reversed(self._steps()):
-            is_wanted = known > newest if step is None else known == step and step not in here
-            if is_wanted and known not in self._lost and self._fetch(known):
-                return known
+    def fetch(self, step: int | None) -> int | None:
+        """Fetches `step`, or the newest good step that is newer than those in the folder. Returns it, or None."""
+        local = self._store.marked()
+        newest = local[-1] if local else -1
+        for candidate in reversed(self._steps()):
+            is_wanted = candidate > newest if step is None else candidate == step and step not in local
+            if is_wanted and candidate not in self._failed and self._try_fetch(candidate):
+                return candidate
         return None
 
-    def forget(self, after: int) -> None:
-        """Later steps are not listed any more."""
-        for step in self._steps():
-            if step <= after:
+    def discard_after(self, step: int) -> None:
+        """Removes later steps from the tier's list."""
+        for later in self._steps():
+            if later <= step:
                 continue
             try:
-                self._tier.set_aside(step)
+                self._tier.set_aside(later)
             except Exception as error:
-                reason = f"the abandoned step {step} stays there, delete it by hand ({reason_of(error)})"
-                self._report(CopyFailed(None, self.place, reason))
+                reason = f"the abandoned step {later} stays there, delete it by hand ({failure_reason(error)})"
+                self._report(CopyFailed(None, self.location, reason))
 
     def _steps(self) -> list[int]:
-        """Ascending; none, with an event, where they cannot be read."""
+        """Lists the tier's steps, ascending; none, with an event, if they cannot be listed."""
         try:
             return self._tier.steps()
         except Exception as error:
-            self._report(CopyFailed(None, self.place, f"cannot be listed ({reason_of(error)})"))
+            self._report(CopyFailed(None, self.location, f"cannot be listed ({failure_reason(error)})"))
             return []
 
-    def _fetch(self, step: int) -> bool:
+    def _try_fetch(self, step: int) -> bool:
         begun = time.perf_counter()
         try:
-            fetch(self._tier, step, self._store)
+            fetch_step(self._tier, step, self._store)
         except Exception as error:
-            self._lost.add(step)
-            self._report(SetAside(step, f"in {self.place}: {reason_of(error)}", None))
+            self._failed.add(step)
+            self._report(SetAside(step, f"in {self.location}: {failure_reason(error)}", None))
             return False
         self.fetched.add(step)
-        self._report(Fetched(step, self.place, time.perf_counter() - begun))
+        self._report(Fetched(step, self.location, time.perf_counter() - begun))
         return True

@@ -1,6 +1,6 @@
-"""Events that `Checkpointer.poll` reports: one frozen record per thing that happened, each printable as one line.
+"""Events that `Checkpointer.poll` returns: frozen records, each printable as one line.
 
-`kind` and `shown()` are what a log says of it.
+`kind` and `fields()` are the kind and fields of the logged event.
 """
 
 from __future__ import annotations
@@ -8,30 +8,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-SLOW = 0.5  # seconds of waiting for the save before that are worth a word
+SLOW = 0.5  # seconds of waiting for the previous save from which on it is reported
 
 
 class _Warning:
-    """Something that somebody should read: logged as its one line."""
+    """Event logged as a warning with its one line."""
 
     kind: ClassVar[str] = "warning"
 
-    def shown(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         return {"text": str(self)}
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint is complete on disk: data, checksums and marker are written and fsynced.
+    """A checkpoint is complete on disk: data, checksums and marker are written and flushed.
 
     Attributes:
-      step: optimizer step it holds.
+      step: optimizer step of the state.
       bytes: size on disk, summed over processes.
       seconds: from the call of `save` to the commit.
-      stall: seconds `save` blocked its caller, `waited` included.
-      waited: the part of `stall` spent waiting for the save before.
+      stall: seconds that `save` blocked its caller, including `waited`.
+      waited: seconds of `stall` spent waiting for the previous save.
       deleted: older steps deleted after this commit.
-      tries: how often it was written until it was whole.
+      tries: number of attempts that it took.
     """
 
     step: int
@@ -43,20 +47,20 @@ class Committed:
     tries: int = 1
     kind: ClassVar[str] = "save"
 
-    def shown(self) -> dict[str, Any]:
-        size, seconds, stall = f"{self.bytes / 2**20:.1f} MiB", round(self.seconds, 3), round(self.stall, 4)
-        fields: dict[str, Any] = {"step": self.step, "size": size, "seconds": seconds, "stall": stall}
+    def fields(self) -> dict[str, Any]:
+        seconds, stall = round(self.seconds, 3), round(self.stall, 4)
+        fields = {"step": self.step, "size": _mebibytes(self.bytes), "seconds": seconds, "stall": stall}
         if self.waited >= SLOW:
             fields["waited"] = round(self.waited, 3)
         return fields if self.tries == 1 else fields | {"tries": self.tries}
 
     def __str__(self) -> str:
-        return f"checkpoint {self.step}: {self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s, stall {self.stall:.3f} s"
+        return f"checkpoint {self.step}: {_mebibytes(self.bytes)} in {self.seconds:.2f} s, stall {self.stall:.3f} s"
 
 
 @dataclass(frozen=True)
 class SaveFailed(_Warning):
-    """A checkpoint was given up. The ones before it are untouched and the next save starts afresh."""
+    """A checkpoint was given up. Earlier ones are untouched, and later saves are not affected."""
 
     step: int
     reason: str
@@ -65,32 +69,32 @@ class SaveFailed(_Warning):
 
     def __str__(self) -> str:
         kept = "no earlier checkpoint exists" if self.newest is None else f"checkpoint {self.newest} stays the newest"
-        often = "" if self.tries == 1 else f" in {self.tries} tries"
-        return f"checkpoint {self.step} was not written{often}: {self.reason}; {kept}"
+        tries = "" if self.tries == 1 else f" in {self.tries} tries"
+        return f"checkpoint {self.step} was not written{tries}: {self.reason}; {kept}"
 
 
 @dataclass(frozen=True)
 class Retrying(_Warning):
-    """A checkpoint, or its copy, could not be written and will be tried again after `wait` seconds.
+    """A save, or a copy to `location`, failed and will be tried again after `wait` seconds.
 
-    By several processes with the state of the step that they have come to then."""
+    A single process retries with the same values; several processes with the state of a later step.
+    """
 
     step: int
     reason: str
     wait: float
     number: str
-    place: str | None = None
+    location: str | None = None
 
     def __str__(self) -> str:
-        what = f"checkpoint {self.step} could not be " + (
-            "written" if self.place is None else f"copied to {self.place}"
-        )
-        return f"{what}: {self.reason}; trying again in {self.wait:g} s ({self.number})"
+        failed = "written" if self.location is None else f"copied to {self.location}"
+        text = f"checkpoint {self.step} could not be {failed}: {self.reason}"
+        return f"{text}; trying again in {self.wait:g} s ({self.number})"
 
 
 @dataclass(frozen=True)
 class SlowSave(_Warning):
-    """A checkpoint was due while the one before was still being written: it waited for it, or was left out."""
+    """A checkpoint was due while the previous one was being written: it waited `waited` seconds, or was skipped."""
 
     step: int
     before: int
@@ -100,7 +104,7 @@ class SlowSave(_Warning):
     def __str__(self) -> str:
         waited = f"{self.waited:.1f} s"
         if self.skipped:
-            return f"checkpoint {self.step} left out: checkpoint {self.before} is not written after another {waited}"
+            return f"checkpoint {self.step} skipped: checkpoint {self.before} is not written after another {waited}"
         advice = "writing takes longer than the steps between them, raise checkpoint.every"
         return f"checkpoint {self.step} waited {waited} for checkpoint {self.before}: {advice}"
 
@@ -109,7 +113,7 @@ class SlowSave(_Warning):
 class SetAside(_Warning):
     """A checkpoint is not used any more: damaged (`bad-N`) or left behind by a rewind (`old-N`).
 
-    `path` is its new name; None when it was only passed over, because a `Reader` renames nothing.
+    `path` is its new name; None if it was only skipped, because a `CheckpointReader` renames nothing.
     """
 
     step: int
@@ -117,54 +121,55 @@ class SetAside(_Warning):
     path: str | None
 
     def __str__(self) -> str:
-        return f"checkpoint {self.step} passed over: {self.reason}" + (f"; now {self.path}" if self.path else "")
+        return f"checkpoint {self.step} skipped: {self.reason}" + (f"; now {self.path}" if self.path else "")
 
 
 @dataclass(frozen=True)
 class Copied:
-    """A checkpoint is complete in the durable tier, every byte read back. `bytes`; `seconds` it took."""
+    """A checkpoint is complete in the durable tier, every byte read back."""
 
     step: int
-    place: str
+    location: str
     bytes: int
     seconds: float
     deleted: tuple[int, ...] = ()
     kind: ClassVar[str] = "copy"
 
-    def shown(self) -> dict[str, Any]:
-        size = f"{self.bytes / 2**20:.1f} MiB"
-        return {"step": self.step, "to": self.place, "size": size, "seconds": round(self.seconds, 3)}
+    def fields(self) -> dict[str, Any]:
+        size, seconds = _mebibytes(self.bytes), round(self.seconds, 3)
+        return {"step": self.step, "to": self.location, "size": size, "seconds": seconds}
 
     def __str__(self) -> str:
-        return f"checkpoint {self.step}: copied to {self.place} in {self.seconds:.2f} s"
+        return f"checkpoint {self.step}: copied to {self.location} in {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True)
 class CopyFailed(_Warning):
-    """A checkpoint is not in the durable tier, or (no `step`) the tier itself could not be read or tidied.
+    """A checkpoint was not copied to the durable tier, or (`step` is None) the tier cannot be read or cleaned.
 
-    The run's own folder is untouched."""
+    The run's own folder is untouched.
+    """
 
     step: int | None
-    place: str
+    location: str
     reason: str
 
     def __str__(self) -> str:
         if self.step is None:
-            return f"durable checkpoints in {self.place}: {self.reason}"
-        return f"checkpoint {self.step} was not copied to {self.place}: {self.reason}"
+            return f"durable checkpoints in {self.location}: {self.reason}"
+        return f"checkpoint {self.step} was not copied to {self.location}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class Fetched(_Warning):
-    """A checkpoint came back from the durable tier: the run's folder had none as new that is good."""
+    """A checkpoint was copied from the durable tier, because the run's folder has no good one as new."""
 
     step: int
-    place: str
+    location: str
     seconds: float
 
     def __str__(self) -> str:
-        return f"checkpoint {self.step} fetched from {self.place} in {self.seconds:.1f} s"
+        return f"checkpoint {self.step} fetched from {self.location} in {self.seconds:.1f} s"
 
 
 Event = Committed | SaveFailed | Retrying | SlowSave | SetAside | Copied | CopyFailed | Fetched

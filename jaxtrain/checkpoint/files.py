@@ -1,4 +1,4 @@
-"""Files of checkpoints: atomic writes, locks, markers and checksums, and storage errors in one line."""
+"""Files of checkpoints: markers, checksums, locks, and storage errors in one line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -15,119 +16,109 @@ import xxhash
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.atomic import fsync, write_atomic
 
-LATE = "another process did not write its part in time"
+MARKER = "jaxtrain.json"  # written last: a step without it is not committed
+FORMAT = 1
+PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the marker
+PEER_TIMEOUT = "another process did not write its part in time"
+_CHUNK = 4 << 20
+_DISK_FULL = ("RESOURCE_EXHAUSTED", "No space left", "OUT_OF_RANGE", "File too large", "Disk quota")
+
+TensorSpecs = dict[str, list[Any]]  # name -> [shape, dtype], as in JSON
+FileDigest = Sequence[Any]  # (size in bytes, xxh3-64 as hex)
 
 
-def reason_of(error: BaseException) -> str:
-    """One line that says why orbax, an object store, or the file system under them failed."""
+def failure_reason(error: BaseException) -> str:
+    """Describes in one line why orbax, an object store or the file system failed."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or link.__context__
-    whole = " ".join(str(link) for link in chain)
-    for sign in ("RESOURCE_EXHAUSTED", "No space left", "OUT_OF_RANGE", "File too large", "Disk quota"):
-        if sign in whole:
-            return f"the disk is full or a size limit is reached ({_line(chain[-1])})"
+    text, root = " ".join(map(str, chain)), " ".join(str(chain[-1]).split())
+    root = root if len(root) <= 200 else root[:197] + "..."
+    if any(sign in text for sign in _DISK_FULL):
+        return f"the disk is full or a size limit is reached ({root})"
     if isinstance(error, CheckpointError):
         return str(error)
-    if "barrier" in whole and "DEADLINE_EXCEEDED" in whole:
-        return LATE
-    return f"{type(chain[-1]).__name__}: {_line(chain[-1])}"
+    if "barrier" in text and "DEADLINE_EXCEEDED" in text:
+        return PEER_TIMEOUT
+    return f"{type(chain[-1]).__name__}: {root}"
 
 
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-MARKER = "jaxtrain.json"
-FORMAT = 1
-PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the marker
-_CHUNK = 4 << 20
-
-
-def digest(path: Path, target: BinaryIO | None = None) -> tuple[int, str]:
-    """(size in bytes, xxh3-64 hex digest) of a file, read in 4 MiB pieces, which are also written to `target`."""
+def digest(source: BinaryIO, target: BinaryIO | None = None) -> tuple[int, str]:
+    """Returns (size in bytes, xxh3-64 as hex) of a stream, read in 4 MiB chunks that are also written to `target`."""
     state, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            state.update(buffer[:count])
-            size += count
-            if target is not None:
-                target.write(buffer[:count])
-    return size, state.hexdigest()
-
-
-def digest_stream(source: BinaryIO, target: BinaryIO | None = None) -> tuple[int, str]:
-    """`digest` of what is not a local file."""
-    state, size = xxhash.xxh3_64(), 0
-    while piece := source.read(_CHUNK):
-        state.update(piece)
-        size += len(piece)
+    while count := source.readinto(buffer):  # pyright: ignore[reportAttributeAccessIssue]
+        state.update(buffer[:count])
+        size += count
         if target is not None:
-            target.write(piece)
+            target.write(buffer[:count])
     return size, state.hexdigest()
+
+
+def digest_file(path: Path) -> tuple[int, str]:
+    """Returns the `digest` of a file."""
+    with open(path, "rb", buffering=0) as file:
+        return digest(file)  # pyright: ignore[reportArgumentType]
 
 
 def step_files(folder: Path) -> list[str]:
-    """Relative names of the files of a step, sorted; our own marker and parts left out."""
-    found = []
-    for root, _, names in os.walk(folder):
-        found += [os.path.relpath(os.path.join(root, name), folder) for name in names]
-    return sorted(name for name in found if not name.startswith("jaxtrain."))
+    """Returns the relative names of a step's files, sorted, without our own marker and parts."""
+    paths = (os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
+    names = (os.path.relpath(path, folder) for path in paths)
+    return sorted(name for name in names if not name.startswith("jaxtrain."))
 
 
 def seal(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
-    """fsyncs these files of a step and returns {name: (size, digest)}."""
+    """Flushes files of a step to the disk and returns {name: (size, digest)}."""
     sealed = {}
     for name in names:
         fsync(folder / name)
-        sealed[name] = digest(folder / name)
+        sealed[name] = digest_file(folder / name)
     return sealed
 
 
 def fsync_folders(folder: Path) -> None:
-    """fsyncs every folder of a step and the one that holds it, so that the names survive a power loss too."""
+    """Flushes every folder of a step and its parent to the disk, so that the names survive a power loss."""
     for root, _, _ in os.walk(folder, topdown=False):
         fsync(Path(root))
     fsync(folder.parent)
 
 
-def problem_of(folder: Path, name: str, expected: tuple[int, str] | list[Any]) -> str | None:
-    """Returns the problem of one file of a step, in words, or None. Every byte is read."""
+def file_problem(folder: Path, name: str, expected: FileDigest) -> str | None:
+    """Describes what is wrong with a file of a step, or returns None. Reads every byte."""
     if (problem := size_problem(folder, name, expected)) is not None:
         return problem
     try:
-        return difference(name, digest(folder / name), expected)
+        return digest_problem(name, digest_file(folder / name), expected)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror or error})"
 
 
-def size_problem(folder: Path, name: str, expected: tuple[int, str] | list[Any]) -> str | None:
-    """Returns the problem of a file's size, in words, or None. No byte is read."""
+def size_problem(folder: Path, name: str, expected: FileDigest) -> str | None:
+    """Describes what is wrong with a file's kind or size, or returns None. Reads no byte."""
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
             return f"{name} is a link that leaves the checkpoint"
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return f"{name} is missing"
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
         return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return f"{name} is not a file"
-    return None if found.st_size == expected[0] else f"{name} has {found.st_size} bytes instead of {expected[0]}"
+    return None if status.st_size == expected[0] else f"{name} has {status.st_size} bytes instead of {expected[0]}"
 
 
-def difference(name: str, found: tuple[int, str], expected: tuple[int, str] | list[Any]) -> str | None:
-    """Describes how (size, digest) of a file differ from what the marker says, in words, or None."""
-    if found[0] != expected[0]:
-        return f"{name} has {found[0]} bytes instead of {expected[0]}"
-    return None if found[1] == expected[1] else f"{name} has another checksum than when it was written"
+def digest_problem(name: str, actual: FileDigest, expected: FileDigest) -> str | None:
+    """Describes how a file's size and digest differ from those in the marker, or returns None."""
+    if actual[0] != expected[0]:
+        return f"{name} has {actual[0]} bytes instead of {expected[0]}"
+    return None if actual[1] == expected[1] else f"{name} has another checksum than when it was written"
 
 
 def _canonical(content: dict[str, Any]) -> str:
@@ -135,24 +126,24 @@ def _canonical(content: dict[str, Any]) -> str:
 
 
 def write_marker(folder: Path, content: dict[str, Any]) -> None:
-    """Writes the marker of a step, with its own digest. `content` must be JSON-able, its files' names relative."""
+    """Writes the marker of a step with its own digest. `content` must be JSON-able, its file names relative."""
     text = _canonical(content)
     checksum = xxhash.xxh3_64_hexdigest(text.encode())
     write_atomic(folder / MARKER, json.dumps({"digest": checksum, "content": json.loads(text)}))
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Content of the marker of a step.
+    """Returns the content of a step's marker.
 
     Raises:
       FileNotFoundError: there is none; the step was never committed.
-      CheckpointError: it is damaged, of a format this version does not read, or names a file outside of its step.
+      CheckpointError: it is damaged, of an unknown format, or names a file outside of its step.
     """
     return parse_marker((folder / MARKER).read_bytes())
 
 
 def parse_marker(text: bytes) -> dict[str, Any]:
-    """`read_marker` of its bytes."""
+    """Returns the content of a marker from its bytes. Raises CheckpointError as `read_marker` does."""
     try:
         marker = json.loads(text)
         content, checksum = marker["content"], marker["digest"]
@@ -160,44 +151,42 @@ def parse_marker(text: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{MARKER} is not readable") from None
     if xxhash.xxh3_64_hexdigest(_canonical(content).encode()) != checksum:
         raise CheckpointError(f"{MARKER} has another checksum than when it was written")
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else content
-        raise CheckpointError(f"{MARKER} has format {found!r}; this version reads format {FORMAT}")
+    version = content.get("format") if isinstance(content, dict) else content
+    if version != FORMAT:
+        raise CheckpointError(f"{MARKER} has format {version!r}; this version reads format {FORMAT}")
     if not _is_well_formed(content):
         raise CheckpointError(f"{MARKER} is not readable")
     for name in content["files"]:
         if not is_inside(name):
-            raise CheckpointError(f"{MARKER} names {name!r}, which lies outside of the checkpoint")
+            raise CheckpointError(f"{MARKER} names {name!r}, which is outside of the checkpoint")
     return content
 
 
 def _is_well_formed(content: dict[str, Any]) -> bool:
-    """Returns whether the parts of a marker are of the kinds that the program relies on: anyone can write one."""
-    kinds = {"step": int, "time": int | float, "bytes": int, "files": dict, "tensors": dict, "manifest": dict}
-    if not all(isinstance(content.get(name), kind) for name, kind in kinds.items()):
+    """Returns whether a marker's fields have the types that the program relies on; anyone can write a marker."""
+    types = {"step": int, "time": int | float, "bytes": int, "files": dict, "tensors": dict, "manifest": dict}
+    if not all(isinstance(content.get(name), kind) for name, kind in types.items()):
         return False
-    metrics, lists = content.get("metrics") or {}, [*content["files"].values(), *content["tensors"].values()]
+    metrics, pairs = content.get("metrics") or {}, [*content["files"].values(), *content["tensors"].values()]
     return (
         isinstance(metrics, dict)
         and all(isinstance(value, int | float) for value in metrics.values())
-        and all(isinstance(pair, list) and len(pair) == 2 for pair in lists)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
         and all(isinstance(size, int) for size, _ in content["files"].values())
         and all(isinstance(shape, list) and isinstance(kind, str) for shape, kind in content["tensors"].values())
     )
 
 
 def is_inside(name: str) -> bool:
-    """Returns whether a relative name, with `/`, stays below the folder it is joined to: no `..`, not absolute, not
-    empty.
-    """
+    """Returns whether a relative name with `/` stays below its folder: no `..`, not absolute, not empty."""
     parts = name.split("/")
     return bool(name) and "\0" not in name and not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & {*parts}
 
 
 class Lock:
-    """An exclusive `flock` on a file, so that two runs never write to one folder. The kernel frees it on any death.
+    """Exclusive `flock` on a file, so that two runs never write to one folder. The kernel frees it on any death.
 
-    Raises CheckpointError, naming the holder and giving the `advice`, when another process has it.
+    Raises CheckpointError, which names the holder and gives the `advice`, if another process has it.
     """
 
     def __init__(self, path: Path, advice: str = "stop it, or give this run another name or dir") -> None:

@@ -1,4 +1,4 @@
-"""Saves in the background: data, checksums, marker; tried again where that fails, while training goes on."""
+"""Background saves: data, checksums, marker; a failed save is retried while training continues."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.events import Committed, Event, Retrying, SaveFailed
-from jaxtrain.checkpoint.files import FORMAT, fsync_folders, reason_of, seal, step_files, write_marker
-from jaxtrain.checkpoint.snapshot import Tensors
+from jaxtrain.checkpoint.files import FORMAT, TensorSpecs, failure_reason, fsync_folders, seal, step_files, write_marker
 from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import RetryError, retry
 
 
 @dataclass
-class Save:
-    """A save in flight.
+class PendingSave:
+    """A save in progress.
 
     Attributes:
-      content: the marker, so far.
-      prepare: makes way for the step, before each try; raises what stands in it.
+      step: optimizer step of the state.
+      content: the marker without its files.
+      prepare: clears the step's folder before each try; raises if it cannot.
       write: returns when this process's part is on disk under its final name.
-      begun: `time.perf_counter()` when it was asked for.
-      tries: which try this is.
-      turn: step that the first try was of; later than that only with several processes.
+      begun: `time.perf_counter()` when `save` was called.
+      stall: seconds that `save` blocked its caller.
+      waited: seconds of `stall` spent waiting for the previous save.
+      tries: number of the current try, from 1.
+      scheduled_step: step of the first try; earlier than `step` only with several processes.
+      files: {name: (size, digest)} of the files written so far.
+      is_writing: whether the current try may have written files.
     """
 
     step: int
@@ -40,19 +44,20 @@ class Save:
     stall: float = 0.0
     waited: float = 0.0
     tries: int = 1
-    turn: int = -1
+    scheduled_step: int = -1
     files: dict[str, Any] = field(default_factory=dict)
     is_writing: bool = False
 
 
 class Saver:
-    """Runs one save at a time in a thread of its own. Whatever fails there is an event, never an exception.
+    """Runs one save at a time in a background thread. A failure there is an event, never an exception.
 
     Args:
+      store: folder of the checkpoints.
       waits: seconds between tries.
-      report: takes events, from the thread.
-      collect: called on process 0 after a commit; returns the older steps it has deleted.
-      offer: called on process 0 with a committed step and the step whose turn it was, after its event.
+      report: receives events; called in the thread.
+      prune: called on process 0 after a commit; deletes older steps and returns them.
+      copy: called on process 0 after a commit with the step and its scheduled step.
     """
 
     def __init__(
@@ -60,28 +65,28 @@ class Saver:
         store: CheckpointStore,
         waits: Sequence[float],
         report: Callable[[Event], None],
-        collect: Callable[[], list[int]],
-        offer: Callable[[int, int], object],
+        prune: Callable[[], list[int]],
+        copy: Callable[[int, int], object],
     ) -> None:
         self._store, self._waits = store, tuple(waits)
-        self._report, self._collect, self._offer = report, collect, offer
-        self._first = jax.process_index() == 0
+        self._report, self._prune, self._copy = report, prune, copy
+        self._is_first = jax.process_index() == 0
         self._thread: threading.Thread | None = None
-        self._hurry = threading.Event()
-        self.step = -1  # of the save in flight, or of the last one
-        self.is_saved = False  # whether the last one was committed
+        self._no_retry = threading.Event()
+        self.step = -1  # of the current or last save
+        self.is_saved = False  # whether the last save was committed
 
-    def start(self, save: Save) -> None:
-        """Begins a save; there must be none in flight."""
+    def start(self, save: PendingSave) -> None:
+        """Starts a save; none may be in progress."""
         self.step, self.is_saved = save.step, False
-        self._hurry.clear()
-        # A daemon, because one that hangs in a dead file system must not keep a finished program from its end.
+        self._no_retry.clear()
+        # A daemon, because a thread that hangs in a dead file system must not keep a finished program alive.
         self._thread = threading.Thread(target=self._run, args=(save,), name=f"checkpoint-{save.step}", daemon=True)
         save.stall = time.perf_counter() - save.begun
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until no save is in flight, `timeout` seconds at most; whether there is none."""
+        """Blocks until no save is in progress, at most `timeout` seconds; returns whether there is none."""
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -90,57 +95,53 @@ class Saver:
         self._thread = None
         return True
 
-    def hurry(self) -> None:
-        """Something newer waits: the save in flight may finish its try, but begins no other."""
-        self._hurry.set()
+    def stop_retrying(self) -> None:
+        """Lets the save in progress finish its current try but start no other, because a newer save waits."""
+        self._no_retry.set()
 
-    def take_over(self, step: int) -> tuple[int, int]:
-        """Returns (number of the try, step that the first one was of) of a save that begins now. No other is tried
-        again.
-        """
+    def begin(self, step: int) -> tuple[int, int]:
+        """Returns (number of the try, scheduled step) of a save that begins now. Cancels any other pending retry."""
         return 1, step
 
-    def keep(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
-        """Takes what `repeats` needs of a save that begins now."""
+    def remember(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
+        """Stores what `retry_last` needs of a save that begins now."""
 
-    def is_due(self, done: int) -> bool:
-        """Returns whether the caller has to save again after `done` steps: never, a thread retries failed saves."""
+    def is_retry_due(self, step: int) -> bool:
+        """Returns whether the caller must save after `step`; never here, because the thread retries by itself."""
         return False
 
-    def repeats(self) -> bool:
-        """Returns whether the save that was kept begins again, because it failed: never, a thread has done so."""
+    def retry_last(self) -> bool:
+        """Starts the last save again if it failed; never here, because the thread retries by itself."""
         return False
 
-    def drop(self) -> None:
-        """Gives up the retry that the caller was to make."""
+    def cancel_retry(self) -> None:
+        """Gives up a retry that the caller would start."""
 
-    def fail(self, save: Save, reason: str) -> None:
-        """Reports a save that could not begin; what it left is deleted."""
-        self._give_up(save.step, self._tidied(save.step, reason), 1)
+    def fail(self, save: PendingSave, reason: str) -> None:
+        """Reports a save that could not start, and deletes its remains."""
+        self._give_up(save.step, self._clean_up(save.step, reason), 1)
 
-    def _run(self, save: Save) -> None:
-        """The thread of one save."""
+    def _run(self, save: PendingSave) -> None:
+        """Body of the thread of one save."""
 
-        def again(reason: str, wait: float, number: str) -> None:
+        def describe(error: Exception) -> str:
+            reason = failure_reason(error)
+            return self._clean_up(save.step, reason) if save.is_writing else reason
+
+        def report_retry(reason: str, wait: float, number: str) -> None:
             save.tries += 1
             self._report(Retrying(save.step, reason, wait, number))
 
         try:
-            size = retry(
-                lambda: self._attempt(save),
-                self._waits,
-                self._hurry,
-                lambda error: self._tidied(save.step, reason_of(error)) if save.is_writing else reason_of(error),
-                again,
-            )
+            size = retry(lambda: self._attempt(save), self._waits, self._no_retry, describe, report_retry)
         except RetryError as error:
             self._give_up(save.step, error.reason, error.tries)
             return
         finally:
-            save.write = nothing  # frees the host copy
-        self._committed(save, size)
+            save.write = no_op  # frees the host copy
+        self._finish(save, size)
 
-    def _attempt(self, save: Save) -> int:
+    def _attempt(self, save: PendingSave) -> int:
         """Writes, seals and commits. Returns the bytes of the step."""
         save.is_writing = False
         save.prepare()
@@ -149,57 +150,59 @@ class Saver:
         self._seal(save)
         return self._commit(save)
 
-    def _seal(self, save: Save) -> None:
-        """Checksums of the files this process wrote."""
+    def _seal(self, save: PendingSave) -> None:
+        """Flushes and digests the files that this process wrote."""
         folder, index, count = self._store.path(save.step), jax.process_index(), jax.process_count()
-        save.files = seal(folder, [name for name in step_files(folder) if _writer(name, count) == index])
+        save.files = seal(folder, [name for name in step_files(folder) if _writer_of(name, count) == index])
 
-    def _commit(self, save: Save) -> int:
-        """Fsyncs the folders and writes the marker. Returns the bytes of the step, of all processes."""
+    def _commit(self, save: PendingSave) -> int:
+        """Flushes the folders and writes the marker. Returns the bytes of the step, of all processes."""
         folder = self._store.path(save.step)
         size = sum(size for size, _ in save.files.values())
         fsync_folders(folder)
         write_marker(folder, save.content | {"files": save.files, "bytes": size})
         return size
 
-    def _committed(self, save: Save, size: int) -> None:
-        """Collects garbage and reports."""
+    def _finish(self, save: PendingSave, size: int) -> None:
+        """Prunes older steps, reports the commit and passes the step on to be copied."""
         try:
-            deleted = self._collect() if self._first else []
+            deleted = self._prune() if self._is_first else []
         except OSError as error:
             self._report(SaveFailed(save.step, f"saved, but older ones cannot be deleted: {error}", save.step))
             deleted = []
         self.is_saved = True
         seconds = time.perf_counter() - save.begun
         self._report(Committed(save.step, size, seconds, save.stall, save.waited, tuple(deleted), save.tries))
-        if self._first:
-            self._offer(save.step, save.turn)
+        if self._is_first:
+            self._copy(save.step, save.scheduled_step)
 
-    def _tidied(self, step: int, reason: str) -> str:
-        """Deletes what a try left, which also frees its space. Returns why it failed, in one line."""
-        if not self._first:
+    def _clean_up(self, step: int, reason: str) -> str:
+        """Deletes the remains of a failed try, which also frees its space. Returns the reason of the failure."""
+        if not self._is_first:
             return reason
         try:
             self._store.clean(step)
             if self._store.path(step).exists():
-                self._store.delete(str(step))  # its marker is there, but may not be on the disk
-        except OSError as second:
-            reason += f" (and its leavings stay: {second.strerror or second})"
+                self._store.delete(str(step))  # its marker exists but may not be on disk
+        except OSError as error:
+            reason += f" (and its files cannot be deleted: {error.strerror or error})"
         return reason
 
     def _give_up(self, step: int, reason: str, tries: int) -> None:
         try:
             newest = self._store.latest()
-        except OSError:  # the folder itself cannot be read: the reason says so
+        except OSError:  # the folder cannot be read either, as the reason says
             newest = None
         self._report(SaveFailed(step, reason, newest, tries))
 
 
-def content_of(step: int, saved: Tensors, manifest: dict[str, Any], metrics: dict[str, float] | None) -> dict[str, Any]:
-    """The marker before its files are known. Raises CheckpointError when manifest or metrics are not JSON-able."""
+def marker_content(
+    step: int, tensors: TensorSpecs, manifest: dict[str, Any], metrics: dict[str, float] | None
+) -> dict[str, Any]:
+    """Returns a marker without its files. Raises CheckpointError if manifest or metrics are not JSON-able."""
     content = {
         "format": FORMAT, "step": step, "time": time.time(), "bytes": 0, "files": {},
-        "tensors": saved, "manifest": manifest, "metrics": metrics or {},
+        "tensors": tensors, "manifest": manifest, "metrics": metrics or {},
     }  # fmt: skip
     try:
         return json.loads(json.dumps(content))
@@ -207,14 +210,14 @@ def content_of(step: int, saved: Tensors, manifest: dict[str, Any], metrics: dic
         raise CheckpointError(f"checkpoint {step}: manifest and metrics must be JSON-able ({error})") from None
 
 
-def _writer(name: str, processes: int) -> int:
-    """The process that wrote a file: `.../ocdbt.process_3/...` is process 3's, what is common process 0's."""
+def _writer_of(name: str, processes: int) -> int:
+    """Returns the process that wrote a file: 3 for `.../ocdbt.process_3/...`, else 0."""
     for part in name.split("/"):
-        _, found, index = part.partition("process_")
-        if found and index.isdecimal() and int(index) < processes:
+        _, separator, index = part.partition("process_")
+        if separator and index.isdecimal() and int(index) < processes:
             return int(index)
     return 0
 
 
-def nothing(*_: object) -> None:
-    """Nothing is to be done."""
+def no_op(*_: object) -> None:
+    """Does nothing."""

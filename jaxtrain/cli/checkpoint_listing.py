@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.checkpoint.files import MARKER, read_marker
+from jaxtrain.checkpoint.files import MARKER, read_marker, size_problem
 from jaxtrain.checkpoint.store import CheckpointStore, surplus
 from jaxtrain.errors import CheckpointError
 
@@ -17,7 +17,7 @@ _BITS = re.compile(r"(\d+)")
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Folder of one step.
+    """FolderTier of one step.
 
     Attributes:
       name: name of the folder: the step, or `bad-N` or `old-N` if it was set aside.
@@ -51,7 +51,7 @@ def _row(store: CheckpointStore, step: int) -> CheckpointRow:
     content = _content(store, str(step))
     if not (store.path(step) / MARKER).exists():
         return CheckpointRow(str(step), step, UNFINISHED)
-    problem = store.quick_problem(step)
+    problem = store.problem(step, check=size_problem)
     return CheckpointRow(str(step), step, DAMAGED if problem else GOOD, problem or "", content)
 
 

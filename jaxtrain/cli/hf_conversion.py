@@ -71,7 +71,7 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
         state = {"params": params, "step": jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)}
         with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing else is logged meanwhile
-            checkpoints.save(0, state, manifest=manifest, copied=False)
+            checkpoints.save(0, state, manifest=manifest, copy=False)
             checkpoints.wait()
             failed = [event for event in checkpoints.poll() if isinstance(event, SaveFailed)]
         if failed:
@@ -199,9 +199,9 @@ def _deleted_on_signals(folder: Path) -> Iterator[None]:
 
 
 def _devices(config: Config) -> list[Any]:
-    if runtime.processes() > 1:
+    if runtime.process_count() > 1:
         raise UserError(
-            f"import and export run in one process; expected {runtime.PROCESSES}=1, found {runtime.processes()}"
+            f"import and export run in one process; expected {runtime.PROCESSES}=1, found {runtime.process_count()}"
         )
     return runtime.start(config)
 

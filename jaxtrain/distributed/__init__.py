@@ -1,1 +1,1 @@
-"""Processes of a run: the JAX runtime, the key-value store they share, and how they agree."""
+"""Multi-process runtime: starting JAX, the coordination store, and agreement between processes."""

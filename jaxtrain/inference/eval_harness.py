@@ -64,8 +64,8 @@ def evaluate_tasks(
     if unknown or not tasks:
         where = f" or in {include_path}" if include_path else "; --include-path DIR adds a folder of task files"
         raise UserError(f"--tasks: no task {', '.join(unknown)} in the harness{where}")
-    if runtime.processes() > 1:
-        found = f"expected {runtime.PROCESSES}=1, found {runtime.processes()}"
+    if runtime.process_count() > 1:
+        found = f"expected {runtime.PROCESSES}=1, found {runtime.process_count()}"
         raise UserError(f"eval --tasks runs in one process; {found}")
     tokenizer = text_tokenizer(config)
     program = build(config, vocabulary(config, tokenizer.vocab), runtime.start(config))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxtrain.checkpoint import Reader
+from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import ModelConfig
@@ -142,7 +142,7 @@ def load_params(directory: Path, step: int | None, program: Program) -> tuple[An
     """Loads the weights of a checkpoint, the EMA weights if it has any, and its step."""
     kind = "ema" if "ema" in program.state else "params"
     wanted = {kind: program.state[kind], "step": program.state["step"]}
-    state, _ = Reader(directory / "checkpoints").restore(step, wanted, partial=True)
+    state, _ = CheckpointReader(directory / "checkpoints").restore(step, wanted, partial=True)
     return state[kind], int(jax.device_get(state["step"]))
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxtrain.checkpoint.memory.server import StockServer
+from jaxtrain.checkpoint.memory.server import SnapshotServer
 from jaxtrain.errors import ProtocolError
 from jaxtrain.exit_codes import SAVED, USAGE
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
@@ -63,7 +63,7 @@ class Agent:
         self._config, self._command, self._terminal = config, command, terminal
         self._selector = selectors.DefaultSelector()
         self._group: WorkerGroup | None = None
-        self._stock: StockServer | None = None
+        self._memory_server: SnapshotServer | None = None
         self._signals: list[int] = []
         self._reported = 0  # number of signals that the leader knows of
         self._code: int | None = None
@@ -82,8 +82,8 @@ class Agent:
             finally:
                 self._clear()
                 self._selector.close()
-                if self._stock is not None:
-                    self._stock.close()
+                if self._memory_server is not None:
+                    self._memory_server.close()
         return self._code
 
     def _connect(self) -> Channel | None:
@@ -113,9 +113,9 @@ class Agent:
         self._selector.register(channel, selectors.EVENT_READ)
         self._reported = 0
         try:
-            if self._config.serves_memory and self._stock is None:
-                self._stock = self._open_memory_server(channel.socket.getsockname()[0])
-            memory_port, config = self._stock.port if self._stock is not None else 0, self._config
+            if self._config.serves_memory and self._memory_server is None:
+                self._memory_server = self._open_memory_server(channel.socket.getsockname()[0])
+            memory_port, config = self._memory_server.port if self._memory_server is not None else 0, self._config
             channel.send(
                 "join", version=VERSION, node=config.node, slots=config.slots, host=config.host, port=free_port(),
                 memory_port=memory_port,
@@ -131,9 +131,9 @@ class Agent:
             channel.close()
             self._clear()
 
-    def _open_memory_server(self, host: str) -> StockServer | None:
+    def _open_memory_server(self, host: str) -> SnapshotServer | None:
         try:
-            return StockServer(host)
+            return SnapshotServer(host)
         except OSError as error:
             why = f"cannot listen on {host} ({error.strerror or error})"
             self._terminal.show(f"launch  this node keeps no in-memory checkpoints: {why}", error=True)
@@ -178,8 +178,8 @@ class Agent:
     def _start(self, channel: Channel, start: Message) -> None:
         """Starts the workers of a generation; reports one that cannot be started as exited."""
         self._clear()
-        if self._stock is not None:
-            self._stock.token = start["token"]
+        if self._memory_server is not None:
+            self._memory_server.token = start["token"]
         self._group = WorkerGroup(start, self._selector, self._terminal)
         command = self._command(start["run"])
         for slot, rank in zip(start["slots"], start["ranks"]):
@@ -206,7 +206,7 @@ class Agent:
         for worker, code in self._group.reap():
             channel.send("exit", generation=self._group.generation, rank=worker.rank, pid=worker.pid, code=code)
         if not self._group.workers:
-            memory_step = self._stock.stock.progress() if self._stock is not None else -1
+            memory_step = self._memory_server.store.newest_complete_step() if self._memory_server is not None else -1
             channel.send("idle", generation=self._group.generation, port=free_port(), memory_step=memory_step)
             self._group = None
 

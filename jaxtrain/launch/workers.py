@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from jaxtrain.checkpoint.memory.client import VARIABLE, Nodes
+from jaxtrain.checkpoint.memory.client import VARIABLE, PeerConfig
 from jaxtrain.launch.exit_reasons import cause_rank
 from jaxtrain.launch.protocol import Message
 from jaxtrain.launch.worker_logs import Terminal, WorkerLog
@@ -44,7 +44,8 @@ def worker_environment(start: Message, rank: int, slot: int, base: Mapping[str, 
     if start["memory_every"] and start["memory_addresses"]:
         parts = (address.rpartition(":") for address in start["memory_addresses"])
         addresses = tuple((host, int(port)) for host, _, port in parts)
-        env[VARIABLE] = Nodes(start["memory_every"], start["generation"], start["token"], addresses).as_text()
+        peers = PeerConfig(start["memory_every"], start["generation"], start["token"], addresses)
+        env[VARIABLE] = peers.as_text()
     if start["is_simulated"]:
         flags = base.get("XLA_FLAGS", "")
         if "--xla_cpu_collective_timeout_seconds" not in flags:

@@ -131,7 +131,7 @@ def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[St
             is_last, scores = step == config.steps, {}
             should_evaluate = bool(trainer.eval_sets) and (is_last or is_due(config.eval.every, step))
             should_save = is_last or stopped_by is not None or is_due(config.checkpoint.every, step)
-            should_save = should_save or trainer.checkpointer.saves_again(step)
+            should_save = should_save or trainer.checkpointer.is_retry_due(step)
             if should_evaluate:
                 jax.block_until_ready(metrics)  # validation must not count as step time
                 scores = trainer.evaluate(state, step)

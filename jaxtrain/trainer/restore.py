@@ -57,7 +57,7 @@ def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
     if newest is not None:
         _check_manifest(trainer, newest)
     with trainer.ledger.phase("restore"):
-        chosen = checkpointer.choose()
+        chosen = checkpointer.latest_good()
     _print_warnings(trainer)
     if chosen is None:
         return _start_again(trainer)
@@ -89,7 +89,7 @@ def _start_again(trainer: Trainer) -> tuple[State, int]:
             to repeat that many steps.
     """
     checkpointer = trainer.checkpointer
-    folder, damaged = checkpointer.directory, checkpointer.damaged()
+    folder, damaged = checkpointer.directory, checkpointer.latest_damaged()
     if not checkpointer.is_empty():
         tier = trainer.config.checkpoint.durable
         raise UserError(f"no usable checkpoint in {folder}, and those in {tier} could not be fetched; see the warnings")
@@ -156,7 +156,7 @@ def restore_checkpoint(checkpointer: Checkpointer, abstract: State, step: int) -
     Args:
         checkpointer: checkpoints of the run.
         abstract: state to restore; a window of recent losses that the checkpoint does not have starts empty.
-        step: step that `Checkpointer.choose` returned; its files are not checked again.
+        step: step that `Checkpointer.latest_good` returned; its files are not checked again.
 
     Raises:
         CheckpointError: the checkpoint does not fit.

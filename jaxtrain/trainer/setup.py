@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.callbacks.base import Callback, CallbackList
 from jaxtrain.checkpoint import Checkpointer
-from jaxtrain.checkpoint.durable import place_of
+from jaxtrain.checkpoint.durable import run_location
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.config.show import as_dict
@@ -77,7 +77,7 @@ def open_trainer(
     checkpointer, ticker = open_checkpointer(config, directory), Ticker()
     try:
         if not resume and not checkpointer.is_empty():
-            where = directory if checkpointer.store.marked() else place_of(config.checkpoint.durable, directory)
+            where = directory if checkpointer.store.marked() else run_location(config.checkpoint.durable, directory)
             raise UserError(f"{where} already holds a run; expected `jaxtrain resume`, or another `name`")
         trainer = _assemble(config, directory, program, data, eval_sets, checkpointer, console, ledger, ticker, hooks)
         hooks.each(Callback.setup, trainer)
@@ -121,7 +121,7 @@ def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
     options = config.checkpoint
     return Checkpointer(
         directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best_metric,
-        durable=place_of(options.durable, directory), durable_every=options.durable_every,
+        durable=run_location(options.durable, directory), durable_every=options.durable_every,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def new_run_directory(config: Config) -> Path:
     With several processes it is DIR/NAME and must be new, which `open_trainer` checks: they cannot agree on a number
     before they are connected.
     """
-    return config.run_dir if runtime.processes() > 1 else free_directory(config)
+    return config.run_dir if runtime.process_count() > 1 else free_directory(config)
 
 
 def start_info(trainer: Trainer) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Trainer:
     def report_checkpoints(self) -> None:
         """Logs the events of checkpoints since the last call."""
         for event in self.checkpointer.poll():
-            self.trackers.event(event.kind, **event.shown())
+            self.trackers.event(event.kind, **event.fields())
             if isinstance(event, Committed) and self.config.log.upload_checkpoints:
                 self.trackers.artifact(self.checkpointer.store.path(event.step))
 

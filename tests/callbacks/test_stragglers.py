@@ -25,12 +25,12 @@ class Clock:
 
 
 class Shared(dict):
-    """A board in this process."""
+    """Key-value store in this process."""
 
-    def put(self, process, text):
-        self[process] = text
+    def put(self, name, text, overwrite=False):
+        self[name] = text
 
-    def all(self):
+    def entries(self):
         return dict(self)
 
 
@@ -38,12 +38,12 @@ class Machines:
     """Processes in step under one clock, each with its own wait for data; others wait for the slowest in the step."""
 
     def __init__(self, waits, monkeypatch):
-        self.clock, board = Clock(), Shared()
+        self.clock, store = Clock(), Shared()
         self.waits = list(waits)
         self.ledgers = [GoodputLedger(clock=self.clock) for _ in self.waits]
         for ledger in self.ledgers:
             ledger.begin("compute")
-        self.paces = [StragglerMonitor(ledger, index, board) for index, ledger in enumerate(self.ledgers)]
+        self.paces = [StragglerMonitor(ledger, index, store) for index, ledger in enumerate(self.ledgers)]
         self.step, self.warnings, self._patch = 0, [], monkeypatch
 
     def run(self, seconds: int) -> list[str]:
@@ -120,20 +120,20 @@ def test_outliers_against_numpy(values, factor):
 TALK = """
 import sys, time
 import jax
-from jaxtrain.callbacks.stragglers import Coordinator
+from jaxtrain.distributed.kv_store import KeyValueStore
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-board = Coordinator()
+store = KeyValueStore("test")
 for word in ("first", "second"):
-    board.put(int(sys.argv[2]), word)
+    store.put(sys.argv[2], word, overwrite=True)
 until = time.monotonic() + 30
-while dict(board.all()) != {0: "second", 1: "second"}:
-    assert time.monotonic() < until, board.all()
+while store.entries() != {"0": "second", "1": "second"}:
+    assert time.monotonic() < until, store.entries()
     time.sleep(0.02)
 """
 
 
-def test_two_processes_read_one_board():
+def test_two_processes_share_a_store():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

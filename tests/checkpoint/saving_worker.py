@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Checkpointer, Committed, Copied, Retrying, SaveFailed, orbax
 from jaxtrain.checkpoint.store import CheckpointStore
-from jaxtrain.distributed.agreement import agreed
+from jaxtrain.distributed.multihost import broadcast
 
 faulthandler.dump_traceback_later(120, exit=True)
 PORT, INDEX, PLACE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
@@ -99,7 +99,7 @@ class Training:
             self.before, self.done = metrics, self.done + 1
             if INDEX and self.done % 7 == 0:
                 time.sleep(0.02)  # the other one is as far ahead as it can
-            if asks and self.checkpoints.saves_again(self.done) and admits(self.done):
+            if asks and self.checkpoints.is_retry_due(self.done) and admits(self.done):
                 self.save()
             self.events += self.checkpoints.poll()
 
@@ -111,7 +111,7 @@ class Training:
         """Steps until process 0 has met such an event."""
         for _ in range(500):
             self.steps(BLOCK, admits)
-            if agreed(any(isinstance(event, kind) for event in self.events)):
+            if broadcast(any(isinstance(event, kind) for event in self.events)):
                 self.checkpoints.wait()
                 self.events += self.checkpoints.poll()
                 return
@@ -143,7 +143,7 @@ def one_part_fails(process: int, at_once: bool) -> None:
         training.until(Committed)
     first, again = training.saved
     assert first == 5
-    assert again == agreed(again) >= first + 4, again
+    assert again == broadcast(again) >= first + 4, again
     assert training.kinds() == ["Retrying", "Committed"], training.events
     retrying, committed = training.events
     assert (retrying.step, retrying.wait, retrying.number) == (5, 0.02, "2 of 3"), retrying
@@ -166,7 +166,7 @@ def it_is_given_up_once_and_the_last_save_is_made() -> None:
     assert training.kinds() == ["Committed", "Retrying", "Retrying", "SaveFailed"], training.events
     failed = training.events[-1]
     assert (failed.tries, failed.newest) == (3, 3), failed
-    assert failed.step == training.saved[-1] == agreed(failed.step)
+    assert failed.step == training.saved[-1] == broadcast(failed.step)
     assert len(training.saved) == 4
     training.save()
     training.checkpoints.finish()
@@ -232,7 +232,7 @@ def bad_steps_are_passed() -> None:
         training.save()
         training.until(Committed, admits)
     assert len(refused) == 3
-    assert refused[-1] == training.saved[-1] == agreed(refused[-1])
+    assert refused[-1] == training.saved[-1] == broadcast(refused[-1])
     training.check(refused[-1])
     training.steps(30)
     assert training.checkpoints.poll() == []
@@ -264,7 +264,7 @@ def a_copy_has_its_turn(tier: Path) -> None:
     with failing(1, 1):
         training.save()
         training.until(Copied)  # not by `finish`, which copies any
-    assert agreed((tier / str(training.saved[-1])).is_dir()), os.listdir(tier)
+    assert broadcast((tier / str(training.saved[-1])).is_dir()), os.listdir(tier)
     training.checkpoints.close()
 
 

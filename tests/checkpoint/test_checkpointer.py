@@ -18,16 +18,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import (
     Checkpointer,
     CheckpointError,
+    CheckpointReader,
     CheckpointStore,
     Committed,
-    Reader,
     SaveFailed,
     SetAside,
     read_manifest,
 )
 from jaxtrain.checkpoint import orbax as orbax_module
 from jaxtrain.checkpoint import saving as saving_module
-from jaxtrain.checkpoint.snapshot import snapshot
+from jaxtrain.checkpoint.state_tree import copy_to_host
 
 MANIFEST = {"config": {"seed": 3}, "versions": {"jax": "x"}}
 
@@ -125,7 +125,7 @@ def test_restores_onto_another_mesh(tmp_path, sizes):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, manifest=MANIFEST)
     target = abstract(state, mesh_of(*sizes))
-    restored, _ = Reader(tmp_path).restore(None, target)
+    restored, _ = CheckpointReader(tmp_path).restore(None, target)
     assert_equal(restored, jax.device_get(state))
     assert all(x.sharding == y.sharding for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(target)))
 
@@ -155,7 +155,7 @@ def test_the_state_may_be_donated_right_after_save(tmp_path):
             state = step(state)  # still running when it is saved, and donated while it is copied
             checkpoints.save(number, state, manifest={})
             state = step(state)
-    reader = Reader(tmp_path)
+    reader = CheckpointReader(tmp_path)
     like = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=spec)}
     for number in range(1, 11):
         restored, _ = reader.restore(number, like)
@@ -188,7 +188,7 @@ def test_a_snapshot_copies_each_shard_once():
     mesh = mesh_of(2, 2, 2)
     x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P(None, "model")))
     scalar = jax.device_put(jnp.float32(3), NamedSharding(mesh, P()))
-    copies = snapshot({"x": x, "scalar": scalar})
+    copies = copy_to_host({"x": x, "scalar": scalar})
     assert len(copies["x"].addressable_shards) == 2
     assert len(copies["scalar"].addressable_shards) == 1
     assert not pointers(copies) & pointers([x, scalar])
@@ -202,7 +202,7 @@ def test_a_snapshot_follows_any_device_order():
     specs = P("model", "data", "fsdp"), P("fsdp", None, "data"), P(None, ("model", "data")), P(None, None, "model")
     for spec in specs:
         placed = jax.device_put(x, NamedSharding(mesh, spec))
-        copy = snapshot({"x": placed})["x"]
+        copy = copy_to_host({"x": placed})["x"]
         np.testing.assert_array_equal(copy, x)
         assert copy.sharding.shard_shape(x.shape) == placed.sharding.shard_shape(x.shape)
         assert all(shard.replica_id == 0 for shard in copy.addressable_shards)
@@ -211,11 +211,11 @@ def test_a_snapshot_follows_any_device_order():
 def test_partial_restore_and_manifest(tmp_path):
     save_steps(tmp_path, 4)
     like = {"params": abstract(make_state(mesh_of(2, 2, 2), seed=4))["params"]}
-    restored, _ = Reader(tmp_path).restore(None, like, partial=True)
+    restored, _ = CheckpointReader(tmp_path).restore(None, like, partial=True)
     assert_equal(restored, {"params": make_state(mesh_of(2, 2, 2), seed=4)["params"]})
     assert read_manifest(tmp_path) == (4, MANIFEST | {"position": 4})
     with pytest.raises(CheckpointError, match="only in the checkpoint: opt_state"):
-        Reader(tmp_path).restore(None, like)
+        CheckpointReader(tmp_path).restore(None, like)
 
 
 def test_structure_shape_and_dtype_must_fit(tmp_path):
@@ -229,14 +229,14 @@ def test_structure_shape_and_dtype_must_fit(tmp_path):
         return like | {"params": dict(like["params"], embed=embed)}
 
     with pytest.raises(CheckpointError, match=r"params/embed is float32\[32, 16\] in the .*, bfloat16\[32, 16\] here"):
-        Reader(tmp_path).restore(None, with_embed((32, 16), jnp.bfloat16))
+        CheckpointReader(tmp_path).restore(None, with_embed((32, 16), jnp.bfloat16))
     with pytest.raises(CheckpointError, match=r"float32\[32, 8\] here"):
-        Reader(tmp_path).restore(None, with_embed((32, 8), jnp.float32))
+        CheckpointReader(tmp_path).restore(None, with_embed((32, 8), jnp.float32))
     with pytest.raises(CheckpointError, match=r"not in the checkpoint: ema$"):
-        Reader(tmp_path).restore(None, like | {"ema": like["params"]["embed"]})
+        CheckpointReader(tmp_path).restore(None, like | {"ema": like["params"]["embed"]})
     fewer = {key: value for key, value in like.items() if key != "rng"}
     with pytest.raises(CheckpointError, match=r"only in the checkpoint: rng$") as error:
-        Reader(tmp_path).restore(None, fewer)
+        CheckpointReader(tmp_path).restore(None, fewer)
     assert "\n" not in str(error.value)
 
 
@@ -268,7 +268,7 @@ def test_any_damage_to_any_file_falls_back_to_the_step_before(tmp_path, damage):
         work = tmp_path / "work"
         shutil.copytree(tmp_path / "good", work)
         damage(work / "20" / name, rng)
-        reader = Reader(work)
+        reader = CheckpointReader(work)
         if damage is not damage_delete or name.name != "jaxtrain.json":
             with pytest.raises(CheckpointError, match=r"checkpoint 20 in .* is damaged") as error:
                 reader.restore(20, like)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import threading
@@ -26,7 +27,15 @@ from jaxtrain.checkpoint import (
     SetAside,
     files,
 )
-from jaxtrain.checkpoint.durable import Bucket, Folder, content_at, fetch, open_tier, place_of, problem_at
+from jaxtrain.checkpoint.durable import (
+    FolderTier,
+    ObjectStoreTier,
+    fetch_step,
+    open_tier,
+    read_content,
+    run_location,
+    tier_file_problem,
+)
 from jaxtrain.errors import DataError
 
 SHAPE = (64, 64)
@@ -80,8 +89,8 @@ def damage(place: str, step: int) -> None:
     if "://" not in place:
         return flip(largest(Path(place) / str(step)))
     tier = open_tier(place)
-    assert isinstance(tier, Bucket)
-    name = max(content_at(tier, step)["files"].items(), key=lambda item: item[1][0])[0]
+    assert isinstance(tier, ObjectStoreTier)
+    name = max(read_content(tier, step)["files"].items(), key=lambda item: item[1][0])[0]
     raw = bytearray(tier._fs.cat_file(tier._path(step, name)))
     raw[len(raw) // 2] ^= 4
     tier._fs.pipe_file(tier._path(step, name), bytes(raw))
@@ -91,15 +100,15 @@ def test_copies_are_made_when_they_are_due_and_of_the_last(tmp_path, place):
     events = run(tmp_path / "run", place, 2, 4, 6, 8, 9, durable_every=4)
     copied = [event for event in events if isinstance(event, Copied)]
     assert [event.step for event in copied] == [4, 8, 9]
-    assert copied[0].shown().keys() == {"step", "to", "size", "seconds"}
+    assert copied[0].fields().keys() == {"step", "to", "size", "seconds"}
     tier, here = open_tier(place), CheckpointStore(tmp_path / "run")
     assert tier.steps() == [4, 8, 9]
     for step in tier.steps():
         assert tier.marker(step) == (here.path(step) / files.MARKER).read_bytes()
-        content = content_at(tier, step)
+        content = read_content(tier, step)
         assert len(content["files"]) > 5
         for name, expected in content["files"].items():
-            assert problem_at(tier, step, name, expected) is None
+            assert tier_file_problem(tier, step, name, expected) is None
             assert tier.open(step, name).read() == (here.path(step) / name).read_bytes()
     assert [info.step for info in here.steps()] == [2, 4, 6, 8, 9]
 
@@ -123,7 +132,7 @@ def test_a_lost_folder_comes_back(tmp_path, place):
         (event,) = checkpoints.poll()
         assert isinstance(event, Fetched)
         assert place.removeprefix("memory:/") in str(event)
-        assert checkpoints.origin(2) == event.place
+        assert checkpoints.origin(2) == event.location
         assert checkpoints.save(3, state(3), manifest={})
         assert restored(checkpoints, 1) == (1, 1.0)
     assert [info.step for info in CheckpointStore(tmp_path / "run").steps()] == [1, 2, 3]
@@ -151,7 +160,7 @@ def test_a_damaged_step_is_replaced_by_its_copy_and_a_damaged_copy_by_the_step_b
         checkpoints.finish()
         assert isinstance(checkpoints.poll()[-1], Copied), "the damaged copy is replaced"
     tier = open_tier(place)
-    assert not any(problem_at(tier, 2, *item) for item in content_at(tier, 2)["files"].items())
+    assert not any(tier_file_problem(tier, 2, *item) for item in read_content(tier, 2)["files"].items())
 
 
 def test_a_rewound_step_does_not_come_back(tmp_path, place):
@@ -165,7 +174,7 @@ def test_a_rewound_step_does_not_come_back(tmp_path, place):
 def failing(monkeypatch, times: int) -> None:
     """The next so many copies fail."""
     left = [times]
-    for kind in (Folder, Bucket):
+    for kind in (FolderTier, ObjectStoreTier):
 
         def put(self, step, source, real=kind.put):
             left[0] -= 1
@@ -205,7 +214,7 @@ def test_a_copy_that_waits_to_be_tried_again_gives_way_to_a_newer_one(tmp_path, 
 
 def test_a_step_stays_while_it_is_copied_and_leavings_of_killed_copies_go(tmp_path, place, monkeypatch):
     goes_on = threading.Event()
-    for kind in (Folder, Bucket):
+    for kind in (FolderTier, ObjectStoreTier):
         monkeypatch.setattr(kind, "put", lambda *args, real=kind.put: (goes_on.wait(30), real(*args))[1])
     tier = open_tier(place)
     with Checkpointer(tmp_path / "run", durable=place, keep=1) as checkpoints:
@@ -213,7 +222,7 @@ def test_a_step_stays_while_it_is_copied_and_leavings_of_killed_copies_go(tmp_pa
             checkpoints.save(step, state(step), manifest={})
             checkpoints.wait()
         assert [info.step for info in checkpoints.steps()] == [1, 2]
-        if isinstance(tier, Bucket):
+        if isinstance(tier, ObjectStoreTier):
             tier._fs.pipe_file(tier._path(77, "state/x"), b"left by a killed copy")
         else:
             (Path(place) / "77.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
@@ -224,19 +233,19 @@ def test_a_step_stays_while_it_is_copied_and_leavings_of_killed_copies_go(tmp_pa
         assert [event.step for event in checkpoints.poll() if isinstance(event, Copied)] == [1, 2, 3]
         assert [info.step for info in checkpoints.steps()] == [3]
     assert tier.steps() == [3]
-    if isinstance(tier, Bucket):
+    if isinstance(tier, ObjectStoreTier):
         assert tier._folders() == [3]
     else:
         assert sorted(os.listdir(place)) == [".trash", "3"]
 
 
 def test_damage_on_the_way_is_seen(tmp_path, place, monkeypatch):
-    digest = files.digest
-
-    def write_wrong(path, target=None):
-        if target is not None:
-            target.write(b"\0" + path.read_bytes()[1:])
-        return digest(path)
+    def write_wrong(source, target=None):
+        if target is None:
+            return files.digest(source)
+        content = source.read()
+        target.write(b"\0" + content[1:])
+        return files.digest(io.BytesIO(content))
 
     monkeypatch.setattr("jaxtrain.checkpoint.durable.digest", write_wrong)
     event = run(tmp_path / "run", place, 1)[-1]
@@ -246,7 +255,7 @@ def test_damage_on_the_way_is_seen(tmp_path, place, monkeypatch):
 
 
 def test_what_nobody_can_read_is_not_taken_for_empty(tmp_path, place, monkeypatch):
-    for kind in (Folder, Bucket):
+    for kind in (FolderTier, ObjectStoreTier):
         monkeypatch.setattr(kind, "steps", lambda self: (_ for _ in ()).throw(OSError(errno.EIO, "away")))
     with Checkpointer(tmp_path / "run", durable=place) as checkpoints:
         with pytest.raises(CheckpointError, match=r"cannot be listed: OSError: .*away"):
@@ -265,17 +274,17 @@ def rewritten(folder: Path, **changes) -> None:
 def test_a_marker_cannot_name_files_outside_of_its_step(tmp_path, name):
     run(tmp_path / "run", str(tmp_path / "far"), 1)
     (tmp_path / "outside").write_bytes(b"secret")
-    expected = list(files.digest(tmp_path / "outside"))
+    expected = list(files.digest_file(tmp_path / "outside"))
     rewritten(tmp_path / "far" / "1", files={name: expected})
-    tier, target = Folder(tmp_path / "far"), CheckpointStore(tmp_path / "other" / "deep")
+    tier, target = FolderTier(tmp_path / "far"), CheckpointStore(tmp_path / "other" / "deep")
     target.directory.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="lies outside of the checkpoint"):
-        fetch(tier, 1, target)
-    with pytest.raises(CheckpointError, match="lies outside of the checkpoint"):
-        Folder(tmp_path / "third").put(1, tmp_path / "far" / "1")
+    with pytest.raises(CheckpointError, match="which is outside of the checkpoint"):
+        fetch_step(tier, 1, target)
+    with pytest.raises(CheckpointError, match="which is outside of the checkpoint"):
+        FolderTier(tmp_path / "third").put(1, tmp_path / "far" / "1")
     assert sorted(tmp_path.rglob("*")) == before
-    assert "lies outside" in (CheckpointStore(tmp_path / "far").problem(1) or "")
+    assert "outside of the checkpoint" in (CheckpointStore(tmp_path / "far").problem(1) or "")
 
 
 def test_a_link_cannot_lead_outside_of_its_step(tmp_path):
@@ -289,18 +298,18 @@ def test_a_link_cannot_lead_outside_of_its_step(tmp_path):
 
 
 def test_where_it_is(tmp_path, monkeypatch):
-    assert place_of(None, tmp_path / "run") is None
-    assert place_of("s3://bucket/x/", Path("runs/a")) == "s3://bucket/x/a"
+    assert run_location(None, tmp_path / "run") is None
+    assert run_location("s3://bucket/x/", Path("runs/a")) == "s3://bucket/x/a"
     monkeypatch.chdir(tmp_path)
-    assert place_of("far", Path(".")) == f"far/{tmp_path.name}"
-    assert isinstance(open_tier(f"file://{tmp_path}"), Folder)
+    assert run_location("far", Path(".")) == f"far/{tmp_path.name}"
+    assert isinstance(open_tier(f"file://{tmp_path}"), FolderTier)
     with pytest.raises((CheckpointError, DataError), match="nosuch"):
         open_tier("nosuch://bucket/run")
 
 
 def test_a_password_in_the_url_is_not_shown():
     pytest.importorskip("fsspec", reason="needs fsspec (jaxtrain[remote])")
-    assert open_tier("memory://user:pass@host/run").place == "memory://host/run"
+    assert open_tier("memory://user:pass@host/run").location == "memory://host/run"
 
 
 class Killed(BaseException):
@@ -325,7 +334,7 @@ def test_killed_before_any_file_operation_of_a_copy_only_whole_copies_are_listed
     monkeypatch.setattr("jaxtrain.checkpoint.durable._remove", lambda path: None)
     for kill_at in range(1, 200):
         far = tmp_path / f"far{kill_at}"
-        tier = Folder(far)
+        tier = FolderTier(far)
         tier.put(1, here.path(1))
         left = kill_at
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointStore, Reader, files
+from jaxtrain.checkpoint import Checkpointer, CheckpointReader, CheckpointStore, files
 
 SAVER = """
 import sys
@@ -59,7 +59,7 @@ def check_whole(folder: Path) -> list[int]:
     """Steps of a folder, after a look at every value of each."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding) for name, shape in LIKE.items()}
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     steps = [info.step for info in reader.steps()]
     for step in steps:
         state, manifest = reader.restore(step, like)

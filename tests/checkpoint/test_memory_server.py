@@ -7,11 +7,10 @@ import socket
 import pytest
 import xxhash
 
-from jaxtrain.checkpoint.memory import server as stocks
-from jaxtrain.checkpoint.memory.client import Client, Nodes, nodes
-from jaxtrain.checkpoint.memory.format import Header, Key, Piece, read_header
-from jaxtrain.checkpoint.memory.protocol import send
-from jaxtrain.checkpoint.memory.server import Stock, StockServer
+from jaxtrain.checkpoint.memory import server as server_module
+from jaxtrain.checkpoint.memory.client import PeerConfig, SnapshotClient, peer_config
+from jaxtrain.checkpoint.memory.protocol import Piece, SnapshotHeader, SnapshotKey, parse_header, send
+from jaxtrain.checkpoint.memory.server import SnapshotServer, SnapshotStore
 from jaxtrain.errors import PeerMemoryError
 
 TOKEN = "of the job"
@@ -20,41 +19,41 @@ DATA = bytes(range(256)) * 5
 
 @pytest.fixture
 def server():
-    made = StockServer("127.0.0.1")
+    made = SnapshotServer("127.0.0.1")
     made.token = TOKEN
     yield made
     made.close()
 
 
-def header(data: bytes = DATA, processes: int = 2) -> Header:
+def header(data: bytes = DATA, processes: int = 2) -> SnapshotHeader:
     piece = Piece("w", (0,), (len(data),), 0, len(data), xxhash.xxh3_64_hexdigest(data))
-    return Header(processes, len(data), {"w": [[2 * len(data)], "uint8"]}, (piece,), {"step": 3})
+    return SnapshotHeader(processes, len(data), {"w": [[2 * len(data)], "uint8"]}, (piece,), {"step": 3})
 
 
-def client(server: StockServer, token: str = TOKEN) -> Client:
-    return Client(("127.0.0.1", server.port), token)
+def client(server: SnapshotServer, token: str = TOKEN) -> SnapshotClient:
+    return SnapshotClient(("127.0.0.1", server.port), token)
 
 
 def test_a_part_comes_back_as_it_was_given(server):
-    key = Key(1, 3, 1)
+    key = SnapshotKey(1, 3, 1)
     with client(server) as one:
         one.put(key, header(), [memoryview(DATA)[:100], memoryview(DATA)[100:]])
-        assert one.parts() == [(key, 2)]
+        assert one.snapshots() == [(key, 2)]
         assert one.header(key) == header()
         assert one.read(key, 7, 300) == DATA[7:307]
     with client(server) as other:
         assert other.read(key, 0, len(DATA)) == DATA
-        with pytest.raises(PeerMemoryError, match="no part of process 0 of step 3"):
-            other.header(Key(1, 3, 0))
+        with pytest.raises(PeerMemoryError, match="no snapshot of process 0 at step 3"):
+            other.header(SnapshotKey(1, 3, 0))
 
 
 @pytest.mark.parametrize("token", ["", "of another job", "é"])
 def test_whoever_does_not_know_the_token_is_told_nothing(server, token):
     with client(server, token) as stranger, pytest.raises(PeerMemoryError, match="closed the connection"):
-        stranger.parts()
+        stranger.snapshots()
     server.token = ""  # before an agent has heard of its job
     with client(server, "") as stranger, pytest.raises(PeerMemoryError, match="closed the connection"):
-        stranger.parts()
+        stranger.snapshots()
 
 
 @pytest.mark.parametrize(
@@ -65,24 +64,27 @@ def test_what_is_no_request_is_answered_and_harms_nobody(server, line):
         stranger.sendall(line)
         assert stranger.recv(1000).startswith(b'{"error":')
     with client(server) as one:
-        assert one.parts() == []
+        assert one.snapshots() == []
 
 
 def test_a_part_that_breaks_off_is_not_kept(server):
-    request = {"token": TOKEN, "do": "put", "key": Key(1, 3, 0), "header": header().as_json()}
+    request = {"token": TOKEN, "do": "put", "key": SnapshotKey(1, 3, 0), "header": header().as_json()}
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as dying:
         send(dying, request)
         dying.sendall(DATA[:100])
         dying.shutdown(socket.SHUT_WR)
         assert dying.makefile().read() == '{}\n{"error":"the connection ended after 100 of 1280 bytes"}\n'
     with client(server) as one:
-        assert one.parts() == []
+        assert one.snapshots() == []
 
 
 def test_a_part_larger_than_the_memory_left_is_refused_with_both_sizes(server, monkeypatch):
-    monkeypatch.setattr(stocks, "available", lambda: 1000)
-    with client(server) as one, pytest.raises(PeerMemoryError, match=r"0\.00 GB do not fit the 0\.00 GB of memory"):
-        one.put(Key(1, 3, 0), header(), [memoryview(DATA)])
+    monkeypatch.setattr(server_module, "available_memory", lambda: 1000)
+    with (
+        client(server) as one,
+        pytest.raises(PeerMemoryError, match=r"0\.00 GB do not fit into the 0\.00 GB of"),
+    ):
+        one.put(SnapshotKey(1, 3, 0), header(), [memoryview(DATA)])
 
 
 @pytest.mark.parametrize(
@@ -90,34 +92,34 @@ def test_a_part_larger_than_the_memory_left_is_refused_with_both_sizes(server, m
 )
 def test_a_header_that_lies_is_refused(change):
     with pytest.raises(PeerMemoryError):
-        read_header(header().as_json() | change)
+        parse_header(header().as_json() | change)
 
 
 def test_what_nobody_can_need_any_more_goes():
-    stock = Stock()
+    store = SnapshotStore()
 
     def put(generation: int, step: int, process: int) -> None:
-        stock.put(Key(generation, step, process), header().as_json(), memoryview(DATA))
+        store.put(SnapshotKey(generation, step, process), header().as_json(), memoryview(DATA))
 
     def left() -> set[tuple[int, ...]]:
-        return {tuple(key) for key, _ in stock.listed()}
+        return {tuple(key) for key, _ in store.snapshots()}
 
     for step in (1, 2, 3):
         put(1, step, 0)
         put(1, step, 1)
     put(1, 4, 0)
     assert left() == {(1, s, 0) for s in (2, 3, 4)} | {(1, s, 1) for s in (1, 2, 3)}  # step 3 is whole, maybe no other
-    assert stock.progress() == 3
+    assert store.newest_complete_step() == 3
     put(2, 4, 0)
     put(2, 5, 0)
     assert {(1, 3, 0), (1, 3, 1)} < left()  # generation 2 may have no whole step yet
     put(2, 6, 0)
     assert left() == {(2, 4, 0), (2, 5, 0), (2, 6, 0)}
-    stock.forget(5)
+    store.discard_after(5)
     assert left() == {(2, 4, 0), (2, 5, 0)}
 
 
 def test_the_environment_says_where_the_stocks_are():
-    there = Nodes(2, 3, "t", (("10.0.0.1", 80), ("::1", 81)))
-    assert nodes({"JAXTRAIN_PEERS": there.as_text()}) == there
-    assert nodes({}) is None
+    there = PeerConfig(2, 3, "t", (("10.0.0.1", 80), ("::1", 81)))
+    assert peer_config({"JAXTRAIN_PEERS": there.as_text()}) == there
+    assert peer_config({}) is None

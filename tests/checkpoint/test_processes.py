@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import CheckpointStore, Reader, files
+from jaxtrain.checkpoint import CheckpointReader, CheckpointStore, files
 
 WORKER = """
 import json, os, resource, signal, sys, time
@@ -26,7 +26,7 @@ address = f"127.0.0.1:{port}"
 jax.distributed.initialize(address, 2, index, coordinator_bind_address=address, initialization_timeout=60)
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtrain.checkpoint import Checkpointer, Committed, SetAside, SlowSave
-from jaxtrain.distributed.agreement import agreed
+from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.trainer.signals import Signals
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
 specs = {"w": NamedSharding(mesh, P("fsdp", "model")), "scale": NamedSharding(mesh, P())}
@@ -70,7 +70,7 @@ with Checkpointer(folder, keep=3, timeout=4, waits=(0.1,)) as checkpoints:
     assert time.monotonic() - begun < 30
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     time.sleep(0.2)
-    again = next(step for step in range(41, 99) if agreed(1) and checkpoints.saves_again(step))
+    again = next(step for step in range(41, 99) if broadcast(1) and checkpoints.is_retry_due(step))
     assert again == 45, again
     checkpoints.save(45, init(45), manifest={"step": 45})
     checkpoints.save(50, init(50), manifest={"step": 50})
@@ -135,6 +135,6 @@ def test_two_processes_write_their_shards_and_agree(tmp_path: Path):
         "w": jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=NamedSharding(mesh, P("a", "b"))),
         "scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P())),
     }
-    state, _ = Reader(tmp_path).restore(None, like)
+    state, _ = CheckpointReader(tmp_path).restore(None, like)
     np.testing.assert_array_equal(state["w"], np.arange(1 << 18, dtype=np.float32).reshape(512, 512) + 50)
     assert float(state["scale"]) == 50

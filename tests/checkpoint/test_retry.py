@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointStore, Committed, Reader, Retrying, SaveFailed, SlowSave, orbax
+from jaxtrain.checkpoint import (
+    Checkpointer,
+    CheckpointReader,
+    CheckpointStore,
+    Committed,
+    Retrying,
+    SaveFailed,
+    SlowSave,
+    orbax,
+)
 from jaxtrain.checkpoint import saving as saving_module
 from jaxtrain.io.retry import RetryError, retry
 
@@ -29,7 +38,9 @@ def state(value: float):
 
 def restored(folder: Path, step: int) -> float:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found, _ = Reader(folder).restore(step, {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)})
+    found, _ = CheckpointReader(folder).restore(
+        step, {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)}
+    )
     assert float(found["w"].min()) == float(found["w"].max())
     return float(found["w"].min())
 
@@ -74,7 +85,7 @@ def test_it_is_written_in_the_end_while_training_goes_on(tmp_path, monkeypatch, 
         assert [event.number for event in again] == ["2 of 4", "3 of 4"]
         assert all("\n" not in str(event) and "trying again in 0." in str(event) for event in again)
         assert isinstance(last, Committed)
-        assert last.tries == last.shown()["tries"] == 3
+        assert last.tries == last.fields()["tries"] == 3
     assert restored(tmp_path, 2) == 2
     assert restored(tmp_path, 1) == 1
     assert sorted(os.listdir(tmp_path)) == [".lock", ".trash", "1", "2"]
@@ -134,8 +145,8 @@ def test_a_save_slower_than_the_interval_is_waited_for_and_said_so_once(tmp_path
         assert "raise checkpoint.every" in str(slow)
         committed = [event for event in events if isinstance(event, Committed)]
         assert [event.step for event in committed] == [1, 2, 3]
-        assert "waited" not in committed[0].shown()
-        assert all(event.shown()["waited"] > 0.5 for event in committed[1:])
+        assert "waited" not in committed[0].fields()
+        assert all(event.fields()["waited"] > 0.5 for event in committed[1:])
 
 
 def test_a_save_that_hangs_costs_later_saves_and_not_the_run(tmp_path, monkeypatch):
@@ -147,7 +158,7 @@ def test_a_save_that_hangs_costs_later_saves_and_not_the_run(tmp_path, monkeypat
         assert checkpoints.save(2, state(2), manifest={}) is False
         assert time.perf_counter() - begun < 5
         (slow,) = checkpoints.poll()
-        assert str(slow).startswith("checkpoint 2 left out: checkpoint 1 is not written after another 1.0 s")
+        assert str(slow).startswith("checkpoint 2 skipped: checkpoint 1 is not written after another 1.0 s")
         hangs.set()
         checkpoints.wait()
         assert checkpoints.save(3, state(3), manifest={})

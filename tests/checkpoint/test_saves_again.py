@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.checkpoint import joint_saving
-from jaxtrain.checkpoint.joint_saving import Again
+from jaxtrain.checkpoint import multi_process_saving
+from jaxtrain.checkpoint.multi_process_saving import JointRetry
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 
@@ -35,7 +35,7 @@ def test_two_processes_save_again_together(tmp_path):
         assert "all is well" in out, err[-3000:]
 
 
-class Board:
+class Store:
     """Notes as one process sees them, of whose looks up to `lost` in a row come to nothing."""
 
     def __init__(self, notes: dict, rng: random.Random, lost: int):
@@ -45,7 +45,7 @@ class Board:
         assert name not in self.notes
         self.notes[name] = text
 
-    def look(self, name):
+    def get(self, name):
         self.row = self.row + 1 if self.row < self.lost and self.rng.random() < 0.5 else 0
         return None if self.row else self.notes.get(name)
 
@@ -56,7 +56,7 @@ def run(seed: int, lost: int = 0, processes: int = 3, steps: int = 60) -> list[l
     A process asks after a step when the others have begun the one before: it has read that one's metrics.
     """
     rng, notes = random.Random(seed), {}
-    saving = [Again(Board(notes, rng, lost), index == 0, 7, 7, "full", 1, 60.0) for index in range(processes)]
+    saving = [JointRetry(Store(notes, rng, lost), index == 0, 7, 7, "full", 1, 60.0) for index in range(processes)]
     asked, due, bad = [7] * processes, rng.randrange(8, 30), rng.randrange(3)
     found: list[list[int]] = [[] for _ in range(processes)]
     while min(asked) < steps:
@@ -64,8 +64,8 @@ def run(seed: int, lost: int = 0, processes: int = 3, steps: int = 60) -> list[l
         index = rng.choice(ready)
         asked[index] += 1
         if index == 0 and asked[0] == due:
-            saving[0]._due = 0.0  # the pause is over, by the clock of process 0
-        if len(found[index]) <= bad and saving[index].is_now(asked[index]):
+            saving[0]._due_time = 0.0  # the pause is over, by the clock of process 0
+        if len(found[index]) <= bad and saving[index].is_due(asked[index]):
             found[index].append(asked[index])
     return found
 
@@ -81,5 +81,5 @@ def test_all_come_to_the_same_steps(lost):
 
 @pytest.mark.parametrize(("margin", "lost"), [(1, 0), (3, 2)])
 def test_a_smaller_margin_would_not_do(monkeypatch, margin, lost):
-    monkeypatch.setattr(joint_saving, "MARGIN", margin)
+    monkeypatch.setattr(multi_process_saving, "MARGIN", margin)
     assert not all(agree(run(seed, lost)) for seed in range(300))

@@ -83,7 +83,7 @@ def test_inspect(run, capsys):
     assert said(capsys, "inspect", run).startswith("step      60"), "its marker is whole"
     content = json.loads(said(capsys, "inspect", run, "--step", 20, "--json"))
     assert content == files.read_marker(run / "checkpoints" / "20")
-    assert "there is 10, 20, 30, 40, 50, 60" in said(capsys, "inspect", run, "--step", 99, code=2)
+    assert "it has 10, 20, 30, 40, 50, 60" in said(capsys, "inspect", run, "--step", 99, code=2)
 
 
 def test_verify_names_each_damaged_file(run, capsys):
@@ -145,14 +145,14 @@ def test_prune_waits_for_no_run(run, capsys):
 
 def test_a_step_that_the_run_deletes_meanwhile_is_no_damage(run, capsys, monkeypatch):
     store = CheckpointStore(run / "checkpoints")
-    read = files.digest_stream
+    read = files.digest
 
     def reading(source, target=None):
         if store.path(20).exists():
             store.delete("20")
         return read(source, target)
 
-    monkeypatch.setattr("jaxtrain.checkpoint.durable.digest_stream", reading)
+    monkeypatch.setattr("jaxtrain.checkpoint.durable.digest", reading)
     assert said(capsys, "verify", run, "--step", 20) == "20: deleted meanwhile\n"
 
 

@@ -42,9 +42,9 @@ def test_a_coordinator_on_this_machine_listens_on_loopback_alone(address: str, b
     seen = {}
     monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda *args, **options: seen.update(options, args=args))
     monkeypatch.setattr(runtime.jax.config, "update", lambda *args: None)
-    monkeypatch.setattr(runtime, "_keep_gloo_on_loopback", lambda: None)
+    monkeypatch.setattr(runtime, "_bind_gloo_to_loopback", lambda: None)
     monkeypatch.setenv(runtime.COORDINATOR, address)
     monkeypatch.setenv(runtime.PROCESS, "1")
-    runtime._join(3)
+    runtime._join_processes(3)
     assert seen["args"] == (address, 3, 1)
     assert seen["coordinator_bind_address"] == bound

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxtrain.checkpoint.memory.client import Nodes, nodes
+from jaxtrain.checkpoint.memory.client import PeerConfig, peer_config
 from jaxtrain.launch.workers import worker_environment
 
 START = {
@@ -28,10 +28,10 @@ def test_a_worker_knows_the_others_and_sees_its_own_gpus():
 
 
 def test_a_worker_knows_where_to_copy_its_state_if_it_is_to():
-    assert nodes(worker_environment(START | {"memory_addresses": ["10.0.0.2:5"]}, 4, 1, {}, 30)) is None
-    assert nodes(worker_environment(START | {"memory_every": 2}, 4, 1, {}, 30)) is None  # no node has room for it
+    assert peer_config(worker_environment(START | {"memory_addresses": ["10.0.0.2:5"]}, 4, 1, {}, 30)) is None
+    assert peer_config(worker_environment(START | {"memory_every": 2}, 4, 1, {}, 30)) is None  # no node has room for it
     env = worker_environment(START | {"memory_every": 2, "memory_addresses": ["10.0.0.2:5", "::1:6"]}, 4, 1, {}, 30)
-    assert nodes(env) == Nodes(2, 3, "t", (("10.0.0.2", 5), ("::1", 6)))
+    assert peer_config(env) == PeerConfig(2, 3, "t", (("10.0.0.2", 5), ("::1", 6)))
 
 
 def test_simulated_devices_wait_for_others_only_so_long():

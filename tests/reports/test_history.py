@@ -93,7 +93,7 @@ def test_what_happens_as_it_should_is_no_news(tmp_path):
     folder = Folder(tmp_path)
     folder.event(0, "start", step=0, name="run")
     for event in (Committed(4, 10, 0.1, 0.0), Copied(4, "s3://b/run", 10, 0.1)):
-        folder.event(1, event.kind, **event.shown())
+        folder.event(1, event.kind, **event.fields())
     folder.event(2, "rollback", step=4, spike=6)
     run = read_history(tmp_path)
     assert [event["kind"] for event in run.other_events] == ["rollback"]

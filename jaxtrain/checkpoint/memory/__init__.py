@@ -1,8 +1,9 @@
-"""State between checkpoints in the memory of the nodes: each shard on two of them, so that losing one loses a step.
+"""In-memory checkpoints: the newest states in the memory of two nodes each, so that losing a node loses one step.
 
-part.py    what one process has of a step: a header and bytes
-stock.py   the parts that a node's agent holds, and its server
-wire.py    their messages
-client.py  how workers reach the agents
-keeper.py  a worker's side: copies its shards after a step, and puts the newest whole step together again
+    checkpointer  worker: copies its shards after a step, and restores the newest complete step
+    client        worker: connection to the server of a node
+    server        agent: holds the snapshots of its node and its neighbour
+    protocol      messages between them, and the format of a snapshot
+
+A snapshot is what one process holds of the state at one step.
 """

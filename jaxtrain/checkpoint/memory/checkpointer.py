@@ -1,4 +1,4 @@
-"""A worker's side of the nodes' memory: its shards go there after a step, and a whole step comes back from there."""
+"""In-memory checkpoints of a worker: takes snapshots of its shards, and restores the newest complete step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ import numpy as np
 import xxhash
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain.checkpoint.memory.client import Address, Client, Nodes
-from jaxtrain.checkpoint.memory.format import Header, Key, Piece, Tensors, covered
-from jaxtrain.checkpoint.snapshot import mismatch, named, named_arrays, nest, on_host, rematerialise, tensors, unnest
-from jaxtrain.distributed.agreement import agreed, first_text
+from jaxtrain.checkpoint.files import TensorSpecs
+from jaxtrain.checkpoint.memory.client import Address, PeerConfig, SnapshotClient
+from jaxtrain.checkpoint.memory.protocol import Piece, SnapshotHeader, SnapshotKey
+from jaxtrain.checkpoint.state_tree import (
+    describe_mismatch,
+    flatten,
+    flatten_arrays,
+    host_sharding,
+    make_donatable,
+    tensor_specs,
+    unflatten,
+)
+from jaxtrain.distributed.multihost import broadcast, first_message
 from jaxtrain.errors import PeerMemoryError
 
-COPIES = 2  # of each part, on as many nodes where there are so many
+COPIES = 2  # of each snapshot, on different nodes
 
 Box = tuple[slice, ...]
 T = TypeVar("T")
@@ -28,102 +37,107 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplicatedStep:
-    """A step that is whole in the nodes' memory.
+    """A step whose snapshots are all in the memory of the nodes.
 
     Attributes:
-        step: of it.
-        manifest: what a resumed run needs to know, as in a checkpoint.
-        where: process -> who holds its part.
-        headers: process -> of its part.
-        generation: that left it.
+        step: its number.
+        generation: generation of the launch that made it.
+        manifest: manifest as in a checkpoint.
+        holders: process -> servers that have its snapshot.
+        headers: process -> header of its snapshot.
     """
 
     step: int
     generation: int
     manifest: dict[str, Any]
-    where: dict[int, list[Address]]
-    headers: dict[int, Header]
+    holders: dict[int, list[Address]]
+    headers: dict[int, SnapshotHeader]
 
 
-class Keeper:
-    """Copies of the state in the memory of this node and another, made while the next steps run.
+class MemoryCheckpointer:
+    """Writes the state to the memory of this node and another while the next steps run, and restores it from there.
 
     Args:
-        nodes: where they are.
-        report: takes a line that says what went wrong; called by the main thread.
+        config: addresses of the snapshot servers.
+        report: receives problems as one-line texts; called in the main thread.
     """
 
-    def __init__(self, nodes: Nodes, report: Callable[[str], None]) -> None:
-        self.every, self._nodes, self._report = nodes.every, nodes, report
-        self._taken: threading.Thread | None = None  # has a copy that is not to be found yet
-        self._thread: threading.Thread | None = None
+    def __init__(self, config: PeerConfig, report: Callable[[str], None]) -> None:
+        self.every, self._config, self._report = config.every, config, report
+        self._pending: threading.Thread | None = None  # sends the last snapshot, not started yet
+        self._sending: threading.Thread | None = None
         self._problem: str | None = None
-        self._is_told = False
+        self._is_reported = False
 
-    def keep(self, step: int, state: Any, manifest: Mapping[str, Any]) -> None:
-        """Takes a copy, which `share` gives away; the state may be donated to the next step as soon as this returns.
+    def snapshot(self, step: int, state: Any, manifest: Mapping[str, Any]) -> None:
+        """Copies this process's shards, for `replicate` to send; the state may be donated once this returns.
 
-        Waits for the copy before, so that a process that fails has lost one copied step at most. What goes wrong is
-        reported once, and again after a copy that went well.
+        Waits for the previous snapshot to be sent, so that a process that fails has lost at most one. A problem is
+        reported once, and again after a snapshot that was sent.
         """
         self.wait()
-        flat = named_arrays(state)
         shards = [
-            (name, shard) for name, array in flat.items() for shard in array.addressable_shards if shard.replica_id == 0
+            (name, shard)
+            for name, array in flatten_arrays(state).items()
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
         ]
-        targets = [on_host(SingleDeviceSharding(shard.device)) for _, shard in shards]
+        targets = [host_sharding(SingleDeviceSharding(shard.device)) for _, shard in shards]
         copies = jax.device_put([shard.data for _, shard in shards], targets, may_alias=False)
         boxes = [(name, shard.index, copy) for (name, shard), copy in zip(shards, copies)]
-        key = Key(self._nodes.generation, step, jax.process_index())
-        arguments = (key, boxes, tensors(state), dict(manifest))
-        self._taken = threading.Thread(target=self._copy, args=arguments, name=f"peers-{step}", daemon=True)
+        key = SnapshotKey(self._config.generation, step, jax.process_index())
+        arguments = (key, boxes, tensor_specs(state), dict(manifest))
+        self._pending = threading.Thread(target=self._send, args=arguments, name=f"snapshot-{step}", daemon=True)
 
-    def share(self) -> None:
-        """Begins to give away the copy that was taken last, if that has not begun.
+    def replicate(self) -> None:
+        """Starts to send the last snapshot, unless that has started.
 
-        To be called when nothing of its step is left to do: whoever goes on from it begins the next one.
+        To be called when its step is finished and logged: a run that resumes from it starts with the next step.
         """
-        if self._taken is not None:
-            self._thread, self._taken = self._taken, None
-            self._thread.start()
+        if self._pending is not None:
+            self._sending, self._pending = self._pending, None
+            self._sending.start()
 
     def wait(self) -> None:
-        """Blocks until no copy is in flight."""
-        if self._thread is None:
+        """Blocks until no snapshot is being sent."""
+        if self._sending is None:
             return
-        self._thread.join()
-        self._thread = None
-        if self._problem and not self._is_told:
+        self._sending.join()
+        self._sending = None
+        if self._problem and not self._is_reported:
             self._report(f"the state of the last step is not in the memory of two nodes: {self._problem}")
-        self._is_told = self._problem is not None
+        self._is_reported = self._problem is not None
 
-    def forget(self, after: int) -> None:
-        """Training goes on from step `after`: what was kept of later ones is not to be used."""
-        self._taken = None
+    def discard_after(self, step: int) -> None:
+        """Deletes the snapshots of later steps, because training continues from `step`."""
+        self._pending = None
         self.wait()
-        for address in self._nodes.stocks:
+        for address in self._config.servers:
             try:
-                with Client(address, self._nodes.token) as client:
-                    client.forget(after)
+                with self._connect(address) as client:
+                    client.discard_after(step)
             except PeerMemoryError as error:
                 self._report(str(error))
 
     def newest(self, after: int) -> ReplicatedStep | None:
-        """The newest step that is whole and later than `after`; None where none is. The same on every process."""
+        """Returns the newest complete step later than `after`, or None. The same on every process."""
         step, generation = self._newest(after) if jax.process_index() == 0 else (-1, -1)
-        step, generation = agreed(step), agreed(generation)
+        step, generation = broadcast(step), broadcast(generation)
         if step < 0:
             return None
-        return self._on_all(step, lambda: self._find(step, generation))
+        return self._on_all(step, lambda: self._locate(step, generation))
 
-    def restore(self, found: ReplicatedStep, abstract: Any) -> Any | None:
-        """A state straight into the target shardings, on any mesh; None where it cannot be had or does not fit.
+    def restore(self, source: ReplicatedStep, abstract: Any) -> Any | None:
+        """Reads a state into the target shardings, on any mesh; None if it cannot be read or does not fit.
 
         Args:
-            found: by `newest`.
+            source: result of `newest`.
             abstract: pytree of jax.ShapeDtypeStruct with shardings.
         """
-        return self._on_all(found.step, lambda: self._restored(found, abstract))
+        return self._on_all(source.step, lambda: self._read(source, abstract))
+
+    def _connect(self, address: Address) -> SnapshotClient:
+        return SnapshotClient(address, self._config.token)
 
     def _on_all(self, step: int, work: Callable[[], T]) -> T | None:
         """Returns the result of `work`, or None with a log line on every process if it fails on any."""
@@ -132,136 +146,148 @@ class Keeper:
             result = work()
         except PeerMemoryError as error:
             problem = str(error)
-        if problem := first_text(problem):
+        if problem := first_message(problem):
             self._report(f"step {step} in the memory of the nodes cannot be used: {problem}")
             return None
         return result
 
-    def _copy(self, key: Key, boxes: list[tuple[str, Box, jax.Array]], shapes: Tensors, manifest: dict) -> None:
-        """The thread of one step's copy."""
+    def _send(
+        self, key: SnapshotKey, boxes: list[tuple[str, Box, jax.Array]], tensors: TensorSpecs, manifest: dict
+    ) -> None:
+        """Body of the thread that sends one snapshot."""
         try:
             pieces, data, offset = [], [], 0
             for name, box, copy in boxes:
-                view = _bytes(np.asarray(copy))
+                view = np.ascontiguousarray(copy).reshape(-1).view(np.uint8).data
                 start = tuple(dim.start or 0 for dim in box)
                 pieces.append(Piece(name, start, copy.shape, offset, len(view), xxhash.xxh3_64_hexdigest(view)))
                 data.append(view)
                 offset += len(view)
-            header = Header(jax.process_count(), offset, shapes, tuple(pieces), manifest)
-            problems = [self._put(address, key, header, data) for address in self._nodes.stocks[:COPIES]]
-            self._problem = next((problem for problem in problems if problem), None)
-        except Exception as error:  # a copy that fails is no reason to end training
+            header = SnapshotHeader(jax.process_count(), offset, tensors, tuple(pieces), manifest)
+            problems = [self._put(address, key, header, data) for address in self._config.servers[:COPIES]]
+            self._problem = next(filter(None, problems), None)
+        except Exception as error:  # a failed copy is no reason to end training
             self._problem = f"{type(error).__name__}: {error}"
 
-    def _put(self, address: Address, key: Key, header: Header, data: list[memoryview]) -> str | None:
+    def _put(self, address: Address, key: SnapshotKey, header: SnapshotHeader, data: list[memoryview]) -> str | None:
+        """Sends a snapshot to one server. Returns the problem, or None."""
         try:
-            with Client(address, self._nodes.token) as client:
+            with self._connect(address) as client:
                 client.put(key, header, data)
         except PeerMemoryError as error:
             return str(error)
         return None
 
-    def _listed(self) -> dict[Key, tuple[int, list[Address]]]:
-        """Part -> processes of its step, and who holds it; nodes that are gone hold nothing."""
-        parts: dict[Key, tuple[int, list[Address]]] = {}
-        for address in self._nodes.stocks:
+    def _list_snapshots(self) -> dict[SnapshotKey, tuple[int, list[Address]]]:
+        """Returns key -> (number of processes of its step, servers that have it); reports unreachable servers."""
+        snapshots: dict[SnapshotKey, tuple[int, list[Address]]] = {}
+        for address in self._config.servers:
             try:
-                with Client(address, self._nodes.token) as client:
-                    for key, processes in client.parts():
-                        parts.setdefault(key, (processes, []))[1].append(address)
+                with self._connect(address) as client:
+                    for key, processes in client.snapshots():
+                        snapshots.setdefault(key, (processes, []))[1].append(address)
             except PeerMemoryError as error:
                 self._report(str(error))
-        return parts
+        return snapshots
 
     def _newest(self, after: int) -> tuple[int, int]:
-        """(step, generation) of the newest whole step; -1 for none."""
-        parts = self._listed()
-        whole = {
+        """Returns (step, generation) of the newest complete step; (-1, -1) if there is none."""
+        snapshots = self._list_snapshots()
+        complete = {
             (key.step, key.generation)
-            for key, (processes, _) in parts.items()
-            if all(key._replace(process=process) in parts for process in range(processes))
+            for key, (processes, _) in snapshots.items()
+            if key.step > after and all(key._replace(process=process) in snapshots for process in range(processes))
         }
-        return max((found for found in whole if found[0] > after), default=(-1, -1))
+        return max(complete, default=(-1, -1))
 
-    def _find(self, step: int, generation: int) -> ReplicatedStep:
-        """Locates the parts of a step and reads their headers."""
-        listed = self._listed()
-        where = {key.process: held for key, (_, held) in listed.items() if key[:2] == (generation, step)}
+    def _locate(self, step: int, generation: int) -> ReplicatedStep:
+        """Finds the servers that have the snapshots of a step, and reads the headers."""
+        snapshots = self._list_snapshots()
+        holders = {key.process: servers for key, (_, servers) in snapshots.items() if key[:2] == (generation, step)}
         headers = {}
-        for process, holders in where.items():
-            with Client(holders[0], self._nodes.token) as client:
-                headers[process] = client.header(Key(generation, step, process))
+        for process, servers in holders.items():
+            with self._connect(servers[0]) as client:
+                headers[process] = client.header(SnapshotKey(generation, step, process))
         if 0 not in headers or len(headers) != headers[0].processes:
-            raise PeerMemoryError("it is not whole any more")
+            raise PeerMemoryError("it is not complete any more")
         if any(header.tensors != headers[0].tensors for header in headers.values()):
-            raise PeerMemoryError("its parts are of different models")
-        return ReplicatedStep(step, generation, headers[0].manifest, where, headers)
+            raise PeerMemoryError("its snapshots are of different models")
+        return ReplicatedStep(step, generation, headers[0].manifest, holders, headers)
 
-    def _restored(self, found: ReplicatedStep, abstract: Any) -> Any:
-        wanted = named(abstract)
-        if difference := mismatch(found.headers[0].tensors, tensors(abstract)):
-            raise PeerMemoryError(f"it does not fit this model: {difference}")
-        held: dict[str, list[tuple[int, Piece]]] = {name: [] for name in wanted}
-        for process, header in found.headers.items():
+    def _read(self, source: ReplicatedStep, abstract: Any) -> Any:
+        wanted = flatten(abstract)
+        if mismatch := describe_mismatch(source.headers[0].tensors, tensor_specs(abstract)):
+            raise PeerMemoryError(f"it does not fit this model: {mismatch}")
+        pieces: dict[str, list[tuple[int, Piece]]] = {name: [] for name in wanted}
+        for process, header in source.headers.items():
             for piece in header.pieces:
-                held[piece.name].append((process, piece))
-        flat = {}
+                pieces[piece.name].append((process, piece))
+        arrays = {}
         with ExitStack() as stack:
-            reader = _TensorReader(found, self._nodes.token, stack)
+            reader = _TensorReader(source, lambda address: stack.enter_context(self._connect(address)))
             for name, leaf in wanted.items():
-                if not covered([piece for _, piece in held[name]], leaf.shape):
-                    raise PeerMemoryError(f"it does not have all of {name}")
-                one = {name: reader.array(leaf, held[name])}
-                rematerialise(one)
-                flat |= one
-        return unnest(nest(flat), abstract)
+                if sum(prod(piece.shape) for _, piece in pieces[name]) != prod(leaf.shape):  # pieces do not overlap
+                    raise PeerMemoryError(f"a part of {name} is missing")
+                array = {name: reader.read(leaf, pieces[name])}
+                make_donatable(array)
+                arrays |= array
+        return unflatten(arrays, abstract)
 
 
 class _TensorReader:
-    """Reads tensors of a found step, a connection to each node open until the end."""
+    """Reads tensors of a replicated step; keeps one connection to each server.
 
-    def __init__(self, found: ReplicatedStep, token: str, stack: ExitStack) -> None:
-        self._found, self._token, self._stack = found, token, stack
-        self._clients: dict[Address, Client] = {}
+    Args:
+        source: the step.
+        connect: opens a connection, which the caller closes.
+    """
 
-    def array(self, leaf: Any, held: list[tuple[int, Piece]]) -> jax.Array:
-        """A tensor in its sharding; each process reads the pieces that its devices need, once."""
-        pieces: dict[int, np.ndarray] = {}
+    def __init__(self, source: ReplicatedStep, connect: Callable[[Address], SnapshotClient]) -> None:
+        self._source, self._connect = source, connect
+        self._clients: dict[Address, SnapshotClient] = {}
+
+    def read(self, leaf: Any, pieces: list[tuple[int, Piece]]) -> jax.Array:
+        """Returns a tensor in the sharding of `leaf`; reads each piece that the local devices need once."""
+        values: dict[int, np.ndarray] = {}
         boxes: dict[tuple, np.ndarray] = {}
 
-        def part(box: Any) -> np.ndarray:
-            bounds = tuple(dim.indices(size)[:2] for dim, size in zip(box, leaf.shape))
+        def box_of(index: Any) -> np.ndarray:
+            bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, leaf.shape))
             if bounds not in boxes:
-                boxes[bounds] = self._box(bounds, leaf.dtype, held, pieces)
+                boxes[bounds] = self._box(bounds, leaf.dtype, pieces, values)
             return boxes[bounds]
 
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, box_of, dtype=leaf.dtype)
 
-    def _box(self, bounds: tuple, dtype: Any, held: list[tuple[int, Piece]], pieces: dict[int, np.ndarray]) -> Any:
-        """The values within [first, last) of each dim."""
-        box = np.empty([last - first for first, last in bounds], dtype)
-        for index, (process, piece) in enumerate(held):
-            ends = [start + size for start, size in zip(piece.start, piece.shape)]
+    def _box(
+        self, bounds: tuple, dtype: Any, pieces: list[tuple[int, Piece]], values: dict[int, np.ndarray]
+    ) -> np.ndarray:
+        """Returns the elements within [start, stop) of each dim. `values` caches pieces by their index."""
+        box = np.empty([stop - start for start, stop in bounds], dtype)
+        for index, (process, piece) in enumerate(pieces):
             overlap = [
-                (max(first, start), min(last, end)) for (first, last), start, end in zip(bounds, piece.start, ends)
+                (max(start, offset), min(stop, offset + size))
+                for (start, stop), offset, size in zip(bounds, piece.start, piece.shape)
             ]
-            if any(first >= last for first, last in overlap):
+            if any(start >= stop for start, stop in overlap):
                 continue
-            if index not in pieces:
-                pieces[index] = self._piece(process, piece, dtype)
-            here = tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(overlap, bounds))
-            there = tuple(slice(a - start, b - start) for (a, b), start in zip(overlap, piece.start))
-            box[here] = pieces[index][there]
+            if index not in values:
+                values[index] = self._fetch(process, piece, dtype)
+            target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, bounds))
+            source = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(overlap, piece.start))
+            box[target] = values[index][source]
         return box
 
-    def _piece(self, process: int, piece: Piece, dtype: Any) -> np.ndarray:
-        """Reads a piece from the first node that has it undamaged."""
+    def _fetch(self, process: int, piece: Piece, dtype: Any) -> np.ndarray:
+        """Reads a piece from the first server that has it undamaged."""
         if piece.size != prod(piece.shape) * np.dtype(dtype).itemsize:
             raise PeerMemoryError(f"a piece of {piece.name} has {piece.size} bytes")
-        key, problem = Key(self._found.generation, self._found.step, process), ""
-        for address in self._found.where[process]:
+        key, problem = SnapshotKey(self._source.generation, self._source.step, process), ""
+        for address in self._source.holders[process]:
             try:
-                data = self._client(address).read(key, piece.offset, piece.size)
+                if address not in self._clients:
+                    self._clients[address] = self._connect(address)
+                data = self._clients[address].read(key, piece.offset, piece.size)
             except PeerMemoryError as error:
                 problem = str(error)
                 continue
@@ -269,13 +295,3 @@ class _TensorReader:
                 return np.frombuffer(data, dtype).reshape(piece.shape)
             problem = f"a piece of {piece.name} has another checksum than when it was written"
         raise PeerMemoryError(problem)
-
-    def _client(self, address: Address) -> Client:
-        if address not in self._clients:
-            self._clients[address] = self._stack.enter_context(Client(address, self._token))
-        return self._clients[address]
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array of any dtype."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,17 +1,26 @@
-"""A worker's way to the memory of the nodes: where it is, and a connection to one of them."""
+"""Connection of a worker to a snapshot server, and the addresses of all servers."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from jaxtrain.checkpoint.memory.format import Header, Key, read_header
-from jaxtrain.checkpoint.memory.protocol import PATIENCE, receive, receive_bytes, send, send_bytes
+from jaxtrain.checkpoint.memory.protocol import (
+    TIMEOUT,
+    SnapshotHeader,
+    SnapshotKey,
+    parse_header,
+    receive,
+    receive_bytes,
+    send,
+    send_bytes,
+)
 from jaxtrain.errors import PeerMemoryError
 
 VARIABLE = "JAXTRAIN_PEERS"
@@ -20,104 +29,100 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """Addresses of the memory servers of a job.
+class PeerConfig:
+    """Snapshot servers of a job, as the launcher describes them to a worker.
 
     Args:
-        every: steps between copies.
-        generation: of the launch; parts of different ones are never mixed.
-        token: what they want to hear.
-        stocks: (host, port) of each, this node's first and then the one that has a second copy of what is there.
+        every: steps between snapshots.
+        generation: generation of the launch; snapshots of different ones are never mixed.
+        token: secret of the job.
+        servers: (host, port) of each server: this node's first, then the one that has the second copies.
     """
 
     every: int
     generation: int
     token: str
-    stocks: tuple[Address, ...]
+    servers: tuple[Address, ...]
 
     def as_text(self) -> str:
-        """Encodes the addresses for the environment of a worker."""
+        """Encodes the config for the environment variable `VARIABLE` of a worker."""
         return json.dumps(asdict(self))
 
 
-def nodes(environ: Mapping[str, str] = os.environ) -> Nodes | None:
-    """Reads the addresses from the environment; None if no agent keeps states."""
+def peer_config(environ: Mapping[str, str] = os.environ) -> PeerConfig | None:
+    """Returns the config in the environment; None if the launcher offers no memory."""
     text = environ.get(VARIABLE)
     if not text:
         return None
-    found = json.loads(text)
-    return Nodes(**found | {"stocks": tuple((host, port) for host, port in found["stocks"])})
+    fields = json.loads(text)
+    return PeerConfig(**fields | {"servers": tuple((host, port) for host, port in fields["servers"])})
 
 
-class Client:
-    """A connection to one node's stock. Everything raises PeerMemoryError where the node is gone or has no such
-    part."""
+class SnapshotClient:
+    """Connection to the server of a node. Every method raises PeerMemoryError if the node or the snapshot is gone."""
 
     def __init__(self, address: Address, token: str) -> None:
-        self._token, self._where = token, f"the memory of {address[0]}:{address[1]}"
-        try:
-            self._socket = socket.create_connection(address, timeout=PATIENCE)
-        except OSError as error:
-            raise self._lost(error) from None
+        self._token, self._name = token, f"the memory of {address[0]}:{address[1]}"
+        with self._network_errors():
+            self._socket = socket.create_connection(address, timeout=TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = self._socket.makefile("rb")
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> SnapshotClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._stream.close()
         self._socket.close()
 
-    def put(self, key: Key, header: Header, data: Iterable[memoryview]) -> None:
-        """Gives a part away."""
-        self._ask({"do": "put", "key": key, "header": header.as_json()})
-        try:
+    def put(self, key: SnapshotKey, header: SnapshotHeader, data: Iterable[memoryview]) -> None:
+        """Stores a snapshot."""
+        self._request({"do": "put", "key": key, "header": header.as_json()})
+        with self._network_errors():
             send_bytes(self._socket, data)
-        except OSError as error:
-            raise self._lost(error) from None
         self._reply()
 
-    def parts(self) -> list[tuple[Key, int]]:
-        """Lists the stored parts: keys, and how many processes a step of theirs has."""
+    def snapshots(self) -> list[tuple[SnapshotKey, int]]:
+        """Lists the stored snapshots: (key, number of processes of its step)."""
         try:
-            return [(Key(*map(int, key)), int(count)) for key, count in self._ask({"do": "list"})["parts"]]
+            items = self._request({"do": "list"})["snapshots"]
+            return [(SnapshotKey(*map(int, key)), int(count)) for key, count in items]
         except (KeyError, TypeError, ValueError):
-            raise PeerMemoryError(f"{self._where} answers in another language") from None
+            raise PeerMemoryError(f"{self._name} sent a malformed reply") from None
 
-    def header(self, key: Key) -> Header:
-        """Reads the header of a part."""
-        return read_header(self._ask({"do": "header", "key": key}).get("header"))
+    def header(self, key: SnapshotKey) -> SnapshotHeader:
+        """Returns the header of a snapshot."""
+        return parse_header(self._request({"do": "header", "key": key}).get("header"))
 
-    def read(self, key: Key, offset: int, size: int) -> memoryview:
-        """Bytes of a part."""
-        self._ask({"do": "read", "key": key, "offset": offset, "size": size})
-        try:
+    def read(self, key: SnapshotKey, offset: int, size: int) -> memoryview:
+        """Returns bytes of a snapshot."""
+        self._request({"do": "read", "key": key, "offset": offset, "size": size})
+        with self._network_errors():
             return receive_bytes(self._stream, size)
-        except OSError as error:
-            raise self._lost(error) from None
 
-    def forget(self, after: int) -> None:
-        """Later steps never happened."""
-        self._ask({"do": "forget", "after": after})
+    def discard_after(self, step: int) -> None:
+        """Deletes the snapshots of later steps."""
+        self._request({"do": "discard_after", "step": step})
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request and returns the reply."""
+        with self._network_errors():
             send(self._socket, {"token": self._token, **request})
-        except OSError as error:
-            raise self._lost(error) from None
         return self._reply()
 
     def _reply(self) -> dict[str, Any]:
-        try:
+        with self._network_errors():
             reply = receive(self._stream)
-        except OSError as error:
-            raise self._lost(error) from None
         if reply is None:
-            raise PeerMemoryError(f"{self._where} closed the connection")
+            raise PeerMemoryError(f"{self._name} closed the connection")
         if "error" in reply:
-            raise PeerMemoryError(f"{self._where}: {reply['error']}")
+            raise PeerMemoryError(f"{self._name}: {reply['error']}")
         return reply
 
-    def _lost(self, error: OSError) -> PeerMemoryError:
-        return PeerMemoryError(f"{self._where} is not reached ({error.strerror or error})")
+    @contextmanager
+    def _network_errors(self) -> Iterator[None]:
+        """Raises PeerMemoryError in place of OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise PeerMemoryError(f"{self._name} cannot be reached ({error.strerror or error})") from None

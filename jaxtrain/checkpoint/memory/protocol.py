@@ -1,4 +1,8 @@
-"""Protocol of workers and memory servers: a JSON object a line, and bytes after it where the line says so."""
+"""Messages between workers and snapshot servers, and the format of a snapshot.
+
+A message is a line of JSON, followed by bytes if it says so. A snapshot is a header, which lists pieces of tensors, and
+their bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,99 @@ import json
 import mmap
 import socket
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from io import BufferedIOBase
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxtrain.checkpoint.files import TensorSpecs
 from jaxtrain.errors import PeerMemoryError
 
 CHUNK = 4 << 20  # bytes sent at a time
-LINE = 16 << 20  # bytes of a line: a header names every piece of a state
-PATIENCE = 20.0  # seconds without a byte until the other side is lost
+MAX_LINE = 16 << 20  # bytes of a message: a header lists every piece of a state
+TIMEOUT = 20.0  # seconds of silence after which the other side is lost
+
+
+class SnapshotKey(NamedTuple):
+    """Key of a snapshot; `generation` is that of the launch that made it."""
+
+    generation: int
+    step: int
+    process: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: its start and shape in elements, its offset and size in bytes, and the xxh3-64 as hex."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class SnapshotHeader:
+    """Header of a snapshot.
+
+    Attributes:
+        processes: number of snapshots that make up the step.
+        size: bytes of this snapshot.
+        tensors: specs of all tensors of the state.
+        pieces: pieces in this snapshot.
+        manifest: manifest as in a checkpoint.
+    """
+
+    processes: int
+    size: int
+    tensors: TensorSpecs
+    pieces: tuple[Piece, ...]
+    manifest: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain dicts and lists."""
+        return asdict(self)
+
+
+def parse_header(data: Any) -> SnapshotHeader:
+    """Returns the header of JSON data. Raises PeerMemoryError if it is malformed or names bytes out of range."""
+    try:
+        pieces = tuple(map(_parse_piece, data["pieces"]))
+        tensors = {str(name): [list(_ints(shape)), str(dtype)] for name, (shape, dtype) in data["tensors"].items()}
+        header = SnapshotHeader(int(data["processes"]), int(data["size"]), tensors, pieces, dict(data["manifest"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PeerMemoryError("malformed snapshot header") from None
+    for piece in pieces:
+        if piece.name not in tensors or not 0 <= piece.offset <= piece.offset + piece.size <= header.size:
+            raise PeerMemoryError(f"a snapshot header names bytes of {piece.name} out of range")
+    return header
+
+
+def _parse_piece(data: Any) -> Piece:
+    start, shape = _ints(data["start"]), _ints(data["shape"])
+    return Piece(str(data["name"]), start, shape, int(data["offset"]), int(data["size"]), str(data["digest"]))
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
-    """A line. Raises OSError."""
+    """Sends a message. Raises OSError."""
     connection.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
 
 def send_bytes(connection: socket.socket, data: Iterable[memoryview]) -> None:
-    """Bytes. Raises OSError."""
-    for piece in data:
-        for at in range(0, len(piece), CHUNK):  # a socket's timeout is of the whole `sendall`
-            connection.sendall(piece[at : at + CHUNK])
+    """Sends bytes. Raises OSError."""
+    for view in data:
+        for start in range(0, len(view), CHUNK):  # the socket's timeout applies to a whole `sendall`
+            connection.sendall(view[start : start + CHUNK])
 
 
 def receive(stream: BufferedIOBase) -> dict[str, Any] | None:
-    """The next line; None at the end. Raises OSError, and PeerMemoryError where it is no message."""
-    line = stream.readline(LINE)
+    """Returns the next message; None at the end. Raises OSError, and PeerMemoryError for a malformed one."""
+    line = stream.readline(MAX_LINE)
     if not line:
         return None
     try:
@@ -38,17 +110,17 @@ def receive(stream: BufferedIOBase) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
-        raise PeerMemoryError("what came is no message")
+        raise PeerMemoryError("malformed message")
     return message
 
 
 def receive_bytes(stream: BufferedIOBase, size: int) -> memoryview:
-    """Receives this many bytes. Raises OSError, and PeerMemoryError where the stream ends before."""
-    # Pages come as they are filled: a bytearray would be zeroed first, while the sender waits.
-    view, at = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
-    while at < size:
-        count = stream.readinto(view[at:])
+    """Returns `size` bytes. Raises OSError, and PeerMemoryError if the stream ends before."""
+    # mmap zeroes its pages as they are filled; a bytearray would be zeroed first, while the sender waits.
+    view, done = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
+    while done < size:
+        count = stream.readinto(view[done:])
         if not count:
-            raise PeerMemoryError(f"the connection ended after {at} of {size} bytes")
-        at += count
+            raise PeerMemoryError(f"the connection ended after {done} of {size} bytes")
+        done += count
     return view

@@ -1,8 +1,8 @@
-"""The parts that a node's agent holds in its memory, and the server that workers reach it by.
+"""Snapshots in the memory of a node's agent, and the server through which workers read and write them.
 
-Steps are in lockstep: a worker begins to copy a step when it has copied the one before, and no process can finish a
-step that another has not begun. So when a third step of a process is here, its first is whole everywhere, on two nodes
-each part, and what is older than that is not needed any more.
+All processes are at the same step: a process starts the snapshot of a step after it finished the previous one, and
+none can finish a step that another has not started. So once a third step of a process is here, its first is complete
+everywhere, on two nodes for each snapshot, and older steps are not needed any more.
 """
 
 from __future__ import annotations
@@ -14,65 +14,72 @@ import threading
 from io import BufferedIOBase
 from typing import Any
 
-from jaxtrain.checkpoint.memory.format import Key, read_header
-from jaxtrain.checkpoint.memory.protocol import PATIENCE, receive, receive_bytes, send, send_bytes
+from jaxtrain.checkpoint.memory.protocol import (
+    TIMEOUT,
+    SnapshotKey,
+    parse_header,
+    receive,
+    receive_bytes,
+    send,
+    send_bytes,
+)
 from jaxtrain.errors import PeerMemoryError
 
-KEPT = 3  # steps of a process
-MOST = 1024  # connections at a time
-SPARE = 0.1  # of the memory that is left, for everything else
+KEPT_STEPS = 3  # of each process
+MAX_CONNECTIONS = 1024
+RESERVED = 0.1  # share of the available memory that stays free
 
 
-class Stock:
-    """Parts by their keys: (header as JSON, bytes). Any thread."""
+class SnapshotStore:
+    """Snapshots by key: (header as JSON, bytes). Thread-safe."""
 
     def __init__(self) -> None:
-        self._parts: dict[Key, tuple[dict[str, Any], memoryview]] = {}
+        self._snapshots: dict[SnapshotKey, tuple[dict[str, Any], memoryview]] = {}
         self._lock = threading.Lock()
 
-    def put(self, key: Key, header: dict[str, Any], data: memoryview) -> None:
-        """Takes a part; older ones that nobody can need any more go."""
+    def put(self, key: SnapshotKey, header: dict[str, Any], data: memoryview) -> None:
+        """Adds a snapshot, and deletes those that no restart can need any more."""
         with self._lock:
-            self._parts[key] = header, data
-            own = sorted(k.step for k in self._parts if k[::2] == key[::2])
-            if len(own) < KEPT:
+            self._snapshots[key] = header, data
+            steps = sorted(other.step for other in self._snapshots if other[::2] == key[::2])
+            if len(steps) < KEPT_STEPS:
                 return
-            for known in [*self._parts]:
-                is_own = known[::2] == key[::2]
-                if known.generation < key.generation or (is_own and known.step < own[-KEPT]):
-                    del self._parts[known]
+            for other in [*self._snapshots]:
+                is_old = other[::2] == key[::2] and other.step < steps[-KEPT_STEPS]
+                if is_old or other.generation < key.generation:
+                    del self._snapshots[other]
 
-    def listed(self) -> list[tuple[Key, int]]:
-        """Keys, and how many processes a step of theirs has."""
+    def snapshots(self) -> list[tuple[SnapshotKey, int]]:
+        """Lists the snapshots: (key, number of processes of its step)."""
         with self._lock:
-            return [(key, header["processes"]) for key, (header, _) in self._parts.items()]
+            return [(key, header["processes"]) for key, (header, _) in self._snapshots.items()]
 
-    def part(self, key: Key) -> tuple[dict[str, Any], memoryview]:
-        """Header and bytes. Raises PeerMemoryError where there is no such part."""
+    def get(self, key: SnapshotKey) -> tuple[dict[str, Any], memoryview]:
+        """Returns header and bytes. Raises PeerMemoryError if there is no such snapshot."""
         with self._lock:
-            if key not in self._parts:
-                raise PeerMemoryError(f"there is no part of process {key.process} of step {key.step}")
-            return self._parts[key]
+            if key not in self._snapshots:
+                raise PeerMemoryError(f"no snapshot of process {key.process} at step {key.step}")
+            return self._snapshots[key]
 
-    def forget(self, after: int) -> None:
-        """Training goes on from step `after`: later ones never happened."""
+    def discard_after(self, step: int) -> None:
+        """Deletes the snapshots of later steps."""
         with self._lock:
-            self._parts = {key: part for key, part in self._parts.items() if key.step <= after}
+            self._snapshots = {key: snapshot for key, snapshot in self._snapshots.items() if key.step <= step}
 
-    def progress(self) -> int:
-        """The newest step but one: the one before the newest is whole. -1 where there is none."""
+    def newest_complete_step(self) -> int:
+        """Returns the newest step but one, which is complete on all nodes; -1 if there is none."""
         with self._lock:
-            steps = sorted({key.step for key in self._parts})
+            steps = sorted({key.step for key in self._snapshots})
         return steps[-2] if len(steps) > 1 else -1
 
 
-class StockServer(socketserver.ThreadingTCPServer):
-    """Serves a stock to whoever knows the job's token, until it is closed.
+class SnapshotServer(socketserver.ThreadingTCPServer):
+    """Serves a `SnapshotStore` to clients that know the token of the job, until it is closed.
 
     Attributes:
-        stock: what it serves.
-        token: of the job; nobody is served while it is empty.
-        port: it listens on.
+        store: the snapshots.
+        token: secret of the job; no client is served while it is empty.
+        port: port that it listens on.
     """
 
     allow_reuse_address = True
@@ -80,98 +87,99 @@ class StockServer(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(self, host: str) -> None:
-        """Raises OSError where nothing can be listened on there."""
-        self.stock, self.token = Stock(), ""
-        self._room = threading.Semaphore(MOST)
+        """Listens on a free port of `host`. Raises OSError if it cannot."""
+        self.store, self.token = SnapshotStore(), ""
+        self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Handler)
         self.port: int = self.server_address[1]
-        threading.Thread(target=self.serve_forever, name="stock", daemon=True).start()
+        threading.Thread(target=self.serve_forever, name="snapshot-server", daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for each connection, while there are few."""
-        if self._room.acquire(blocking=False):
+        """Serves a connection in a new thread, or closes it if there are too many."""
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread of a connection."""
+        """Body of the thread of a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke off: the worker knows, and says so."""
+        """Ignores a broken connection; the worker reports it."""
 
     def close(self) -> None:
-        """Stops to serve; the parts are gone."""
+        """Stops the server and drops the snapshots."""
         self.shutdown()
         self.server_close()
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One connection: requests until it ends."""
+    """Answers the requests of one connection."""
 
-    timeout = PATIENCE
+    timeout = TIMEOUT
     disable_nagle_algorithm = True
-    server: StockServer
+    server: SnapshotServer
     rfile: BufferedIOBase
 
     def handle(self) -> None:
         while True:
             try:
                 request = receive(self.rfile)
-                if request is None or not self._is_known(request):
+                if request is None or not self._is_authorized(request):
                     return
                 self._answer(request)
             except PeerMemoryError as error:
                 send(self.request, {"error": str(error)})
                 return
             except (KeyError, TypeError, ValueError):
-                send(self.request, {"error": "what came is no request"})
+                send(self.request, {"error": "malformed request"})
                 return
 
-    def _is_known(self, request: dict[str, Any]) -> bool:
+    def _is_authorized(self, request: dict[str, Any]) -> bool:
         token = self.server.token
         return bool(token) and hmac.compare_digest(str(request.get("token", "")).encode(), token.encode())
 
     def _answer(self, request: dict[str, Any]) -> None:
-        stock, kind = self.server.stock, request["do"]
+        store, kind = self.server.store, request["do"]
         if kind == "list":
-            send(self.request, {"parts": stock.listed()})
-        elif kind == "forget":
-            stock.forget(int(request["after"]))
+            send(self.request, {"snapshots": store.snapshots()})
+        elif kind == "discard_after":
+            store.discard_after(int(request["step"]))
             send(self.request, {})
-        elif kind == "put":
-            self._take(stock, Key(*map(int, request["key"])), request["header"])
-        elif kind == "header":
-            send(self.request, {"header": stock.part(Key(*map(int, request["key"])))[0]})
-        elif kind == "read":
-            _, data = stock.part(Key(*map(int, request["key"])))
-            offset, size = int(request["offset"]), int(request["size"])
-            if not 0 <= offset <= offset + size <= len(data):
-                raise PeerMemoryError(f"a part of {len(data)} bytes has none from {offset} to {offset + size}")
-            send(self.request, {"size": size})
-            send_bytes(self.request, [data[offset : offset + size]])
+        elif kind in ("put", "header", "read"):
+            key = SnapshotKey(*map(int, request["key"]))
+            if kind == "put":
+                self._receive(key, request["header"])
+            elif kind == "header":
+                send(self.request, {"header": store.get(key)[0]})
+            else:
+                self._send_range(store.get(key)[1], int(request["offset"]), int(request["size"]))
         else:
-            raise PeerMemoryError("what came is no request")
+            raise PeerMemoryError("malformed request")
 
-    def _take(self, stock: Stock, key: Key, found: Any) -> None:
-        header = read_header(found)
-        left = available()
-        if left is not None and header.size > (1 - SPARE) * left:
-            raise PeerMemoryError(
-                f"{header.size / 1e9:.2f} GB do not fit the {left / 1e9:.2f} GB of memory that are left"
-            )
+    def _send_range(self, data: memoryview, offset: int, size: int) -> None:
+        if not 0 <= offset <= offset + size <= len(data):
+            raise PeerMemoryError(f"bytes {offset} to {offset + size} are out of range; the snapshot has {len(data)}")
+        send(self.request, {"size": size})
+        send_bytes(self.request, [data[offset : offset + size]])
+
+    def _receive(self, key: SnapshotKey, fields: Any) -> None:
+        header, free = parse_header(fields), available_memory()
+        if free is not None and header.size > (1 - RESERVED) * free:
+            text = f"{header.size / 1e9:.2f} GB do not fit into the {free / 1e9:.2f} GB of available memory"
+            raise PeerMemoryError(text)
         send(self.request, {})
-        stock.put(key, header.as_json(), receive_bytes(self.rfile, header.size))
+        self.server.store.put(key, header.as_json(), receive_bytes(self.rfile, header.size))
         send(self.request, {})
 
 
-def available() -> int | None:
-    """Bytes of memory that are left here; None where the system does not say."""
+def available_memory() -> int | None:
+    """Returns the bytes of memory available on this machine; None if the system does not tell."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)

@@ -13,9 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.checkpoint.durable import Folder, Tier, content_at, open_tier, place_of, problem_at
+from jaxtrain.checkpoint.durable import (
+    DurableTier,
+    FolderTier,
+    open_tier,
+    read_content,
+    run_location,
+    tier_file_problem,
+)
 from jaxtrain.checkpoint.files import MARKER, Lock
-from jaxtrain.checkpoint.store import CheckpointStore, by_size
+from jaxtrain.checkpoint.store import CheckpointStore, largest_first
 from jaxtrain.cli.checkpoint_listing import (
     ASIDE,
     DAMAGED,
@@ -82,12 +89,12 @@ def ls(store: CheckpointStore, args: argparse.Namespace) -> int:
     return 0
 
 
-def _durable_rows(tier: Tier) -> list[CheckpointRow]:
+def _durable_rows(tier: DurableTier) -> list[CheckpointRow]:
     """Lists the steps of the durable tier by their markers."""
     rows = []
     for step in tier.steps():
         try:
-            rows.append(CheckpointRow(str(step), step, GOOD, content=content_at(tier, step)))
+            rows.append(CheckpointRow(str(step), step, GOOD, content=read_content(tier, step)))
         except CheckpointError as error:
             rows.append(CheckpointRow(str(step), step, DAMAGED, str(error)))
     return rows
@@ -158,11 +165,11 @@ def _plain(value: Any) -> str:
 
 def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Reads every byte; returns 1 if one differs from what was written."""
-    tier = _durable_tier(args) if args.durable else Folder(store.directory)
+    tier = _durable_tier(args) if args.durable else FolderTier(store.directory)
     steps = tier.steps()
     for step in args.step:
         if step not in steps:
-            raise CheckpointError(f"no checkpoint {step} in {tier.place}; it has {steps or 'none'}")
+            raise CheckpointError(f"no checkpoint {step} in {tier.location}; it has {steps or 'none'}")
     is_good = True
     for step in args.step or steps:
         problems = _problems(tier, step)
@@ -178,32 +185,32 @@ def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def _problems(tier: Tier, step: int) -> list[str]:
+def _problems(tier: DurableTier, step: int) -> list[str]:
     """Returns all problems of a step; shows a progress bar while it reads."""
     try:
-        content, results, done = content_at(tier, step), [], 0
+        content, results, done = read_content(tier, step), [], 0
     except FileNotFoundError:
         return [f"{MARKER} is missing"]
     except CheckpointError as error:
         return [str(error)]
     with ProgressBar(f"checkpoint {step}") as progress:
-        for name, expected in by_size(content["files"]):
-            results.append(problem_at(tier, step, name, expected))
+        for name, expected in largest_first(content["files"]):
+            results.append(tier_file_problem(tier, step, name, expected))
             done += expected[0]
             progress(done, content["bytes"])
     return [problem for problem in results if problem]
 
 
-def _durable_tier(args: argparse.Namespace) -> Tier:
+def _durable_tier(args: argparse.Namespace) -> DurableTier:
     """Opens the durable tier of the run's config. Raises UserError if it has none."""
     from jaxtrain.core.resolve import resolve
 
     directory = Path(args.run)
     config, _ = resolve(str(directory / "config.yaml"), paths=False, checks=())
-    place = place_of(config.checkpoint.durable, directory)
-    if place is None:
+    location = run_location(config.checkpoint.durable, directory)
+    if location is None:
         raise UserError(f"{directory}: the config sets no checkpoint.durable; expected no --durable")
-    return open_tier(place)
+    return open_tier(location)
 
 
 def prune(store: CheckpointStore, args: argparse.Namespace) -> int:
