@@ -21,7 +21,6 @@ that is given twice happens twice.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -30,23 +29,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 
 from jaxtrain.callbacks.base import Callback, Fetch, TrainerView
-from jaxtrain.callbacks.patching import patched
 from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.files import MARKER
 from jaxtrain.config.checks import FAULT_MOMENTS
 from jaxtrain.config.schema import Config, DebugConfig, FaultConfig
 from jaxtrain.core.program import State
 from jaxtrain.errors import UserError
+from jaxtrain.io.jsonl import append_record, read_records
 
 FILE = "faults.jsonl"
 SLOW = 2.0
@@ -78,16 +76,7 @@ def remaining_faults(faults: Sequence[FaultConfig], run_dir: Path) -> tuple[Faul
 
 def past_faults(run_dir: Path) -> list[str]:
     """Returns the names of the faults that happened in this folder; a line that a kill broke never happened."""
-    path = run_dir / FILE
-    if not path.exists():
-        return []
-    faults = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            faults.append(str(json.loads(line)["fault"]))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return faults
+    return [str(record["fault"]) for _, record in read_records(run_dir / FILE) if record and "fault" in record]
 
 
 class FaultInjector:
@@ -105,9 +94,12 @@ class FaultInjector:
 
     def __enter__(self) -> FaultInjector:
         if any(moment(one) in ("save", "commit", "committed") for one in self._left):
-            self._stack.enter_context(patched(orbax, "write", self._writes))
-            self._stack.enter_context(patched(orbax, "start", partial(self._writes, together=True)))
-            self._stack.enter_context(patched(os, "replace", self._renames))
+            for owner, name, wrapped in (
+                (orbax, "write", self._wrap_write(orbax.write)),
+                (orbax, "start", self._wrap_write(orbax.start, is_joint=True)),
+                (os, "replace", self._wrap_rename(os.replace)),
+            ):
+                self._stack.enter_context(mock.patch.object(owner, name, wrapped))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
@@ -149,15 +141,15 @@ class FaultInjector:
                 record_fault(self._dir, describe(one))
         return due
 
-    def _writes(self, real: Callable, together: bool = False) -> Callable:
-        """Wraps a function that writes a checkpoint. `together`: a full disk shows only when the end is waited for."""
+    def _wrap_write(self, real: Callable, is_joint: bool = False) -> Callable:
+        """Wraps a function that writes a checkpoint; with `is_joint` a full disk is an error of its `result()`."""
 
         def write(path: Path, *args: Any) -> Any:
             due, is_full = self._take("save", _step_of(path)), False
             for one in due:
                 if one.kind == "slow_disk":
                     time.sleep(SLOW)
-                elif one.kind == "full_disk" and together:
+                elif one.kind == "full_disk" and is_joint:
                     is_full = True
                 elif one.kind == "full_disk":
                     raise _full_disk()
@@ -170,7 +162,7 @@ class FaultInjector:
 
         return write
 
-    def _renames(self, real: Callable) -> Callable:
+    def _wrap_rename(self, real: Callable) -> Callable:
         def replace(source: Any, target: Any, **options: Any) -> None:
             path = Path(target)
             step = _step_of(path.parent) if path.name == MARKER else -1
@@ -244,13 +236,7 @@ def _full_disk() -> OSError:
 
 def record_fault(run_dir: Path, text: str) -> None:
     """Records on disk that a fault happens."""
-    record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "fault": text, "pid": os.getpid()}
-    file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(file, (json.dumps(record) + "\n").encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
+    append_record(run_dir / FILE, {"fault": text, "pid": os.getpid()}, sync=True)
 
 
 def corrupt_checkpoint(folder: Path, seed: int) -> Path:

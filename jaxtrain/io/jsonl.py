@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ def append_bytes(file: int, data: bytes) -> None:
     written = os.write(file, data)
     if written != len(data):
         raise OSError(f"only {written} of {len(data)} bytes written, is the disk full?")
+
+
+def timestamped(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record with its UTC time in front."""
+    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
+
+
+def append_record(path: Path, fields: Mapping[str, Any], sync: bool = False) -> None:
+    """Appends a record with its time to a file; `sync` flushes it to the disk. Raises OSError if the disk is full."""
+    file = os.open(path, APPEND_FLAGS, 0o644)
+    try:
+        append_bytes(file, encode_record(timestamped(fields)))
+        if sync:
+            os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def to_json(value: Any) -> Any:

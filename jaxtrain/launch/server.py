@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxtrain.errors import ProtocolError, UserError, escape_unprintable
-from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes, read_records
+from jaxtrain.io.jsonl import append_record, read_records
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
 from jaxtrain.launch.types import LaunchEvent, Phase
@@ -58,7 +55,6 @@ class LeaderServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._pending: dict[Channel, float] = {}  # connections that have not joined, by time of connection
         self._nodes: dict[int, Channel] = {}
-        self._events = os.open(Path(leader.job.directory) / EVENTS, APPEND_FLAGS, 0o644)
         self._thread = threading.Thread(target=self._serve, name="leader", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +81,6 @@ class LeaderServer:
                 channel.close()
             self._listener.close()
             self._selector.close()
-            os.close(self._events)
 
     def _accept(self) -> None:
         try:
@@ -184,8 +179,7 @@ class LeaderServer:
     def _write(self, event: LaunchEvent) -> None:
         self._show(f"launch  {event.line}")
         if event.record is not None:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
             try:
-                append_bytes(self._events, (json.dumps({"time": now, **event.record}) + "\n").encode())
+                append_record(Path(self._leader.job.directory) / EVENTS, event.record)
             except OSError as error:  # a full disk must not stop the job
                 self._show(f"warning  {EVENTS}: {error}")

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes, encode_record, read_records, truncate_after
+from jaxtrain.io.jsonl import (
+    APPEND_FLAGS,
+    append_bytes,
+    append_record,
+    encode_record,
+    read_records,
+    timestamped,
+    truncate_after,
+)
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
@@ -39,7 +46,7 @@ class JsonlTracker:
         self._write(METRICS, {"step": step, **values})
 
     def event(self, kind: str, **fields: Any) -> None:
-        self._write(EVENTS, stamped(kind, fields))
+        self._write(EVENTS, timestamped({"kind": kind, **fields}))
 
     def artifact(self, path: Path) -> None:
         """Does nothing: artifacts are in the run directory already."""
@@ -57,18 +64,9 @@ class JsonlTracker:
         append_bytes(self._files[name], encode_record(record))
 
 
-def stamped(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an event with its UTC time."""
-    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
-
-
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
     """Appends to events.jsonl without the trackers, which may no longer work."""
-    file = os.open(run_dir / EVENTS, APPEND_FLAGS, 0o644)
-    try:
-        append_bytes(file, encode_record(stamped(kind, fields)))
-    finally:
-        os.close(file)
+    append_record(run_dir / EVENTS, {"kind": kind, **fields})
 
 
 def furthest_step(run_dir: Path) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.callbacks.patching import patched
 from jaxtrain.core.gradients import Gradients, microbatches
 from jaxtrain.core.placement import Placer
 from jaxtrain.nn import attention
@@ -78,7 +78,7 @@ def _missing_reduction() -> Any:
 
         return call
 
-    return patched(Gradients, "__call__", change)
+    return mock.patch.object(Gradients, "__call__", change(Gradients.__call__))
 
 
 def _doubled_reduction() -> Any:
@@ -97,7 +97,7 @@ def _doubled_reduction() -> Any:
 
         return call
 
-    return patched(Gradients, "__call__", change)
+    return mock.patch.object(Gradients, "__call__", change(Gradients.__call__))
 
 
 def _microbatch_scaling() -> Any:
@@ -118,7 +118,7 @@ def _microbatch_scaling() -> Any:
 
         return call
 
-    return patched(Gradients, "_over_microbatches", change)
+    return mock.patch.object(Gradients, "_over_microbatches", change(Gradients._over_microbatches))
 
 
 def _segment_mask() -> Any:
@@ -131,7 +131,7 @@ def _segment_mask() -> Any:
 
         return call
 
-    return patched(attention, "attention", change)
+    return mock.patch.object(attention, "attention", change(attention.attention))
 
 
 def _dropped_tail() -> Any:
@@ -144,7 +144,7 @@ def _dropped_tail() -> Any:
 
         return call
 
-    return patched(Placer, "__call__", change)
+    return mock.patch.object(Placer, "__call__", change(Placer.__call__))
 
 
 INJECTIONS: dict[str, Callable[[], Any]] = {

@@ -69,6 +69,8 @@ def test_a_failed_worker_leaves_without_waiting_for_the_others(how: str, code: i
 
 
 def test_a_worker_whose_agent_is_gone_already_does_not_begin():
-    code = "import os; from jaxtrain.io.system import die_with; die_with(os.getppid() + 1); print('began')"
+    code = (
+        "import os; from jaxtrain.io.system import exit_with_parent; exit_with_parent(os.getppid() + 1); print('began')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (137, "")
