@@ -55,6 +55,8 @@ class LeaderServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._pending: dict[Channel, float] = {}  # connections that have not joined, by time of connection
         self._nodes: dict[int, Channel] = {}
+        self._events = Path(leader.job.directory) / EVENTS
+        self._events.touch()  # raises before any worker starts if the directory is read-only
         self._thread = threading.Thread(target=self._serve, name="leader", daemon=True)
 
     def start(self) -> None:
@@ -180,6 +182,6 @@ class LeaderServer:
         self._show(f"launch  {event.line}")
         if event.record is not None:
             try:
-                append_record(Path(self._leader.job.directory) / EVENTS, event.record)
+                append_record(self._events, event.record)
             except OSError as error:  # a full disk must not stop the job
                 self._show(f"warning  {EVENTS}: {error}")

@@ -19,8 +19,8 @@ from jaxtrain.launch.worker_logs import Terminal
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from jaxtrain.io.system import die_with
-die_with(int(sys.argv[1]))
+from jaxtrain.io.system import exit_with_parent
+exit_with_parent(int(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 folder, rank, generation = Path(sys.argv[2]), os.environ["JAX_PROCESS_ID"], os.environ["JAXTRAIN_GENERATION"]
 plan = json.loads((folder / "plan.json").read_text())
