@@ -27,7 +27,7 @@ from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.data.order import permute
 from jaxtrain.data.token_cache.build import build_cache
-from jaxtrain.data.token_cache.store import ShardWriter, finish, open_cache
+from jaxtrain.data.token_cache.store import ShardWriter, finish_cache, open_cache
 from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 VOCAB, MEAN, SIGMA, SHARDS = 32_000, 1400, 1.2, 8
@@ -50,7 +50,7 @@ def write_corpus(folder: Path, tokens: int) -> None:
         writer = ShardWriter(folder, shard, VOCAB, 0)
         writer.add("train", np.split(ids, np.cumsum(lengths)[:-1]), 0)
         writer.close("synthetic")
-    finish(folder, "synthetic", SHARDS, SyntheticTokenizer())
+    finish_cache(folder, "synthetic", SHARDS, SyntheticTokenizer())
 
 
 def evict(folder: Path) -> bool:

@@ -1,10 +1,10 @@
-"""Data: sources, tokenizers, token cache, pure order, packing, mixtures, prefetching. NumPy only, no JAX."""
+"""Data: sources, tokenizers, token cache, shuffling, packing, mixtures and prefetching, in NumPy without JAX."""
 
 from jaxtrain.data.dataset import Dataset, TextDataset, open_dataset, open_datasets, open_validation_sets
 from jaxtrain.data.prefetch import Prefetcher
 from jaxtrain.data.prepare import BuildResult, TokenizerResult, build_caches, text_sources, train_tokenizer
 from jaxtrain.data.token_cache.build import build_cache
-from jaxtrain.data.token_cache.store import TokenCache, open_cache, unigram_entropy
+from jaxtrain.data.token_cache.store import TokenCache, open_cache
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
@@ -26,5 +26,4 @@ __all__ = [
     "open_validation_sets",
     "text_sources",
     "train_tokenizer",
-    "unigram_entropy",
 ]

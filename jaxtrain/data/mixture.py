@@ -1,8 +1,8 @@
-"""Mixing sources: which source gives global row r, and which of its rows, as a pure function of r.
+"""Mixture of sources: maps a global row to a source and one of its rows, as a pure function.
 
-Weights become integer counts m_k per period of M rows. Within a period the j-th row of source k may stand no
-earlier than floor(j M / m_k) and must stand before ceil((j + 1) M / m_k); serving the earliest deadline first
-meets every window, so that at every prefix each source is less than one row away from its share.
+Weights become integer counts m_k per period of M rows. The j-th row of source k in a period has a position from
+floor(j M / m_k) up to, and excluding, ceil((j + 1) M / m_k). Earliest-deadline-first scheduling satisfies all of
+these, so that in every prefix each source is less than one row away from its share.
 Source: Baruah, Cohen, Plaxton and Varvel, Proportionate Progress, Algorithmica 15 (1996), one resource.
 """
 
@@ -17,21 +17,21 @@ import numpy as np
 
 from jaxtrain.errors import DataError
 
-PERIOD = 10_000  # rows: a share is kept exactly if it can be written with so small a denominator, else to 1e-4
+PERIOD = 10_000  # rows; shares with a larger common denominator are rounded to 1e-4
 
 
 def integer_weights(weights: Sequence[float], period: int = PERIOD) -> np.ndarray:
-    """Rows of each source per period, int64[K], with no common divisor.
+    """Returns the rows of each source per period, int64[K], with no common divisor.
 
-    Exact when the ratios of the weights allow a sum of at most `period`; otherwise rounded by largest remainder
-    to a sum of `period`, a positive weight giving at least one row.
+    They are exact if they can sum to at most `period`; otherwise they are rounded by largest remainder to a sum of
+    `period`, with at least one row for a positive weight.
 
     Raises:
-      DataError: a negative weight, or none positive.
+      DataError: a negative weight, or no positive one.
     """
     if not len(weights) or min(weights) < 0 or not sum(weights) > 0:
-        raise DataError(f"mixture weights {list(weights)}: each must be 0 or more and one at least positive")
-    exact = [Fraction(str(float(w))) for w in weights]  # of the decimal text: 0.1 means one tenth
+        raise DataError(f"mixture weights {list(weights)}: each must be 0 or more, and at least one positive")
+    exact = [Fraction(str(float(w))) for w in weights]  # from decimal text, so that 0.1 is one tenth
     scale = math.lcm(*(w.denominator for w in exact))
     counts = [int(w * scale) for w in exact]
     divisor = math.gcd(*counts)
@@ -48,10 +48,10 @@ def integer_weights(weights: Sequence[float], period: int = PERIOD) -> np.ndarra
 
 
 def interleave(counts: np.ndarray) -> np.ndarray:
-    """One period: the source of each row, int32[sum(counts)], earliest deadline first."""
+    """Returns the source of each row of a period, int32[sum(counts)], by earliest deadline first."""
     period = int(counts.sum())
-    ready: list[tuple[int, int]] = []  # (deadline, source) of rows that may be placed
-    later: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row is released at that time
+    ready: list[tuple[int, int]] = []  # (deadline, source) of released rows
+    later: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row is released at each position
     placed = [0] * len(counts)
     sizes = counts.tolist()
     for k, size in enumerate(sizes):
@@ -74,32 +74,38 @@ def interleave(counts: np.ndarray) -> np.ndarray:
 
 
 class _Segment:
-    """A stretch of rows with constant weights."""
+    """A range of rows with constant weights.
+
+    Args:
+      start: first row.
+      counts: int64[K], rows of each source per period.
+      base: int64[K], rows of each source before `start`.
+    """
 
     def __init__(self, start: int, counts: np.ndarray, base: np.ndarray) -> None:
         self.start, self.counts, self.base = start, counts, base
         self.table = interleave(counts)
-        self.rank = np.empty(len(self.table), np.int64)  # how many rows of the same source stand before, in the period
+        self.rank = np.empty(len(self.table), np.int64)  # earlier rows of the same source in the period
         for k in range(len(counts)):
-            where = np.flatnonzero(self.table == k)
-            self.rank[where] = np.arange(where.size)
+            positions = np.flatnonzero(self.table == k)
+            self.rank[positions] = np.arange(positions.size)
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        period, place = np.divmod(rows - self.start, len(self.table))
-        source = self.table[place].astype(np.int64)
-        return source, self.base[source] + period * self.counts[source] + self.rank[place]
+        period, position = np.divmod(rows - self.start, len(self.table))
+        source = self.table[position].astype(np.int64)
+        return source, self.base[source] + period * self.counts[source] + self.rank[position]
 
     def totals(self, end: int) -> np.ndarray:
-        """Rows of each source before row `end`."""
-        period, place = divmod(end - self.start, len(self.table))
-        return self.base + period * self.counts + np.bincount(self.table[:place], minlength=len(self.counts))
+        """Returns the rows of each source before row `end`, int64[K]."""
+        period, position = divmod(end - self.start, len(self.table))
+        return self.base + period * self.counts + np.bincount(self.table[:position], minlength=len(self.counts))
 
 
 class Mixture:
-    """Global row -> (source, row of that source).
+    """Maps global rows to sources and their rows.
 
     Args:
-      segments: (first row, weights[K]) with increasing first rows, the first being 0.
+      segments: (first row, weights[K]), sorted; the first has row 0.
 
     Raises:
       DataError: bad weights.
@@ -114,22 +120,27 @@ class Mixture:
         self.starts = np.array([s.start for s in self.segments], np.int64)
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source int64[R], row of that source int64[R]) of global rows int64[R]; each source counts on from 0."""
+        """Returns (source int64[R], row of that source int64[R]) of global rows int64[R]."""
         rows = np.asarray(rows, np.int64)
         if len(self.segments) == 1:
             return self.segments[0].locate(rows)
         source, local = np.empty_like(rows), np.empty_like(rows)
-        which = np.searchsorted(self.starts, rows, side="right") - 1
-        for i in np.unique(which):
-            at = which == i
-            source[at], local[at] = self.segments[i].locate(rows[at])
+        index = np.searchsorted(self.starts, rows, side="right") - 1
+        for i in np.unique(index):
+            mask = index == i
+            source[mask], local[mask] = self.segments[i].locate(rows[mask])
         return source, local
 
 
-def weight_segments(shares: Sequence[Mapping[int, float]], global_batch: int) -> list[tuple[int, list[float]]]:
-    """Segments in rows from weights that change at given steps; `shares[k]` maps steps, 0 among them, to source k's."""
-    current, out = [one[0] for one in shares], []
-    for step in sorted(set().union(*shares)):
-        current = [one.get(step, weight) for one, weight in zip(shares, current)]
-        out.append((step * global_batch, list(current)))
-    return out
+def weight_segments(schedules: Sequence[Mapping[int, float]], global_batch: int) -> list[tuple[int, list[float]]]:
+    """Returns the segments of a `Mixture` whose weights change at given steps.
+
+    Args:
+      schedules: step -> weight of each source from that step on; each has step 0.
+      global_batch: rows per step.
+    """
+    weights, segments = [schedule[0] for schedule in schedules], []
+    for step in sorted(set().union(*schedules)):
+        weights = [schedule.get(step, weight) for schedule, weight in zip(schedules, weights)]
+        segments.append((step * global_batch, weights))
+    return segments

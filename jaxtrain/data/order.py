@@ -1,7 +1,7 @@
-"""Shuffling without state: a keyed permutation of 0..n-1 that is evaluated at any index.
+"""Stateless shuffling: a keyed permutation of 0..n-1 with random access.
 
-A Feistel network permutes the integers of a power-of-two domain; applying it again until the result falls
-below n ("cycle walking") restricts it to a permutation of 0..n-1.
+A Feistel network permutes the integers below a power of two. Applying it again until the result is below n ("cycle
+walking") restricts it to a permutation of 0..n-1.
 Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002, methods 2 and 3.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-ROUNDS = 6  # even, so that the two halves end with the widths they began with; fewer than 4 fail chi-square tests
-CHUNK = 1 << 15  # indices permuted together: the temporaries stay in the L2 cache
-MIN_BITS = 6  # smaller halves would show in chi-square tests; of a small n the whole domain is permuted instead
+ROUNDS = 6  # even, so that both halves end with their initial widths; fewer than 4 fail chi-square tests
+CHUNK = 1 << 15  # indices permuted at a time, so that temporaries fit into the L2 cache
+MIN_BITS = 6  # fewer fail chi-square tests; for a small n all 64 integers are permuted instead
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble uint32 values in place (the finalizer known as lowbias32)."""
+    """Scrambles uint32 values in place (the hash finalizer lowbias32)."""
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x21F0AAAD)
     x ^= x >> np.uint32(15)
@@ -25,7 +25,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute uint64 values below 2**bits, bits <= 64. The halves may differ by one bit; each round swaps them."""
+    """Permutes uint64 values below 2**bits, bits <= 64. The halves may differ by one bit; each round swaps them."""
     low = bits // 2
     widths = (bits - low, low)
     left = (x >> np.uint64(low)).astype(np.uint32)
@@ -40,7 +40,7 @@ def _feistel(x: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Images of `index` under the permutation of 0..n-1 that (seed, epoch) selects.
+    """Returns the images of `index` under the permutation of 0..n-1 that (seed, epoch) selects.
 
     Args:
       index: integers in [0, n), any shape.
@@ -48,27 +48,26 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
       seed, epoch: non-negative integers; together they select the permutation.
 
     Returns:
-      int64 array of the shape of `index`. Pure: nothing is stored, each image costs some tens of nanoseconds.
+      int64 array of the shape of `index`. Each element takes some tens of nanoseconds.
 
     Raises:
       IndexError: an index outside [0, n).
     """
-    wanted = np.asarray(index)
-    if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= n):
+    index = np.asarray(index)
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= n):
         raise IndexError(f"index outside 0..{n - 1}")
-    flat = wanted.reshape(-1).astype(np.uint64)
+    flat = index.reshape(-1).astype(np.uint64)
     out = np.empty(flat.shape, np.int64)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint32)
     bits = (n - 1).bit_length()
     if bits < MIN_BITS:
-        whole = _feistel(np.arange(1 << MIN_BITS, dtype=np.uint64), MIN_BITS, keys).astype(np.int64)
-        return whole[whole < n][wanted]
+        permutation = _feistel(np.arange(1 << MIN_BITS, dtype=np.uint64), MIN_BITS, keys).astype(np.int64)
+        return permutation[permutation < n][index]
     for start in range(0, flat.size, CHUNK):
         y = _feistel(flat[start : start + CHUNK], bits, keys)
         outside = np.flatnonzero(y >= n)
-        while outside.size:  # the domain is below 2n, so that half of what is left lands inside each time
-            again = _feistel(y[outside], bits, keys)
-            y[outside] = again
-            outside = outside[again >= n]
+        while outside.size:  # the domain is smaller than 2n, so half of them get inside each time
+            y[outside] = _feistel(y[outside], bits, keys)
+            outside = outside[y[outside] >= n]
         out[start : start + CHUNK] = y
-    return out.reshape(wanted.shape)
+    return out.reshape(index.shape)

@@ -1,4 +1,4 @@
-"""Items made ahead of their use by one background thread."""
+"""Prefetching in a background thread."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Iterates (index, fetch(index)) for start <= index < stop, fetching ahead in a thread.
+    """Iterates over (index, fetch(index)) for start <= index < stop, fetching ahead in a daemon thread.
 
-    `fetch` runs in that thread alone, in order, for one index at a time; it may place batches on devices. At most
-    `depth` items are held besides the one the consumer has. An exception of `fetch` is raised where its item would
-    have come, with the traceback of the thread. Use as a context manager, or `close` it: the thread then ends after
-    the fetch in progress. It is a daemon, so that a forgotten one does not keep the program from ending.
+    The thread calls `fetch` for one index at a time, in order; it may place batches on devices. An exception of `fetch`
+    is raised in place of its item, with the traceback of the thread. Use it as a context manager or call `close`: the
+    thread then ends after the fetch in progress.
+
+    Args:
+      fetch: returns the item of an index.
+      start, stop: range of indices.
+      depth: maximum number of items that are held in advance.
 
     Attributes:
-      waited: seconds the last `next` waited.
+      waited: seconds that the last `next` waited.
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int, stop: int, depth: int) -> None:
         if depth < 1:
-            raise ValueError(f"depth {depth}: at least 1 item must be fetched ahead")
+            raise ValueError(f"depth {depth}: must be at least 1")
         self.waited = 0.0
         self._fetch, self._next, self._stop, self._depth = fetch, start, stop, depth
         self._ready: deque[T] = deque()
@@ -44,7 +47,7 @@ class Prefetcher(Generic[T]):
                     return
             try:
                 item = self._fetch(index)
-            except BaseException as error:  # whatever it is, the consumer gets it
+            except BaseException as error:  # the consumer raises it
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
@@ -52,17 +55,17 @@ class Prefetcher(Generic[T]):
             with self._changed:
                 self._ready.append(item)
                 self._changed.notify_all()
-            del item  # the consumer may want its memory back
+            del item  # the consumer owns its memory
 
     def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> tuple[int, T]:
-        """The next (index, item).
+        """Returns the next (index, item).
 
         Raises:
           StopIteration: after the last, or when closed.
-          Exception: whatever `fetch` raised; the same again on the next call.
+          Exception: that of `fetch`; again on the next call.
         """
         if self._next >= self._stop:
             raise StopIteration
@@ -83,7 +86,7 @@ class Prefetcher(Generic[T]):
         return self._next - 1, item
 
     def close(self) -> None:
-        """End the thread and drop what it had made. May be called twice."""
+        """Ends the thread and drops its items. May be called twice."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -94,7 +97,5 @@ class Prefetcher(Generic[T]):
     def __enter__(self) -> Prefetcher[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

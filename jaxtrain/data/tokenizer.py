@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and Hugging Face `tokenizer.json` files; training of a byte-level BPE."""
+"""Tokenizers: bytes and Hugging Face `tokenizer.json` files, and the training of a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jaxtrain.errors import DataError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.packages import import_optional
 
-EOS = "<|endoftext|>"  # what `train_bpe` names its end-of-document token
-CONFIG = "tokenizer_config.json"
+EOS = "<|endoftext|>"  # end-of-document token of `train_bpe`
+CONFIG_FILE = "tokenizer_config.json"
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Interface of tokenizers.
 
     Attributes:
-      name: short, fit for a file name.
+      name: short name, for file names.
       vocab: ids are in [0, vocab).
       eos: id that ends a document; no text encodes to it.
-      bos: id that the tokenizer's own rules put before a text, or None; `encode_batch` leaves it out.
-      fingerprint: hex; equal fingerprints encode equally.
+      bos: id that the tokenizer puts before a text, or None; `encode_batch` leaves it out.
+      fingerprint: hex; tokenizers with equal fingerprints encode equally.
     """
 
     name: str
@@ -37,21 +37,21 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, `smallest_dtype(vocab)`[n], without special tokens."""
+        """Returns the ids of each text, `smallest_dtype(vocab)`[n], without special tokens."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; ids that are not text (eos of bytes) are left out, invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of ids without special tokens; invalid UTF-8 becomes U+FFFD."""
         ...
 
 
 def smallest_dtype(vocab: int) -> np.dtype:
-    """uint8, uint16 or uint32: the smallest that holds ids below `vocab`."""
+    """Returns the smallest of uint8, uint16 and uint32 that holds ids below `vocab`."""
     return np.dtype(np.uint8 if vocab <= 1 << 8 else np.uint16 if vocab <= 1 << 16 else np.uint32)
 
 
 class ByteTokenizer:
-    """256 bytes of UTF-8 and an end-of-document id."""
+    """Tokenizer of UTF-8 bytes, with id 256 as end-of-document token."""
 
     name = "bytes"
     vocab = 257
@@ -67,7 +67,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the tokenizers library. A special token spelled in a text stays plain text.
+    """Tokenizer of a `tokenizer.json`, by the tokenizers library. Special tokens in a text are encoded as plain text.
 
     Raises:
       DataError: unreadable file, or no end-of-document token.
@@ -91,75 +91,74 @@ class HuggingFaceTokenizer:
         name = file.parent.name if file.stem == "tokenizer" else file.stem
         self.name = "".join(c if c.isalnum() else "_" for c in name) or "tokenizer"
         self.vocab = max(ids.values()) + 1
-        self.eos = ids[_find_eos(file, ids)]
+        config = _read_config(file)
+        self.eos = ids[_find_eos(file, config, ids)]
         self.fingerprint = hashlib.sha256(data + f" eos={self.eos}".encode()).hexdigest()[:32]
         self._dtype = smallest_dtype(self.vocab)
-        self.bos: int | None = self._bos(file, ids)
+        self.bos: int | None = self._find_bos(config, ids)
         text = self._tokenizer.id_to_token(self.eos)
         if self.eos in self.encode_batch([text])[0]:
-            raise DataError(f"{path}: the text {text!r} encodes to the end-of-document token; mark it `special` there")
+            message = f"the text {text!r} encodes to the end-of-document token; mark it `special` in this file"
+            raise DataError(f"{path}: {message}")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, self._dtype) for e in encoded]
 
-    def _bos(self, file: Path, ids: dict[str, int]) -> int | None:
-        """Returns the ids that the post-processor puts before a text; without any, `add_bos_token` beside the file
-        asks.
-        """
-        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
-        if whole[:1] != plain[:1]:
-            return whole[0]
-        beside = _beside(file)
-        return ids.get(_content(beside.get("bos_token")) or "") if beside.get("add_bos_token") is True else None
-
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def _find_bos(self, config: dict[str, Any], ids: dict[str, int]) -> int | None:
+        """Returns the id that the post-processor puts before a text, or that `add_bos_token` of the config asks for."""
+        plain, processed = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        if processed[:1] != plain[:1]:
+            return processed[0]
+        return ids.get(_token_text(config.get("bos_token")) or "") if config.get("add_bos_token") is True else None
 
-def _find_eos(file: Path, ids: dict[str, int]) -> str:
-    """The end-of-document token: as `tokenizer_config.json` beside the file says, else a well-known name."""
-    named = _content(_beside(file).get("eos_token"))
-    if named in ids:
-        return named
-    for name in EOS_NAMES:
+
+def _find_eos(file: Path, config: dict[str, Any], ids: dict[str, int]) -> str:
+    """Returns the end-of-document token: the one of the config, else a well-known name."""
+    for name in (_token_text(config.get("eos_token")), *EOS_NAMES):
         if name in ids:
             return name
-    known = ", ".join(EOS_NAMES[:5])
-    raise DataError(f"{file}: no end-of-document token (looked for {known} ...); name it `eos_token` in {CONFIG}")
+    names = ", ".join(EOS_NAMES[:5])
+    raise DataError(f"{file}: no end-of-document token (looked for {names} ...); set `eos_token` in {CONFIG_FILE}")
 
 
-def _beside(file: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside a tokenizer.json, {} where there is none. Raises DataError."""
-    path = file.with_name(CONFIG)
+def _read_config(file: Path) -> dict[str, Any]:
+    """Reads the tokenizer_config.json beside a tokenizer.json; {} if there is none. Raises DataError."""
+    path = file.with_name(CONFIG_FILE)
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise DataError(f"{path}: not a JSON object") from error
-    if not isinstance(found, dict):
+        config = json.loads(path.read_text())
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
         raise DataError(f"{path}: not a JSON object")
-    return found
+    return config
 
 
-def _content(token: Any) -> Any:
-    """The text of a special token, which may be written as an object."""
+def _token_text(token: Any) -> Any:
+    """Returns the text of a special token, which may be written as an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json. Raises DataError."""
+    """Loads a tokenizer; `spec` is `bytes` or the path of a tokenizer.json. Raises DataError."""
     return ByteTokenizer() if spec == "bytes" else HuggingFaceTokenizer(spec)
 
 
 def train_bpe(texts: Iterator[str], vocab: int, out: str | Path) -> Path:
-    """Train a byte-level BPE (GPT-2's splitting, any text representable) and write it as a tokenizer.json.
+    """Trains a byte-level BPE with the pre-tokenizer of GPT-2 and writes it as a tokenizer.json.
 
     Args:
       texts: the documents.
-      vocab: size with the 256 bytes and the end-of-document token, so at least 257.
-      out: path of the file, or a folder to hold `tokenizer.json`. Written atomically.
+      vocab: size, including the 256 bytes and the end-of-document token; at least 257.
+      out: path of the file, or a folder for `tokenizer.json`. Written atomically.
+
+    Returns:
+      The path of the file.
 
     Raises:
       DataError: vocab below 257.

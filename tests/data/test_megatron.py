@@ -77,7 +77,7 @@ def texts(tmp_path: Path) -> SourceConfig:
 def test_the_same_order_as_a_token_cache_of_the_documents(
     tmp_path: Path, texts: SourceConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron, "COUNTED", 500)
+    monkeypatch.setattr(megatron, "COUNT_CHUNK", 500)
     split = [[tokens(t)[:5], [], tokens(t)[5:]] for t in TEXTS]  # documents of several sequences
     write_pair(tmp_path / "in" / "a_text_document", [*split[:40], [[]], []], dtype, modes=dtype == "<i4")
     write_pair(tmp_path / "in" / "b_text_document", [[tokens(t)] for t in TEXTS[40:]], dtype, gap=8)
@@ -133,7 +133,7 @@ def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
     data = config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation_fraction=0.3)
     plain, eager = open_dataset(data, 0), open_dataset(data, 0)
-    eager._cold = True
+    eager._reads_ahead = True
     for step in range(5):
         assert np.array_equal(plain.batch(step)["tokens"], eager.batch(step)["tokens"])
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data.token_cache.mapped_files import OPEN_MAPS, Maps, map_limit
-from jaxtrain.data.token_cache.store import ShardWriter, TokenCache, finish, open_cache
+from jaxtrain.data.token_cache.store import ShardWriter, TokenCache, finish_cache, open_cache
+from jaxtrain.data.token_files import MAX_OPEN_MAPS, MappedFiles, max_open_maps
 from jaxtrain.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("resource", reason="this system has no limit on open files")
@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
                 documents = range(3 * shard, 3 * shard + 3)
                 writer.add("train", [np.full(7, (3 * d + c) % 256, np.uint16) for d in documents], 21)
                 writer.close("k")
-            finish(folder, "k", SHARDS, ByteTokenizer())
+            finish_cache(folder, "k", SHARDS, ByteTokenizer())
             found.append(folder)
     return found
 
@@ -42,13 +42,13 @@ import os, resource, sys
 from jaxtrain.config.schema import DataConfig, SourceConfig
 from jaxtrain.data.token_cache.store import open_cache
 from jaxtrain.data.dataset import TextDataset
-from jaxtrain.io.packages import DataError
+from jaxtrain.errors import DataError
 from jaxtrain.data.tokenizer import ByteTokenizer
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 caches = [open_cache(folder) for folder in sys.argv[1:]]
 data = DataConfig(sources=(SourceConfig(),) * 3, sequence=16, global_batch=64)
 dataset = TextDataset(data, 0, "train", caches, ByteTokenizer())
-dataset._cold = True  # so that it reads ahead as well
+dataset._reads_ahead = True  # so that it reads ahead as well
 for step in range(10):
     for tokens, segments in zip(*(dataset.batch(step)[k] for k in ("tokens", "segments"))):
         for k in range(1, segments.max() + 1):
@@ -97,11 +97,11 @@ def test_many_shards_under_a_low_limit(folders: list[Path]) -> None:
 
 
 def mapped(caches: list[TokenCache]) -> int:
-    return sum(len(split._maps._held) for cache in caches for split in (cache.train, cache.validation))
+    return sum(len(split._files._maps) for cache in caches for split in (cache.train, cache.validation))
 
 
 def test_the_bound_is_one_of_the_process(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxtrain.data.token_cache.mapped_files.OPEN_MAPS", 50)
+    monkeypatch.setattr("jaxtrain.data.token_files.MAX_OPEN_MAPS", 50)
     caches = [open_cache(folder) for folder in folders]
     for i in range(100):
         for cache in caches:
@@ -114,7 +114,7 @@ def test_the_bound_is_one_of_the_process(folders: list[Path], monkeypatch: pytes
 
 def test_a_dropped_cache_drops_its_maps(folders: list[Path]) -> None:
     cache = open_cache(folders[0])
-    kept = cache.train._maps._me
+    kept = cache.train._files._ref
     cache.train.document(0)
     gc.disable()
     try:
@@ -125,10 +125,12 @@ def test_a_dropped_cache_drops_its_maps(folders: list[Path]) -> None:
     other = open_cache(folders[1])
     for i in range(180):
         other.train.document(i)
-    assert len(Maps._used) <= map_limit()
+    assert len(MappedFiles._used) <= max_open_maps()
 
 
-@pytest.mark.parametrize(("soft", "wanted"), [(None, OPEN_MAPS), (1 << 20, OPEN_MAPS), (1024, 256), (64, 16), (2, 1)])
+@pytest.mark.parametrize(
+    ("soft", "wanted"), [(None, MAX_OPEN_MAPS), (1 << 20, MAX_OPEN_MAPS), (1024, 256), (64, 16), (2, 1)]
+)
 def test_bound(monkeypatch: pytest.MonkeyPatch, soft: int | None, wanted: int) -> None:
-    monkeypatch.setattr("jaxtrain.data.token_cache.mapped_files.file_limit", lambda: soft)
-    assert map_limit() == wanted
+    monkeypatch.setattr("jaxtrain.data.token_files.open_file_limit", lambda: soft)
+    assert max_open_maps() == wanted

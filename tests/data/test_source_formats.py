@@ -292,7 +292,7 @@ def test_a_cut_tar_is_an_error_wherever_it_is_cut(tmp_path: Path, packed: bool) 
         assert f"{path}: at " in message
         assert "is it complete?" in message
     path.write_bytes(gzip.compress(whole + bytes(1024))[:-20] if packed else whole + bytes(1024) + whole)
-    assert "is it complete?" in error(source.path) if packed else "goes on after its end mark" in error(source.path)
+    assert "is it complete?" in error(source.path) if packed else "has data after its end mark" in error(source.path)
 
 
 def test_errors_of_records(tmp_path: Path) -> None:

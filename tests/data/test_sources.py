@@ -189,10 +189,10 @@ def test_content_hashes_are_remembered_until_the_file_changes(tmp_path: Path, mo
     files = list_files(SourceConfig(path=str(path)))
     first = hash_files(files, memory)
     assert json.loads(memory.read_text()) == {}  # too young: it could change again within a clock tick
-    monkeypatch.setattr(content_hash, "SETTLED", -60.0)
+    monkeypatch.setattr(content_hash, "MIN_AGE", -60.0)
     assert hash_files(files, memory) == first
     with monkeypatch.context() as patch:
-        patch.setattr(content_hash, "hash_file", lambda path: pytest.fail("read again"))
+        patch.setattr(content_hash, "hash_content", lambda path: pytest.fail("read again"))
         assert hash_files(files, memory) == first
     before = path.stat()
     path.write_text("b" * 10)

@@ -93,7 +93,7 @@ def epoch_batches(dataset: TextDataset, start: int, rows: int) -> dict[str, np.n
 def test_batches_are_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequence: int, longest: int
 ) -> None:
-    monkeypatch.setattr("jaxtrain.data.dataset.FILLED", 3 * 128)  # so that a batch is filled in several parts
+    monkeypatch.setattr("jaxtrain.data.dataset.FILL_TOKENS", 3 * 128)  # so that a batch is filled in several parts
     texts = write_texts(tmp_path / "a", 150, 0, longest)
     dataset = open_dataset(config(tmp_path, tmp_path / "a", sequence=sequence), seed=3)
     train = [t for n, t in texts.items() if split_of(n, 0.2) == "train"]
@@ -194,11 +194,11 @@ def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     write_texts(tmp_path / "a", 200, 0)
     data = config(tmp_path, tmp_path / "a")
     plain, eager = open_dataset(data, 0), open_dataset(data, 0)
-    monkeypatch.setattr("jaxtrain.data.dataset.AHEAD", 2000)
-    eager._cold = True
+    monkeypatch.setattr("jaxtrain.data.dataset.READ_AHEAD_TOKENS", 2000)
+    eager._reads_ahead = True
     asked: list[int] = []
-    advise = eager.splits[0].advise
-    monkeypatch.setattr(eager.splits[0], "advise", lambda *a: asked.append(int(a[2].sum())) or advise(*a))
+    advise = eager.splits[0].read_ahead
+    monkeypatch.setattr(eager.splits[0], "read_ahead", lambda *a: asked.append(int(a[2].sum())) or advise(*a))
     for step in (0, 1, 2, 3, 4, 5, 50, 51, 52, 3):
         for k in KEYS:
             assert np.array_equal(plain.batch(step)[k], eager.batch(step)[k])

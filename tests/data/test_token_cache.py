@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import DataConfig, SourceConfig
-from jaxtrain.data import DataError, build_cache, build_caches, open_cache, open_dataset, unigram_entropy
+from jaxtrain.data import DataError, build_cache, build_caches, open_cache, open_dataset
 from jaxtrain.data.sources import documents, split_of
 from jaxtrain.data.tokenizer import ByteTokenizer, train_bpe
 
@@ -83,7 +83,7 @@ def test_entropy_against_a_count(corpus: Path, tmp_path: Path) -> None:
     every = np.concatenate([cache.train.document(i) for i in range(cache.train.documents)])
     _, counts = np.unique(every, return_counts=True)
     p = counts / counts.sum()
-    assert unigram_entropy(cache) == pytest.approx(float(-(p * np.log(p)).sum()), rel=1e-12)
+    assert cache.train.entropy == pytest.approx(float(-(p * np.log(p)).sum()), rel=1e-12)
 
 
 def test_progress(corpus: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_large_caches_are_checked_on_demand(corpus: Path, tmp_path: Path, monkey
     data = bytearray(path.read_bytes())
     data[5] ^= 1
     path.write_bytes(data)
-    monkeypatch.setattr("jaxtrain.data.token_cache.store.CHECKED", 0)
+    monkeypatch.setattr("jaxtrain.data.token_cache.store.MAX_VERIFIED_BYTES", 0)
     large = open_cache(cache.folder)
     with pytest.raises(DataError, match=r"train-00000\.bin: damaged"):
         large.verify()

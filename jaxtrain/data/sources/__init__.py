@@ -1,10 +1,9 @@
-"""Documents from files: text and code, JSONL, Parquet, Arrow, WebDataset, ArrayRecord, Python's own library.
+"""Documents from files: text and code, JSONL, Parquet, Arrow, WebDataset, ArrayRecord, Python's standard library.
 
 A source is listed once (`list_files`: sorted, deterministic), cut into shards of about equal size (`plan_shards`) and
-read shard by shard (`read_shard`), so that processes can share the work and the result never depends on how many
-there are. A document's name (path below the source's folder; `path:line` in JSONL; `path:row` in Parquet, Arrow and
-ArrayRecord; `path:key` in tars) is the same on every machine, and alone decides whether the document is kept for
-validation.
+read shard by shard (`read_shard`), so processes can share the work and the result does not depend on their number. The
+name of a document (path below the source's folder; `path:line` in JSONL; `path:row` in Parquet, Arrow and ArrayRecord;
+`path:key` in tars) is the same on every machine and alone determines its split.
 """
 
 from collections.abc import Iterator
@@ -18,6 +17,6 @@ __all__ = ["SPLITS", "Document", "File", "Span", "documents", "list_files", "pla
 
 
 def documents(source: SourceConfig) -> Iterator[Document]:
-    """Yields the documents of a source in order; raises as `list_files` and `read_shard`."""
+    """Yields the documents of a source in order. Raises DataError."""
     for shard in plan_shards(list_files(source), 64 << 20):
         yield from read_shard(shard, source.field)

@@ -1,10 +1,10 @@
-"""Parts of every kind of source: files, spans, documents, and the choice of a split."""
+"""Types and helpers that all source formats share: files, spans, documents, and the choice of a split."""
 
 from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, cast
 
@@ -17,57 +17,68 @@ SPLITS = ("train", "validation")
 
 
 class File(NamedTuple):
-    """A file of a source. `name` is its path below the source's folder, with `/`; `path` is where it lies here."""
+    """A file of a source."""
 
-    name: str
-    path: str
+    name: str  # path below the source's folder, with `/`
+    path: str  # on this machine
     format: str  # a key of `formats.FORMATS`, or stdlib
     size: int  # bytes
 
 
 class Span(NamedTuple):
-    """A part of a file, [begin, end) of its units; end -1 is the whole file.
+    """A part of a file, [begin, end) in the units of its format; end -1 is the end of the file.
 
-    The units are bytes of JSONL, row groups of Parquet, record batches of Arrow, records of ArrayRecord. `first` is
-    the number of the first line (from 1) or row (from 0); `size` its share in the progress, bytes.
+    The units are bytes of JSONL, row groups of Parquet, record batches of Arrow, records of ArrayRecord.
     """
 
     file: File
     begin: int
     end: int
-    first: int
-    size: int
+    first: int  # number of the first line (from 1) or row (from 0)
+    size: int  # bytes, for progress
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: a name that is the same on every machine, and its text."""
+    """The text of a document, and its name, which is the same on every machine."""
 
     name: str
     text: str
 
 
 class Format(NamedTuple):
-    """A kind of file: names (patterns) that folders are searched for, how a file is cut, and how a span is read."""
+    """A file format."""
 
-    patterns: tuple[str, ...]
-    spans: Callable[[File, int], Iterator[Span]]  # (file, bytes wanted in each)
-    read: Callable[[Span, str], Iterator[Document]]  # (span, `field`)
+    patterns: tuple[str, ...]  # of file names
+    spans: Callable[[File, int], Iterator[Span]]  # cuts a file into spans of about so many bytes
+    read: Callable[[Span, str], Iterator[Document]]  # reads a span; the text is in the field of this name
 
 
 def split_of(name: str, validation: float) -> str:
-    """`validation` for a share `validation` of all names, else `train`; by hash of the name alone."""
+    """Returns `validation` for this share of all document names, else `train`, by hash of the name."""
     return "validation" if xxhash.xxh3_64_intdigest(name.encode()) < validation * 2.0**64 else "train"
 
 
-def uncut(file: File, target: int) -> Iterator[Span]:
-    """One span: the whole file."""
+def one_span(file: File, target: int) -> Iterator[Span]:
+    """Yields the whole file as one span."""
     del target
     yield Span(file, 0, -1, 0, file.size)
 
 
-def decompressed(file: File) -> IO[bytes]:
-    """A file's bytes, unpacked where its name ends with .gz, .tgz or .zst."""
+def group_spans(file: File, parts: Iterable[tuple[int, int]], target: int) -> Iterator[Span]:
+    """Groups consecutive parts of a file, given by (rows, bytes), into spans of at least `target` bytes."""
+    begin = count = first = rows = size = 0
+    for part_rows, part_size in parts:
+        count, rows, size = count + 1, rows + part_rows, size + part_size
+        if size >= target:
+            yield Span(file, begin, count, first, size)
+            begin, first, size = count, rows, 0
+    if begin < count:
+        yield Span(file, begin, count, first, size)
+
+
+def open_decompressed(file: File) -> IO[bytes]:
+    """Opens a file, decompressing it if its name ends with .gz, .tgz or .zst."""
     if file.name.endswith((".gz", ".tgz")):
         return cast("IO[bytes]", gzip.open(file.path, "rb"))
     if file.name.endswith(".zst"):
@@ -77,22 +88,27 @@ def decompressed(file: File) -> IO[bytes]:
 
 
 def text_field(entry: Any, field: str, where: str) -> str:
-    """The text of a JSON object's field. Raises DataError, which begins with `where`, and says what it has instead."""
+    """Returns the text in a field of a JSON object. Lone surrogates, which have no UTF-8, become U+FFFD.
+
+    Raises:
+      DataError: no such field, or not text; begins with `where` and lists the fields that hold text.
+    """
     if not isinstance(entry, dict):
         raise DataError(f"{where}: {type(entry).__name__} instead of an object with a field `{field}`")
     text = entry.get(field)
     if not isinstance(text, str):
-        have = ", ".join(k for k, v in entry.items() if isinstance(v, str)) or "none"
-        what = "is not text" if field in entry else "is missing"
-        raise DataError(f"{where}: field `{field}` {what}; set data.sources[].field to one of the text fields: {have}")
-    return valid(text)
-
-
-def valid(text: str) -> str:
-    """Lone surrogates, which JSON escapes can smuggle in, have no UTF-8: they become U+FFFD."""
+        fields = ", ".join(k for k, v in entry.items() if isinstance(v, str)) or "none"
+        problem = "is not text" if field in entry else "is missing"
+        message = f"field `{field}` {problem}; set data.sources[].field to one of the text fields: {fields}"
+        raise DataError(f"{where}: {message}")
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its class if it has none."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def truncated_error(where: str, error: BaseException) -> DataError:
+    """Returns the DataError for a file that cannot be read to its end."""
+    return DataError(f"{where}: cannot be read ({first_line(error)}); is it complete?")

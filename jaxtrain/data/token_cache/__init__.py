@@ -1,1 +1,1 @@
-"""Token cache: documents tokenized once, in shards on disk."""
+"""Token cache: documents tokenized once, in memory-mapped shards on disk."""

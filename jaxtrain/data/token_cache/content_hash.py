@@ -1,14 +1,15 @@
-"""The content key of a source: a hash of every file's name and bytes.
+"""Hashes of source files, remembered between builds.
 
-Hashing bytes is the only key that is right: times and sizes miss an edit that keeps them (`cp -p`, `rsync -t`, two
-writes within a clock tick) and miss that two machines hold the same corpus. It is also cheap: xxh3 reads 17 GB/s, and
-each file's hash is remembered in one small file beside the caches under (size, mtime, ctime, inode). The kernel
-sets ctime itself on any change of content or metadata, so that it cannot be kept or faked; a file changed in the last
-seconds is not remembered, since another write could carry the same time.
+A token cache is keyed by the bytes of its source files. Times and sizes would miss an edit that preserves them
+(`cp -p`, `rsync -t`, two writes within a clock tick), and would not match copies of one corpus on two machines. Hashing
+is cheap: xxh3 reads 17 GB/s, and each hash is stored beside the caches under (size, mtime, ctime, inode). The kernel
+sets ctime at every change, so it cannot be preserved or faked. Files changed in the last seconds are not remembered,
+because another write could have the same time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -21,54 +22,46 @@ from jaxtrain.data.sources import File
 from jaxtrain.errors import DataError
 from jaxtrain.io.atomic import write_atomic
 
-SETTLED = 3.0  # seconds since the last change after which a hash may be remembered
-CHUNK = 4 << 20  # bytes read at a time
+MIN_AGE = 3.0  # seconds since the last change of a file whose hash is remembered
 
 
-def state(path: str) -> list[int]:
-    """[size, mtime_ns, ctime_ns, inode]: changes whenever the file does.
-
-    Raises:
-      DataError: the file is gone.
-    """
+def file_state(path: str) -> list[int]:
+    """Returns [size, mtime_ns, ctime_ns, inode], which changes with the file. Raises DataError if it is gone."""
     try:
-        s = os.stat(path)
+        stat = os.stat(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    return [s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def hash_file(path: str) -> str:
-    """xxh3-128 of a file's bytes, hex. Raises DataError if it cannot be read."""
-    hasher = xxhash.xxh3_128()
+def hash_content(path: str) -> str:
+    """Returns the xxh3-128 of a file, hex. Raises DataError if it cannot be read."""
     try:
-        with open(path, "rb", buffering=0) as f:
-            while chunk := f.read(CHUNK):
-                hasher.update(chunk)
+        with open(path, "rb", buffering=0) as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    return hasher.hexdigest()
 
 
-def hash_files(files: list[File], memory: Path) -> list[tuple[str, list[int]]]:
-    """(hash, `state` before hashing) of files, in order.
+def hash_files(files: list[File], store: Path) -> list[tuple[str, list[int]]]:
+    """Returns (hash, `file_state` before hashing) of each file.
 
-    Hashes of files unchanged since the last call are taken from the file `memory`, which is updated.
+    Args:
+      files: files of a source.
+      store: JSON file with the hashes of earlier calls; updated. Losing it only costs time.
     """
-    known: dict[str, list] = {}
-    if memory.exists():
-        try:
-            known = dict(json.loads(memory.read_text()))
-        except (OSError, ValueError, TypeError):
-            known = {}  # a lost memory only costs time
-    states = {f.path: state(f.path) for f in files}
-    stale = [p for p, s in states.items() if known.get(p, [None])[0] != s]
+    try:
+        stored: dict[str, list] = dict(json.loads(store.read_text()))
+    except (OSError, ValueError, TypeError):
+        stored = {}
+    states = {f.path: file_state(f.path) for f in files}
+    changed = [path for path, state in states.items() if stored.get(path, [None])[0] != state]
+    hashes = {path: entry[1] for path, entry in stored.items() if path in states}
     with ThreadPoolExecutor(4) as pool:
-        fresh = dict(zip(stale, pool.map(hash_file, stale)))
-    hashes = {p: fresh[p] if p in fresh else known[p][1] for p in states}
-    if fresh:
-        settled = time.time_ns() - int(SETTLED * 1e9)
-        keep = {p: [s, hashes[p]] for p, s in states.items() if s[2] < settled and state(p) == s}
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(memory, json.dumps(keep))
+        hashes |= zip(changed, pool.map(hash_content, changed))
+    if changed:
+        newest = time.time_ns() - int(MIN_AGE * 1e9)
+        entries = {p: [s, hashes[p]] for p, s in states.items() if s[2] < newest and file_state(p) == s}
+        store.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(store, json.dumps(entries))
     return [(hashes[f.path], states[f.path]) for f in files]

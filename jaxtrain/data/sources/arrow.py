@@ -1,4 +1,4 @@
-"""Parquet and Arrow: a column of text, each row a document. By pyarrow alone."""
+"""Parquet and Arrow files: each row of a text column is a document."""
 
 from __future__ import annotations
 
@@ -7,46 +7,39 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from jaxtrain.data.sources.base import Document, File, Format, Span, one_line
+from jaxtrain.data.sources.base import Document, File, Format, Span, first_line, group_spans, one_span, truncated_error
 from jaxtrain.errors import DataError
 from jaxtrain.io.packages import import_optional
 
-ROWS = 1024  # made into Python strings at a time
+ROWS = 1024  # converted to Python strings at a time
 
 
 def _check_column(path: str, schema: Any, field: str) -> None:
-    """Raises DataError where a schema has no such column, or one that is not text."""
+    """Raises DataError if a schema has no text column `field`."""
     if field not in schema.names:
-        have = ", ".join(schema.names)
-        raise DataError(f"{path}: no column `{field}`; set data.sources[].field to one of: {have}")
-    kind = str(schema.field(field).type)
-    if "string" not in kind or kind.startswith(("list", "struct", "map", "large_list")):
-        raise DataError(f"{path}: column `{field}` holds {kind}, not text; set data.sources[].field")
+        columns = ", ".join(schema.names)
+        raise DataError(f"{path}: no column `{field}`; set data.sources[].field to one of: {columns}")
+    dtype = str(schema.field(field).type)
+    if "string" not in dtype or dtype.startswith(("list", "struct", "map", "large_list")):
+        raise DataError(f"{path}: column `{field}` holds {dtype}, not text; set data.sources[].field")
 
 
-def _parquet(file: File) -> Any:
+def _open_parquet(file: File) -> Any:
     parquet = import_optional("pyarrow.parquet", f"{file.path}: Parquet")
     try:
         return parquet.ParquetFile(file.path)
     except Exception as error:
-        raise DataError(f"{file.path}: not a readable Parquet file ({one_line(error)})") from error
+        raise DataError(f"{file.path}: not a readable Parquet file ({first_line(error)})") from error
 
 
 def _parquet_spans(file: File, target: int) -> Iterator[Span]:
-    with _parquet(file) as reader:
-        meta = reader.metadata
-        begin = first = rows = size = 0
-        for g in range(meta.num_row_groups):
-            group = meta.row_group(g)
-            rows += group.num_rows
-            size += group.total_byte_size
-            if size >= target or g == meta.num_row_groups - 1:
-                yield Span(file, begin, g + 1, first, size)
-                begin, first, size = g + 1, rows, 0
+    with _open_parquet(file) as reader:
+        groups = map(reader.metadata.row_group, range(reader.metadata.num_row_groups))
+        yield from group_spans(file, ((group.num_rows, group.total_byte_size) for group in groups), target)
 
 
 def _read_parquet(span: Span, field: str) -> Iterator[Document]:
-    with _parquet(span.file) as reader:
+    with _open_parquet(span.file) as reader:
         _check_column(span.file.path, reader.schema_arrow, field)
         row, groups = span.first, range(span.begin, span.end)
         try:
@@ -56,15 +49,14 @@ def _read_parquet(span: Span, field: str) -> Iterator[Document]:
                         yield Document(f"{span.file.name}:{row}", text)
                     row += 1
         except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-            raise DataError(f"{span.file.path}: row {row}: cannot be read ({one_line(error)})") from error
+            raise truncated_error(f"{span.file.path}: row {row}", error) from error
 
 
 @contextlib.contextmanager
-def _arrow(file: File) -> Iterator[Any]:
-    """A memory-mapped reader of either of Arrow's IPC formats, the file's (.feather) or the stream's (`datasets`).
+def _open_arrow(file: File) -> Iterator[Any]:
+    """Opens a memory-mapped reader of either of Arrow's IPC formats: file (.feather) or stream (`datasets`).
 
-    A stream may end anywhere between two record batches; its writers end it with a mark all the same, by which a cut
-    one is told.
+    A stream may end between any two record batches. Its writers still write an end mark, which a truncated file lacks.
     """
     pyarrow, ipc = (import_optional(name, f"{file.path}: Arrow") for name in ("pyarrow", "pyarrow.ipc"))
     with contextlib.ExitStack() as stack:
@@ -72,19 +64,19 @@ def _arrow(file: File) -> Iterator[Any]:
             source = stack.enter_context(pyarrow.memory_map(file.path))
             head = source.read(6)
             if head[:4] == b"FEA1":
-                raise DataError(f"{file.path}: Feather version 1, which is not read; write it anew as version 2")
+                raise ValueError("Feather version 1 is not supported; write it as version 2")
             source.seek(max(file.size - 4, 0))
             if head != b"ARROW1" and source.read(4) != bytes(4):
-                raise DataError(f"{file.path}: Arrow without its end mark; is it complete?")
+                raise ValueError("it has no end mark; is it complete?")
             source.seek(0)
             reader = stack.enter_context((ipc.open_file if head == b"ARROW1" else ipc.open_stream)(source))
         except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-            raise DataError(f"{file.path}: not a readable Arrow file ({one_line(error)})") from error
+            raise DataError(f"{file.path}: not a readable Arrow file ({first_line(error)})") from error
         yield reader
 
 
 def _record_batches(reader: Any, begin: int, end: int) -> Iterator[Any]:
-    """Record batches [begin, end) of a reader; views of the mapped file, so those before cost next to nothing."""
+    """Yields record batches [begin, end). They are views of the mapped file, so skipping some is cheap."""
     if hasattr(reader, "num_record_batches"):
         end = reader.num_record_batches if end < 0 else end
         return (reader.get_batch(i) for i in range(begin, end))
@@ -93,38 +85,31 @@ def _record_batches(reader: Any, begin: int, end: int) -> Iterator[Any]:
 
 def _arrow_spans(file: File, target: int) -> Iterator[Span]:
     if file.size <= target:
-        yield Span(file, 0, -1, 0, file.size)
+        yield from one_span(file, target)
         return
-    begin = first = rows = size = count = 0
-    with _arrow(file) as reader:
+    with _open_arrow(file) as reader:
+        batches = _record_batches(reader, 0, -1)
         try:
-            for batch in _record_batches(reader, 0, -1):
-                rows, size, count = rows + batch.num_rows, size + batch.nbytes, count + 1
-                if size >= target:
-                    yield Span(file, begin, count, first, size)
-                    begin, first, size = count, rows, 0
+            yield from group_spans(file, ((batch.num_rows, batch.nbytes) for batch in batches), target)
         except (OSError, ValueError) as error:
-            raise DataError(f"{file.path}: row {rows}: cannot be read ({one_line(error)}); is it complete?") from error
-    if begin < count:
-        yield Span(file, begin, count, first, size)
+            raise truncated_error(file.path, error) from error
 
 
 def _read_arrow(span: Span, field: str) -> Iterator[Document]:
     row = span.first
-    with _arrow(span.file) as reader:
+    with _open_arrow(span.file) as reader:
         _check_column(span.file.path, reader.schema, field)
         try:
             for batch in _record_batches(reader, span.begin, span.end):
                 column = batch.column(batch.schema.get_field_index(field))
-                column.validate(full=True)  # offsets of a damaged file would lead outside of it
+                column.validate(full=True)  # offsets of a damaged file could point outside of it
                 for start in range(0, len(column), ROWS):
                     for text in column.slice(start, ROWS).to_pylist():
                         if text is not None:
                             yield Document(f"{span.file.name}:{row}", text)
                         row += 1
         except (OSError, ValueError) as error:
-            message = f"cannot be read ({one_line(error)}); is it complete?"
-            raise DataError(f"{span.file.path}: row {row}: {message}") from error
+            raise truncated_error(f"{span.file.path}: row {row}", error) from error
 
 
 PARQUET = Format(("*.parquet",), _parquet_spans, _read_parquet)
