@@ -162,7 +162,7 @@ def test_train_tokenizer_without_documents_writes_nothing(tmp_path: Path) -> Non
 
 
 def test_a_users_own_data_has_no_tokenizer() -> None:
-    with pytest.raises(DataError, match=r"^data\.type: `a\.b:C` is a class of its own.*only `text`") as caught:
+    with pytest.raises(DataError, match=r"^data\.type: `a\.b:C` is a user.s class.*only `text`") as caught:
         prepare.text_sources(DataConfig(type="a.b:C"))
     assert "\n" not in str(caught.value)
     data = DataConfig()
