@@ -1,6 +1,6 @@
-"""Pages that need nothing else: no network, no scripts; light or dark as the screen is.
+"""Self-contained HTML pages: no network, no scripts, light or dark as the screen.
 
-Every text is escaped, but that which is `Html` already.
+All text is escaped except `Html`.
 """
 
 from __future__ import annotations
@@ -44,26 +44,24 @@ rect.track { fill: var(--track); } .grid { stroke: var(--rule); } .axis { stroke
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is markup and is not escaped."""
 
 
-def colours(own: Mapping[str, tuple[str, str]]) -> str:
-    """The common colours and those of a kind of page: name -> (on a light screen, on a dark one).
+def colour_css(colours: Mapping[str, tuple[str, str]]) -> str:
+    """Returns style rules for the common colours and those of a page.
 
-    Bars (`rect`) and swatches of these names have them.
+    Args:
+      colours: name -> (colour on a light screen, on a dark screen), of bars (`rect`) and swatches of this class.
     """
-    light = LIGHT | {name: pair[0] for name, pair in own.items()}
-    dark = DARK | {name: pair[1] for name, pair in own.items()}
-    fills = (f"rect.{name} {{ fill: var(--{name}); }} .swatch.{name} {{ background: var(--{name}); }}" for name in own)
-    sets = [" ".join(f"--{name}: {colour};" for name, colour in side.items()) for side in (light, dark)]
-    return (
-        f":root {{ color-scheme: light dark; {sets[0]} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {sets[1]} }} }}\n" + "\n".join(fills)
-    )
+    fills = [f"rect.{n} {{ fill: var(--{n}); }} .swatch.{n} {{ background: var(--{n}); }}" for n in colours]
+    themes = (LIGHT | {n: pair[0] for n, pair in colours.items()}, DARK | {n: pair[1] for n, pair in colours.items()})
+    light, dark = (" ".join(f"--{n}: {colour};" for n, colour in theme.items()) for theme in themes)
+    root = f":root {{ color-scheme: light dark; {light} }}"
+    return "\n".join([root, f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}", *fills])
 
 
-def document(title: str, header: str, sections: Mapping[str, str], style: str) -> str:
-    """A page: `header`, then every section that holds something, under its name."""
+def page(title: str, header: str, sections: Mapping[str, str], style: str) -> str:
+    """Returns a page with a header and its non-empty sections (name -> content)."""
     body = "\n".join(f"<section><h2>{name}</h2>\n{text}\n</section>" for name, text in sections.items() if text)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>
@@ -76,16 +74,16 @@ def document(title: str, header: str, sections: Mapping[str, str], style: str) -
 
 
 def cards(facts: Iterable[tuple[str, str, str]]) -> str:
-    """Figures side by side: (name, value, note)."""
-    found = "\n".join(
+    """Shows (name, value, note) side by side."""
+    items = "\n".join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="dim">{escape(note)}</dd></div>'
         for name, value, note in facts
     )
-    return f'<dl class="facts">{found}</dl>'
+    return f'<dl class="facts">{items}</dl>'
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int], total: bool = False) -> str:
-    """A table; `numbers` are the columns of figures, `total` marks the last row."""
+    """Returns a table; `numbers` are indices of columns of numbers, `total` marks the last row."""
     style = [' class="number"' if column in numbers else "" for column in range(len(titles))]
     head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(style, titles))
     lines = ["".join(f"<td{kind}>{_cell(cell)}</td>" for kind, cell in zip(style, row)) for row in rows]
@@ -94,29 +92,29 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequenc
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
-def listed(lines: Iterable[str]) -> str:
-    """A list."""
+def bullet_list(lines: Iterable[str]) -> str:
+    """Returns a list of lines."""
     return "<ul>" + "\n".join(f"<li>{_cell(line)}</li>" for line in lines) + "</ul>"
 
 
-def plot(svg: str) -> str:
-    """A picture that a narrow screen scrolls."""
+def scrollable(svg: str) -> str:
+    """Wraps a drawing so that narrow screens scroll it."""
     return f'<div class="wide">{svg}</div>' if svg else ""
 
 
-def dim(text: str) -> str:
-    """A remark."""
+def remark(text: str) -> str:
+    """Returns a paragraph of dimmed text."""
     return f'<p class="dim">{_cell(text)}</p>'
 
 
 def code(text: str) -> Html:
-    """Text as it is written in a program."""
+    """Returns text in a monospaced font."""
     return Html(f'<span class="code">{escape(text)}</span>')
 
 
-def swatch(kind: str, name: str) -> Html:
-    """A name with the colour of its bars."""
-    return Html(f'<span class="swatch {escape(kind)}"></span>{escape(name)}')
+def swatch(style: str, name: str) -> Html:
+    """Returns a name after a square in the colour of the class `style`."""
+    return Html(f'<span class="swatch {escape(style)}"></span>{escape(name)}')
 
 
 def _cell(text: str) -> str:

@@ -36,18 +36,18 @@ def page(run: RunHistory) -> str:
     """Builds the report as an HTML document."""
     sections = {
         "Where the time went": _goodput(run),
-        "Loss": html.plot(curve(run, "loss", "loss over steps", ("eval/loss", "validation"))),
-        "Learning rate": html.plot(curve(run, "lr", "learning rate over steps", high=110)),
-        "Throughput": html.plot(curve(run, "tokens_per_sec", "tokens a second over steps")),
+        "Loss": html.scrollable(curve(run, "loss", "loss over steps", ("eval/loss", "validation"))),
+        "Learning rate": html.scrollable(curve(run, "lr", "learning rate over steps", high=110)),
+        "Throughput": html.scrollable(curve(run, "tokens_per_sec", "tokens a second over steps")),
         "Starts and ends": _attempts(run),
         "Validation": _table(("metric", "first", "last", "lowest"), tables.scores(run), (1, 2, 3)),
         "Checkpoints": _table(
             ("step", "size", "seconds until on disk", "seconds training waited"), tables.checkpoints(run), (0, 1, 2, 3)
         ),
-        "Warnings and other events": html.listed(lines) if (lines := tables.notices(run)) else "",
+        "Warnings and other events": html.bullet_list(lines) if (lines := tables.notices(run)) else "",
     }
-    style = html.colours(COLOURS) + STYLE
-    return html.document(f"{run.name}: report", _headline(run), sections, style)
+    style = html.colour_css(COLOURS) + STYLE
+    return html.page(f"{run.name}: report", _headline(run), sections, style)
 
 
 def _headline(run: RunHistory) -> str:
@@ -60,21 +60,22 @@ def _headline(run: RunHistory) -> str:
 
 def _goodput(run: RunHistory) -> str:
     if run.goodput is None:
-        return html.dim("Unknown: the run recorded no time accounting.")
+        return html.remark("Unknown: the run recorded no time accounting.")
     spent = tables.buckets(run)
     rows: list[Sequence[str]] = [
         (html.swatch(name, what), format_seconds(seconds), f"{share:.1%}") for name, what, seconds, share in spent
     ]
     rows.append(("total", format_seconds(run.elapsed), "100.0%"))
     note = "Process 0, over all restarts. Every second counts in one line."
-    return f"{html.plot(shares(run))}\n{html.dim(note)}\n{html.table(('', 'time', 'share'), rows, (1, 2), total=True)}"
+    table = html.table(("", "time", "share"), rows, (1, 2), total=True)
+    return f"{html.scrollable(shares(run))}\n{html.remark(note)}\n{table}"
 
 
 def _attempts(run: RunHistory) -> str:
     titles = ("began", "steps", "duration", "in training steps", "down after it", "how it ended")
     table = html.table(titles, tables.attempts(run), (2, 3, 4))
     lines = tables.failed_generations(run)
-    return f"{html.plot(timeline(run))}\n{table}\n{html.listed(lines) if lines else ''}"
+    return f"{html.scrollable(timeline(run))}\n{table}\n{html.bullet_list(lines) if lines else ''}"
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
@@ -90,7 +91,7 @@ def shares(run: RunHistory) -> str:
             title = f"{ALL_BUCKETS[name]}: {format_seconds(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
             out.append(svg.rect(at, 4, wide, 40, name, title))
             at += wide
-    return svg.picture(50, out, "where the time went")
+    return svg.drawing(50, out, "where the time went")
 
 
 def timeline(run: RunHistory) -> str:
@@ -108,9 +109,9 @@ def timeline(run: RunHistory) -> str:
     out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, format_seconds))
     for index, attempt in enumerate(attempts):
         y = top + row * index
-        out.append(svg.text(LEFT - 8, y + 12, svg.cut(tables.step_range(attempt), LEFT - 10), "end"))
+        out.append(svg.text(LEFT - 8, y + 12, svg.shorten(tables.step_range(attempt), LEFT - 10), "end"))
         out += _stack(attempt, at, y, row - 3)
-    return svg.picture(bottom + 28, out, "attempts of the run")
+    return svg.drawing(bottom + 28, out, "attempts of the run")
 
 
 def _stack(attempt: Attempt, at: Scale, y: float, high: float) -> Iterator[str]:
@@ -160,7 +161,7 @@ def curve(run: RunHistory, key: str, what: str, beside: tuple[str, str] | None =
         out += [f'<circle class="scores" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>' for a, b in downsampled(other, 100)]
         label += f"; {beside[1]} (dots), last {_figure(other[-1][1])}"
     out.append(svg.text(RIGHT, 22, label, "end"))
-    return svg.picture(high + 28, out, what)
+    return svg.drawing(high + 28, out, what)
 
 
 def downsampled(points: Points, most: int) -> list[tuple[float, float]]:
@@ -180,7 +181,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _levels(y: Scale, low: float, top: float) -> Iterator[str]:
-    step = svg.round_step((top - low) / 5)
+    step = svg.tick_step((top - low) / 5)
     value = math.ceil(low / step) * step
     while value <= top:
         height = y(value)
@@ -191,7 +192,7 @@ def _levels(y: Scale, low: float, top: float) -> Iterator[str]:
 
 def _ticks(x: Scale, low: float, high: float, y: float, shown: Callable[[float], str]) -> Iterator[str]:
     """Draws round figures along an axis below `y`."""
-    step = svg.round_step((high - low) / 6)
+    step = svg.tick_step((high - low) / 6)
     value = math.ceil(low / step) * step
     while value <= high:
         place = x(value)

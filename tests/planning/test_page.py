@@ -101,7 +101,7 @@ def test_labels_stay_on_the_plot():
         for svg in filter(None, (plots.memory(plan), plots.times(plan), plots.roofline(plan))):
             for node in ElementTree.fromstring(svg).iter():
                 if node.tag.endswith("text"):
-                    wide, x = plots.LETTER * len(node.text or ""), float(node.attrib["x"])
+                    wide, x = plots.LETTER_WIDTH * len(node.text or ""), float(node.attrib["x"])
                     left = {"start": x, "middle": x - wide / 2, "end": x - wide}[node.attrib["text-anchor"]]
                     assert left >= -1, node.text
                     assert left + wide <= plots.WIDTH + 1, node.text

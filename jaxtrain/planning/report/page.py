@@ -43,7 +43,7 @@ def page(plan: Plan, title: str) -> str:
         "Assumptions": _assumptions(plan),
     }
     name = f"{title}: plan for {plan.target}"
-    return html.document(name, _headline(plan, title), sections, html.colours(COLOURS) + STYLE)
+    return html.page(name, _headline(plan, title), sections, html.colour_css(COLOURS) + STYLE)
 
 
 def _headline(plan: Plan, title: str) -> str:
@@ -72,7 +72,7 @@ def _memory(plan: Plan) -> str:
     cells.append(("in all", unit.number(plan.needs), f"{plan.needs / whole:.1%}"))
     of = "of usable" if plan.usable else "of what it needs"
     table = html.table(("", unit.name, of), cells, (1, 2), total=True)
-    return f'{html.plot(plots.memory(plan))}\n<p class="dim">{escape(values.capacity(plan))}</p>\n{table}'
+    return f'{html.scrollable(plots.memory(plan))}\n<p class="dim">{escape(values.capacity(plan))}</p>\n{table}'
 
 
 def _times(plan: Plan) -> str:
@@ -91,7 +91,7 @@ def _times(plan: Plan) -> str:
         for name in ("phase", "part") if plan.seconds_by.get(name)
     )  # fmt: skip
     flops = html.table(("FLOPs of a device", "", ""), [(f.name, f.value, f.note) for f in values.flops(plan)], (1,))
-    return f'{note}{html.plot(plots.times(plan))}\n<div class="beside">{split}</div>\n{flops}'
+    return f'{note}{html.scrollable(plots.times(plan))}\n<div class="beside">{split}</div>\n{flops}'
 
 
 def _roofline(plan: Plan) -> str:
@@ -100,7 +100,7 @@ def _roofline(plan: Plan) -> str:
         "Points: parts of the step that multiply. Levels: FLOP/s of the compiled step while it computes, and with "
         "waiting. Dashed: what programs achieve."
     )
-    return f'{html.plot(drawn)}\n<p class="dim">{note}</p>' if drawn else ""
+    return f'{html.scrollable(drawn)}\n<p class="dim">{note}</p>' if drawn else ""
 
 
 def _traffic(plan: Plan) -> str:
@@ -146,4 +146,4 @@ def _assumptions(plan: Plan) -> str:
         "1 GB is 1e9 bytes, 1 GiB is 2^30",
         "nothing was run: the step was compiled only",
     ]
-    return html.listed(lines)
+    return html.bullet_list(lines)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import log10
 
 from jaxtrain.io import svg
-from jaxtrain.io.svg import LETTER, WIDTH
+from jaxtrain.io.svg import LETTER_WIDTH, WIDTH
 from jaxtrain.planning.hardware import calibration, chips
 from jaxtrain.planning.report import values
 from jaxtrain.planning.result import Plan
@@ -40,7 +40,7 @@ def memory(plan: Plan) -> str:
             out.append(svg.line(at(limit), top - height, at(limit), top + high, "limit"))
             shift = -5 if anchor == "end" else 5
             out.append(svg.text(at(limit) + shift, top - height + 10, f"{name}: {unit(limit)}", anchor))
-    return svg.picture(top + high + 30, out, "memory of a device by kind")
+    return svg.drawing(top + high + 30, out, "memory of a device by kind")
 
 
 def times(plan: Plan) -> str:
@@ -61,13 +61,13 @@ def times(plan: Plan) -> str:
         y = top + row * index
         stop = start + part.seconds
         said = f"{unit(part.seconds)}, {part.seconds / end:.1%}"
-        out.append(svg.text(LABEL - 10, y + 17, svg.cut(part.name, LABEL - 10), "end"))
+        out.append(svg.text(LABEL - 10, y + 17, svg.shorten(part.name, LABEL - 10), "end"))
         out.append(
             svg.rect(at(start), y + 3, max(1.0, at(stop) - at(start)), row - 6, part.group, f"{part.name}: {said}")
         )
         out.append(svg.text(at(stop) + 8, y + 17, said, "start"))
         start = stop
-    return svg.picture(bottom + 30, out, "time of a step by what it goes into")
+    return svg.drawing(bottom + 30, out, "time of a step by what it goes into")
 
 
 def roofline(plan: Plan) -> str:
@@ -96,7 +96,7 @@ def roofline(plan: Plan) -> str:
                 svg.text(field.left + 8, field.y(rate) + above, f"{name}: {values.prefixed(rate, 'FLOP/s')}", "start")
             )
     out += _points(plan, field)
-    return svg.picture(field.bottom + 44, out, "roofline")
+    return svg.drawing(field.bottom + 44, out, "roofline")
 
 
 def _points(plan: Plan, field: Field) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _points(plan: Plan, field: Field) -> Iterator[str]:
         return
     lowest = max(field.y(rate) for _, rate, _ in found)
     said = [f"{name}: {values.prefixed(rate, 'FLOP/s')}" for _, rate, name in found]
-    end = min(field.x(found[0][0]) + 60, field.right - LETTER * max(map(len, said)))
+    end = min(field.x(found[0][0]) + 60, field.right - LETTER_WIDTH * max(map(len, said)))
     for row, (intensity, rate, _) in enumerate(found):  # from the right, so that no line crosses another
         x, y, below = field.x(intensity), field.y(rate), lowest + 60 + 22 * row
         yield f'<polyline class="leader" points="{x:.1f},{y:.1f} {end - 6:.1f},{below - 4:.1f}"/>'
@@ -169,7 +169,7 @@ def _roof(field: Field, peak: float, bandwidth: float, style: str) -> list[str]:
 
 def _ticks(at: Callable[[float], float], end: float, unit: values.Unit, y: float) -> Iterator[str]:
     """Round figures of an axis below `y`."""
-    step = svg.round_step(end / unit.factor / 6)
+    step = svg.tick_step(end / unit.factor / 6)
     value = 0.0
     while value * unit.factor <= end:
         x = at(value * unit.factor)
