@@ -9,21 +9,7 @@ from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 
 __all__ = [
-    "BuildResult",
-    "DataError",
-    "Dataset",
-    "Prefetcher",
-    "TextDataset",
-    "TokenCache",
-    "Tokenizer",
-    "TokenizerResult",
-    "build_cache",
-    "build_caches",
-    "load_tokenizer",
-    "open_cache",
-    "open_dataset",
-    "open_datasets",
-    "open_validation_sets",
-    "text_sources",
-    "train_tokenizer",
-]
+    "BuildResult", "DataError", "Dataset", "Prefetcher", "TextDataset", "TokenCache", "Tokenizer", "TokenizerResult",
+    "build_cache", "build_caches", "load_tokenizer", "open_cache", "open_dataset", "open_datasets",
+    "open_validation_sets", "text_sources", "train_tokenizer",
+]  # fmt: skip

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.data.sources.base import Document, File, Format, Span, first_line, text_field, truncated_error
+from jaxtrain.data.sources.base import Document, File, Format, Span, first_line, json_text, truncated_error
 from jaxtrain.errors import DataError
 from jaxtrain.io.packages import import_optional
 
@@ -67,7 +67,7 @@ def _record_reader(first: bytes) -> Callable[[bytes, str, str], str]:
     """Chooses the function that reads the text of a record, by the first record of the file."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(json.loads(first), dict):
-            return _read_json
+            return json_text
     with contextlib.suppress(ValueError):
         if _parse_example(first):
             return _read_example
@@ -81,14 +81,6 @@ def _read_text(record: bytes, field: str, where: str) -> str:
     except UnicodeDecodeError as error:
         message = "neither UTF-8 text nor a JSON object nor a tf.train.Example; write the records as one of these"
         raise DataError(f"{where}: {message}") from error
-
-
-def _read_json(record: bytes, field: str, where: str) -> str:
-    try:
-        entry = json.loads(record)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: broken JSON ({first_line(error)}); each record must be one object") from error
-    return text_field(entry, field, where)
 
 
 def _read_example(record: bytes, field: str, where: str) -> str:

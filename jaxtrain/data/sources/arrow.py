@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -41,15 +41,22 @@ def _parquet_spans(file: File, target: int) -> Iterator[Span]:
 def _read_parquet(span: Span, field: str) -> Iterator[Document]:
     with _open_parquet(span.file) as reader:
         _check_column(span.file.path, reader.schema_arrow, field)
-        row, groups = span.first, range(span.begin, span.end)
-        try:
-            for batch in reader.iter_batches(batch_size=ROWS, row_groups=list(groups), columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    if text is not None:
-                        yield Document(f"{span.file.name}:{row}", text)
-                    row += 1
-        except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-            raise truncated_error(f"{span.file.path}: row {row}", error) from error
+        groups = list(range(span.begin, span.end))
+        batches = reader.iter_batches(batch_size=ROWS, row_groups=groups, columns=[field])
+        yield from _documents(span, (batch.column(0) for batch in batches))
+
+
+def _documents(span: Span, columns: Iterable[Any]) -> Iterator[Document]:
+    """Yields the rows of consecutive parts of a text column, except nulls."""
+    row = span.first
+    try:
+        for column in columns:
+            for text in column.to_pylist():
+                if text is not None:
+                    yield Document(f"{span.file.name}:{row}", text)
+                row += 1
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
+        raise truncated_error(f"{span.file.path}: row {row}", error) from error
 
 
 @contextlib.contextmanager
@@ -96,20 +103,16 @@ def _arrow_spans(file: File, target: int) -> Iterator[Span]:
 
 
 def _read_arrow(span: Span, field: str) -> Iterator[Document]:
-    row = span.first
     with _open_arrow(span.file) as reader:
         _check_column(span.file.path, reader.schema, field)
-        try:
-            for batch in _record_batches(reader, span.begin, span.end):
-                column = batch.column(batch.schema.get_field_index(field))
-                column.validate(full=True)  # offsets of a damaged file could point outside of it
-                for start in range(0, len(column), ROWS):
-                    for text in column.slice(start, ROWS).to_pylist():
-                        if text is not None:
-                            yield Document(f"{span.file.name}:{row}", text)
-                        row += 1
-        except (OSError, ValueError) as error:
-            raise truncated_error(f"{span.file.path}: row {row}", error) from error
+        yield from _documents(span, _text_columns(_record_batches(reader, span.begin, span.end), field))
+
+
+def _text_columns(batches: Iterable[Any], field: str) -> Iterator[Any]:
+    for batch in batches:
+        column = batch.column(batch.schema.get_field_index(field))
+        column.validate(full=True)  # offsets of a damaged file could point outside of it
+        yield from (column.slice(start, ROWS) for start in range(0, len(column), ROWS))
 
 
 PARQUET = Format(("*.parquet",), _parquet_spans, _read_parquet)

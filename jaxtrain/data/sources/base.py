@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
 import xxhash
 
@@ -77,7 +78,7 @@ def group_spans(file: File, parts: Iterable[tuple[int, int]], target: int) -> It
         yield Span(file, begin, count, first, size)
 
 
-def open_decompressed(file: File) -> IO[bytes]:
+def open_file(file: File) -> IO[bytes]:
     """Opens a file, decompressing it if its name ends with .gz, .tgz or .zst."""
     if file.name.endswith((".gz", ".tgz")):
         return cast("IO[bytes]", gzip.open(file.path, "rb"))
@@ -87,12 +88,18 @@ def open_decompressed(file: File) -> IO[bytes]:
     return open(file.path, "rb", buffering=1 << 20)
 
 
-def text_field(entry: Any, field: str, where: str) -> str:
+def json_text(data: bytes, field: str, where: str) -> str:
     """Returns the text in a field of a JSON object. Lone surrogates, which have no UTF-8, become U+FFFD.
 
     Raises:
-      DataError: no such field, or not text; begins with `where` and lists the fields that hold text.
+      DataError: broken JSON, no such field, or not text; begins with `where` and lists the fields that hold text.
     """
+    try:
+        entry = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 (byte {error.start + 1}); convert it") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: broken JSON ({first_line(error)}); expected one object") from error
     if not isinstance(entry, dict):
         raise DataError(f"{where}: {type(entry).__name__} instead of an object with a field `{field}`")
     text = entry.get(field)

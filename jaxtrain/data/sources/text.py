@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
-from jaxtrain.data.sources.base import (
-    Document,
-    File,
-    Format,
-    Span,
-    first_line,
-    one_span,
-    open_decompressed,
-    text_field,
-    truncated_error,
-)  # fmt: skip
+from jaxtrain.data.sources.base import Document, File, Format, Span, json_text, one_span, open_file, truncated_error
 from jaxtrain.errors import DataError
 
 TEXT_SUFFIXES = """
@@ -63,7 +52,7 @@ def _numbered_lines(span: Span) -> Iterator[tuple[int, bytes]]:
     """Yields (line number, line) of a span of JSONL."""
     number = span.first - 1
     try:
-        with open_decompressed(span.file) as f:
+        with open_file(span.file) as f:
             if span.begin:
                 f.seek(span.begin)
             left = span.end - span.begin if span.end >= 0 else -1
@@ -80,16 +69,8 @@ def _numbered_lines(span: Span) -> Iterator[tuple[int, bytes]]:
 
 def _read_jsonl(span: Span, field: str) -> Iterator[Document]:
     for number, line in _numbered_lines(span):
-        if not line.strip():
-            continue
-        where = f"{span.file.path}:{number}"
-        try:
-            entry = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 (byte {error.start + 1} of the line); convert it") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: broken JSON ({first_line(error)}); each line must be one object") from error
-        yield Document(f"{span.file.name}:{number}", text_field(entry, field, where))
+        if line.strip():
+            yield Document(f"{span.file.name}:{number}", json_text(line, field, f"{span.file.path}:{number}"))
 
 
 TEXT = Format(tuple(f"*.{suffix}" for suffix in TEXT_SUFFIXES.split()), one_span, _read_text)

@@ -6,7 +6,6 @@ is read as a stream and never unpacked.
 
 from __future__ import annotations
 
-import json
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -14,16 +13,7 @@ from contextlib import ExitStack
 from itertools import groupby
 from typing import Any
 
-from jaxtrain.data.sources.base import (
-    Document,
-    Format,
-    Span,
-    first_line,
-    one_span,
-    open_decompressed,
-    text_field,
-    truncated_error,
-)  # fmt: skip
+from jaxtrain.data.sources.base import Document, Format, Span, json_text, one_span, open_file, truncated_error
 from jaxtrain.errors import DataError
 
 CHUNK = 1 << 20
@@ -56,11 +46,7 @@ def _read_tar(span: Span, field: str) -> Iterator[Document]:
                 problem = f"not UTF-8 (byte {error.start + 1}); set data.sources[].field"
                 raise DataError(f"{where}.{suffix}: {problem}") from error
         elif "json" in members:
-            try:
-                entry = json.loads(members["json"])
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}.json: broken JSON ({first_line(error)})") from error
-            text = text_field(entry, field, f"{where}.json")
+            text = json_text(members["json"], field, f"{where}.json")
         else:
             message = f"no member `{field}`; set data.sources[].field to one of the members: {', '.join(suffixes)}"
             raise DataError(f"{where}: {message}")
@@ -79,7 +65,7 @@ def _members(span: Span, wanted: set[str]) -> Iterator[tuple[str, str, bytes | N
     path, last = span.file.path, "the first member"
     with ExitStack() as stack:
         try:
-            stream = stack.enter_context(open_decompressed(span.file))
+            stream = stack.enter_context(open_file(span.file))
             options = {"mode": "r|", "bufsize": tarfile.BLOCKSIZE, "tarinfo": _StrictTarInfo}
             tar: Any = stack.enter_context(tarfile.open(fileobj=stream, **options))
             while (member := tar.next()) is not None:
