@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -64,14 +63,14 @@ def describe(fault: FaultConfig) -> str:
 def remaining_faults(faults: Sequence[FaultConfig], run_dir: Path) -> tuple[FaultConfig, ...]:
     """Returns the faults that have not happened in this folder."""
     counts = Counter(past_faults(run_dir))
-    left = []
+    remaining = []
     for fault in faults:
         name = describe(fault)
         if counts[name] > 0:
             counts[name] -= 1
         else:
-            left.append(fault)
-    return tuple(left)
+            remaining.append(fault)
+    return tuple(remaining)
 
 
 def past_faults(run_dir: Path) -> list[str]:
@@ -79,66 +78,80 @@ def past_faults(run_dir: Path) -> list[str]:
     return [str(record["fault"]) for _, record in read_records(run_dir / FILE) if record and "fault" in record]
 
 
-class FaultInjector:
-    """Pending faults of this process. Entered around training: functions that write checkpoints are wrapped meanwhile.
+class FaultInjection(Callback):
+    """Triggers the faults of the config, each once per run directory.
 
-    Args:
-        faults: see `remaining_faults`.
-        run_dir: folder of the run, in which they are recorded.
+    During training the functions that write checkpoints are wrapped, if a fault needs it.
     """
 
-    def __init__(self, faults: Sequence[FaultConfig], run_dir: Path) -> None:
-        index = jax.process_index()
-        self._left = [one for one in faults if one.process == index or one.kind == "nan"]
-        self._dir, self._stack, self._lock = run_dir, ExitStack(), threading.Lock()
+    def __init__(self) -> None:
+        self._pending: list[FaultConfig] = []
+        self._run_dir, self._patches, self._lock = Path(), ExitStack(), threading.Lock()
 
-    def __enter__(self) -> FaultInjector:
-        if any(moment(one) in ("save", "commit", "committed") for one in self._left):
+    def program_config(self, config: Config, run_dir: Path) -> Config:
+        """Returns the config with the faults that have not happened yet."""
+        remaining, index = remaining_faults(config.debug.faults, run_dir), jax.process_index()
+        self._run_dir = run_dir
+        self._pending = [fault for fault in remaining if fault.process == index or fault.kind == "nan"]
+        return config.model_copy(update={"debug": DebugConfig(faults=remaining)})
+
+    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
+        """Wraps the functions that write checkpoints."""
+        if any(moment(fault) in ("save", "commit", "committed") for fault in self._pending):
             for owner, name, wrapped in (
                 (orbax, "write", self._wrap_write(orbax.write)),
                 (orbax, "start", self._wrap_write(orbax.start, is_joint=True)),
                 (os, "replace", self._wrap_rename(os.replace)),
             ):
-                self._stack.enter_context(mock.patch.object(owner, name, wrapped))
-        return self
+                self._patches.enter_context(mock.patch.object(owner, name, wrapped))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._stack.close()
+    def close(self, trainer: TrainerView) -> None:
+        """Unwraps the functions that write checkpoints."""
+        self._patches.close()
 
-    def trigger(self, when: str, step: int) -> None:
-        """Causes the faults of a moment of a step."""
-        for one in self._take(when, step):
-            if one.kind in ENDS:
-                ENDS[one.kind]()
-
-    def wrap_fetch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
-        """Returns a loader's `fetch(batch index)` with its faults."""
-        if not any(moment(one) == "data" for one in self._left):
+    def wrap_fetch(self, fetch: Fetch) -> Fetch:
+        """Adds the faults of the loader."""
+        if not any(moment(fault) == "data" for fault in self._pending):
             return fetch
 
-        def hooked(index: int) -> Any:
+        def fetch_with_faults(index: int) -> Any:
             self.trigger("data", index + 1)
             return fetch(index)
 
-        return hooked
+        return fetch_with_faults
 
-    def after_step(self, state: Any, done: int) -> Any:
-        """Causes the faults after a step. Returns its state, with a flipped bit if that is due."""
-        for one in self._take("step", done):
-            if one.kind == "flip":
-                state = {**state, "params": flip_bit(state["params"], done)}
-            elif one.kind in ENDS:
-                ENDS[one.kind]()
+    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+        """Triggers the faults after a step. Returns its state, with a flipped bit if that is due."""
+        for fault in self._take("step", step):
+            if fault.kind == "flip":
+                state = {**state, "params": flip_bit(state["params"], step)}
+            elif fault.kind in ENDS:
+                ENDS[fault.kind]()
         return state
 
+    def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
+        """Triggers the faults of the validation."""
+        self.trigger("eval", step)
+
+    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
+        """Triggers the faults between logging and saving."""
+        self.trigger("logged", step)
+        return True
+
+    def trigger(self, when: str, step: int) -> None:
+        """Triggers the faults of a moment of a step that end the process."""
+        for fault in self._take(when, step):
+            if fault.kind in ENDS:
+                ENDS[fault.kind]()
+
     def _take(self, when: str, step: int) -> list[FaultConfig]:
-        """Returns the faults that happen now. They leave the list, and are recorded on disk first."""
+        """Removes the faults of a moment from the pending ones, records them on disk, and returns them."""
         with self._lock:
-            here = {describe(one): one for one in self._left if moment(one) == when and one.step == step}
-            due = list(here.values())  # of equal ones the next comes next time
-            for one in due:
-                self._left.remove(one)
-                record_fault(self._dir, describe(one))
+            matches = [fault for fault in self._pending if moment(fault) == when and fault.step == step]
+            due = list({describe(fault): fault for fault in matches}.values())  # of equal faults one at a time
+            for fault in due:
+                self._pending.remove(fault)
+                record_fault(self._run_dir, describe(fault))
         return due
 
     def _wrap_write(self, real: Callable, is_joint: bool = False) -> Callable:
@@ -146,19 +159,19 @@ class FaultInjector:
 
         def write(path: Path, *args: Any) -> Any:
             due, is_full = self._take("save", _step_of(path)), False
-            for one in due:
-                if one.kind == "slow_disk":
+            for fault in due:
+                if fault.kind == "slow_disk":
                     time.sleep(SLOW)
-                elif one.kind == "full_disk" and is_joint:
+                elif fault.kind == "full_disk" and is_joint:
                     is_full = True
-                elif one.kind == "full_disk":
-                    raise _full_disk()
+                elif fault.kind == "full_disk":
+                    raise _disk_full_error()
                 else:
-                    threading.Thread(target=_when_begun, args=(path, ENDS[one.kind]), daemon=True).start()
-            out = real(path, *args)
-            if any(one.kind in ENDS for one in due):
+                    threading.Thread(target=_when_begun, args=(path, ENDS[fault.kind]), daemon=True).start()
+            result = real(path, *args)
+            if any(fault.kind in ENDS for fault in due):
                 time.sleep(SLOW)  # the disk may have been faster than the thread that kills
-            return _DiskFullSave(out) if is_full else out
+            return _DiskFullSave(result) if is_full else result
 
         return write
 
@@ -168,55 +181,13 @@ class FaultInjector:
             step = _step_of(path.parent) if path.name == MARKER else -1
             self.trigger("commit", step)
             real(source, target, **options)
-            for one in self._take("committed", step):
-                if one.kind == "corrupt":
-                    corrupt_checkpoint(path.parent, one.step)
+            for fault in self._take("committed", step):
+                if fault.kind == "corrupt":
+                    corrupt_checkpoint(path.parent, fault.step)
                 else:
-                    ENDS[one.kind]()
+                    ENDS[fault.kind]()
 
         return replace
-
-
-class FaultInjection(Callback):
-    """Triggers the faults of the config, each once per run directory."""
-
-    def __init__(self) -> None:
-        self._faults: FaultInjector | None = None
-
-    def program_config(self, config: Config, run_dir: Path) -> Config:
-        """Returns the config with the faults that have not happened yet."""
-        left = remaining_faults(config.debug.faults, run_dir)
-        self._faults = FaultInjector(left, run_dir)
-        return config.model_copy(update={"debug": DebugConfig(faults=left)})
-
-    def on_train_begin(self, trainer: TrainerView, step: int) -> None:
-        """Wraps the functions that write checkpoints."""
-        self._get().__enter__()
-
-    def wrap_fetch(self, fetch: Fetch) -> Fetch:
-        """Adds the faults of the loader."""
-        return self._get().wrap_fetch(fetch)
-
-    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
-        """Triggers the faults after a step."""
-        return self._get().after_step(state, step)
-
-    def on_evaluate_begin(self, trainer: TrainerView, step: int) -> None:
-        """Triggers the faults of the validation."""
-        self._get().trigger("eval", step)
-
-    def allows_save(self, trainer: TrainerView, state: State, step: int, is_last: bool) -> bool:
-        """Triggers the faults between logging and saving."""
-        self._get().trigger("logged", step)
-        return True
-
-    def close(self, trainer: TrainerView) -> None:
-        """Unwraps the functions that write checkpoints."""
-        self._get().__exit__(None, None, None)
-
-    def _get(self) -> FaultInjector:
-        assert self._faults is not None
-        return self._faults
 
 
 class _DiskFullSave:
@@ -227,10 +198,10 @@ class _DiskFullSave:
 
     def result(self) -> None:
         self._real.result()
-        raise _full_disk()
+        raise _disk_full_error()
 
 
-def _full_disk() -> OSError:
+def _disk_full_error() -> OSError:
     return OSError(errno.ENOSPC, "No space left on device (injected fault)")
 
 
@@ -262,15 +233,14 @@ def flip_bit(params: Any, seed: int) -> Any:
     """
     leaves, tree = jax.tree.flatten(params)
     for index, leaf in enumerate(leaves):
-        copies = Counter(str(shard.index) for shard in leaf.addressable_shards)
-        last = leaf.addressable_shards[-1]
-        if copies[str(last.index)] > 1:
-            leaves[index] = _with_flipped(leaf, seed)
+        copies = [str(shard.index) for shard in leaf.addressable_shards]
+        if copies.count(copies[-1]) > 1:
+            leaves[index] = _flip_last_shard(leaf, seed)
             return jax.tree.unflatten(tree, leaves)
     raise UserError("debug.faults: flip: no parameter has replicas here; expected a layout with replicas, such as ddp")
 
 
-def _with_flipped(leaf: jax.Array, seed: int) -> jax.Array:
+def _flip_last_shard(leaf: jax.Array, seed: int) -> jax.Array:
     """Flips the lowest bit of one byte of the last shard, too little to be visible in the loss."""
     shards = [shard.data for shard in leaf.addressable_shards]
     wrong = np.array(jax.device_get(shards[-1]))
@@ -280,20 +250,16 @@ def _with_flipped(leaf: jax.Array, seed: int) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def _hang() -> None:
     while True:
         time.sleep(3600)
 
 
-ENDS: dict[str, Callable[[], None]] = {"kill": _kill, "stop": _stop, "hang": _hang}
+ENDS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": _hang,
+}
 
 
 def _when_begun(path: Path, end: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointStore, SaveFailed
+from jaxtrain.checkpoint.state_tree import flatten
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.config.show import as_dict
@@ -116,7 +117,7 @@ def export_model(
     with _new_folder(target) as folder:
         program = build(config, vocab, _devices(config))
         params, done = load_params(directory, step, program)
-        flat = {path: _get(params, path) for path in program.definition.tensors()}
+        flat = flatten(params)
         kind = np.dtype(dtype or flat["embed/table"].dtype)
         size = save_weights(folder, TENSOR_MAPPINGS[architecture.name], flat, kind, max_bytes)
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": kind.name}, indent=2) + "\n")
@@ -212,9 +213,3 @@ def _bytes(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise UserError(f"--shard-size: expected a size such as 5GB or 500MB; found {format_value(text)}")
     return int(float(match[1]) * UNITS[match[2]])
-
-
-def _get(tree: Any, path: str) -> Any:
-    for part in path.split("/"):
-        tree = tree[part]
-    return tree

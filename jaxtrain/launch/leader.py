@@ -15,8 +15,9 @@ from typing import Any
 
 from jaxtrain.exit_codes import SAVED, USAGE
 from jaxtrain.launch.exit_reasons import cause_rank, describe_exit, is_clean_exit, shell_exit_code
+from jaxtrain.launch.job import ElasticJob
 from jaxtrain.launch.node_pool import ConnectedNode, Denylist, NodePool, Slot
-from jaxtrain.launch.types import FailureCause, LaunchEvent, LaunchJob, Phase, Placement, RestartPolicy
+from jaxtrain.launch.types import FailureCause, LaunchEvent, Phase, Placement, RestartPolicy
 
 SETTLE_TIME = 0.5  # seconds to wait for the exit that caused another one
 KILL_TIMEOUT = 60.0  # seconds in which a node must have ended its killed workers
@@ -29,7 +30,7 @@ class Leader:
 
     def __init__(
         self,
-        job: LaunchJob,
+        job: ElasticJob,
         policy: RestartPolicy,
         *,
         generation: int = 0,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxtrain.launch.agent import Agent, WorkerCommand
-from jaxtrain.launch.job import open_job
+from jaxtrain.launch.job import ElasticJob, open_job
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.options import LaunchOptions
 from jaxtrain.launch.server import LeaderServer, last_generation
-from jaxtrain.launch.types import LaunchJob, RestartPolicy
+from jaxtrain.launch.types import RestartPolicy
 from jaxtrain.launch.worker_logs import Terminal
 
 LOCAL_JOIN_TIMEOUT = 5.0  # seconds; the leader runs in the same process
@@ -49,7 +49,7 @@ def supervise(options: LaunchOptions, terminal: Terminal) -> tuple[int, str | No
 
 
 def run_leader(
-    job: LaunchJob, policy: RestartPolicy, options: LaunchOptions, command: WorkerCommand, terminal: Terminal
+    job: ElasticJob, policy: RestartPolicy, options: LaunchOptions, command: WorkerCommand, terminal: Terminal
 ) -> int:
     """Runs the leader of a job and the agent of node 0 until the job ends. Returns the exit code."""
     host, port = options.agent.leader

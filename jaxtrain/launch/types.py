@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.launch.node_pool import Slot
@@ -38,17 +38,6 @@ class Placement:
     overrides: tuple[str, ...]
     mesh: str
     config: Config
-
-
-class LaunchJob(Protocol):
-    """Run that a leader launches; `job.ElasticJob` implements it."""
-
-    directory: Any
-    is_simulated: bool
-
-    def largest_placement(self, available: int) -> Placement | None: ...
-    def write_config(self, placement: Placement) -> None: ...
-    def newest_checkpoint(self) -> int | None: ...
 
 
 @dataclass(frozen=True)

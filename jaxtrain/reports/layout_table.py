@@ -69,7 +69,7 @@ def mesh_line(layout: str, sizes: Mapping[str, int], device: str) -> str:
 def model_line(rows: Sequence[ParameterRow]) -> str:
     """Returns `model     1,024,000 parameters, 512 KiB on each device`."""
     count, bytes = sum(row.count for row in rows), sum(row.bytes for row in rows)
-    return f"model     {count:,} parameters, {size(bytes)} on each device"
+    return f"model     {count:,} parameters, {format_bytes(bytes)} on each device"
 
 
 def layout_report(
@@ -95,12 +95,12 @@ def parameter_table(rows: Sequence[ParameterRow], width: int, most: int = MOST_R
     table.add_column("shape/axis", no_wrap=True, overflow="ellipsis")
     if width >= WIDE:
         table.add_column("logical names", no_wrap=True, overflow="ellipsis")
-    for title, footer in (("count", f"{total:,}"), ("per device", size(local))):
+    for title, footer in (("count", f"{total:,}"), ("per device", format_bytes(local))):
         least = max(len(title), len(footer))  # numbers must not be cut
         table.add_column(title, footer=footer, justify="right", no_wrap=True, min_width=least)
     for row in shown:
         names = [" ".join(name or "-" for name in row.names)] if width >= WIDE else []
-        table.add_row(row.name, _placed(row), *names, f"{row.count:,}", size(row.bytes))
+        table.add_row(row.name, _placed(row), *names, f"{row.count:,}", format_bytes(row.bytes))
     return table
 
 
@@ -168,7 +168,7 @@ def _placed(row: ParameterRow) -> Text:
     return text
 
 
-def size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Formats bytes as 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1000:

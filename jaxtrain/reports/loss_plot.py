@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.io.jsonl import read_records
-from jaxtrain.trackers.files import EVENTS, METRICS
+from jaxtrain.errors import UserError
+from jaxtrain.reports.history import RunHistory, read_history
+from jaxtrain.trackers.files import METRICS
 
 TRAIN, VALIDATION, RATE, YARDSTICK = "#2f6db3", "#d1495b", "#6c757d", "#8a8a8a"
 
@@ -24,22 +25,20 @@ def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
         out: file to write; default: RUN_DIR/loss.png.
 
     Raises:
-        ValueError: no training loss was logged.
+        UserError: the directory is not a run, or no training loss was logged.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    run_dir = Path(run_dir)
-    records = [record for _, record in read_records(run_dir / METRICS) if record]
-    loss, validation = _series(records, "loss"), _series(records, "eval/loss")
+    run = read_history(run_dir)
+    loss, validation, rate = (_series(run, key) for key in ("loss", "eval/loss", "lr"))
     if not len(loss):
-        raise ValueError(f"{run_dir / METRICS}: no training loss to plot")
+        raise UserError(f"{run_dir / METRICS}: no training loss to plot")
     figure = Figure(figsize=(8, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    _draw_loss(top, loss, validation, _entropy(run_dir))
-    top.set_title(_title(run_dir), loc="left", fontsize=11)
-    rate = _series(records, "lr")
+    _draw_loss(top, loss, validation, run.entropy)
+    top.set_title(run.name, loc="left", fontsize=11)
     bottom.plot(rate[:, 0], rate[:, 1], color=RATE, linewidth=1.5)
     bottom.set_ylabel("learning rate")
     bottom.set_ylim(bottom=0)
@@ -85,10 +84,9 @@ def _limits(raw: np.ndarray, smooth: np.ndarray, validation: np.ndarray, entropy
     return float(shown.min() - pad), float(shown.max() + pad)
 
 
-def _series(records: list[dict[str, Any]], key: str) -> np.ndarray:
-    """Returns [n, 2] float64 of (step, value), by step; the last record of a step counts."""
-    by_step = {r["step"]: float(r[key]) for r in records if r.get(key) is not None and "step" in r}
-    values = np.array(sorted(by_step.items()), dtype=np.float64).reshape(-1, 2)
+def _series(run: RunHistory, key: str) -> np.ndarray:
+    """Returns [n, 2] float64 of (step, value), by step; nan for values that are not finite."""
+    values = np.array(run.series(key), np.float64).reshape(-1, 2)
     values[~np.isfinite(values[:, 1]), 1] = np.nan
     return values
 
@@ -105,17 +103,3 @@ def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
 def _last(values: np.ndarray) -> str:
     good = values[np.isfinite(values)]
     return f"{good[-1]:.3f}" if len(good) else "not finite"
-
-
-def _starts(run_dir: Path) -> list[dict[str, Any]]:
-    return [e for _, e in read_records(run_dir / EVENTS) if e and e.get("kind") in ("start", "resume")]
-
-
-def _entropy(run_dir: Path) -> float | None:
-    known = [e["unigram_entropy"] for e in _starts(run_dir) if e.get("unigram_entropy") is not None]
-    return float(known[-1]) if known else None
-
-
-def _title(run_dir: Path) -> str:
-    names = [str(e["name"]) for e in _starts(run_dir) if e.get("name")]
-    return names[-1] if names else run_dir.name

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import to_json
-from jaxtrain.trackers.uploads import UploadQueue, flatten, import_package, read_run_id
+from jaxtrain.io.packages import import_optional
+from jaxtrain.trackers.uploads import UploadQueue, flatten, read_run_id
 
 
 class MLflowTracker:
     """Logs to an MLflow run at MLFLOW_TRACKING_URI, by default a file store in RUN_DIR/mlflow. Resumes continue it."""
 
     def __init__(self, experiment: str, name: str, run_dir: Path):
-        self._mlflow = import_package("mlflow", "mlflow")
+        self._mlflow = import_optional("mlflow", "log.mlflow", "mlflow")
         self._experiment, self._name, self._dir, self._run = experiment, name, Path(run_dir), None
         self._sent: Any = None
         self._uploads = UploadQueue()

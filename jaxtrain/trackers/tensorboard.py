@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes
-from jaxtrain.trackers.uploads import import_package
 
 
 class TensorBoardTracker:
@@ -24,9 +23,12 @@ class TensorBoardTracker:
 
     def __init__(self, run_dir: Path):
         self._folder = Path(run_dir) / "tensorboard"
-        self._events = import_package("tensorboardX.proto.event_pb2", "")
-        self._summaries = import_package("tensorboardX.proto.summary_pb2", "")
-        self._checksum = import_package("tensorboardX.record_writer", "").masked_crc32c
+        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.record_writer import masked_crc32c
+
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._checksum = masked_crc32c
         self._file: int | None = None
 
     def start(self, info: Mapping[str, Any]) -> None:

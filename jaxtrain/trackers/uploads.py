@@ -1,14 +1,11 @@
-"""Helpers of trackers with optional packages: imports, uploads in the background, ids of resumed runs."""
+"""Helpers of trackers that send to a server: background uploads, ids of resumed runs."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-from jaxtrain.errors import UserError
 
 
 class UploadQueue:
@@ -35,14 +32,6 @@ class UploadQueue:
         except OSError:
             if folder.exists():
                 raise
-
-
-def import_package(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        hint = f"jaxtrain[{extra}]" if extra else "jaxtrain"
-        raise UserError(f"log.{extra or 'tensorboard'} needs {error.name or module}: pip install '{hint}'") from None
 
 
 def read_run_id(path: Path) -> str | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.io.jsonl import to_json
-from jaxtrain.trackers.uploads import UploadQueue, import_package, read_run_id
+from jaxtrain.io.packages import import_optional
+from jaxtrain.trackers.uploads import UploadQueue, read_run_id
 
 
 class WandbTracker:
@@ -18,7 +19,7 @@ class WandbTracker:
     """
 
     def __init__(self, project: str, name: str, run_dir: Path):
-        self._wandb = import_package("wandb", "wandb")
+        self._wandb = import_optional("wandb", "log.wandb", "wandb")
         self._project, self._name, self._dir, self._run = project, name, Path(run_dir), None
         self._uploads = UploadQueue()
 

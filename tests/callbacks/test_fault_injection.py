@@ -14,7 +14,7 @@ from faults import debug, fault
 
 from jaxtrain.callbacks import fault_injection
 from jaxtrain.checkpoint import CheckpointStore, orbax
-from jaxtrain.config.schema import FaultConfig
+from jaxtrain.config.schema import Config, FaultConfig
 
 
 class Killed(BaseException):
@@ -27,6 +27,12 @@ def kill() -> None:
 
 def configured(*texts):
     return tuple(FaultConfig(**fault(text)) for text in texts)
+
+
+def injection(faults, run_dir):
+    callback = fault_injection.FaultInjection()
+    callback.program_config(Config(debug={"faults": faults}), run_dir)
+    return callback
 
 
 def test_names():
@@ -45,13 +51,14 @@ def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_list
     with open(tmp_path / fault_injection.FILE, "a") as file:
         file.write('{"fault": "nan@')  # cut by a kill: it did not happen
     assert fault_injection.remaining_faults(faults, tmp_path) == (nan, kill_)
-    hooks = fault_injection.FaultInjector((kill_,), tmp_path)
+    hooks = injection((kill_,), tmp_path / "new")
+    (tmp_path / "new").mkdir()
     hooks.trigger("step", 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fault_injection.ENDS, "kill", kill)
         with pytest.raises(Killed):
-            hooks.after_step({}, 3)
-        hooks.after_step({}, 3)
+            hooks.on_step_end(None, {}, 3)
+        hooks.on_step_end(None, {}, 3)
 
 
 @pytest.mark.parametrize("text", ["kill@5", "kill@eval:6", "kill@logged:8", "kill@data:7"])
@@ -101,14 +108,17 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
 
 def test_what_writes_checkpoints_is_wrapped_only_meanwhile_and_only_where_asked(tmp_path):
     real = orbax.write, orbax.start, os.replace
-    with fault_injection.FaultInjector((), tmp_path) as hooks:
-        assert (orbax.write, orbax.start, os.replace) == real
-        assert hooks.wrap_fetch(test_names) is test_names
-    with fault_injection.FaultInjector(configured("kill@save:3"), tmp_path):
-        assert orbax.write is not real[0]
+    hooks = injection((), tmp_path)
+    hooks.on_train_begin(None, 0)
     assert (orbax.write, orbax.start, os.replace) == real
-    with fault_injection.FaultInjector(configured("kill@save:3/1"), tmp_path):  # another process's
-        assert orbax.write is real[0]
+    assert hooks.wrap_fetch(test_names) is test_names
+    hooks = injection(configured("kill@save:3"), tmp_path)
+    hooks.on_train_begin(None, 0)
+    assert orbax.write is not real[0]
+    hooks.close(None)
+    assert (orbax.write, orbax.start, os.replace) == real
+    injection(configured("kill@save:3/1"), tmp_path).on_train_begin(None, 0)  # another process's
+    assert orbax.write is real[0]
     assert not (tmp_path / fault_injection.FILE).exists()
 
 

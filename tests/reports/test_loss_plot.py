@@ -74,4 +74,6 @@ def test_odd_runs_still_draw(tmp_path, losses):
 
 def test_nothing_logged(tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.jsonl: no training loss to plot"):
-        plot_loss(tmp_path)
+        plot_loss(run(tmp_path, []))
+    with pytest.raises(ValueError, match="not a run"):
+        plot_loss(tmp_path / "empty")

@@ -180,7 +180,7 @@ def test_only_the_main_process_writes(tmp_path):
 @pytest.mark.parametrize(("key", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, key, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"^log\.{key} needs {module}: pip install 'jaxtrain\[{key}\]'$"):
+    with pytest.raises(ValueError, match=rf"^log\.{key} needs the package {module}: pip install 'jaxtrain\[{key}\]'$"):
         build_trackers(Config(log={key: True}), tmp_path, is_main=True)
 
 

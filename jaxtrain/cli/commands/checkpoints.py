@@ -36,6 +36,7 @@ from jaxtrain.cli.checkpoint_listing import (
 )
 from jaxtrain.cli.progress import ProgressBar
 from jaxtrain.errors import CheckpointError, UserError, escape_unprintable
+from jaxtrain.reports.layout_table import format_bytes
 
 WIDE = 200  # columns if the output is not a terminal
 
@@ -106,7 +107,7 @@ def _cells(row: CheckpointRow) -> list[str]:
     metrics = " ".join(f"{name} {value:.5g}" for name, value in (content.get("metrics") or {}).items())
     state = f"{row.state}: {row.reason}" if row.reason else row.state
     writers = _writers(content.get("manifest", {}))
-    stored = size(content["bytes"]) if content else ""
+    stored = format_bytes(content["bytes"]) if content else ""
     return [escape_unprintable(cell) for cell in (row.name, time, stored, state, metrics, writers)]
 
 
@@ -138,7 +139,7 @@ def _lines(content: dict[str, Any]) -> Iterator[str]:
     manifest, tensors = content["manifest"], content["tensors"]
     yield f"step      {content['step']}"
     yield f"time      {datetime.fromtimestamp(content['time']):%Y-%m-%d %H:%M:%S}"
-    yield f"size      {size(content['bytes'])} in {len(content['files'])} files"
+    yield f"size      {format_bytes(content['bytes'])} in {len(content['files'])} files"
     for name, value in (content["metrics"] or {}).items():
         yield f"metric    {name} {value:.6g}"
     yield f"written   by {_writers(manifest) or 'an unknown run'}"
@@ -152,9 +153,9 @@ def _lines(content: dict[str, Any]) -> Iterator[str]:
     sizes = {name: tensor_bytes(*spec) for name, spec in tensors.items()}
     width = max((len(name) for name in tensors), default=0)
     for name, (shape, dtype) in tensors.items():
-        yield f"{name:<{width}}  {dtype:<9} {'x'.join(map(str, shape)) or 'scalar':<16} {size(sizes[name]):>10}"
+        yield f"{name:<{width}}  {dtype:<9} {'x'.join(map(str, shape)) or 'scalar':<16} {format_bytes(sizes[name]):>10}"
     count = sum(math.prod(shape) for shape, _ in tensors.values())
-    yield f"{len(tensors)} tensors, {count:,} numbers, {size(sum(sizes.values()))}"
+    yield f"{len(tensors)} tensors, {count:,} numbers, {format_bytes(sum(sizes.values()))}"
 
 
 def _plain(value: Any) -> str:
@@ -232,16 +233,8 @@ def prune(store: CheckpointStore, args: argparse.Namespace) -> int:
         if lock is not None:
             lock.release()
     verb = "would delete" if args.dry_run else "deleted"
-    print(f"{verb} {', '.join(names)} ({size(freed)})" if names else "nothing to delete")
+    print(f"{verb} {', '.join(names)} ({format_bytes(freed)})" if names else "nothing to delete")
     return 0
-
-
-def size(count: int) -> str:
-    """Formats bytes, e.g. `1.5 GiB`."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 ACTIONS = {"ls": ls, "inspect": inspect, "verify": verify, "prune": prune}

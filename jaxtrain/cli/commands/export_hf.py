@@ -12,9 +12,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     prepare_jax_import(args.simulate)
     from jaxtrain.cli.hf_conversion import export_model
-    from jaxtrain.reports.layout_table import size
+    from jaxtrain.reports.layout_table import format_bytes
 
     options = {"step": args.step, "dtype": args.dtype, "shard_size": args.shard_size, "family": args.family}
     done = export_model(Path(args.run), Path(args.to), **options, overrides=config_overrides(args))
-    print(f"{args.to}: {done.family} of step {done.step}, {size(done.bytes)} of {done.dtype}")
+    print(f"{args.to}: {done.family} of step {done.step}, {format_bytes(done.bytes)} of {done.dtype}")
     return 0
