@@ -31,22 +31,9 @@ if TYPE_CHECKING:
     from jaxtrain.checkpoint.reader import CheckpointReader
 
 __all__ = [
-    "CheckpointError",
-    "CheckpointReader",
-    "CheckpointStore",
-    "Checkpointer",
-    "Committed",
-    "Copied",
-    "CopyFailed",
-    "Event",
-    "Fetched",
-    "Retrying",
-    "SaveFailed",
-    "SetAside",
-    "SlowSave",
-    "StepInfo",
-    "read_manifest",
-]
+    "CheckpointError", "CheckpointReader", "CheckpointStore", "Checkpointer", "Committed", "Copied", "CopyFailed",
+    "Event", "Fetched", "Retrying", "SaveFailed", "SetAside", "SlowSave", "StepInfo", "read_manifest",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

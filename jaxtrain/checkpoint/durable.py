@@ -11,9 +11,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from jaxtrain.checkpoint.events import CopyFailed, Event, Fetched, SetAside
 from jaxtrain.checkpoint.files import (
@@ -31,38 +32,52 @@ from jaxtrain.io.atomic import fsync, open_atomic, write_atomic
 from jaxtrain.io.packages import import_optional
 
 
-class DurableTier(Protocol):
+class DurableTier(ABC):
     """Storage for copies of the steps of one run. Every method may raise what its storage raises."""
 
     location: str
 
+    @abstractmethod
     def steps(self) -> list[int]:
         """Lists the steps that have a marker, ascending."""
-        ...
 
+    @abstractmethod
     def marker(self, step: int) -> bytes:
         """Returns the bytes of a marker."""
-        ...
 
+    @abstractmethod
     def open(self, step: int, name: str) -> BinaryIO:
         """Opens a file of a step for reading."""
-        ...
 
-    def put(self, step: int, source: Path) -> int:
-        """Copies a complete step from a folder, reads the copy back and commits it. Returns its bytes."""
-        ...
-
+    @abstractmethod
     def delete(self, *steps: int) -> None:
         """Deletes steps; a half-deleted one is not listed."""
-        ...
 
+    @abstractmethod
     def set_aside(self, step: int) -> None:
         """Removes a step from the list."""
-        ...
 
+    @abstractmethod
     def clean(self) -> None:
         """Deletes the remains of killed or failed copies. Not to be called during a copy."""
-        ...
+
+    @abstractmethod
+    def _write(self, step: int, source: Path, marker: bytes, files: dict[str, Any]) -> None:
+        """Copies the files of a step, reads the copy back and commits it."""
+
+    def put(self, step: int, source: Path) -> int:
+        """Copies a complete step from a folder, unless it is here already. Returns its bytes."""
+        marker = (source / MARKER).read_bytes()
+        content = parse_marker(marker)
+        if not self._has(step, marker, content["files"]):
+            self._write(step, source, marker, content["files"])
+        return content["bytes"]
+
+    def _has(self, step: int, marker: bytes, files: dict[str, Any]) -> bool:
+        """Returns whether the tier has a step with this very marker and every byte intact."""
+        if step not in self.steps() or self.marker(step) != marker:
+            return False
+        return not any(tier_file_problem(self, step, name, expected) for name, expected in files.items())
 
 
 def open_tier(location: str) -> DurableTier:
@@ -101,13 +116,15 @@ def fetch_step(tier: DurableTier, step: int, store: CheckpointStore) -> None:
 
     Raises CheckpointError if the step is damaged, and what the storage raises.
     """
-    with _new_step(store, step, tier.marker(step), read_content(tier, step)) as (folder, files):
+    marker, files = tier.marker(step), read_content(tier, step)["files"]
+    with _new_step(store, step, marker, files) as folder:
         for name, expected in files.items():
             with tier.open(step, name) as source, open_atomic(folder / name) as target:
-                _copy_checked(name, source, target, expected)
+                if problem := digest_problem(name, digest(source, target), expected):
+                    raise CheckpointError(problem)
 
 
-class FolderTier:
+class FolderTier(DurableTier):
     """Durable tier in a folder of a mounted disk."""
 
     def __init__(self, path: Path) -> None:
@@ -123,22 +140,17 @@ class FolderTier:
     def open(self, step: int, name: str) -> BinaryIO:
         return open(self._store.path(step) / name, "rb")
 
-    def put(self, step: int, source: Path) -> int:
-        marker = (source / MARKER).read_bytes()
-        content = parse_marker(marker)
-        if _has_copy(self, step, marker):
-            return content["bytes"]
+    def _write(self, step: int, source: Path, marker: bytes, files: dict[str, Any]) -> None:
         self._store.directory.mkdir(parents=True, exist_ok=True)
         self._store.clean(step)
-        with _new_step(self._store, step, marker, content) as (folder, files):
+        with _new_step(self._store, step, marker, files) as folder:
             for name, expected in files.items():
-                with open(source / name, "rb") as original, open_atomic(folder / name) as target:
-                    _copy_checked(name, original, target, expected, f"{source} is damaged: ")
+                with open_atomic(folder / name) as target:
+                    _copy_local(source, name, target, expected)
             for name, expected in files.items():
                 _raise_if_damaged(file_problem(folder, name, expected))
             if self._store.path(step).exists():  # a damaged copy, or another step with the same number
                 self._store.delete(str(step))
-        return content["bytes"]
 
     def delete(self, *steps: int) -> None:
         self._store.delete(*map(str, steps))
@@ -150,7 +162,7 @@ class FolderTier:
         self._store.clean()
 
 
-class ObjectStoreTier:
+class ObjectStoreTier(DurableTier):
     """Durable tier in an object store, through fsspec."""
 
     def __init__(self, url: str) -> None:
@@ -181,19 +193,14 @@ class ObjectStoreTier:
     def open(self, step: int, name: str) -> BinaryIO:
         return self._fs.open(self._path(step, name), "rb")
 
-    def put(self, step: int, source: Path) -> int:
-        marker = (source / MARKER).read_bytes()
-        content = parse_marker(marker)
-        if _has_copy(self, step, marker):
-            return content["bytes"]
+    def _write(self, step: int, source: Path, marker: bytes, files: dict[str, Any]) -> None:
         self.delete(step)
-        for name, expected in content["files"].items():
-            with open(source / name, "rb") as original, self._fs.open(self._path(step, name), "wb") as target:
-                _copy_checked(name, original, target, expected, f"{source} is damaged: ")
-        for name, expected in content["files"].items():
+        for name, expected in files.items():
+            with self._fs.open(self._path(step, name), "wb") as target:
+                _copy_local(source, name, target, expected)
+        for name, expected in files.items():
             _raise_if_damaged(tier_file_problem(self, step, name, expected))
         self._fs.pipe_file(self._path(step, MARKER), marker)
-        return content["bytes"]
 
     def delete(self, *steps: int) -> None:
         for step in steps:
@@ -213,18 +220,11 @@ class ObjectStoreTier:
         return f"{self._root}/{step}/{name}"
 
 
-def _has_copy(tier: DurableTier, step: int, marker: bytes) -> bool:
-    """Returns whether a tier has a step with this very marker and every byte intact."""
-    if step not in tier.steps() or tier.marker(step) != marker:
-        return False
-    files = parse_marker(marker)["files"].items()
-    return not any(tier_file_problem(tier, step, name, expected) for name, expected in files)
-
-
-def _copy_checked(name: str, source: BinaryIO, target: BinaryIO, expected: list[Any], prefix: str = "") -> None:
-    """Copies a file. Raises CheckpointError, after `prefix`, if its bytes are not those of the marker."""
-    if problem := digest_problem(name, digest(source, target), expected):
-        raise CheckpointError(prefix + problem)
+def _copy_local(source: Path, name: str, target: BinaryIO, expected: list[Any]) -> None:
+    """Copies a file of the run's folder. Raises CheckpointError if it is damaged."""
+    with open(source / name, "rb") as original:
+        if problem := digest_problem(name, digest(original, target), expected):
+            raise CheckpointError(f"{source} is damaged: {problem}")
 
 
 def _raise_if_damaged(problem: str | None) -> None:
@@ -233,14 +233,14 @@ def _raise_if_damaged(problem: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _new_step(store: CheckpointStore, step: int, marker: bytes, content: dict[str, Any]):
-    """Yields (temporary folder with subfolders, the marker's files), then commits the folder as `step`."""
+def _new_step(store: CheckpointStore, step: int, marker: bytes, files: Iterable[str]) -> Iterator[Path]:
+    """Yields a temporary folder with the subfolders of `files`, then commits it as `step`."""
     folder = store.directory / f"{step}{TEMPORARY}"
     _remove(folder)
     try:
-        for name in content["files"]:
+        for name in files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        yield folder, content["files"]
+        yield folder
         write_atomic(folder / MARKER, marker)
         fsync_folders(folder)
         os.rename(folder, store.path(step))

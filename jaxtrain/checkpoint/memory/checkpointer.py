@@ -14,18 +14,10 @@ import numpy as np
 import xxhash
 from jax.sharding import SingleDeviceSharding
 
+from jaxtrain.checkpoint import state_tree
 from jaxtrain.checkpoint.files import TensorSpecs
 from jaxtrain.checkpoint.memory.client import Address, PeerConfig, SnapshotClient
 from jaxtrain.checkpoint.memory.protocol import Piece, SnapshotHeader, SnapshotKey
-from jaxtrain.checkpoint.state_tree import (
-    describe_mismatch,
-    flatten,
-    flatten_arrays,
-    host_sharding,
-    make_donatable,
-    tensor_specs,
-    unflatten,
-)
 from jaxtrain.distributed.multihost import broadcast, first_message
 from jaxtrain.errors import PeerMemoryError
 
@@ -78,15 +70,15 @@ class MemoryCheckpointer:
         self.wait()
         shards = [
             (name, shard)
-            for name, array in flatten_arrays(state).items()
+            for name, array in state_tree.flatten_arrays(state).items()
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
-        targets = [host_sharding(SingleDeviceSharding(shard.device)) for _, shard in shards]
+        targets = [state_tree.host_sharding(SingleDeviceSharding(shard.device)) for _, shard in shards]
         copies = jax.device_put([shard.data for _, shard in shards], targets, may_alias=False)
         boxes = [(name, shard.index, copy) for (name, shard), copy in zip(shards, copies)]
         key = SnapshotKey(self._config.generation, step, jax.process_index())
-        arguments = (key, boxes, tensor_specs(state), dict(manifest))
+        arguments = (key, boxes, state_tree.tensor_specs(state), dict(manifest))
         self._pending = threading.Thread(target=self._send, args=arguments, name=f"snapshot-{step}", daemon=True)
 
     def replicate(self) -> None:
@@ -215,8 +207,8 @@ class MemoryCheckpointer:
         return ReplicatedStep(step, generation, headers[0].manifest, holders, headers)
 
     def _read(self, source: ReplicatedStep, abstract: Any) -> Any:
-        wanted = flatten(abstract)
-        if mismatch := describe_mismatch(source.headers[0].tensors, tensor_specs(abstract)):
+        wanted = state_tree.flatten(abstract)
+        if mismatch := state_tree.describe_mismatch(source.headers[0].tensors, state_tree.tensor_specs(abstract)):
             raise PeerMemoryError(f"it does not fit this model: {mismatch}")
         pieces: dict[str, list[tuple[int, Piece]]] = {name: [] for name in wanted}
         for process, header in source.headers.items():
@@ -229,9 +221,9 @@ class MemoryCheckpointer:
                 if sum(prod(piece.shape) for _, piece in pieces[name]) != prod(leaf.shape):  # pieces do not overlap
                     raise PeerMemoryError(f"a part of {name} is missing")
                 array = {name: reader.read(leaf, pieces[name])}
-                make_donatable(array)
+                state_tree.make_donatable(array)
                 arrays |= array
-        return unflatten(arrays, abstract)
+        return state_tree.unflatten(arrays, abstract)
 
 
 class _TensorReader:

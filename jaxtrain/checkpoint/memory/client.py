@@ -11,16 +11,8 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from jaxtrain.checkpoint.memory.protocol import (
-    TIMEOUT,
-    SnapshotHeader,
-    SnapshotKey,
-    parse_header,
-    receive,
-    receive_bytes,
-    send,
-    send_bytes,
-)
+from jaxtrain.checkpoint.memory import protocol
+from jaxtrain.checkpoint.memory.protocol import SnapshotHeader, SnapshotKey
 from jaxtrain.errors import PeerMemoryError
 
 VARIABLE = "JAXTRAIN_PEERS"
@@ -64,7 +56,7 @@ class SnapshotClient:
     def __init__(self, address: Address, token: str) -> None:
         self._token, self._name = token, f"the memory of {address[0]}:{address[1]}"
         with self._network_errors():
-            self._socket = socket.create_connection(address, timeout=TIMEOUT)
+            self._socket = socket.create_connection(address, timeout=protocol.TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = self._socket.makefile("rb")
 
@@ -79,7 +71,7 @@ class SnapshotClient:
         """Stores a snapshot."""
         self._request({"do": "put", "key": key, "header": header.as_json()})
         with self._network_errors():
-            send_bytes(self._socket, data)
+            protocol.send_bytes(self._socket, data)
         self._reply()
 
     def snapshots(self) -> list[tuple[SnapshotKey, int]]:
@@ -92,13 +84,13 @@ class SnapshotClient:
 
     def header(self, key: SnapshotKey) -> SnapshotHeader:
         """Returns the header of a snapshot."""
-        return parse_header(self._request({"do": "header", "key": key}).get("header"))
+        return protocol.parse_header(self._request({"do": "header", "key": key}).get("header"))
 
     def read(self, key: SnapshotKey, offset: int, size: int) -> memoryview:
         """Returns bytes of a snapshot."""
         self._request({"do": "read", "key": key, "offset": offset, "size": size})
         with self._network_errors():
-            return receive_bytes(self._stream, size)
+            return protocol.receive_bytes(self._stream, size)
 
     def discard_after(self, step: int) -> None:
         """Deletes the snapshots of later steps."""
@@ -107,12 +99,12 @@ class SnapshotClient:
     def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Sends a request and returns the reply."""
         with self._network_errors():
-            send(self._socket, {"token": self._token, **request})
+            protocol.send(self._socket, {"token": self._token, **request})
         return self._reply()
 
     def _reply(self) -> dict[str, Any]:
         with self._network_errors():
-            reply = receive(self._stream)
+            reply = protocol.receive(self._stream)
         if reply is None:
             raise PeerMemoryError(f"{self._name} closed the connection")
         if "error" in reply:

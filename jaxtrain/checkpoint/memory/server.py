@@ -14,15 +14,8 @@ import threading
 from io import BufferedIOBase
 from typing import Any
 
-from jaxtrain.checkpoint.memory.protocol import (
-    TIMEOUT,
-    SnapshotKey,
-    parse_header,
-    receive,
-    receive_bytes,
-    send,
-    send_bytes,
-)
+from jaxtrain.checkpoint.memory import protocol
+from jaxtrain.checkpoint.memory.protocol import SnapshotKey
 from jaxtrain.errors import PeerMemoryError
 
 KEPT_STEPS = 3  # of each process
@@ -121,7 +114,7 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.StreamRequestHandler):
     """Answers the requests of one connection."""
 
-    timeout = TIMEOUT
+    timeout = protocol.TIMEOUT
     disable_nagle_algorithm = True
     server: SnapshotServer
     rfile: BufferedIOBase
@@ -129,15 +122,15 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         while True:
             try:
-                request = receive(self.rfile)
+                request = protocol.receive(self.rfile)
                 if request is None or not self._is_authorized(request):
                     return
                 self._answer(request)
             except PeerMemoryError as error:
-                send(self.request, {"error": str(error)})
+                protocol.send(self.request, {"error": str(error)})
                 return
             except (KeyError, TypeError, ValueError):
-                send(self.request, {"error": "malformed request"})
+                protocol.send(self.request, {"error": "malformed request"})
                 return
 
     def _is_authorized(self, request: dict[str, Any]) -> bool:
@@ -147,16 +140,16 @@ class _Handler(socketserver.StreamRequestHandler):
     def _answer(self, request: dict[str, Any]) -> None:
         store, kind = self.server.store, request["do"]
         if kind == "list":
-            send(self.request, {"snapshots": store.snapshots()})
+            protocol.send(self.request, {"snapshots": store.snapshots()})
         elif kind == "discard_after":
             store.discard_after(int(request["step"]))
-            send(self.request, {})
+            protocol.send(self.request, {})
         elif kind in ("put", "header", "read"):
             key = SnapshotKey(*map(int, request["key"]))
             if kind == "put":
                 self._receive(key, request["header"])
             elif kind == "header":
-                send(self.request, {"header": store.get(key)[0]})
+                protocol.send(self.request, {"header": store.get(key)[0]})
             else:
                 self._send_range(store.get(key)[1], int(request["offset"]), int(request["size"]))
         else:
@@ -165,17 +158,17 @@ class _Handler(socketserver.StreamRequestHandler):
     def _send_range(self, data: memoryview, offset: int, size: int) -> None:
         if not 0 <= offset <= offset + size <= len(data):
             raise PeerMemoryError(f"bytes {offset} to {offset + size} are out of range; the snapshot has {len(data)}")
-        send(self.request, {"size": size})
-        send_bytes(self.request, [data[offset : offset + size]])
+        protocol.send(self.request, {"size": size})
+        protocol.send_bytes(self.request, [data[offset : offset + size]])
 
     def _receive(self, key: SnapshotKey, fields: Any) -> None:
-        header, free = parse_header(fields), available_memory()
+        header, free = protocol.parse_header(fields), available_memory()
         if free is not None and header.size > (1 - RESERVED) * free:
             text = f"{header.size / 1e9:.2f} GB do not fit into the {free / 1e9:.2f} GB of available memory"
             raise PeerMemoryError(text)
-        send(self.request, {})
-        self.server.store.put(key, header.as_json(), receive_bytes(self.rfile, header.size))
-        send(self.request, {})
+        protocol.send(self.request, {})
+        self.server.store.put(key, header.as_json(), protocol.receive_bytes(self.rfile, header.size))
+        protocol.send(self.request, {})
 
 
 def available_memory() -> int | None:

@@ -13,27 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.checkpoint.durable import (
-    DurableTier,
-    FolderTier,
-    open_tier,
-    read_content,
-    run_location,
-    tier_file_problem,
-)
+from jaxtrain.checkpoint import durable
 from jaxtrain.checkpoint.files import MARKER, Lock
 from jaxtrain.checkpoint.store import CheckpointStore, largest_first
-from jaxtrain.cli.checkpoint_listing import (
-    ASIDE,
-    DAMAGED,
-    GOOD,
-    UNFINISHED,
-    CheckpointRow,
-    list_checkpoints,
-    newest_intact,
-    steps_to_prune,
-    tensor_bytes,
-)
+from jaxtrain.cli import checkpoint_listing as listing
 from jaxtrain.cli.progress import ProgressBar
 from jaxtrain.errors import CheckpointError, UserError, escape_unprintable
 from jaxtrain.reports.layout_table import format_bytes
@@ -70,14 +53,14 @@ def _store(directory: str) -> CheckpointStore:
     folder = Path(directory).expanduser()
     inner = folder / "checkpoints"
     store = CheckpointStore(inner if inner.is_dir() else folder)
-    if not store.directory.is_dir() or not list_checkpoints(store):
+    if not store.directory.is_dir() or not listing.list_checkpoints(store):
         raise UserError(f"{directory}: no checkpoints found; expected a run directory")
     return store
 
 
 def ls(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Prints one line per step."""
-    rows = _durable_rows(_durable_tier(args)) if args.durable else list_checkpoints(store)
+    rows = _durable_rows(_durable_tier(args)) if args.durable else listing.list_checkpoints(store)
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
         return 0
@@ -90,18 +73,18 @@ def ls(store: CheckpointStore, args: argparse.Namespace) -> int:
     return 0
 
 
-def _durable_rows(tier: DurableTier) -> list[CheckpointRow]:
+def _durable_rows(tier: durable.DurableTier) -> list[listing.CheckpointRow]:
     """Lists the steps of the durable tier by their markers."""
     rows = []
     for step in tier.steps():
         try:
-            rows.append(CheckpointRow(str(step), step, GOOD, content=read_content(tier, step)))
+            rows.append(listing.CheckpointRow(str(step), step, listing.GOOD, content=durable.read_content(tier, step)))
         except CheckpointError as error:
-            rows.append(CheckpointRow(str(step), step, DAMAGED, str(error)))
+            rows.append(listing.CheckpointRow(str(step), step, listing.DAMAGED, str(error)))
     return rows
 
 
-def _cells(row: CheckpointRow) -> list[str]:
+def _cells(row: listing.CheckpointRow) -> list[str]:
     content = row.content
     time = f"{datetime.fromtimestamp(content['time']):%Y-%m-%d %H:%M:%S}" if content else ""
     metrics = " ".join(f"{name} {value:.5g}" for name, value in (content.get("metrics") or {}).items())
@@ -150,7 +133,7 @@ def _lines(content: dict[str, Any]) -> Iterator[str]:
     if isinstance(config, dict):
         yield f"config    {config.get('name')}; --json prints it, `jaxtrain config RUN_DIR/config.yaml` the run's own"
     yield ""
-    sizes = {name: tensor_bytes(*spec) for name, spec in tensors.items()}
+    sizes = {name: listing.tensor_bytes(*spec) for name, spec in tensors.items()}
     width = max((len(name) for name in tensors), default=0)
     for name, (shape, dtype) in tensors.items():
         yield f"{name:<{width}}  {dtype:<9} {'x'.join(map(str, shape)) or 'scalar':<16} {format_bytes(sizes[name]):>10}"
@@ -166,7 +149,7 @@ def _plain(value: Any) -> str:
 
 def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Reads every byte; returns 1 if one differs from what was written."""
-    tier = _durable_tier(args) if args.durable else FolderTier(store.directory)
+    tier = _durable_tier(args) if args.durable else durable.FolderTier(store.directory)
     steps = tier.steps()
     for step in args.step:
         if step not in steps:
@@ -180,51 +163,51 @@ def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
         is_good &= not problems
         lines = [escape_unprintable(f"{step}: damaged: {problem}") for problem in problems]
         print("\n".join(lines) or f"{step}: good, every byte read")
-    for row in list_checkpoints(store) if not args.durable and not args.step else ():
-        if row.state in (ASIDE, UNFINISHED):
+    for row in listing.list_checkpoints(store) if not args.durable and not args.step else ():
+        if row.state in (listing.ASIDE, listing.UNFINISHED):
             print(f"{row.name}: {row.state}, not read")
     return 0 if is_good else 1
 
 
-def _problems(tier: DurableTier, step: int) -> list[str]:
+def _problems(tier: durable.DurableTier, step: int) -> list[str]:
     """Returns all problems of a step; shows a progress bar while it reads."""
     try:
-        content, results, done = read_content(tier, step), [], 0
+        content, results, done = durable.read_content(tier, step), [], 0
     except FileNotFoundError:
         return [f"{MARKER} is missing"]
     except CheckpointError as error:
         return [str(error)]
     with ProgressBar(f"checkpoint {step}") as progress:
         for name, expected in largest_first(content["files"]):
-            results.append(tier_file_problem(tier, step, name, expected))
+            results.append(durable.tier_file_problem(tier, step, name, expected))
             done += expected[0]
             progress(done, content["bytes"])
     return [problem for problem in results if problem]
 
 
-def _durable_tier(args: argparse.Namespace) -> DurableTier:
+def _durable_tier(args: argparse.Namespace) -> durable.DurableTier:
     """Opens the durable tier of the run's config. Raises UserError if it has none."""
     from jaxtrain.core.resolve import resolve
 
     directory = Path(args.run)
     config, _ = resolve(str(directory / "config.yaml"), paths=False, checks=())
-    location = run_location(config.checkpoint.durable, directory)
+    location = durable.run_location(config.checkpoint.durable, directory)
     if location is None:
         raise UserError(f"{directory}: the config sets no checkpoint.durable; expected no --durable")
-    return open_tier(location)
+    return durable.open_tier(location)
 
 
 def prune(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Deletes steps atomically, never the last good one."""
     lock = None if args.dry_run else Lock(store.directory / ".lock", "its own checkpoint.keep prunes; stop it first")
     try:
-        chosen = steps_to_prune(store, args.keep, args.step)
-        if chosen and newest_intact(store, chosen) is None:
-            last = newest_intact(store, ())
+        chosen = listing.steps_to_prune(store, args.keep, args.step)
+        if chosen and listing.newest_intact(store, chosen) is None:
+            last = listing.newest_intact(store, ())
             why = "none of them is good" if last is None else f"{last} is the last good one"
             raise CheckpointError(f"{store.directory}: not deleted, {why}; expected a good checkpoint to stay")
         names = [str(step) for step in chosen]
-        names += [row.name for row in list_checkpoints(store) if args.set_aside and row.state == ASIDE]
+        names += [row.name for row in listing.list_checkpoints(store) if args.set_aside and row.state == listing.ASIDE]
         files = (path for name in names for path in (store.directory / name).rglob("*") if path.is_file())
         freed = sum(path.stat().st_size for path in files)
         if not args.dry_run:
