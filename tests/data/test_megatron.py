@@ -1,4 +1,4 @@
-"""Megatron-LM's .bin and .idx, written here by the published layout, against a token cache of the same documents."""
+"""Megatron-LM .bin and .idx files against a token cache of the same documents."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def test_the_same_order_as_a_token_cache_of_the_documents(
     assert seen[-1] == (size, size)
     assert [d for d, _ in seen] == sorted(d for d, _ in seen)
     assert not list((tmp_path / "cache" / "tokens").glob("in-*/*.bin"))  # nothing is copied
-    monkeypatch.setattr(megatron, "_count", lambda *a: pytest.fail("counted again"))
+    monkeypatch.setattr(megatron, "_count", lambda *a: pytest.fail("counted twice"))
     assert open_dataset(data, 3).fingerprint == made.fingerprint
     assert made.splits[0].document(0).tolist() == tokens(TEXTS[0])
 
 
-def test_split_by_the_name_of_the_document(tmp_path: Path) -> None:
+def test_documents_are_split_by_name(tmp_path: Path) -> None:
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
     train, held = open_datasets(config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation_fraction=0.3), 0)
     for split, name in ((train, "train"), (held, "validation")):
@@ -111,7 +111,7 @@ def test_split_by_the_name_of_the_document(tmp_path: Path) -> None:
         assert runs.entropy == pytest.approx(float(-(p * np.log(p)).sum()), rel=1e-12)
 
 
-def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: SourceConfig) -> None:
+def test_paths_of_pairs_and_mixture_with_text(tmp_path: Path, texts: SourceConfig) -> None:
     write_pair(tmp_path / "in" / "x", [[[7] * 50 + [256]]] * 30)
     write_pair(tmp_path / "in" / "y", [[[8] * 50 + [256]]] * 30)
     for path in ("x", "x.bin", "x.idx", "x*", "*x.bin"):
@@ -129,7 +129,7 @@ def test_named_by_file_or_prefix_and_mixed_with_text(tmp_path: Path, texts: Sour
     ]
 
 
-def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_does_not_change_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_pair(tmp_path / "in" / "x", [[tokens(t)] for t in TEXTS])
     data = config(tmp_path, SourceConfig(path=str(tmp_path / "in")), validation_fraction=0.3)
     plain, eager = open_dataset(data, 0), open_dataset(data, 0)
@@ -138,7 +138,7 @@ def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         assert np.array_equal(plain.batch(step)["tokens"], eager.batch(step)["tokens"])
 
 
-def test_bad_input_is_one_line(tmp_path: Path) -> None:
+def test_errors_of_bad_input_are_one_line(tmp_path: Path) -> None:
     stem = tmp_path / "in" / "x"
     write_pair(stem, [[tokens(t)] for t in TEXTS])
     index, data = stem.with_suffix(".idx").read_bytes(), stem.with_suffix(".bin").read_bytes()

@@ -47,7 +47,7 @@ def test_deviation_with_rounded_weights(weights: list[float]) -> None:
     ),
     st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any),
 )
-def test_each_source_counts_on_across_changes(changes: list, first: list[int]) -> None:
+def test_rows_of_each_source_continue_across_weight_changes(changes: list, first: list[int]) -> None:
     starts = np.cumsum([0] + [gap for gap, _ in changes]).tolist()
     mixture = Mixture(list(zip(starts, [first] + [w for _, w in changes])))
     rows = np.arange(starts[-1] + 300)
@@ -62,7 +62,7 @@ def test_each_source_counts_on_across_changes(changes: list, first: list[int]) -
     assert np.array_equal(again[1], local[picked])
 
 
-def test_far_rows_are_direct() -> None:
+def test_far_rows_are_computed_directly() -> None:
     mixture = Mixture([(0, [1.0, 2.0]), (3000, [1.0, 0.0])])
     source, local = mixture.locate(np.array([10**12]))
     assert source.tolist() == [0]

@@ -1,4 +1,4 @@
-"""Mapped shards: bounded over all splits of a process, below its limit on open files; running out is no damage."""
+"""Mapped files stay below the limit on open files, and running out of files is not reported as damage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARDS = 60
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three caches of 60 shards with 3 documents each: document d of cache c is 7 times 3 d + c."""
-    found = []
+    folders = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         for c in range(3):
@@ -33,8 +33,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
                 writer.add("train", [np.full(7, (3 * d + c) % 256, np.uint16) for d in documents], 21)
                 writer.close("k")
             finish_cache(folder, "k", SHARDS, ByteTokenizer())
-            found.append(folder)
-    return found
+            folders.append(folder)
+    return folders
 
 
 READ = """
@@ -59,19 +59,19 @@ for i in range(180):
         assert cache.train.document(i).tolist() == [(3 * i + c) % 256] * 7 + [256]
 print("open", len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0)
 
-hoard, views = [], []
+open_files, views = [], []
 
 def use_up():
     try:
         while True:
-            hoard.append(open(os.devnull))
+            open_files.append(open(os.devnull))
     except OSError:
         pass
 
 use_up()
-assert caches[0].train.document(1)[0] == 3  # the maps of others make room
+assert caches[0].train.document(1)[0] == 3  # unmaps other files
 try:
-    while True:  # and now there is less and less to make
+    while True:  # fewer and fewer can be unmapped
         use_up()
         views.append(caches[1].train.document(3 * len(views)))
 except DataError as error:
@@ -100,26 +100,26 @@ def mapped(caches: list[TokenCache]) -> int:
     return sum(len(split._files._maps) for cache in caches for split in (cache.train, cache.validation))
 
 
-def test_the_bound_is_one_of_the_process(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_shared_by_all_caches(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxtrain.data.token_files.MAX_OPEN_MAPS", 50)
     caches = [open_cache(folder) for folder in folders]
     for i in range(100):
         for cache in caches:
             cache.train.document(i)
     assert mapped(caches) <= 50
-    assert mapped(caches[:1]) < 20  # the last used stay, of whichever split they are
+    assert mapped(caches[:1]) < 20  # the last used stay, of any split
     again = [cache.train.document(99).base for cache in caches]
     assert all(a is cache.train.document(99).base for a, cache in zip(again, caches))
 
 
 def test_a_dropped_cache_drops_its_maps(folders: list[Path]) -> None:
     cache = open_cache(folders[0])
-    kept = cache.train._files._ref
+    files = cache.train._files._ref
     cache.train.document(0)
     gc.disable()
     try:
         del cache
-        assert kept() is None
+        assert files() is None
     finally:
         gc.enable()
     other = open_cache(folders[1])
@@ -131,6 +131,6 @@ def test_a_dropped_cache_drops_its_maps(folders: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("soft", "wanted"), [(None, MAX_OPEN_MAPS), (1 << 20, MAX_OPEN_MAPS), (1024, 256), (64, 16), (2, 1)]
 )
-def test_bound(monkeypatch: pytest.MonkeyPatch, soft: int | None, wanted: int) -> None:
+def test_max_open_maps(monkeypatch: pytest.MonkeyPatch, soft: int | None, wanted: int) -> None:
     monkeypatch.setattr("jaxtrain.data.token_files.open_file_limit", lambda: soft)
     assert max_open_maps() == wanted

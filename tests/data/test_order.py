@@ -25,7 +25,7 @@ def test_large_ranges_stay_inside_and_distinct(n: int) -> None:
     assert len(np.unique(image)) == len(index)
 
 
-def test_any_index_alone_equals_the_whole() -> None:
+def test_random_access_equals_the_full_permutation() -> None:
     whole = permute(np.arange(70_000), 70_000, 5, 3)  # spans several chunks
     picked = np.random.default_rng(0).integers(0, 70_000, (4, 7))
     assert np.array_equal(permute(picked, 70_000, 5, 3), whole[picked])

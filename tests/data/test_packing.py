@@ -1,4 +1,4 @@
-"""Packing: every token exactly once an epoch, waste below 0.1%, any row alone equals the whole."""
+"""Packing: every token exactly once an epoch, waste below 0.1%, random access equals sequential access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources in object stores, by fsspec: a store in memory and a stand-in for S3. Files, names and order as on a disk."""
+"""Sources in object stores (in memory and simulated S3): same files, names and order as on a disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = {f"{'sub/' * (i % 2)}{i:02d}.txt": f"text {i} " * (i + 1) for i in range
 
 @pytest.fixture(params=["memory", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The same texts in a store and in the folder `local`."""
+    """Writes the same texts to a store and to the folder `local`."""
     where = request.getfixturevalue("s3") if request.param == "s3" else f"memory://{uuid.uuid4().hex}"
     for name, text in {**TEXTS, ".hidden/x.txt": "no"}.items():
         put(f"{where}/{name}", text)
@@ -38,7 +38,7 @@ def names(path: str, cache: Path, **options: object) -> list[str]:
     return [f.name for f in list_files(SourceConfig(path=path, **options), cache)]
 
 
-def test_the_same_order_wherever_it_lies(tmp_path: Path, url: str) -> None:
+def test_same_order_as_on_a_local_disk(tmp_path: Path, url: str) -> None:
     values = {
         "sequence": 128,
         "global_batch": 4,
@@ -64,7 +64,7 @@ def test_the_same_order_wherever_it_lies(tmp_path: Path, url: str) -> None:
     assert names(url, tmp_path / "cache", include=("sub/*",)) == [n for n in sorted(TEXTS) if "/" in n]
 
 
-def test_copied_once_resumed_and_anew_where_it_changed(
+def test_files_are_copied_once_and_again_after_a_change(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []

@@ -1,4 +1,4 @@
-"""The same documents through every format: the same tokens in the same order, and bad input told in one line."""
+"""Every format gives the same tokens in the same order for the same documents, and one-line errors for bad input."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_spans_of_any_size_give_the_same_documents(
         assert len(plan_shards(files, 1)) == -(-len(TEXTS) // 7)
 
 
-def test_what_datasets_writes_is_read(tmp_path: Path) -> None:
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets (jaxtrain[hf])")
     made = datasets.Dataset.from_dict({"id": list(range(120)), "text": TEXTS})
     made.save_to_disk(tmp_path / "one", num_shards=3)
@@ -277,7 +277,7 @@ def test_names_and_members_of_tars(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_cut_tar_is_an_error_wherever_it_is_cut(tmp_path: Path, packed: bool) -> None:
+def test_a_truncated_tar_is_an_error(tmp_path: Path, packed: bool) -> None:
     source = tar_of_txt(tmp_path / "made", TEXTS[:6])
     path = tmp_path / "made" / "shard-1.tar"
     whole = path.read_bytes().rstrip(b"\0")
@@ -312,7 +312,7 @@ def test_errors_of_records(tmp_path: Path) -> None:
         assert f"{path}: not a readable ArrayRecord file" in error(path)
 
 
-def test_a_dataset_of_the_hub_is_read_from_the_librarys_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets_are_read_from_the_cache_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets (jaxtrain[hf])")
     jsonl(tmp_path / "hub", TEXTS)
     real, asked = datasets.load_dataset, []
@@ -337,7 +337,7 @@ def test_a_dataset_of_the_hub_is_read_from_the_librarys_cache(tmp_path: Path, mo
     assert np.array_equal(made.batch(5)["tokens"], reference.batch(5)["tokens"])
 
 
-def test_the_hub_through_a_library_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_with_a_fake_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of `datasets` and what becomes of its answer, where it is not installed."""
     folder = Path(arrow_stream(tmp_path / "made", TEXTS).path)
     files = [{"filename": str(folder / f"data-{i:05d}-of-00002.arrow")} for i in (1, 0)]

@@ -84,7 +84,7 @@ def test_jsonl(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("target", [1, 50, 333, 10_000])
 @pytest.mark.parametrize("final", ["", "\n"])
-def test_jsonl_is_cut_without_loss(tmp_path: Path, target: int, final: str) -> None:
+def test_jsonl_spans_lose_no_line(tmp_path: Path, target: int, final: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines(40)) + final)
     whole = read(path)
@@ -152,7 +152,7 @@ def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
     assert texts[0].startswith("a�")
 
 
-def test_split_is_by_name_alone_and_near_its_share() -> None:
+def test_split_depends_on_the_name_and_has_its_share() -> None:
     names = [f"folder/{i}.txt" for i in range(20_000)]
     held = [n for n in names if split_of(n, 0.05) == "validation"]
     assert abs(len(held) / len(names) - 0.05) < 0.005
@@ -160,12 +160,8 @@ def test_split_is_by_name_alone_and_near_its_share() -> None:
     assert not [n for n in names[:100] if split_of(n, 0.0) == "validation"]
     assert all(split_of(n, 1.0) == "validation" for n in names[:100])
     assert [split_of(n, 0.5)[0] for n in ("a", "b", "json/decoder.py", "é", "x.jsonl:12")] == [
-        "t",
-        "v",
-        "v",
-        "t",
-        "v",
-    ]  # for ever
+        "t", "v", "v", "t", "v",
+    ]  # fmt: skip  # must never change
 
 
 def test_content_hashes_follow_the_content(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Batches of text against a naive reference built from the documents themselves; purity; validation; user classes."""
+"""Text batches against the documents they come from; purity in seed and step; validation; user classes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_batches_are_the_documents(
         check_covers(pieces_of(epoch_batches(dataset, epoch * rows, rows)), train)
 
 
-def test_a_flipped_token_would_be_noticed(tmp_path: Path) -> None:
+def test_the_check_notices_a_flipped_token(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "a", 30, 0)
     dataset = open_dataset(config(tmp_path, tmp_path / "a"), seed=0)
     batch = epoch_batches(dataset, 0, dataset._packers[0].rows)
@@ -178,7 +178,7 @@ def test_validation_is_fixed_disjoint_and_complete(tmp_path: Path) -> None:
     check_covers(pieces_of({k: np.concatenate([b[k] for b in batches]) for k in KEYS}), held)
 
 
-def test_far_steps_cost_what_near_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_steps_cost_as_much_as_early_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks packed and epochs counted for the first batch, at step 0 and 1,000,000: O(1)."""
     write_texts(tmp_path / "a", 300, 0)
     data = config(tmp_path, tmp_path / "a")
@@ -190,23 +190,23 @@ def test_far_steps_cost_what_near_ones_do(tmp_path: Path, monkeypatch: pytest.Mo
         assert packer._index.cache_info().misses <= 2
 
 
-def test_reading_ahead_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_does_not_change_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_texts(tmp_path / "a", 200, 0)
     data = config(tmp_path, tmp_path / "a")
     plain, eager = open_dataset(data, 0), open_dataset(data, 0)
     monkeypatch.setattr("jaxtrain.data.dataset.READ_AHEAD_TOKENS", 2000)
     eager._reads_ahead = True
-    asked: list[int] = []
-    advise = eager.splits[0].read_ahead
-    monkeypatch.setattr(eager.splits[0], "read_ahead", lambda *a: asked.append(int(a[2].sum())) or advise(*a))
+    requested: list[int] = []
+    read_ahead = eager.splits[0].read_ahead
+    monkeypatch.setattr(eager.splits[0], "read_ahead", lambda *a: requested.append(int(a[2].sum())) or read_ahead(*a))
     for step in (0, 1, 2, 3, 4, 5, 50, 51, 52, 3):
         for k in KEYS:
             assert np.array_equal(plain.batch(step)[k], eager.batch(step)[k])
-    assert asked
-    assert sum(asked) < 50 * 4 * 128
+    assert requested
+    assert sum(requested) < 50 * 4 * 128
 
 
-def test_rebuilt_for_other_content_and_opened_for_the_same(tmp_path: Path) -> None:
+def test_cache_is_rebuilt_only_for_changed_content(tmp_path: Path) -> None:
     write_texts(tmp_path / "a", 20, 0)
     data = config(tmp_path, tmp_path / "a", validation_fraction=0.0)
     first = open_dataset(data, 0)
@@ -254,38 +254,36 @@ def test_entropy_of_a_mixture_is_that_of_the_mixed_tokens(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("split", "validation", "right"),
+    ("split", "validation", "advice"),
     [
         ("validation", 1e-9, "set data.validation_fraction=0, or give more documents"),
         ("validation", 0.0, "set data.validation_fraction above 0"),
         ("train", 0.999999, "set a smaller data.validation_fraction, or give more documents"),
     ],
 )
-def test_an_empty_split_is_an_error_that_says_what_would_be_right(
-    tmp_path: Path, split: str, validation: float, right: str
-) -> None:
+def test_error_of_an_empty_split(tmp_path: Path, split: str, validation: float, advice: str) -> None:
     write_texts(tmp_path / "a", 1, 0)
     with pytest.raises(DataError) as caught:
         open_dataset(config(tmp_path, tmp_path / "a", validation_fraction=validation), 0, split)
-    found = f"none of its 1 documents is in the {split} split (data.validation_fraction is {validation:g})"
-    assert str(caught.value) == f"{tmp_path / 'a'}: {found}; {right}"
+    problem = f"none of its 1 documents is in the {split} split (data.validation_fraction is {validation:g})"
+    assert str(caught.value) == f"{tmp_path / 'a'}: {problem}; {advice}"
 
 
-def test_both_splits_of_one_look_at_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_datasets_reads_the_input_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_texts(tmp_path / "a", 60, 0)
     write_texts(tmp_path / "b", 60, 1)
     data = config(tmp_path, tmp_path / "a", tmp_path / "b")
-    wanted = open_dataset(data, 5), open_dataset(data, 5, "validation")
-    looked: list[str] = []
+    separate = open_dataset(data, 5), open_dataset(data, 5, "validation")
+    calls: list[str] = []
     for name in ("list_files", "hash_files", "open_cache"):
         real = getattr(build, name)
-        monkeypatch.setattr(build, name, lambda *a, n=name, f=real: looked.append(n) or f(*a))
-    found = open_datasets(data, 5)
-    assert sorted(looked) == sorted(["list_files", "hash_files", "open_cache"] * 2)
-    for mine, theirs in zip(found, wanted):
-        assert mine.batches == theirs.batches
+        monkeypatch.setattr(build, name, lambda *a, n=name, f=real: calls.append(n) or f(*a))
+    datasets = open_datasets(data, 5)
+    assert sorted(calls) == sorted(["list_files", "hash_files", "open_cache"] * 2)
+    for actual, expected in zip(datasets, separate):
+        assert actual.batches == expected.batches
         for k in KEYS:
-            assert np.array_equal(mine.batch(3)[k], theirs.batch(3)[k])
+            assert np.array_equal(actual.batch(3)[k], expected.batch(3)[k])
     train, validation = open_datasets(config(tmp_path, tmp_path / "a", validation_fraction=0.0), 5)
     assert train.documents == 60
     assert validation is None
@@ -333,7 +331,7 @@ def test_user_class_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
     sys.modules.pop("user_squares", None)
 
 
-def test_faults_inside_the_users_module_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_of_user_modules_are_not_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "user_faulty.py").write_text("import no_such_dependency_x")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency_x"):

@@ -1,4 +1,4 @@
-"""The token cache: equal bytes whatever the workers and kills, damage found by name, counts and entropy."""
+"""Token cache: equal bytes for any number of workers and kills, named damage, counts and entropy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(corpus: Path, root: Path, workers: int = 1, tokenizer: str = "bytes", *
     return build_cache(SourceConfig(path=str(corpus)), tokenizer, 0.1, root, workers, **options)
 
 
-def test_holds_the_documents(corpus: Path, tmp_path: Path) -> None:
+def test_cache_holds_the_documents(corpus: Path, tmp_path: Path) -> None:
     cache = make(corpus, tmp_path, shard_bytes=1 << 20)
     assert len(list(cache.folder.glob("*.count"))) >= 5
     encoder = ByteTokenizer()
@@ -63,7 +63,7 @@ def test_holds_the_documents(corpus: Path, tmp_path: Path) -> None:
         assert split.lengths.tolist() == [len(t) + 1 for t in texts]
 
 
-def test_a_cache_from_before_bytes_were_counted_is_completed_in_place(corpus: Path, tmp_path: Path) -> None:
+def test_a_cache_without_text_bytes_is_completed_in_place(corpus: Path, tmp_path: Path) -> None:
     cache = make(corpus, tmp_path)
     before = contents(cache.folder)
     for path in cache.folder.glob("*.json"):
@@ -105,7 +105,7 @@ print("complete")
 
 
 def kill_after(arguments: list[str], root: Path, markers: int) -> bool:
-    """Start a build, kill -9 it when `markers` shards are finished; whether it was killed before its end."""
+    """Kills a build when `markers` shards are finished. Returns whether it was still running."""
     process = subprocess.Popen([sys.executable, "-c", BUILD, *arguments], stdout=subprocess.PIPE, text=True)
     while process.poll() is None and len(list(root.glob("tokens/*/[0-9]*.json"))) < markers:
         time.sleep(0.005)
@@ -129,7 +129,7 @@ def test_killed_and_resumed_with_other_workers_gives_equal_bytes(corpus: Path, t
     resumed = make(
         corpus, root, 2, tokenizer, shard_bytes=1 << 17, progress=lambda done, total: todo.append(total - done)
     )
-    assert 0 < todo[0] < sum(p.stat().st_size for p in corpus.iterdir())  # some of it was done already
+    assert 0 < todo[0] < sum(p.stat().st_size for p in corpus.iterdir())  # some shards were finished
     assert resumed.folder.name == reference.folder.name
     assert contents(resumed.folder) == contents(reference.folder)
 
@@ -165,7 +165,7 @@ def test_damage_is_named_and_repaired(corpus: Path, tmp_path: Path) -> None:
     check("cache.json", whole["cache.json"][:-40])
 
 
-def test_large_caches_are_checked_on_demand(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_caches_are_verified_on_demand(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make(corpus, tmp_path)
     path = cache.folder / "train-00000.bin"
     data = bytearray(path.read_bytes())
@@ -197,11 +197,11 @@ def test_a_file_changed_during_the_build_is_refused(tmp_path: Path) -> None:
     for i in range(5):
         (folder / f"{i}.txt").write_text("x" * 1000)
 
-    def meddle(done: int, total: int) -> None:
+    def change_file(done: int, total: int) -> None:
         (folder / "4.txt").write_text("y" * 1000)
 
     with pytest.raises(DataError, match=r"4\.txt: changed while it was read; run again"):
-        make(folder, tmp_path, progress=meddle, shard_bytes=1000)
+        make(folder, tmp_path, progress=change_file, shard_bytes=1000)
     assert not list(tmp_path.glob("tokens/*/cache.json"))
 
 
@@ -224,7 +224,7 @@ def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
         make(corpus, tmp_path / "file")
 
 
-def test_key_follows_all_that_matters(corpus: Path, tokenizer: str, tmp_path: Path) -> None:
+def test_key_depends_on_all_inputs(corpus: Path, tokenizer: str, tmp_path: Path) -> None:
     source = SourceConfig(path=str(corpus))
     folders = {
         build_cache(source, "bytes", 0.1, tmp_path, 1).folder,

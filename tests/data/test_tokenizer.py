@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, special tokens spelled in text, end tokens, training."""
+"""Tokenizers: round trips, special tokens in texts, end-of-document tokens, training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_vocab_and_eos(bpe: Path) -> None:
     assert tokenizer.eos == described["model"]["vocab"][EOS]
 
 
-def test_eos_of_the_config_beside_it_and_refusal_without_one(bpe: Path, tmp_path: Path) -> None:
+def test_eos_comes_from_the_config_or_is_an_error(bpe: Path, tmp_path: Path) -> None:
     described = json.loads(bpe.read_text())
     path = tmp_path / "tokenizer.json"
 
@@ -82,7 +82,7 @@ def test_eos_of_the_config_beside_it_and_refusal_without_one(bpe: Path, tmp_path
     assert load_tokenizer(str(path)).eos == described["model"]["vocab"][EOS]
 
 
-def test_an_end_token_that_text_can_spell_is_refused(bpe: Path, tmp_path: Path) -> None:
+def test_an_eos_that_texts_can_encode_to_is_refused(bpe: Path, tmp_path: Path) -> None:
     described = json.loads(bpe.read_text())
     for token in described["added_tokens"]:
         token["special"] = False
@@ -115,7 +115,7 @@ def test_smallest_dtype() -> None:
     assert [smallest_dtype(v) for v in (256, 257, 65_536, 65_537)] == [np.uint8, np.uint16, np.uint16, np.uint32]
 
 
-def test_train_tokenizer_reads_a_source_and_leaves_validation_out(tmp_path: Path) -> None:
+def test_train_tokenizer_leaves_validation_out(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="needs jaxtrain[data]")
     (tmp_path / "in").mkdir()
     for i in range(30):
@@ -132,7 +132,7 @@ def test_train_tokenizer_reads_a_source_and_leaves_validation_out(tmp_path: Path
         train_tokenizer([source], 256, tmp_path / "out")
 
 
-def test_train_tokenizer_reads_all_sources_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_tokenizer_alternates_between_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers", reason="needs jaxtrain[data]")
     for name, count in (("a", 2), ("b", 4), ("c", 1)):
         (tmp_path / name).mkdir()
@@ -161,7 +161,7 @@ def test_train_tokenizer_without_documents_writes_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_a_users_own_data_has_no_tokenizer() -> None:
+def test_user_classes_have_no_tokenizer() -> None:
     with pytest.raises(DataError, match=r"^data\.type: `a\.b:C` is a user.s class.*only `text`") as caught:
         prepare.text_sources(DataConfig(type="a.b:C"))
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The decoder with weights of a Hugging Face folder, on one device."""
+"""Helpers that load a Hugging Face folder on one device and run the decoder."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from jaxtrain.models.definition import Definition, define
 from jaxtrain.nn.env import Env
 
 
-def opened(folder: Path) -> tuple[Config, Family, Definition, Any]:
-    """Config, family, definition and loaded parameters."""
+def load_model(folder: Path) -> tuple[Config, Family, Definition, Any]:
+    """Returns config, family, definition and loaded parameters."""
     family, section = config_json.read_model_config(folder)
     config = Config(model=ModelConfig.model_validate(section), precision="fp32")
     definition = define(config, Env(), section["vocab"])
-    place = SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), definition.params)
-    return config, family, definition, load_weights(folder, TENSOR_MAPPINGS[family.name], wanted)
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), definition.params)
+    return config, family, definition, load_weights(folder, TENSOR_MAPPINGS[family.name], abstract)
 
 
 def flat(params: Any) -> dict[str, jax.Array]:
-    """`a/b/c` -> array."""
+    """Returns `a/b/c` -> array."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def logits(definition: Definition, params: Any, tokens: np.ndarray) -> np.ndarray:
-    """float32 [B, T, V]."""
+    """Returns float32 [B, T, V]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     @jax.jit
@@ -50,7 +50,7 @@ def logits(definition: Definition, params: Any, tokens: np.ndarray) -> np.ndarra
 
 
 def greedy(definition: Definition, params: Any, prompt: list[int], tokens: int) -> list[int]:
-    """The likeliest continuation, by the cache."""
+    """Generates the most likely continuation with the KV cache."""
     vocab = params["embed"]["table"].shape[0]
     generator = Generator(definition, vocab, temperature=0.0)
     return list(generator(params, np.array(prompt), tokens, seed=0, eos=None))

@@ -1,4 +1,4 @@
-"""What cannot be imported or exported is said in one line that names it, and leaves nothing behind. No torch."""
+"""Errors of import and export: one line that names the problem, and no files left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def weights(dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """All tensors of LLAMA."""
+    """Returns random tensors of LLAMA."""
     rng = np.random.default_rng(0)
     shapes = {"model.embed_tokens": (31, 8), "lm_head": (31, 8), "model.norm": (8,)}
     shapes |= {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
@@ -38,7 +38,7 @@ def weights(dtype: Any = np.float32) -> dict[str, np.ndarray]:
 
 
 def model(folder: Path, config: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """A folder with LLAMA; a change to None takes the tensor away."""
+    """Writes a folder with LLAMA; a change to None removes the tensor."""
     from safetensors.numpy import save_file
 
     folder.mkdir()
@@ -48,8 +48,8 @@ def model(folder: Path, config: dict[str, Any] | None = None, **changes: Any) ->
     return folder
 
 
-def said(capfd: pytest.CaptureFixture, tmp_path: Path, *arguments: Any) -> str:
-    """The one line that a command ends with, which leaves nothing where it should have written."""
+def error_line(capfd: pytest.CaptureFixture, tmp_path: Path, *arguments: Any) -> str:
+    """Returns the error line of a command that fails and leaves no files."""
     before = sorted(tmp_path.iterdir())
     assert main([*map(str, arguments), "--to", str(tmp_path / "made")]) == 2
     lines = capfd.readouterr().err.strip().splitlines()
@@ -70,8 +70,8 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         ({Q: np.zeros((8, 8), np.int8)}, [Q, "I8", "quantised"]),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(changes, words, tmp_path, capfd):
-    line = said(capfd, tmp_path, "import", model(tmp_path / "hf", **changes))
+def test_wrong_tensors_are_named(changes, words, tmp_path, capfd):
+    line = error_line(capfd, tmp_path, "import", model(tmp_path / "hf", **changes))
     assert all(word in line for word in words), line
 
 
@@ -79,26 +79,26 @@ def test_tensors_that_do_not_fit_are_named(changes, words, tmp_path, capfd):
 def test_a_truncated_file_is_named(keep, tmp_path, capfd):
     file = model(tmp_path / "hf") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    line = said(capfd, tmp_path, "import", tmp_path / "hf")
+    line = error_line(capfd, tmp_path, "import", tmp_path / "hf")
     assert "model.safetensors" in line
     assert "truncated" in line
 
 
-def test_what_is_no_model_is_said(tmp_path, capfd):
+def test_folders_without_a_model(tmp_path, capfd):
     (tmp_path / "empty").mkdir()
-    assert "no config.json" in said(capfd, tmp_path, "import", tmp_path / "empty")
-    assert "no config.json" in said(capfd, tmp_path, "import", tmp_path / "nowhere")
+    assert "no config.json" in error_line(capfd, tmp_path, "import", tmp_path / "empty")
+    assert "no config.json" in error_line(capfd, tmp_path, "import", tmp_path / "nowhere")
     (tmp_path / "empty/config.json").write_text("{")
-    assert "not JSON" in said(capfd, tmp_path, "import", tmp_path / "empty")
+    assert "not JSON" in error_line(capfd, tmp_path, "import", tmp_path / "empty")
     (tmp_path / "empty/config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "empty/pytorch_model.bin").write_text("")
-    assert "pytorch_model.bin is not supported" in said(capfd, tmp_path, "import", tmp_path / "empty")
+    assert "pytorch_model.bin is not supported" in error_line(capfd, tmp_path, "import", tmp_path / "empty")
     (tmp_path / "empty/model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
-    assert "b.safetensors: no such file" in said(capfd, tmp_path, "import", tmp_path / "empty")
+    assert "b.safetensors: no such file" in error_line(capfd, tmp_path, "import", tmp_path / "empty")
 
 
 def test_a_tied_head_must_be_the_embedding(tmp_path, capfd):
-    line = said(capfd, tmp_path, "import", model(tmp_path / "hf", {"tie_word_embeddings": True}))
+    line = error_line(capfd, tmp_path, "import", model(tmp_path / "hf", {"tie_word_embeddings": True}))
     assert "lm_head.weight is not model.embed_tokens.weight" in line
 
 
@@ -126,7 +126,7 @@ def test_a_tied_head_must_be_the_embedding(tmp_path, capfd):
     ],
 )
 def test_unsupported_fields_are_named(config, words, tmp_path, capfd):
-    line = said(capfd, tmp_path, "import", model(tmp_path / "hf", config))
+    line = error_line(capfd, tmp_path, "import", model(tmp_path / "hf", config))
     assert all(word in line for word in words), line
 
 
@@ -159,13 +159,13 @@ def test_unsupported_fields_are_named(config, words, tmp_path, capfd):
         ("gpt2", {**GPT2, "num_attention_heads": 3}, "n_embd 8 is not divisible by n_head 3"),
     ],
 )
-def test_fields_of_other_architectures(family, config, word):
+def test_unsupported_fields_of_each_family(family, config, word):
     given = {**LLAMA, "architectures": [FAMILIES[family].architecture], **config, "model_type": family}
     with pytest.raises(ModelConfigError, match=word):
         from_hf_config(given, "config.json")
 
 
-def test_absent_fields_mean_what_the_class_says():
+def test_absent_fields_have_the_defaults_of_transformers():
     _, mistral = from_hf_config({**LLAMA, "model_type": "mistral", "architectures": None}, "")
     _, mixtral = from_hf_config({**LLAMA, "model_type": "mixtral", "architectures": None}, "")
     _, gemma = from_hf_config({**LLAMA, "model_type": "gemma2", "architectures": None, "num_hidden_layers": 5}, "")
@@ -217,7 +217,7 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
         ),
     ],
 )
-def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
+def test_the_chosen_family_round_trips(options, expected):
     wanted = ModelConfig(**SIZES, **options)
     family, config = choose_family(wanted, 31, None, None)
     assert family.name == expected
@@ -249,7 +249,7 @@ def test_the_first_family_that_fits_is_chosen_and_reads_back(options, expected):
         ({"learned_positions": 512, "sliding_window": 3}, "gpt2", "model.sliding_window 3"),
     ],
 )
-def test_what_no_architecture_has_is_named(options, family, words):
+def test_options_without_a_family_are_named(options, family, words):
     with pytest.raises(ModelConfigError) as error:
         choose_family(ModelConfig(**SIZES, **options), 31, family, None)
     assert words in str(error.value)
@@ -258,7 +258,7 @@ def test_what_no_architecture_has_is_named(options, family, words):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("most", [10**9, 600])
-def test_files_are_those_of_the_reference_implementation(dtype, most, tmp_path):
+def test_safetensors_reads_our_files(dtype, most, tmp_path):
     from safetensors import safe_open
 
     values = weights(dtype)
@@ -271,21 +271,21 @@ def test_files_are_those_of_the_reference_implementation(dtype, most, tmp_path):
     for file in files:
         with safe_open(file, "numpy") as opened:
             held = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-            assert len(held) == 1 or file.stat().st_size < most + 1500  # its header besides
+            assert len(held) == 1 or file.stat().st_size < most + 1500  # and its header
         seen |= held
     assert seen == {name: list(shape) for name, shape in shapes.items()}
     for name, entry in open_tensors(tmp_path).items():
         np.testing.assert_array_equal(entry[:], values[name])
 
 
-def test_a_header_that_lies_is_refused(tmp_path):
+def test_a_wrong_header_is_refused(tmp_path):
     for header in (b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"[]", b"\xff"):
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
         with pytest.raises(ModelFileError, match=r"model\.safetensors"):
             open_tensors(tmp_path)
 
 
-def test_encode_keeps_token_ids():
+def test_to_hf_config_keeps_token_ids():
     before = {**LLAMA, "eos_token_id": [7, 8], "bos_token_id": 3}
     config = to_hf_config(ModelConfig.model_validate(from_hf_config(before, "")[1]), 31, FAMILIES["llama"], before)
     assert (config["eos_token_id"], config["bos_token_id"]) == ([7, 8], 3)

@@ -1,4 +1,4 @@
-"""Every covered architecture against transformers: logits, greedy generation, and the way back."""
+"""Every supported architecture against transformers: logits, greedy generation and export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_logits_generation_and_round_trip(case: str, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     peer = hf_models.make(case, tmp_path / "in")
-    config, family, definition, params = hf_loaded.opened(tmp_path / "in")
+    config, family, definition, params = hf_loaded.load_model(tmp_path / "in")
     tokens = np.random.default_rng(0).integers(0, 131, (2, 40))
     expected = hf_models.logits(peer, tokens)
     assert np.abs(expected).max() > 0.5  # not a model of zeros
@@ -46,17 +46,17 @@ def test_logits_generation_and_round_trip(case: str, tmp_path: Path):
     (tmp_path / "out").mkdir()
     save_weights(tmp_path / "out", TENSOR_MAPPINGS[family.name], hf_loaded.flat(params), np.dtype(np.float32), 20_000)
     (tmp_path / "out/config.json").write_text(json.dumps(content))
-    again, told = AutoModelForCausalLM.from_pretrained(
+    again, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     np.testing.assert_array_equal(hf_models.logits(again.eval(), tokens), expected)
-    _, _, _, back = hf_loaded.opened(tmp_path / "out")
+    _, _, _, back = hf_loaded.load_model(tmp_path / "out")
     for path, value in hf_loaded.flat(back).items():
         np.testing.assert_array_equal(np.asarray(value), np.asarray(hf_loaded.flat(params)[path]), path)
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray):
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+def assert_close(actual: np.ndarray, expected: np.ndarray):
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error < 1e-5, error

@@ -1,4 +1,4 @@
-"""config.json as published with well-known models: the sizes read give their published numbers of parameters."""
+"""Published config.json files of well-known models give their published numbers of parameters."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_parameters_and_options(name: str):
     model = ModelConfig.model_validate(section)
     assert parameter_count(model, section["vocab"]) == count
     for key, value in expected.items():
-        found: Any = model
+        actual: Any = model
         for part in key.split("."):
-            found = part in found if isinstance(found, tuple) else getattr(found, part)
-        assert found == value, key
+            actual = part in actual if isinstance(actual, tuple) else getattr(actual, part)
+        assert actual == value, key

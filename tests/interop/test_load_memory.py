@@ -1,4 +1,4 @@
-"""Memory of loading, by the benchmark that measures it, at its smallest. No torch."""
+"""Memory that loading needs, measured by the smallest case of its benchmark."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/import_memory.py"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux's /proc")
-def test_loading_takes_little_besides_the_shards(tmp_path: Path):
-    """A model of 560 MB whose feed-forward weights are stacked to more than the bound."""
+def test_loading_needs_little_more_than_the_shards(tmp_path: Path):
+    """Loads a model of 560 MB whose stacked feed-forward weights exceed the bound."""
     command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "out.json")]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=env)

@@ -1,4 +1,4 @@
-"""`model.from`: training from the weights of a Hugging Face folder, under any layout. No torch."""
+"""`model.from`: training from the weights of a Hugging Face folder, under any layout."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MODEL = ModelConfig(vocab=260, embed=16, layers=4, heads=4, kv_heads=2, mlp=24, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Qwen 3 with random weights."""
+    """Writes a Qwen 3 with random weights."""
     path = tmp_path / "hf"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(to_hf_config(MODEL, 260, FAMILIES["qwen3"])))
     shapes = {name: shape for name, (shape, _) in decoder_tensors(MODEL, 260).items()}
-    found = tensor_shapes(parameter_slices(TENSOR_MAPPINGS["qwen3"], shapes))
+    tensors = tensor_shapes(parameter_slices(TENSOR_MAPPINGS["qwen3"], shapes))
     rng = np.random.default_rng(0)
-    values = (0.2 * rng.standard_normal(shape).astype(np.float32) for shape in found.values())
-    write_tensors(path, found, np.dtype(np.float32), 10**9, values)
+    values = (0.2 * rng.standard_normal(shape).astype(np.float32) for shape in tensors.values())
+    write_tensors(path, tensors, np.dtype(np.float32), 10**9, values)
     return path
 
 
@@ -53,7 +53,7 @@ def options(folder: Path, tmp_path: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_the_model_is_that_of_its_config_and_the_user_has_the_last_word(folder: Path):
+def test_model_options_come_from_the_folder_and_can_be_overridden(folder: Path):
     config, origin = resolve(None, f"model.from={folder}", "model.sliding_window=8", paths=False)
     assert (config.model.vocab, config.model.heads, config.model.qk_norm) == (260, 4, "per_head")
     assert origin["model.heads"].endswith("hf/config.json")
@@ -79,7 +79,7 @@ def test_the_shipped_recipe_takes_any_model(folder: Path):
         (["model.from={hf}", "model.type=a.b:C"], ["model.from"]),
     ],
 )
-def test_what_cannot_be_is_said_before_jax_starts(folder, overrides, words):
+def test_errors_are_raised_before_jax_starts(folder, overrides, words):
     with pytest.raises(ConfigError) as error:
         load(None, *(text.format(hf=folder) for text in overrides))
     assert all(word in str(error.value) for word in words)
@@ -107,7 +107,7 @@ def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
     assert result.step == 3
 
 
-def test_a_run_that_holds_imported_weights_alone_cannot_be_resumed(folder: Path, tmp_path: Path, capfd):
+def test_a_run_with_only_imported_weights_cannot_be_resumed(folder: Path, tmp_path: Path, capfd):
     run = tmp_path / "run"
     assert main(["import", str(folder), "--to", str(run), *options(folder, tmp_path)[1:]]) == 0
     capfd.readouterr()

@@ -1,4 +1,4 @@
-"""Loading under a layout of 8 simulated devices, and the commands from end to end. No torch."""
+"""Loading under a layout of 8 simulated devices, and the import and export commands."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads
 
 
 def program(family: str, *overrides: str) -> Any:
-    """The program of a tiny model."""
+    """Builds the program of a tiny model."""
     return build(load_config(None, *COMMON, *SIZES[family], *overrides), 128, jax.devices()[:8])
 
 
-def written(folder: Path, places: tuple[TensorMapping, ...], definition: Definition) -> Path:
-    """Random tensors in several files."""
+def write_model(folder: Path, places: tuple[TensorMapping, ...], definition: Definition) -> Path:
+    """Writes random tensors to several files."""
     shapes = tensor_shapes(parameter_slices(places, {path: shape for path, (shape, _) in definition.tensors().items()}))
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())
@@ -66,9 +66,9 @@ def written(folder: Path, places: tuple[TensorMapping, ...], definition: Definit
         ("mixtral", ["layout=ep_tp", "mesh.expert=2", "mesh.model=2"], 500),
     ],
 )
-def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, piece, tmp_path, monkeypatch):
+def test_shards_equal_an_unsharded_load_and_are_read_once(family, layout, piece, tmp_path, monkeypatch):
     sharded, chosen = program(family, *layout), TENSOR_MAPPINGS[family]
-    folder = written(tmp_path / "hf", chosen, sharded.definition)
+    folder = write_model(tmp_path / "hf", chosen, sharded.definition)
     blocks: collections.Counter[tuple] = collections.Counter()
     original = loading.read_block
 
@@ -101,10 +101,10 @@ def test_shards_are_those_of_the_whole_and_each_is_read_once(family, layout, pie
         np.testing.assert_array_equal(entry[:], before[name][:], name)
 
 
-def test_a_gpt2_saved_without_its_head_and_with_its_masks_is_the_same(tmp_path):
-    """As published: names begin with `h.0`, and every layer has its causal mask, of any dtype."""
+def test_gpt2_files_without_the_head_and_with_masks(tmp_path):
+    """Published files name tensors `h.0` and store a causal mask of any dtype for each layer."""
     one, chosen = program("gpt2", "layout=ddp", "model.tie_embeddings=true"), TENSOR_MAPPINGS["gpt2"]
-    folder = written(tmp_path / "hf", chosen, one.definition)
+    folder = write_model(tmp_path / "hf", chosen, one.definition)
     want = loading.load_weights(folder, chosen, one.state["params"])
     held = {name: entry[:] for name, entry in open_tensors(folder).items()}
     for file in folder.iterdir():
@@ -116,9 +116,9 @@ def test_a_gpt2_saved_without_its_head_and_with_its_masks_is_the_same(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loading.load_weights(folder, chosen, one.state["params"]), want)
 
 
-def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
+def test_a_shard_reads_only_its_values(tmp_path, monkeypatch):
     sharded, chosen = program("llama", "layout=fsdp_tp", "mesh.model=2"), TENSOR_MAPPINGS["llama"]
-    folder = written(tmp_path / "hf", chosen, sharded.definition)
+    folder = write_model(tmp_path / "hf", chosen, sharded.definition)
     touched = collections.Counter()
 
     def read(tensor: StoredTensor, index: Any) -> np.ndarray:
@@ -134,7 +134,7 @@ def test_a_shard_touches_no_more_than_it_holds(tmp_path, monkeypatch):
 
 def test_the_commands_from_end_to_end(tmp_path, capfd):
     definition = program("llama").definition
-    folder = written(tmp_path / "hf", TENSOR_MAPPINGS["llama"], definition)
+    folder = write_model(tmp_path / "hf", TENSOR_MAPPINGS["llama"], definition)
     config = {"model_type": "llama", "vocab_size": 128, "intermediate_size": 48, **CONFIG, "eos_token_id": 5}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
@@ -189,9 +189,11 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "out2", "run", "run2"]
 
 
-def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
-    """The length of sequences is bounded by its positions: taken from them, or refused."""
-    folder = written(tmp_path / "hf", TENSOR_MAPPINGS["gpt2"], program("gpt2", "model.tie_embeddings=true").definition)
+def test_commands_with_a_gpt2_of_few_positions(tmp_path, capfd):
+    """The number of positions is the default and the maximum of the sequence length."""
+    folder = write_model(
+        tmp_path / "hf", TENSOR_MAPPINGS["gpt2"], program("gpt2", "model.tie_embeddings=true").definition
+    )
     config = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64, "attn_pdrop": 0.1}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 128, **config}))
     run, out, quick = tmp_path / "run", tmp_path / "out", ["precision=fp32"]
@@ -207,8 +209,8 @@ def test_a_gpt2_of_few_positions_through_the_commands(tmp_path, capfd):
     assert main([*generate, "model.vocab=null", "--tokens", "59"]) == 0
     assert capfd.readouterr().out.startswith("12345")
     assert main([*generate, "--tokens", "60"]) == 2
-    said = capfd.readouterr()
-    assert (said.out, len(said.err.splitlines())) == ("", 1)
-    assert "5 tokens and 60 new ones are more than the model's 64 learned positions" in said.err
+    output = capfd.readouterr()
+    assert (output.out, len(output.err.splitlines())) == ("", 1)
+    assert "5 tokens and 60 new ones are more than the model's 64 learned positions" in output.err
     with pytest.raises(ConfigError, match=r"data.sequence: 1024 tokens, and .* expected at most 64$"):
         load_config(None, f"model.from={folder}")

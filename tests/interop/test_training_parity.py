@@ -1,4 +1,4 @@
-"""Every covered architecture trained here and in PyTorch, from the same weights on the same tokens."""
+"""Every supported architecture trained here and in PyTorch, from the same weights on the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_losses_are_those_of_torch(case: str, tmp_path: Path):
     peer = hf_models.make(case, tmp_path)
     first = np.random.default_rng(3).integers(0, 131, (STEPS, ROWS, 1))
     tokens = (first + 7 * np.arange(TOKENS + 1)) % 131  # what comes next can be learned
-    config, _, _, params = hf_loaded.opened(tmp_path)
+    config, _, _, params = hf_loaded.load_model(tmp_path)
     changes = {"optimizer": OPTIMIZER, "steps": STEPS, "data": {"global_batch": ROWS, "sequence": TOKENS}}
     config = config.model_validate({**config.model_dump(), **changes})
     program = build(config, 131, jax.devices()[:1])
@@ -45,7 +45,7 @@ def test_losses_are_those_of_torch(case: str, tmp_path: Path):
 
 
 def batch(tokens: np.ndarray) -> dict[str, np.ndarray]:
-    """One document a row."""
+    """Returns a batch with one document in each row."""
     inputs = tokens[:, :-1].astype(np.int32)
     positions = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), inputs.shape)
     ones = np.ones_like(inputs)
@@ -55,7 +55,7 @@ def batch(tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def torch_losses(peer, tokens: np.ndarray) -> list[float]:
-    """The same in PyTorch."""
+    """Returns the losses of training in PyTorch."""
     import torch
 
     settings = {"lr": OPTIMIZER["lr"], "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -66,7 +66,7 @@ def torch_losses(peer, tokens: np.ndarray) -> list[float]:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), OPTIMIZER["clip"])
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), OPTIMIZER["grad_clip_norm"])
         optimizer.step()
         losses.append(loss.item())
     return losses
