@@ -12,7 +12,8 @@ from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.data.mixture import Mixture, weight_segments
 from jaxtrain.data.packing import Packer, Pieces, concat_pieces, groups
-from jaxtrain.data.token_cache.build import Progress, build_cache
+from jaxtrain.data.sources import Progress
+from jaxtrain.data.token_cache.build import build_cache
 from jaxtrain.data.token_cache.store import MAX_VERIFIED_BYTES, entropy
 from jaxtrain.data.token_files import TokenizedDocuments, TokenSource
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer

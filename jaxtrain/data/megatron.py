@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.sources import SPLITS, File, split_of
+from jaxtrain.data.sources import SPLITS, File, Progress, split_of
 from jaxtrain.data.sources.formats import paired_name
 from jaxtrain.data.token_cache.store import entropy
 from jaxtrain.data.token_files import TokenizedDocuments, TokenSource, read_file
@@ -110,7 +110,7 @@ def open_megatron(
     files: list[File],
     tokenizer: Tokenizer,
     validation: float,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
     check: bool = False,
 ) -> TokenSource:
     """Opens .bin/.idx pairs as the documents of a token cache.

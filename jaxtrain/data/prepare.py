@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
 from jaxtrain.data.dataset import validation_set_config
-from jaxtrain.data.sources import SPLITS, Span, list_files, plan_shards, read_shard, split_of
-from jaxtrain.data.token_cache.build import Progress, build_cache
+from jaxtrain.data.sources import SPLITS, Progress, Span, list_files, plan_shards, read_shard, split_of
+from jaxtrain.data.token_cache.build import build_cache
 from jaxtrain.data.tokenizer import train_bpe
 from jaxtrain.errors import DataError
 

@@ -9,11 +9,14 @@ name of a document (path below the source's folder; `path:line` in JSONL; `path:
 from collections.abc import Iterator
 
 from jaxtrain.config.schema import SourceConfig
-from jaxtrain.data.sources.base import SPLITS, Document, File, Span, split_of
+from jaxtrain.data.sources.base import SPLITS, Document, File, Progress, Span, split_of
 from jaxtrain.data.sources.formats import plan_shards, read_shard
 from jaxtrain.data.sources.listing import list_files
 
-__all__ = ["SPLITS", "Document", "File", "Span", "documents", "list_files", "plan_shards", "read_shard", "split_of"]
+__all__ = [
+    "SPLITS", "Document", "File", "Progress", "Span",
+    "documents", "list_files", "plan_shards", "read_shard", "split_of",
+]  # fmt: skip
 
 
 def documents(source: SourceConfig) -> Iterator[Document]:

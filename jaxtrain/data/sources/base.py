@@ -15,6 +15,7 @@ from jaxtrain.errors import DataError
 from jaxtrain.io.packages import import_optional
 
 SPLITS = ("train", "validation")
+Progress = Callable[[int, int], object]  # called with (bytes done, bytes in all)
 
 
 class File(NamedTuple):

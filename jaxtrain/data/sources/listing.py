@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.config.schema import SourceConfig
-from jaxtrain.data.sources.base import File
+from jaxtrain.data.sources.base import File, Progress
 from jaxtrain.data.sources.formats import FORMATS, format_of, has_format, paired_name
-from jaxtrain.data.sources.remote import HUB_PREFIX, ObjectStore, Progress, hub_files
+from jaxtrain.data.sources.remote import HUB_PREFIX, ObjectStore, hub_files
 from jaxtrain.errors import DataError
 
 PATTERN_CHARACTERS = frozenset("*?[")

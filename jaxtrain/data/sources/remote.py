@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import SourceConfig
-from jaxtrain.data.sources.base import File, first_line
+from jaxtrain.data.sources.base import File, Progress, first_line
 from jaxtrain.data.sources.formats import paired_name
 from jaxtrain.errors import DataError
 from jaxtrain.io.atomic import open_atomic, write_atomic
@@ -31,7 +31,6 @@ VERSION_FIELDS = (
 CHUNK = 4 << 20
 HUB_PREFIX = "hf://"
 HUB_URL = re.compile(r"hf://(?P<id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
-Progress = Callable[[int, int], None]
 
 
 class ObjectStore:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from jaxtrain.config.schema import SourceConfig
 from jaxtrain.data.megatron import open_megatron
-from jaxtrain.data.sources import SPLITS, File, list_files, plan_shards
+from jaxtrain.data.sources import SPLITS, File, Progress, list_files, plan_shards
 from jaxtrain.data.token_cache.content_hash import hash_files
 from jaxtrain.data.token_cache.store import VERSION, TokenCache, finish_cache, open_cache, read_marker, shard_path
 from jaxtrain.data.token_cache.worker import CacheJob, CacheShard, write_shard
@@ -30,7 +30,6 @@ from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.errors import DataError
 from jaxtrain.io.system import available_cores
 
-Progress = Callable[[int, int], None]  # (bytes of input done, in all)
 SERIAL_BYTES = 4 << 20  # input that this process tokenizes itself, because starting workers would take longer
 MIN_SHARD_BYTES, MAX_SHARD_BYTES = 4 << 20, 1 << 30  # of input
 SHARDS = 256  # per source, within these bounds
