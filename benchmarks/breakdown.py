@@ -134,18 +134,18 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
     from jaxtrain.optim.optimizers import clip, optimizer
     from jaxtrain.precision.policy import POLICIES
 
-    definition, config = program.definition, program.config
+    model_def, config = program.model_def, program.config
     key, params = jax.random.key(0), state["params"]
 
     def loss(params: Any, batch: Any) -> Any:
-        total, weight = definition.bind(params).loss(batch, key)["cross_entropy"]
+        total, weight = model_def.bind(params).loss(batch, key)["cross_entropy"]
         return total / weight
 
     def head_loss(x: Any, head: Any, batch: Any) -> Any:
         total, weight = cross_entropy(x, head, batch["targets"], batch["weights"])["cross_entropy"]
         return total / weight
 
-    tx = optimizer(config.optimizer, config.steps, definition.names, definition.params)
+    tx = optimizer(config.optimizer, config.steps, model_def.names, model_def.params)
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         return tx.update(clip(grads, config.optimizer.grad_clip_norm)[0], opt_state, params)

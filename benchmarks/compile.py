@@ -54,7 +54,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     import jaxtrain
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.distributed import runtime
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -66,7 +66,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
     }  # fmt: skip
     config = jaxtrain.load(None, base=base)
-    program = build(config, 1024, runtime.start(config))
+    program = build_program(config, 1024, runtime.start(config))
     done("build")
     state = jax.block_until_ready(program.init())
     done("init")

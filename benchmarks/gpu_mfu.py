@@ -132,14 +132,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from jaxtrain.core.placement import batch_sharding
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.planning.hardware.peak import device_peak
 
     device = jax.devices()[0]
     if device.platform != spec["platform"]:
         raise SystemExit(f"JAX has no {spec['platform']} here, only {device.platform}")
     config = make_config(spec)
-    program = build(config, VOCAB, [device])
+    program = build_program(config, VOCAB, [device])
     host = common.packed_batch(0, spec["rows"], spec["length"], VOCAB, spec["documents"])
     batch = jax.device_put(host, batch_sharding(program.sharder, 2, True))
     state = program.init()
@@ -182,12 +182,12 @@ def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
 
 def compile_only(spec: dict[str, Any]) -> dict[str, Any]:
     """The step of a point, compiled for a GPU that is not here."""
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.planning.step_program import compiled_step
 
     devices = targets.devices(spec["target"])
     config = make_config(spec)
-    program = build(config, VOCAB, devices)
+    program = build_program(config, VOCAB, devices)
     host = common.packed_batch(0, 1, spec["length"], VOCAB, spec["documents"])
     begin = time.perf_counter()
     compiled = compiled_step(program, host)

@@ -104,7 +104,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
     """Loads this process's part of a checkpoint."""
     import jax
 
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.core.resolve import resolve
     from jaxtrain.interop.config_json import read_model_config
     from jaxtrain.interop.load_weights import load_weights
@@ -115,7 +115,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
     devices, folder = jax.devices(), Path(spec["folder"])
     family, section = read_model_config(folder)
     config = resolve(None, *spec["overrides"], base={"model": section}, paths=False)[0]
-    params = build(config, section["vocab"], devices).state["params"]
+    params = build_program(config, section["vocab"], devices).state["params"]
     if spec["process"]:
         time.sleep(3600)  # until the parent ends it
     jax.numpy.zeros(()).block_until_ready()

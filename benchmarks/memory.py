@@ -24,7 +24,7 @@ from typing import Any
 
 import common
 
-STAGES = ("ddp", "zero1", "zero2", "zero3")
+PIPELINE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 FIXED = ("data.validation_fraction=0", "step.remat=full", "loss.vocab_chunks=8")
 SMALL = (
     "model.embed=1024", "model.layers=8", "model.heads=8", "model.kv_heads=8", "model.mlp=4096", "model.vocab=4096",
@@ -64,17 +64,17 @@ def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
 def held(config: Any, devices: list[Any]) -> dict[str, int]:
     """Parameters, those of them not of layers, and bytes per device of every part."""
 
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.planning import step_program
     from jaxtrain.planning.cost import memory
 
-    program = build(config, config.model.vocab, devices)
-    sizes = {path: prod(shape) for path, (shape, _) in program.definition.tensors().items()}
+    program = build_program(config, config.model.vocab, devices)
+    sizes = {path: prod(shape) for path, (shape, _) in program.model_def.tensors().items()}
     ends = sum(size for path, size in sizes.items() if not path.startswith("layers/"))
-    whole_step = {
+    step_with_gradients = {
         name: size for name, size in step_program.held_bytes(program).items() if name != "gathered"
     }  # a layer's
-    return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **whole_step}
+    return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **step_with_gradients}
 
 
 def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any
     import jax
 
     rows = []
-    for stage, layout in enumerate(STAGES):
+    for stage, layout in enumerate(PIPELINE_AXIS):
         for parts in microbatches:
             for count in counts:
                 own = held(configured(layout, count, parts), jax.devices()[:count])
@@ -125,7 +125,7 @@ def compiled(case: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
 def case(target: str, count: int, stage: int, many: int, small: tuple[str, ...]) -> dict[str, Any]:
     """What one row of the second table is about."""
     precision = "fp32" if target.startswith("cpu") else "bf16"
-    config = configured(STAGES[stage], count, many, *small, f"precision={precision}")
+    config = configured(PIPELINE_AXIS[stage], count, many, *small, f"precision={precision}")
     names = {"target": target, "devices": count, "stage": stage, "microbatches": many}
     return {**names, "config": config.model_dump(mode="json")}
 

@@ -185,7 +185,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             loop.fit(trainer, state, 0, signals)
         trainer.stop(steps, "finished")
         trainer.close()
-        count = trainer.program.definition.params
+        count = trainer.program.model_def.params
     return summary(spec, screen, count)
 
 

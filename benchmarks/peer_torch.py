@@ -60,7 +60,7 @@ class Ours:
 
         from jaxtrain.config.schema import Config
         from jaxtrain.core.placement import batch_sharding
-        from jaxtrain.core.program import build
+        from jaxtrain.core.program import build_program
 
         size = dict(spec["shape"])
         rows, length, vocab = size.pop("rows"), size.pop("length"), size.pop("vocab")
@@ -70,7 +70,7 @@ class Ours:
             "optimizer": {"lr": LR, "betas": BETAS, "epsilon": EPSILON, "weight_decay": DECAY,
             "decay_all_parameters": True, "grad_clip_norm": CLIP}, "schedule": {"name": "constant"},
         })  # fmt: skip
-        self.program = build(config, vocab, jax.devices()[:1])
+        self.program = build_program(config, vocab, jax.devices()[:1])
         self.state = self.program.init()
         self.sharding = batch_sharding(self.program.sharder, 2, True)
         self.epsilon, self.theta = config.model.norm_epsilon, config.model.rope_theta

@@ -64,13 +64,13 @@ def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int =
 
 def built(name: str, config: Any, devices: Any) -> Any:
     """The trainer's program, or the one by autodiff."""
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
 
     if name.startswith(AUTODIFF):
         import gpipe
 
         return gpipe.program(config, config.model.vocab, devices, remat=name == REMAT)
-    return build(config, config.model.vocab, devices)
+    return build_program(config, config.model.vocab, devices)
 
 
 def placed(program: Any, batch: Any) -> Any:

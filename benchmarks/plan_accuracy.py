@@ -94,12 +94,12 @@ class Running:
     def __init__(self, case: str, config: Any, vocab: int, target: str):
         import jax
 
-        from jaxtrain.core.program import build
+        from jaxtrain.core.program import build_program
         from jaxtrain.planning import step_program
 
         devices = jax.devices()
         self.case, self.config, self.devices = case, config, devices
-        self.program = build(config, vocab, devices)
+        self.program = build_program(config, vocab, devices)
         begin = time.perf_counter()
         self.step = step_program.compiled_step(self.program)
         took = time.perf_counter() - begin

@@ -32,7 +32,7 @@ def waited(seconds: float, sharder: Sharder, x: Array) -> Array:
         return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     # JAX lowers callbacks in code that is manual over all mesh axes alone.
-    return call(x) if sharder.mesh is None else sharder.map(call, P(), P())(x)
+    return call(x) if sharder.mesh is None else sharder.shard_map(call, P(), P())(x)
 
 
 def matmul(seconds: Sequence[float], sharder: Sharder) -> Callable[[Array, Array], Array]:
@@ -70,13 +70,13 @@ class Waiting(nnx.Module):
 
     def loss(self, batch: Any, key: Array) -> Any:
         """All of it."""
-        return self.finish(self.through(self.begin(batch, key), batch, key)[0], batch, key)
+        return self.head_loss(self.run_layers(self.embed_inputs(batch, key), batch, key)[0], batch, key)
 
-    def begin(self, batch: Any, key: Array) -> Array:
+    def embed_inputs(self, batch: Any, key: Array) -> Array:
         """[rows, size]."""
         return batch["x"]
 
-    def through(self, x: Array, batch: Any, key: Array, layers: Array | None = None) -> Any:
+    def run_layers(self, x: Array, batch: Any, key: Array, layers: Array | None = None) -> Any:
         """The layers, with no terms and no counts."""
         dot = matmul(self.seconds, self.env.sharder)
 
@@ -85,7 +85,7 @@ class Waiting(nnx.Module):
 
         return scan(self.layers, step, x, env=self.env)[0], {}, {}
 
-    def finish(self, x: Array, batch: Any, key: Array) -> Any:
+    def head_loss(self, x: Array, batch: Any, key: Array) -> Any:
         """Squares."""
         return {"square": (jnp.sum((x.sum(-1) - batch["y"]) ** 2), jnp.float32(x.shape[0]))}
 

@@ -14,7 +14,7 @@ from jaxtrain.config.validate import all_keys
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "jaxtrain").rglob("*.py"))
 
-# NNX is the definition language only: these cost several times the host time per step, or place specs wrongly.
+# NNX is the model_def language only: these cost several times the host time per step, or place specs wrongly.
 FORBIDDEN = {"jit", "scan", "Optimizer", "get_partition_spec", "vmap", "grad", "value_and_grad", "remat"}
 
 WITHOUT_JAX = (

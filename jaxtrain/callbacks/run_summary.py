@@ -9,10 +9,10 @@ from rich.console import Console
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.data.dataset import TextDataset
+from jaxtrain.models.spec import has_token_rows
 from jaxtrain.pipeline.schedules.cost import summary
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, parameter_rows
-from jaxtrain.sharding.context_parallel import has_tokens
 
 TABLE_WIDTH = 160  # columns of the table in layout.txt
 
@@ -33,7 +33,7 @@ class RunSummary(Callback):
             return
         program, console = trainer.program, trainer.console
         sizes, rules = program.layout.sizes, program.sharder.rules or {}
-        rows = parameter_rows(program.definition.params, program.definition.names, program.sharder.stored, sizes)
+        rows = parameter_rows(program.model_def.params, program.model_def.names, program.sharder.storage_dims, sizes)
         console.print(f"run       {trainer.dir}", mesh_line(program.layout.name, sizes, self._device_kind(trainer)))
         if program.gradients.pipeline:
             console.print(f"pipeline  {summary(program.gradients.pipeline.table)}")
@@ -65,7 +65,7 @@ class RunSummary(Callback):
     def _batch_line(self, trainer: TrainerView) -> str:
         config = trainer.config
         rows, steps = config.data.global_batch, config.steps
-        if not has_tokens(config):
+        if not has_token_rows(config.model, config.data):
             return f"batch     {rows:,} rows per step, {steps:,} steps"
         tokens = rows * config.data.sequence
         return f"batch     {rows:,} x {config.data.sequence:,} = {tokens:,} tokens per step, {steps:,} steps"

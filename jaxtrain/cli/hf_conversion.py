@@ -24,7 +24,7 @@ from jaxtrain.checkpoint.state_tree import flatten
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.config.show import as_dict
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
@@ -34,6 +34,7 @@ from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.layout_check import check_config
+from jaxtrain.models.spec import is_decoder
 from jaxtrain.trainer.compatibility import environment
 
 ORIGIN = "huggingface"  # folder in an imported run with the files of the original model
@@ -65,7 +66,7 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
     with _new_folder(target) as folder:
         base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
-        program = build(config, section["vocab"], _devices(config))
+        program = build_program(config, section["vocab"], _devices(config))
         params = load_weights(source, TENSOR_MAPPINGS[family.name], program.state["params"])
         _copy(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
@@ -106,7 +107,7 @@ def export_model(
     """
     max_bytes = _bytes(shard_size)
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
-    if config.model.type != "decoder":
+    if not is_decoder(config.model):
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
     store = CheckpointStore(directory / "checkpoints")
     newest = store.latest() if step is None else step
@@ -115,13 +116,13 @@ def export_model(
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
     architecture, content = choose_family(config.model, vocab, family, original)
     with _new_folder(target) as folder:
-        program = build(config, vocab, _devices(config))
+        program = build_program(config, vocab, _devices(config))
         params, done = load_params(directory, step, program)
         flat = flatten(params)
         kind = np.dtype(dtype or flat["embed/table"].dtype)
         size = save_weights(folder, TENSOR_MAPPINGS[architecture.name], flat, kind, max_bytes)
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": kind.name}, indent=2) + "\n")
-        tokenizer = Path(config.data.tokenizer) if config.data.type == "text" else Path("bytes")
+        tokenizer = Path(config.data.tokenizer) if config.data.is_text else Path("bytes")
         _copy(origin if origin.is_dir() else tokenizer.parent, folder, _copied_names(origin, tokenizer))
     return Exported(architecture.name, done, size, kind.name)
 

@@ -9,18 +9,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import LARGEST, USER_CLASS, Config, DataConfig, DocumentsConfig, ModelConfig
+from jaxtrain.config.schema import LARGEST, TEXT_KEYS, USER_CLASS, Config, DataConfig, DocumentsConfig, ModelConfig
 from jaxtrain.errors import did_you_mean, format_value, join_words
 
-# Keys that only the built-in decoder and the built-in text pipeline read; a user's own class takes `options`.
-DECODER_KEYS = tuple(
-    field.alias or name for name, field in ModelConfig.model_fields.items() if name not in ("type", "options")
-)
 SET_NAME = r"[A-Za-z][\w\-]*"
 # Values that the decoder names, for `step.remat_save`. A layer's input is kept anyway, on the device if not on the
 # host.
 SAVED_NAMES = ("input", "q", "k", "v", "attention", "up", "gate", "residual")
-TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")
 HUB = "hf://"
 FAULT_MOMENTS: dict[str, tuple[str, ...]] = {  # by kind; the first is the default
     **dict.fromkeys(("kill", "stop", "hang"), ("step", "save", "commit", "committed", "logged", "data", "eval")),
@@ -45,8 +40,8 @@ class Conflict:
 
 def cross_problems(config: Config) -> Iterator[Conflict]:
     """Yields the problems between keys of a config whose single values are valid."""
-    yield from _kinds(config)
-    if config.model.type == "decoder":
+    yield from _types(config)
+    if config.model.uses_decoder_keys:
         yield from _heads(config.model)
         yield from _decoder(config.model)
         yield from _positions(config)
@@ -54,7 +49,7 @@ def cross_problems(config: Config) -> Iterator[Conflict]:
     yield from _batch(config)
     yield from _schedule(config)
     yield from _sets(config)
-    if config.data.type == "text":
+    if config.data.is_text:
         yield from _sources(config.data)
     yield from _remat(config)
     yield from _watching(config)
@@ -66,7 +61,7 @@ def path_problems(config: Config) -> Iterator[Conflict]:
     """Files the config reads and packages it needs that are not there."""
     yield from _packages(config)
     data = config.data
-    if data.type != "text":
+    if not data.is_text:
         return
     if data.tokenizer != "bytes" and not os.path.isfile(os.path.expanduser(data.tokenizer)):
         hint = did_you_mean(data.tokenizer, ["bytes"]) or "; give `bytes` or the path of a tokenizer.json"
@@ -101,7 +96,7 @@ def _packages(config: Config) -> Iterator[Conflict]:
     log, durable = config.log, config.checkpoint.durable or ""
     needed = [("log.wandb", "wandb", "wandb", log.wandb), ("log.mlflow", "mlflow", "mlflow", log.mlflow)]
     needed.append(("checkpoint.durable", "fsspec", "remote", "://" in durable and not durable.startswith("file://")))
-    if config.data.type == "text":
+    if config.data.is_text:
         needed.append(("data.tokenizer", "tokenizers", "data", config.data.tokenizer != "bytes"))
         for path, source in _documents(config):
             is_columns = source.format in ("parquet", "arrow") or source.path.endswith(COLUMNS)
@@ -119,31 +114,26 @@ def _packages(config: Config) -> Iterator[Conflict]:
             yield Conflict((key,), f"needs the package {package}: pip install 'jaxtrain[{extra}]'")
 
 
-def _kinds(config: Config) -> Iterator[Conflict]:
-    """Built-in types take keys, a user's own class takes options."""
-    sections: tuple[tuple[str, ModelConfig | DataConfig, str, tuple[str, ...]], ...] = (
-        ("model", config.model, "decoder", DECODER_KEYS),
-        ("data", config.data, "text", TEXT_KEYS),
-    )
-    for name, part, builtin, keys in sections:
-        if part.type == builtin:
-            if part.options:
-                message = f"options are for a user's own class; `{builtin}` takes its keys directly"
-                yield Conflict((f"{name}.options", f"{name}.type"), message)
-        elif not re.fullmatch(USER_CLASS, part.type):
+def _types(config: Config) -> Iterator[Conflict]:
+    """Checks that built-in types get keys, and a user's own class gets options."""
+    for name, part, builtin, is_builtin in (
+        ("model", config.model, "decoder", config.model.is_builtin),
+        ("data", config.data, "text", config.data.is_text),
+    ):
+        if is_builtin and part.options:
+            message = f"options are for a user's own class; `{builtin}` takes its keys directly"
+            yield Conflict((f"{name}.options", f"{name}.type"), message)
+        elif not is_builtin and not re.fullmatch(USER_CLASS, part.type):
             hint = did_you_mean(part.type, [builtin])
             message = (
                 f"expected `{builtin}` or a class as `package.module:Class`; found {format_value(part.type)}{hint}"
             )
             yield Conflict((f"{name}.type",), message)
-        else:
-            given = [key for key in keys if key in part.model_dump(exclude_unset=True)]
-            if given:
-                full = tuple(f"{name}.{key}" for key in given)
-                message = (
-                    f"only the built-in `{builtin}` reads {join_words(full, 'and')}; give {part.type} `{name}.options`"
-                )
-                yield Conflict((*full, f"{name}.type"), message)
+    given = [key for key in TEXT_KEYS if key in config.data.model_fields_set]
+    if given and not config.data.is_text:
+        keys = tuple(f"data.{key}" for key in given)
+        message = f"only the built-in `text` reads {join_words(keys, 'and')}; give {config.data.type} `data.options`"
+        yield Conflict((*keys, "data.type"), message)
 
 
 def divisors(number: int, near: int, count: int = 3) -> list[int]:
@@ -240,7 +230,7 @@ def _remat(config: Config) -> Iterator[Conflict]:
     if saved and remat != "full":
         message = f"remat={remat} recomputes no named values; expected remat=full beside remat_save"
         yield Conflict(("step.remat_save", "step.remat"), message)
-    if config.model.type != "decoder":
+    if not config.model.uses_decoder_keys:
         return
     for name in saved:
         if name not in SAVED_NAMES:
@@ -250,13 +240,13 @@ def _remat(config: Config) -> Iterator[Conflict]:
 
 def _watching(config: Config) -> Iterator[Conflict]:
     """Samples and the ranking of checkpoints need what they are made from."""
-    if config.log.sample_tokens and (config.model.type != "decoder" or config.data.type != "text"):
+    if config.log.sample_tokens and not (config.model.uses_decoder_keys and config.data.is_text):
         yield Conflict(("log.sample_tokens", "model.type"), "only the built-in decoder on text generates; expected 0")
     best = config.checkpoint.best_metric
     if not config.checkpoint.keep_best:
         return
     names = _metrics(config)
-    if config.model.type == "decoder" and best not in names:
+    if config.model.uses_decoder_keys and best not in names:
         message = f"validation gives no {format_value(best)}; expected {join_words(names)}{did_you_mean(best, names)}"
         yield Conflict(("checkpoint.best_metric",), message)
 
@@ -290,7 +280,7 @@ def _guard(config: Config) -> Iterator[Conflict]:
 
 def _metrics(config: Config) -> list[str]:
     """Metrics of a decoder's validation."""
-    is_text = config.data.type == "text"
+    is_text = config.data.is_text
     sets = [
         *([] if is_text and config.data.validation_fraction == 0 else ["eval/"]),
         *(f"eval/{n}/" for n in config.eval.sets),
@@ -305,7 +295,7 @@ def _sets(config: Config) -> Iterator[Conflict]:
         if not re.fullmatch(SET_NAME, name):
             message = "is no name of a validation set; expected letters, digits, `_` and `-`, a letter first"
             yield Conflict((f"eval.sets.{name}",), message)
-    if config.eval.sets and config.data.type != "text":
+    if config.eval.sets and not config.data.is_text:
         message = f"data.type {config.data.type} has no tokenizer for them; expected none, or data.type `text`"
         yield Conflict(("eval.sets", "data.type"), message)
 
@@ -330,7 +320,7 @@ def _schedule(config: Config) -> Iterator[Conflict]:
         message = f"checkpoints are ranked by {format_value(best)}, so eval.every must be set"
         yield Conflict(("checkpoint.keep_best", "checkpoint.best_metric", "eval.every"), message)
     has_none = config.data.validation_fraction == 0 and not config.eval.sets
-    if config.data.type == "text" and config.eval.every is not None and has_none:
+    if config.data.is_text and config.eval.every is not None and has_none:
         message = "nothing is kept for validation; set data.validation_fraction above 0, or eval.every to null"
         yield Conflict(("data.validation_fraction", "eval.every"), message)
 

@@ -47,7 +47,7 @@ def absolute(config: Config) -> Config:
         config = config.model_copy(update={"checkpoint": section})
     if model.from_ is not None:
         config = config.model_copy(update={"model": model.model_copy(update={"from_": whole(model.from_)})})
-    if data.type != "text":
+    if not data.is_text:
         return config
     sources = tuple(s.model_copy(update={"path": whole(s.path, "stdlib")}) for s in data.sources)
     paths = {"sources": sources, "tokenizer": whole(data.tokenizer, "bytes"), "cache": whole(data.cache_dir)}

@@ -10,11 +10,22 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
+TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
 LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
 Bool = Annotated[bool, Field(strict=True)]
@@ -214,6 +225,28 @@ class ModelConfig(Section):
     logits_softcap: PositiveFloat | None = key(None, "tanh cap of the output logits")
     init_std: PositiveFloat = key(0.02, "standard deviation of weight initialisation")
 
+    @property
+    def is_builtin(self) -> bool:
+        """True for the built-in decoder, False for a user's class."""
+        return self.type == "decoder"
+
+    @property
+    def uses_decoder_keys(self) -> bool:
+        """True if this section has sizes: for the decoder, and for a user's class that is given such keys."""
+        return self.is_builtin or bool(self.decoder_keys)
+
+    @property
+    def decoder_keys(self) -> tuple[str, ...]:
+        """Keys of the decoder that the config gives a value."""
+        fields, given = type(self).model_fields, self.model_fields_set - {"type", "options"}
+        return tuple(fields[name].alias or name for name in fields if name in given)
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out the decoder's defaults for a user's class, which does not read them."""
+        read = {"type", "options", *self.decoder_keys}
+        return {key: value for key, value in serialize(self).items() if self.is_builtin or key in read}
+
 
 class DocumentsConfig(Section):
     """Documents on disk or in a store; may be written as the path alone."""
@@ -253,6 +286,16 @@ class DataConfig(Section):
     validation_fraction: Share = key(0.01, "share of documents kept for validation, by hash of the name")
     cache_dir: str = key("~/.cache/jaxtrain", "folder of token caches")
     workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
+
+    @property
+    def is_text(self) -> bool:
+        """True for the built-in text pipeline, False for a user's class."""
+        return self.type == "text"
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out the keys of the text pipeline for a user's class, which does not read them."""
+        return {key: value for key, value in serialize(self).items() if self.is_text or key not in TEXT_KEYS}
 
 
 class OptimizerConfig(Section):

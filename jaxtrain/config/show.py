@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from jaxtrain.config.checks import DECODER_KEYS, TEXT_KEYS
 from jaxtrain.config.schema import Config
 from jaxtrain.config.yaml_reader import FLOAT, INT, TAG
 from jaxtrain.errors import escape_unprintable
@@ -37,12 +36,8 @@ for _kind, _pattern in (("float", FLOAT), ("int", INT)):
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Plain dicts, lists and scalars; keys that the config's types do not read are left out."""
-    values = config.model_dump(mode="json")
-    for name, builtin, keys in (("model", "decoder", DECODER_KEYS), ("data", "text", TEXT_KEYS)):
-        if values[name]["type"] != builtin:
-            values[name] = {key: value for key, value in values[name].items() if key not in keys}
-    return values
+    """Returns plain dicts, lists and scalars, without keys that a user's own model or data does not read."""
+    return config.model_dump(mode="json")
 
 
 def dump_yaml(config: Config) -> str:

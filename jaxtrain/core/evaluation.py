@@ -1,4 +1,4 @@
-"""Validation: the loss of several sets of documents, and what it says in other units."""
+"""Validation: loss and derived metrics of several datasets."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ import jax
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program
 
-TERM = "cross_entropy"  # the loss term, nats per token, that perplexity is of
+CROSS_ENTROPY = "cross_entropy"  # the loss term, nats per token, that perplexity is computed from
 
 
 def validate(program: Program, sets: Mapping[str, Any], params: Any, batches: int) -> dict[str, float]:
-    """Metrics of every set under its prefix, such as `eval/` and `eval/NAME/`: `loss`, its terms, and
+    """Computes the metrics of every dataset under its prefix, such as `eval/` or `eval/NAME/`.
 
-    `perplexity`: exp of the cross-entropy per target, for models with such a term.
-    `bits_per_byte`: cross-entropy * targets / (bytes * ln 2), with targets and bytes those of the whole set, for text.
-    Targets are all tokens of a document but its first, and eos; bytes are those of its text in UTF-8, and eos has none.
-    So no special token but eos is counted, and with the tokenizer `bytes` there are as many targets as bytes.
+    `loss` and its terms; for models with a cross-entropy also
+    `perplexity`: exp of the cross-entropy per target;
+    `bits_per_byte`, for text: cross-entropy * targets / (bytes * ln 2), with targets and bytes of the whole dataset.
+    Targets are all tokens of a document but the first, and EOS. Bytes are those of the text in UTF-8; EOS has none. So
+    EOS is the only special token that counts, and the tokenizer `bytes` has as many targets as bytes.
 
     Args:
-        program: gives the compiled evaluation.
+        program: with the compiled evaluation.
         sets: prefix -> dataset.
-        params: in the shards of the train state.
-        batches: of each set at most; sums are over sums of weights, over these batches together.
+        params: with the shardings of the train state.
+        batches: largest number of batches of each dataset; sums and weights are added over them.
     """
-    found: dict[str, float] = {}
-    for prefix, split in sets.items():
-        scores = _derived(_means(program, split, params, batches), getattr(split, "targets_per_byte", None))
-        found |= {f"{prefix}{name}": value for name, value in scores.items()}
-    return found
+    metrics: dict[str, float] = {}
+    for prefix, dataset in sets.items():
+        scores = _with_derived(_means(program, dataset, params, batches), getattr(dataset, "targets_per_byte", None))
+        metrics |= {f"{prefix}{name}": value for name, value in scores.items()}
+    return metrics
 
 
-def _means(program: Program, split: Any, params: Any, batches: int) -> dict[str, float]:
-    """`loss` and its terms."""
-    place = placer(split, program)
+def _means(program: Program, dataset: Any, params: Any, batches: int) -> dict[str, float]:
+    """Returns `loss` and its terms."""
+    place = placer(dataset, program)
     sums: dict[str, Any] = {}
-    for index in range(min(batches, getattr(split, "batches", None) or batches)):
+    for index in range(min(batches, getattr(dataset, "batches", None) or batches)):
         terms = program.evaluate(params, place(index))
         sums = terms if not sums else jax.tree.map(jax.numpy.add, sums, terms)
     host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(sums).items()}
@@ -47,10 +48,12 @@ def _means(program: Program, split: Any, params: Any, batches: int) -> dict[str,
     return {"loss": sum(means.values()), **means}
 
 
-def _derived(means: dict[str, float], targets_per_byte: float | None) -> dict[str, float]:
-    """The means, with the same in other units where there is a cross-entropy."""
-    if TERM not in means:
+def _with_derived(means: dict[str, float], targets_per_byte: float | None) -> dict[str, float]:
+    """Returns the means with perplexity and bits per byte, if there is a cross-entropy."""
+    if CROSS_ENTROPY not in means:
         return means
-    nats = means[TERM]
-    found = {**means, "perplexity": math.exp(nats) if nats < 700 else math.inf}
-    return found if targets_per_byte is None else {**found, "bits_per_byte": nats * targets_per_byte / math.log(2)}
+    nats = means[CROSS_ENTROPY]
+    metrics = {**means, "perplexity": math.exp(nats) if nats < 700 else math.inf}
+    if targets_per_byte is not None:
+        metrics["bits_per_byte"] = nats * targets_per_byte / math.log(2)
+    return metrics

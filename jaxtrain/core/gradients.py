@@ -1,4 +1,4 @@
-"""Gradients of one global batch: at once, or over microbatches."""
+"""Gradients of one global batch: in one pass, or accumulated over microbatches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.losses.terms import parted, scales, total
-from jaxtrain.models.definition import Definition, Tree
-from jaxtrain.nn.param import Apart, apart, stand_in, widened
-from jaxtrain.pipeline.executor import Executor, Run
+from jaxtrain.losses.terms import Terms, scales, split_loss_output, total
+from jaxtrain.models.model_def import ModelDef, Tree
+from jaxtrain.nn.param import SplitGrad, float32_proxies, grad_proxy, with_proxies
+from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
-from jaxtrain.sharding.rules import BATCH, LAYERS, REPLICAS
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS
 from jaxtrain.sharding.sharder import Sharder
 
 Batch = Mapping[str, jax.Array]
@@ -23,7 +23,7 @@ Sums = dict[str, jax.Array]
 
 
 class GradOutput(NamedTuple):
-    """grads: tree like the parameters. sums, weights: of each loss term. counts: see `loss.parted`, or None."""
+    """Gradients like the parameters; sum and weight of each loss term; counts (see `split_loss_output`) or None."""
 
     grads: Tree
     sums: Sums
@@ -33,198 +33,210 @@ class GradOutput(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """(params, batch, key) -> gradients, loss terms and counts.
+    """Computes (params, batch, key) -> gradients, loss terms and counts.
 
-    Every array of the batch has a leading dim of global_batch rows. Gradients have the dtype and the place of the train
-    state, and are of the sum over terms of sum / weight, times `loss_scale`.
+    Every array of the batch has a leading dim of global_batch rows. Gradients have the dtype and the sharding of the
+    train state. They are of the sum over terms of sum / weight, times `loss_scale`.
 
-    With microbatches (`accumulate` > 1) and replicas that keep whole gradients (ZeRO 0 and 1), every replica adds
-    up its own gradients and they are reduced once, at the end; else each microbatch's are reduced as they come.
-    `local` is the definition on one slice of the replicas' axis, for that.
+    If replicas hold unsharded gradients (ZeRO 0 and 1) and there are several microbatches, every replica accumulates
+    its own gradients, and they are reduced once, after the last microbatch. Otherwise the gradients of each microbatch
+    are reduced at once.
 
-    `pipeline` and `local_pipeline` run the schedule of pipeline stages, which then is the loop over microbatches.
+    Attributes:
+        model_def: the model on the whole mesh.
+        microbatches: microbatches of a step.
+        replica_model_def: the model on one slice of the data axis; None if gradients are reduced at once.
+        pipeline, replica_pipeline: executors of the pipeline schedule, which is then the loop over microbatches.
     """
 
-    definition: Definition
+    model_def: ModelDef
     sharder: Sharder
-    accumulate: int = 1
-    local: Definition | None = None
+    microbatches: int = 1
+    replica_model_def: ModelDef | None = None
     pipeline: Executor | None = None
-    local_pipeline: Executor | None = None
+    replica_pipeline: Executor | None = None
 
     def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> GradOutput:
-        if not self.at_once:
-            return self._over_microbatches(params, batch, key, loss_scale)
+        if not self.is_one_pass:
+            return self._accumulated(params, batch, key, loss_scale)
 
-        def loss(stand_ins: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
-            terms, counts = parted(self.definition.bind(self._ready(apart(stand_ins, params))).loss(batch, key))
-            sums, weights = _split(terms)
+        def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
+            model = self.model_def.bind(self._gather_replicas(with_proxies(proxies, params)))
+            terms, counts = split_loss_output(model.loss(batch, key))
+            sums, weights = _sums_and_weights(terms)
             return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
 
-        grads, rest = jax.grad(loss, has_aux=True)(self.stand_ins(params))
-        return GradOutput(self._kept(grads), *rest)
+        grads, aux = jax.grad(loss, has_aux=True)(self.grad_proxies(params))
+        return GradOutput(self._to_storage(grads), *aux)
 
     @property
-    def at_once(self) -> bool:
-        """True if there is one microbatch, so that gradients need not be added up."""
-        return self.accumulate == 1 and self.pipeline is None
+    def is_one_pass(self) -> bool:
+        """True if there is one microbatch, so that no gradients are accumulated."""
+        return self.microbatches == 1 and self.pipeline is None
 
-    def stand_ins(self, params: Tree) -> Tree:
-        """Returns proxies to differentiate by: gradients of stacked layers stay in their communication dtype, and are
-        widened where they are read. What is gathered over the replicas has narrow gradients as it is.
+    def grad_proxies(self, params: Tree) -> Tree:
+        """Returns the arrays to differentiate with respect to.
+
+        For stacked layers these are proxies in the communication dtype: the backward pass then stacks their gradients
+        in that dtype. Parameters that are gathered over the data axis have gradients of that dtype anyway.
         """
 
-        def one(p: jax.Array, names: Any, travels: Any) -> jax.Array:
-            is_here = self.sharder.stored(names, p.shape) == self.sharder.placed(names, p.shape)
-            return stand_in(p, travels) if is_here and names[:1] == (LAYERS,) else p
+        def proxy(p: jax.Array, names: Any, gather_dtype: Any) -> jax.Array:
+            is_stored_unsharded = self.sharder.storage_dims(names, p.shape) == self.sharder.compute_dims(names, p.shape)
+            return grad_proxy(p, gather_dtype) if is_stored_unsharded and names[:1] == (LAYERS,) else p
 
-        return jax.tree.map(one, params, self.definition.names, self.definition.travels)
+        return jax.tree.map(proxy, params, self.model_def.names, self.model_def.gather_dtypes)
 
-    def _over_microbatches(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> GradOutput:
-        """Terms are normalised by their weight over the *global* batch, so a first pass adds up the weights.
+    def _accumulated(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> GradOutput:
+        """Accumulates over microbatches.
 
-        They do not depend on activations: the compiler drops all of the forward pass from it but the counting.
-        What else a term must know of the global batch is added up by `statistics`.
+        Terms are normalised by their weight over the *global* batch, so a first pass sums the weights. These do not
+        depend on activations: the compiler removes everything else from that pass.
         """
-        micro = jax.tree.map(lambda x: microbatches(self.sharder, x, self.accumulate), dict(batch))
-        keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.accumulate))
-        ready = self._ready(params)
+        batches = jax.tree.map(lambda x: split_microbatches(self.sharder, x, self.microbatches), dict(batch))
+        keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.microbatches))
+        gathered = self._gather_replicas(params)
 
-        weights = weigh(self.definition, ready, micro, keys)
-        known = statistics(self.definition, ready, micro, keys, self.pipeline)
+        weights = term_weights(self.model_def, gathered, batches, keys)
+        statistics = batch_statistics(self.model_def, gathered, batches, keys, self.pipeline)
         scale = {name: loss_scale * value for name, value in scales(weights).items()}
-        first = jax.tree.map(lambda x: x[0], micro)
-        once = self.local is not None and not draws(self.definition, ready, first, key)
-        model = (self.local, self.local_pipeline) if once else (self.definition, self.pipeline)
-        part = _MicrobatchLoss(*model, ready, scale, known)
-        # Reduced once a step, or every microbatch's gradients into the train state's shards as they come.
-        grads, rest = self._once(part, micro, keys) if once else part.added_up(micro, keys, self._kept)
-        sums, counts = rest
+        first = jax.tree.map(lambda x: x[0], batches)
+        if self.replica_model_def is not None and not uses_rng(self.model_def, gathered, first, key):
+            loss = _MicrobatchLoss(self.replica_model_def, self.replica_pipeline, gathered, scale, statistics)
+            grads, (sums, counts) = self._reduced_once(loss, batches, keys)
+        else:
+            loss = _MicrobatchLoss(self.model_def, self.pipeline, gathered, scale, statistics)
+            grads, (sums, counts) = loss.accumulate(batches, keys, self._to_storage)
         return GradOutput(grads, sums, weights, counts)
 
-    def _once(self, part: _MicrobatchLoss, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
-        """Every replica's gradients added up by itself, [replicas, ...], and reduced after the last microbatch.
+    def _reduced_once(self, loss: _MicrobatchLoss, batches: Batch, keys: jax.Array) -> tuple[Tree, Any]:
+        """Accumulates the gradients of each replica, [replicas, ...], and reduces them after the last microbatch.
 
-        A shard_map over the replicas, because a vmap would take kernels through their batching rules, which cuDNN's
-        attention does not have for packed documents, and both branches of every conditional.
+        This is a shard_map over the data axis. A vmap would use the batching rules of kernels, which cuDNN's attention
+        does not have for packed documents, and would run both branches of every conditional.
         """
-        inner = self.sharder.without(REPLICAS)
+        replica = self.sharder.without_axis(DATA_AXIS)
 
-        def placed(grads: Tree) -> Tree:
-            names = self.definition.names
-            return jax.tree.map(lambda g, names: inner.place(g, inner.stored(names, g.shape)), grads, names)
+        def to_storage(grads: Tree) -> Tree:
+            constrain = lambda g, names: replica.constrain_dims(g, replica.storage_dims(names, g.shape))  # noqa: E731
+            return jax.tree.map(constrain, grads, self.model_def.names)
 
-        def own(given: tuple, micro: Batch, keys: jax.Array) -> tuple[Tree, Any]:
-            return jax.tree.map(
-                lambda x: x[None], _MicrobatchLoss(part.definition, part.pipeline, *given).added_up(micro, keys, placed)
-            )
+        def accumulate(values: tuple, batches: Batch, keys: jax.Array) -> tuple[Tree, Any]:
+            own = _MicrobatchLoss(loss.model_def, loss.pipeline, *values)
+            return jax.tree.map(lambda x: x[None], own.accumulate(batches, keys, to_storage))
 
-        def reduced(g: jax.Array, dtype: Any) -> Any:
-            # lax.reduce, because jnp.sum would widen what travels to float32.
+        def reduce(g: jax.Array, dtype: Any) -> Any:
+            # lax.reduce, because jnp.sum would communicate in float32.
             return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
-        run = self.sharder.map(own, (P(), P(None, REPLICAS), P()), P(REPLICAS), axes=(REPLICAS,))
-        grads, rest = run((part.ready, part.scale, part.known), micro, keys)
-        return self._kept(jax.tree.map(reduced, grads, self.definition.travels)), summed(rest)
+        run = self.sharder.shard_map(accumulate, (P(), P(None, DATA_AXIS), P()), P(DATA_AXIS), axes=(DATA_AXIS,))
+        grads, aux = run((loss.params, loss.scale, loss.statistics), batches, keys)
+        return self._to_storage(jax.tree.map(reduce, grads, self.model_def.gather_dtypes)), sum_leading_dim(aux)
 
-    def _ready(self, params: Tree) -> Tree:
-        """The train state's parameters where the model expects them, gathered over the replicas where it must."""
+    def _gather_replicas(self, params: Tree) -> Tree:
+        """Returns parameters as the model uses them: gathered over the data axis if ZeRO shards them over it."""
 
-        def ready(p: Any, names: Any, travels: Any) -> Any:
-            return p if isinstance(p, Apart) else self.sharder.gathered(p, names, travels)
+        def gather(p: Any, names: Any, dtype: Any) -> Any:
+            return p if isinstance(p, SplitGrad) else self.sharder.gather_replicas(p, names, dtype)
 
-        is_leaf = lambda p: isinstance(p, Apart)  # noqa: E731
-        return jax.tree.map(ready, params, self.definition.names, self.definition.travels, is_leaf=is_leaf)
+        is_leaf = lambda p: isinstance(p, SplitGrad)  # noqa: E731
+        return jax.tree.map(gather, params, self.model_def.names, self.model_def.gather_dtypes, is_leaf=is_leaf)
 
-    def _kept(self, grads: Tree) -> Tree:
-        """Gradients placed in the train state's shards; widened after they travelled."""
+    def _to_storage(self, grads: Tree) -> Tree:
+        """Returns gradients with the sharding and the dtype of the train state; the cast follows the communication."""
 
-        def keep(g: jax.Array, names: Any, p: Any) -> jax.Array:
-            g = self.sharder.place(g, self.sharder.stored(names, g.shape))
+        def store(g: jax.Array, names: Any, p: Any) -> jax.Array:
+            g = self.sharder.constrain_dims(g, self.sharder.storage_dims(names, g.shape))
             return g.astype(jnp.promote_types(g.dtype, p.dtype))
 
-        return jax.tree.map(keep, grads, self.definition.names, self.definition.params)
+        return jax.tree.map(store, grads, self.model_def.names, self.model_def.params)
 
 
 @dataclass(frozen=True, eq=False)
 class _MicrobatchLoss:
-    """A microbatch's part of the loss: what is the same for all of them."""
+    """The loss of a microbatch, with all that is the same for every microbatch of a step."""
 
-    definition: Any
+    model_def: ModelDef
     pipeline: Executor | None
-    ready: Tree
+    params: Tree
     scale: Sums
-    known: Batch
+    statistics: Batch
 
-    def add(self, batch: Batch, key: jax.Array, sums: Tree) -> tuple[Sums, Any]:
-        """Adds gradients of the ready parameters to a tree of float32 Refs; sums of terms and counts.
+    def add_gradients(self, batch: Batch, key: jax.Array, grads: Tree) -> tuple[Sums, Any]:
+        """Adds the gradients of a microbatch to a tree of float32 Refs, layer by layer as the backward pass runs.
 
-        In place, layer by layer, as the backward pass makes them.
+        Returns the sums of the terms, and the counts.
         """
 
-        def loss(wide: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            terms, counts = parted(self.definition.bind(apart(wide, self.ready)).loss({**batch, **self.known}, key))
-            return total(terms, self.scale), (_split(terms)[0], counts)
+        def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
+            model = self.model_def.bind(with_proxies(proxies, self.params))
+            terms, counts = split_loss_output(model.loss({**batch, **self.statistics}, key))
+            return total(terms, self.scale), (_sums_and_weights(terms)[0], counts)
 
-        value, pull, rest = jax.vjp(loss, widened(self.ready), has_aux=True)
-        pull.with_refs(sums)(jnp.ones_like(value))
-        return rest
+        value, pullback, aux = jax.vjp(loss, float32_proxies(self.params), has_aux=True)
+        pullback.with_refs(grads)(jnp.ones_like(value))
+        return aux
 
-    def added_up(self, micro: Batch, keys: jax.Array, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
-        """Float32 gradients of all microbatches, `placed`; all sums and counts."""
+    def accumulate(self, batches: Batch, keys: jax.Array, place: Callable[[Tree], Tree]) -> tuple[Tree, Any]:
+        """Returns the float32 gradients of all microbatches, sharded by `place`, and their (sums, counts)."""
         if self.pipeline:
-            return Run(self.pipeline, self.ready, StepInputs(micro, keys, self.scale, self.known)).gradients(placed)
-        sums = jax.tree.map(jax.new_ref, placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready)))
-        _, rest = jax.lax.scan(lambda _, inputs: (None, self.add(*inputs, sums)), None, (micro, keys))
-        return placed(jax.tree.map(jax.freeze, sums)), summed(rest)
+            inputs = StepInputs(batches, keys, self.scale, self.statistics)
+            return PipelineStep(self.pipeline, self.params, inputs).gradients(place)
+        zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params))
+        grads = jax.tree.map(jax.new_ref, zeros)
+        _, aux = jax.lax.scan(lambda _, inputs: (None, self.add_gradients(*inputs, grads)), None, (batches, keys))
+        return place(jax.tree.map(jax.freeze, grads)), sum_leading_dim(aux)
 
 
-def weigh(definition: Definition, params: Tree, micro: Batch, keys: jax.Array) -> Sums:
-    """Weights of all terms over all microbatches; the compiler drops all else that this computes."""
+def term_weights(model_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array) -> Sums:
+    """Returns the weights of all terms over all microbatches; the compiler removes the rest of the computation."""
 
-    def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Sums]:
-        return None, _split(parted(definition.bind(params).loss(*inputs))[0])[1]
+    def weights(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Sums]:
+        return None, _sums_and_weights(split_loss_output(model_def.bind(params).loss(*inputs))[0])[1]
 
-    return summed(jax.lax.scan(part, None, (micro, keys))[1])
+    return sum_leading_dim(jax.lax.scan(weights, None, (batches, keys))[1])
 
 
-def statistics(
-    definition: Definition, params: Tree, micro: Batch, keys: jax.Array, pipeline: Executor | None = None
+def batch_statistics(
+    model_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array, pipeline: Executor | None = None
 ) -> Batch:
-    """Sums the statistics that terms need of the whole batch over its microbatches; `loss` gets them with each.
+    """Sums the statistics that terms need of the whole batch over its microbatches.
 
-    A model may have a method `statistics(batch, key)`: a pytree of sums over rows, which takes a forward pass of its
-    own, or None. `loss` finds them as `batch["statistics"]`; in a batch that is not cut it finds none, and its own sums
-    are the same. Pipeline stages make them of their layers' counts: `statistics_of(counts)`.
+    A model may have a method `statistics(batch, key)`, which returns a pytree of sums over rows or None, in a forward
+    pass of its own. `loss` gets the sums over all microbatches as `batch["statistics"]`. An unsplit batch has no such
+    key, and the model's own sums are the same. Pipeline stages compute them with `statistics_from_counts(counts)`.
+
+    Returns:
+        {"statistics": sums}, or {} if the model has none.
     """
 
-    def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Any]:
-        return None, getattr(definition.bind(params), "statistics", lambda *_: None)(*inputs)
+    def statistics(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Any]:
+        return None, getattr(model_def.bind(params), "statistics", lambda *_: None)(*inputs)
 
-    if pipeline and jax.eval_shape(lambda: part(None, jax.tree.map(lambda x: x[0], (micro, keys))))[1] is not None:
-        counts = Run(pipeline.forward, params, StepInputs(micro, keys, {}, {})).sums(finish=False)[1]
-        return {"statistics": definition.bind(params).statistics_of(counts)}
-    found = summed(jax.lax.scan(part, None, (micro, keys))[1])
-    return {} if found is None else {"statistics": found}
+    first = jax.tree.map(lambda x: x[0], (batches, keys))
+    if pipeline and jax.eval_shape(lambda: statistics(None, first))[1] is not None:
+        step = PipelineStep(pipeline.forward_only, params, StepInputs(batches, keys, {}, {}))
+        return {"statistics": model_def.bind(params).statistics_from_counts(step.sums(head=False)[1])}
+    sums = sum_leading_dim(jax.lax.scan(statistics, None, (batches, keys))[1])
+    return {} if sums is None else {"statistics": sums}
 
 
-def summed(tree: Any) -> Any:
-    """Every leaf summed over its first dim, that of the microbatches."""
+def sum_leading_dim(tree: Any) -> Any:
+    """Sums every leaf over its first dim."""
     return jax.tree.map(lambda x: x.sum(0), tree)
 
 
-def _split(terms: Mapping) -> tuple[Sums, Sums]:
+def _sums_and_weights(terms: Terms) -> tuple[Sums, Sums]:
     return {k: v[0] for k, v in terms.items()}, {k: jax.lax.stop_gradient(v[1]) for k, v in terms.items()}
 
 
-def microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
+def split_microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
     """[B, ...] -> [count, B / count, ...]; microbatch i has rows i, i + count, ..., so that no row changes device."""
     x = x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
-    return sharder.lead(x, ((), sharder.axes(BATCH)))
+    return sharder.constrain_leading(x, ((), sharder.axes(BATCH)))
 
 
-def draws(definition: Definition, params: Tree, batch: Batch, key: jax.Array) -> bool:
-    """Returns whether the model's loss uses its random key: its numbers then depend on which rows it sees at once."""
-    traced = jax.make_jaxpr(lambda key: definition.bind(params).loss(batch, key))(key)
-    (given,) = traced.jaxpr.invars
-    return any(given in eqn.invars for eqn in traced.jaxpr.eqns)
+def uses_rng(model_def: ModelDef, params: Tree, batch: Batch, key: jax.Array) -> bool:
+    """Returns whether the model's loss reads its random key: its draws then depend on the rows of a forward pass."""
+    jaxpr = jax.make_jaxpr(lambda key: model_def.bind(params).loss(batch, key))(key).jaxpr
+    return any(jaxpr.invars[0] in eqn.invars for eqn in jaxpr.eqns)

@@ -1,4 +1,4 @@
-"""Placement of host rows in device batches: each process reads only the rows its devices hold."""
+"""Placement of host rows on devices: each process reads only the rows that its devices hold."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.schema import Config
 from jaxtrain.core.program import Program
 from jaxtrain.errors import UserError
-from jaxtrain.sharding.context_parallel import has_tokens, zigzag
+from jaxtrain.models.spec import has_token_rows
+from jaxtrain.sharding.context_parallel import zigzag
 from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.sharding.sharder import Sharder
 
 Fetch = Callable[[int, Any], Mapping[str, np.ndarray]]  # (step, rows) -> arrays with a leading dim of rows
 
 
-def batch_sharding(sharder: Sharder, ndim: int, sequence: bool) -> jax.sharding.NamedSharding:
-    """Rows over the batch axes; the second dim of a token batch over the context axes."""
-    names = (BATCH, CONTEXT if sequence else None, *(None,) * (ndim - 2))
+def batch_sharding(sharder: Sharder, ndim: int, has_sequence: bool) -> jax.sharding.NamedSharding:
+    """Shards rows over the batch axes, and the second dim of a token batch over the context axes."""
+    names = (BATCH, CONTEXT if has_sequence else None, *(None,) * (ndim - 2))
     return sharder.sharding(names[:ndim])
 
 
@@ -28,35 +28,43 @@ class Placer:
     """Turns `fetch(step, rows)` into global device arrays."""
 
     def __init__(
-        self, fetch: Fetch, sharder: Sharder, global_batch: int, sequence: bool, order: np.ndarray | None = None
+        self, fetch: Fetch, sharder: Sharder, global_batch: int, has_sequence: bool, order: np.ndarray | None = None
     ):
-        """`sequence`: the second dim is of tokens. `order`: index of the token at each place of a device row."""
-        self._fetch, self._sharder, self._rows, self._sequence = fetch, sharder, global_batch, sequence
+        """
+        Args:
+            fetch: reads the rows of a step.
+            sharder: mesh and rules.
+            global_batch: rows of a step.
+            has_sequence: True if the second dim is of tokens.
+            order: index of the token at each position of a device row; None: the natural order.
+        """
+        self._fetch, self._sharder, self._rows, self._has_sequence = fetch, sharder, global_batch, has_sequence
         self._order = order
         spans = batch_sharding(sharder, 1, False).addressable_devices_indices_map((global_batch,)).values()
-        mine = {row for index in spans if index for row in range(*index[0].indices(global_batch))}
-        self.local = np.array(sorted(mine))
+        rows = {row for index in spans if index for row in range(*index[0].indices(global_batch))}
+        self.local_rows = np.array(sorted(rows))
         self._position = np.full(global_batch, -1)
-        self._position[self.local] = np.arange(len(self.local))
+        self._position[self.local_rows] = np.arange(len(self.local_rows))
 
     def __call__(self, step: int) -> dict[str, jax.Array]:
-        """The device batch of a step: arrays of `global_batch` rows."""
-        everything = len(self.local) == self._rows
-        host = self._fetch(step, slice(None) if everything else self.local)
+        """Returns the device batch of a step: arrays of `global_batch` rows."""
+        holds_all = len(self.local_rows) == self._rows
+        host = self._fetch(step, slice(None) if holds_all else self.local_rows)
         return {name: self._place(np.asarray(rows)) for name, rows in host.items()}
 
     def _place(self, rows: np.ndarray) -> jax.Array:
-        sharding = batch_sharding(self._sharder, rows.ndim, self._sequence)
-        if rows.shape[0] != len(self.local):
-            raise UserError(f"the data gave {rows.shape[0]} rows where {len(self.local)} were asked for")
+        sharding = batch_sharding(self._sharder, rows.ndim, self._has_sequence)
+        if rows.shape[0] != len(self.local_rows):
+            raise UserError(f"data: expected {len(self.local_rows)} rows from `batch`; found {rows.shape[0]}")
         if self._order is not None and rows.ndim > 1:
             if rows.shape[1] != len(self._order):
-                raise UserError(f"data.sequence: {len(self._order)} tokens a row, but the data gave {rows.shape[1]}")
+                message = f"expected rows of {len(self._order)} tokens from the data; found {rows.shape[1]}"
+                raise UserError(f"data.sequence: {message}")
             rows = rows[:, self._order]
         if sharding.is_fully_addressable:
             return jax.device_put(rows, sharding)
-        # Elsewhere device_put compares the rows of all processes, with a collective that this thread would issue beside
-        # those of the step: each process waits for the other in another one.
+        # With several processes device_put compares the rows of all of them by a collective. This thread would issue
+        # it among the collectives of the step, and processes would wait for each other in different ones.
 
         def shard(index: Any) -> np.ndarray:
             local = self._position[index[0]]
@@ -65,19 +73,18 @@ class Placer:
         return jax.make_array_from_callback((self._rows, *rows.shape[1:]), sharding, shard)
 
 
-def placer(split: Any, program: Program) -> Placer:
-    """Device batches of a dataset."""
+def placer(dataset: Any, program: Program) -> Placer:
+    """Returns the placer of a dataset's batches."""
     config, sharder = program.config, program.sharder
-    is_tokens = has_tokens(config)
-    order = row_order(config, sharder) if is_tokens else None
-    return Placer(split.batch, sharder, config.data.global_batch, is_tokens, order)
+    has_sequence = has_token_rows(config.model, config.data)
+    order = row_order(config.context_parallel, config.data.sequence, sharder) if has_sequence else None
+    return Placer(dataset.batch, sharder, config.data.global_batch, has_sequence, order)
 
 
-def row_order(config: Config, sharder: Sharder) -> np.ndarray | None:
-    """Order of the tokens of a device row, where it is not the natural one.
+def row_order(context_parallel: str, sequence: int, sharder: Sharder) -> np.ndarray | None:
+    """Returns the order of the tokens of a device row; None if it is the natural one.
 
-    It is put on here, once, to everything that has a place in the row. On the device order is read from `positions` and
-    `segments` alone.
+    The host permutes the rows once. Device code reads the order from `positions` and `segments` alone.
     """
     shards = sharder.size(CONTEXT)
-    return zigzag(config.data.sequence, shards) if config.context_parallel == "ring" and shards > 1 else None
+    return zigzag(sequence, shards) if context_parallel == "ring" and shards > 1 else None

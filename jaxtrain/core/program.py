@@ -1,4 +1,4 @@
-"""Everything compiled once for a run: mesh, model, optimizer, shardings, steps."""
+"""Everything that is compiled once for a run: mesh, model, optimizer, shardings, steps."""
 
 from __future__ import annotations
 
@@ -10,126 +10,165 @@ from typing import Any
 import jax
 
 from jaxtrain.config.schema import Config, LossConfig
-from jaxtrain.core import state as states
-from jaxtrain.core.gradients import Gradients
-from jaxtrain.core.step import eval_step, train_step, without_gradients
+from jaxtrain.core import state as train_state
+from jaxtrain.core.gradients import Batch, Gradients
+from jaxtrain.core.step import TrainStep, TrainStepWithGradients, drop_gradients, eval_step, train_step
 from jaxtrain.core.xla_options import in_place
 from jaxtrain.errors import ConfigError, UserError
-from jaxtrain.models.definition import Definition, define, make_env
-from jaxtrain.models.layout_check import check_placed
+from jaxtrain.losses.terms import Terms
+from jaxtrain.models.layout_check import check_tensors
+from jaxtrain.models.model_def import ModelDef, Tree, define_model, make_env
+from jaxtrain.models.protocols import HasStages
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedules.files import load
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.devices import make_mesh
-from jaxtrain.sharding.layout import Layout, resolve
-from jaxtrain.sharding.rules import BATCH, REPLICAS, STAGES
+from jaxtrain.sharding.layout import Layout, resolve_layout
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS
 from jaxtrain.sharding.sharder import Sharder
 
-State = dict[str, Any]
+State = train_state.State
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A run's compiled parts. `state` is abstract: shapes, dtypes and shardings of what `step` takes.
+    """The compiled parts of a run.
 
-    `whole_step` is the step before it is jitted, which also returns its gradients, for whoever compares them.
+    Attributes:
+        config: the run's config.
+        layout: resolved mesh sizes and rules.
+        sharder: mesh and rules.
+        model_def: the model as pure functions.
+        state: abstract train state: shapes, dtypes and shardings of what `step` takes.
+        gradients: computes the gradients of a global batch.
+        step_with_gradients: the step before it is jitted, which also returns its gradients.
+        step: (state, batch) -> (state, metrics); donates the state.
+        evaluate: (params, batch) -> loss terms as (sum, weight).
+        init: () -> the state of step 0.
     """
 
     config: Config
     layout: Layout
     sharder: Sharder
-    definition: Definition
+    model_def: ModelDef
     state: State
     gradients: Gradients
-    whole_step: Callable[[State, Any], tuple[State, dict[str, jax.Array], Any]]
-    step: Callable[[State, Any], tuple[State, dict[str, jax.Array]]]
-    evaluate: Callable[[Any, Any], dict[str, tuple[jax.Array, jax.Array]]]
+    step_with_gradients: TrainStepWithGradients
+    step: TrainStep
+    evaluate: Callable[[Tree, Batch], Terms]
     init: Callable[[], State]
 
 
-def build(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
-    """The program of a config on these devices; nothing is allocated yet.
+def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
+    """Builds the program of a config on these devices. Allocates nothing yet.
+
+    Args:
+        config: a resolved config.
+        vocab: vocabulary size of a model of tokens.
+        devices: devices of the mesh, which need not be present.
 
     Raises:
         UserError: the layout does not fit the devices or the model's tensors.
     """
-    layout = resolve(config, len(devices))
+    layout = resolve_layout(config.layout, config.mesh, config.rules, len(devices))
     sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
     env = make_env(config, sharder)
-    definition = define(config, env, vocab)
-    check_layout(config, definition, len(devices))
+    model_def = define_model(config, env, vocab)
+    _check_tensors(config, model_def, len(devices))
+    gradients = _gradients(config, sharder, model_def, vocab)
+
+    rate = schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
-    rate, options = schedule(config.optimizer.lr, config.schedule, config.steps), config.optimizer
-    tx = optimizer(options, rate, definition.names, definition.params, bias_rate)
-    abstract = states.abstract(definition, tx, config)
-    placed = states.shardings(abstract, definition, tx, sharder)
-    accumulate, everywhere = config.step.microbatches, sharder.sharding(())
-    local, own = local_definition(config, sharder, vocab), sharder.without(REPLICAS)
-    gradients = Gradients(
-        definition, sharder, accumulate, local,
-        executor(config, sharder, definition, vocab), local and executor(config, own, local, vocab),
-    )  # fmt: skip
-    poisoned = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
-    guarded = {"spike": config.guard.spike, "poisoned": poisoned}
-    whole_step = precise(
-        train_step(gradients, tx, rate, max_norm=options.grad_clip_norm, ema=options.ema_decay, **guarded), config
+    tx = optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate)
+    parts = train_state.StateParts(
+        ema=config.optimizer.ema_decay is not None,
+        scaling=POLICIES[config.precision].scales,
+        spikes=config.guard.spike.action != "none",
     )
-    # Validation is the plain loss, to be compared with entropies and other runs: no smoothing, no z-loss.
-    plain = config.model_copy(update={"loss": LossConfig(vocab_chunks=config.loss.vocab_chunks)})
-    measured = define(plain, env, vocab)
-    evaluate = eval_step(measured, sharder, accumulate, executor(plain, sharder, measured, vocab))
+    abstract = train_state.abstract(model_def, tx, parts)
+    shardings, replicated = train_state.shardings(abstract, model_def, tx, sharder), sharder.sharding(())
+    nan_steps = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
+    step_with_gradients = with_matmul_precision(
+        train_step(
+            gradients, tx, rate, max_norm=config.optimizer.grad_clip_norm, ema_decay=config.optimizer.ema_decay,
+            spike=config.guard.spike, nan_steps=nan_steps,
+        ),
+        config.precision,
+    )  # fmt: skip
     return Program(
-        config, layout, sharder, definition, states.with_shardings(abstract, placed), gradients,
-        whole_step,
-        step=jax.jit(without_gradients(whole_step), donate_argnums=0, out_shardings=(placed, everywhere),
-                     compiler_options=in_place(devices[0].platform)),
-        evaluate=jax.jit(precise(evaluate, config), out_shardings=everywhere),
-        init=lambda: states.init(definition, tx, config, placed),
+        config, layout, sharder, model_def, train_state.with_shardings(abstract, shardings), gradients,
+        step_with_gradients,
+        step=jax.jit(
+            drop_gradients(step_with_gradients), donate_argnums=0, out_shardings=(shardings, replicated),
+            compiler_options=in_place(devices[0].platform),
+        ),
+        evaluate=jax.jit(_evaluate(config, sharder, vocab), out_shardings=replicated),
+        init=lambda: train_state.init(model_def, tx, parts, config.seed, shardings),
     )  # fmt: skip
 
 
-def local_definition(config: Config, sharder: Sharder, vocab: int | None) -> Definition | None:
-    """The model on one slice of the replicas, where these add up whole gradients by themselves (see `Gradients`)."""
-    if config.zero > 1 or config.step.microbatches == 1 or REPLICAS not in sharder.axes(BATCH):
-        return None
-    if sharder.mesh is None or sharder.mesh.shape[REPLICAS] == 1:
-        return None
-    return define(config, make_env(config, sharder.without(REPLICAS)), vocab)
+def _gradients(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int | None) -> Gradients:
+    microbatches, executor = config.step.microbatches, _executor(config, sharder, model_def, vocab)
+    if not _reduces_once(config, sharder):
+        return Gradients(model_def, sharder, microbatches, pipeline=executor)
+    replica = sharder.without_axis(DATA_AXIS)
+    replica_def = define_model(config, make_env(config, replica), vocab)
+    replica_executor = _executor(config, replica, replica_def, vocab)
+    return Gradients(model_def, sharder, microbatches, replica_def, executor, replica_executor)
 
 
-def executor(config: Config, sharder: Sharder, whole: Definition, vocab: int | None) -> Executor | None:
-    """Returns the executor of the pipeline schedule; None without stages."""
-    stages = 1 if sharder.mesh is None else sharder.mesh.shape[STAGES]
+def _reduces_once(config: Config, sharder: Sharder) -> bool:
+    """Returns whether replicas accumulate unsharded gradients, which are reduced after the last microbatch."""
+    is_replicated = sharder.mesh is not None and sharder.mesh.shape[DATA_AXIS] > 1 and DATA_AXIS in sharder.axes(BATCH)
+    return config.zero <= 1 and config.step.microbatches > 1 and is_replicated
+
+
+def _evaluate(config: Config, sharder: Sharder, vocab: int | None) -> Callable[[Tree, Batch], Terms]:
+    """Returns the evaluation step of the plain loss, without smoothing and z-loss, so that runs can be compared."""
+    plain = config.model_copy(update={"loss": LossConfig(vocab_chunks=config.loss.vocab_chunks)})
+    model_def = define_model(plain, make_env(config, sharder), vocab)
+    executor = _executor(plain, sharder, model_def, vocab)
+    return with_matmul_precision(eval_step(model_def, sharder, config.step.microbatches, executor), config.precision)
+
+
+def _executor(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int | None) -> Executor | None:
+    """Returns the executor of the pipeline schedule; None without stages.
+
+    Raises:
+        UserError: the model has no stages.
+    """
+    stages = 1 if sharder.mesh is None else sharder.mesh.shape[PIPELINE_AXIS]
     if stages == 1:
         return None
-    model = whole.bind(whole.params)
-    for method in ("begin", "through", "finish"):
-        if not hasattr(model, method):
-            message = f"pipeline stages need its methods begin, through and finish, and it has no `{method}`"
-            raise UserError(f"model.type {config.model.type}: {message}; expected mesh.pipeline 1, or these methods")
-    period = getattr(model, "period", 1)
-    if not isinstance(period, int) or period < 1:
-        raise UserError(f"model.type {config.model.type}: its `period` is {period!r}; expected a number of layers")
+    model = model_def.bind(model_def.params)
+    if not isinstance(model, HasStages):
+        missing = next(name for name in ("embed_inputs", "run_layers", "head_loss") if not hasattr(model, name))
+        message = f"pipeline stages need the methods embed_inputs, run_layers and head_loss, and it has no `{missing}`"
+        raise UserError(f"model.type {config.model.type}: {message}; expected mesh.pipeline 1, or these methods")
+    group = getattr(model, "layers_per_group", 1)
+    if not isinstance(group, int) or group < 1:
+        message = f"`layers_per_group` is {group!r}; expected a number of layers"
+        raise UserError(f"model.type {config.model.type}: {message}")
     table = load(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
-    inside = define(config, make_env(config, sharder.without(STAGES)), vocab)
-    return Executor(table, sharder, whole, inside, period)
+    stage_def = define_model(config, make_env(config, sharder.without_axis(PIPELINE_AXIS)), vocab)
+    return Executor(table, sharder, model_def, stage_def, group)
 
 
-def precise(fn: Callable, config: Config) -> Callable:
-    """`fn` with matmuls of the policy's precision: fp32 is not TF32 on a GPU, nor bfloat16 passes on a TPU."""
+def with_matmul_precision(fn: Callable, precision: str) -> Callable:
+    """Returns `fn` with matmuls in the policy's precision: fp32 is neither TF32 on GPUs nor bfloat16 passes on TPUs."""
 
     @wraps(fn)
     def run(*args: Any) -> Any:
-        with jax.default_matmul_precision(POLICIES[config.precision].matmul):
+        with jax.default_matmul_precision(POLICIES[precision].matmul):
             return fn(*args)
 
     return run
 
 
-def check_layout(config: Config, definition: Definition, devices: int) -> None:
-    """The mesh doctor on the model's real tensors: what a user's own model only shows once it is defined."""
-    problems = check_placed(config, definition.tensors(), devices)
+def _check_tensors(config: Config, model_def: ModelDef, devices: int) -> None:
+    """Checks the layout on the model's own tensors, which for a user's model are known only now."""
+    problems = check_tensors(config, model_def.tensors(), devices)
     if problems:
         raise ConfigError(problems)

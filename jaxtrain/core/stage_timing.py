@@ -1,4 +1,4 @@
-"""Timing of the actions of pipeline stages on these devices."""
+"""Measurement of the actions of pipeline stages on the devices of a run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.core.program import Program, precise
+from jaxtrain.core.program import Program, with_matmul_precision
 from jaxtrain.pipeline.schedules.cost import Costs
 from jaxtrain.pipeline.schedules.table import Action
 
-TICKS, ROUNDS = 8, 6  # the first round warms up
+TICKS, ROUNDS = 8, 6  # the first round is a warm-up
 
 
 def stage_costs(program: Program, params: Any, batch: Any) -> Costs:
-    """Seconds of F, B and W of one microbatch on a whole stage, measured; a backward in one piece counts half for each.
+    """Measures the seconds of F, B and W of one microbatch on a whole stage; an unsplit backward counts half for each.
 
-    Runs the program's own stages, all of them at the same action for some ticks, less as many ticks of waiting. It is
-    compiled once, with the actions as an input.
+    Runs the stages of the program, all of them with the same action for several ticks, and subtracts the time of as
+    many idle ticks. The actions are an input of the program, which is compiled once.
 
     Args:
+        program: with pipeline stages.
         params: of the train state.
         batch: a global batch on the devices.
 
@@ -31,29 +32,32 @@ def stage_costs(program: Program, params: Any, batch: Any) -> Costs:
     """
     gradients, executor = program.gradients, program.gradients.pipeline
     if executor is None:
-        raise ValueError("stages of a program that has none cannot be timed")
-    local = gradients.local_pipeline
+        raise ValueError("the program has no pipeline stages to time")
+    replica = gradients.replica_pipeline
 
     def run(params: Any, batch: Any, rows: dict[str, Any]) -> Any:
-        own = replace(
-            gradients, pipeline=replace(executor, given=rows), local_pipeline=local and replace(local, given=rows)
+        timed = replace(
+            gradients,
+            pipeline=replace(executor, timed_rows=rows),
+            replica_pipeline=replica and replace(replica, timed_rows=rows),
         )
-        return own(params, batch, jax.random.key(0)).grads
+        return timed(params, batch, jax.random.key(0)).grads
 
     table = executor.table
     rows = {name: np.zeros((TICKS, table.stages), np.int32) for name in executor.rows}
-    compiled = jax.jit(precise(run, program.config)).lower(params, batch, rows).compile()
+    step = jax.jit(with_matmul_precision(run, program.config.precision))
+    compiled = step.lower(params, batch, rows).compile()
 
     def seconds(action: int) -> float:
-        given = rows | {"action": np.full_like(rows["action"], action)}
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(params, batch, given))
-        return time.perf_counter() - began
+        inputs = rows | {"action": np.full_like(rows["action"], action)}
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(params, batch, inputs))
+        return time.perf_counter() - start
 
-    # What else the machine does only ever adds: the least of some rounds, in which all actions take turns.
+    # Other work of the machine only adds time, so the minimum of several interleaved rounds counts.
     actions = sorted({int(Action.NOTHING), *table.action.flat})
-    least = np.min([[seconds(action) for action in actions] for _ in range(ROUNDS)][1:], axis=0)
-    taken = np.maximum(0.0, least - least[actions.index(Action.NOTHING)]) / TICKS * table.chunks
-    found = dict(zip(actions, taken.tolist(), strict=True))
-    half = found.get(Action.BW, 0.0) / 2
-    return Costs(found[Action.F], found.get(Action.B, half), found.get(Action.W, half))
+    fastest = np.min([[seconds(action) for action in actions] for _ in range(ROUNDS)][1:], axis=0)
+    per_action = np.maximum(0.0, fastest - fastest[actions.index(Action.NOTHING)]) / TICKS * table.chunks
+    cost = dict(zip(actions, per_action.tolist(), strict=True))
+    half = cost.get(Action.BW, 0.0) / 2
+    return Costs(cost[Action.F], cost.get(Action.B, half), cost.get(Action.W, half))

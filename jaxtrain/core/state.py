@@ -1,7 +1,8 @@
-"""The train state: abstract, then shardings, then a jitted initialisation. Three pure functions in a row."""
+"""The train state: abstract shapes, then shardings, then a jitted initialisation. Pure functions."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,90 +10,85 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.config.schema import Config
 from jaxtrain.core import spike_detection
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.model_def import ModelDef
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.state_sharding import state_names
-from jaxtrain.precision.loss_scaling import initial
-from jaxtrain.precision.policy import POLICIES
+from jaxtrain.precision import loss_scaling
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
 
 
-def abstract(definition: Definition, optimizer: optax.GradientTransformation, config: Config) -> State:
-    """Shapes and dtypes of {step, params, opt_state, rng, ema, scaling, spikes}: without shardings."""
+@dataclass(frozen=True)
+class StateParts:
+    """Optional parts of the train state: an average of the weights, a loss scale, a window of the last steps."""
+
+    ema: bool = False
+    scaling: bool = False
+    spikes: bool = False
+
+
+def abstract(model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts) -> State:
+    """Returns shapes and dtypes of {step, params, opt_state, rng, ema, scaling, spikes}, without shardings."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda params, key: _around(params, key, optimizer, _extras(config)), definition.params, key)
+    return jax.eval_shape(lambda params, key: _first_state(params, key, optimizer, parts), model_def.params, key)
 
 
-def shardings(state: State, definition: Definition, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
-    """NamedSharding of every leaf: parameters and EMA by their names, optimizer state by its parameter's."""
-    everywhere = sharder.sharding(())
-    named = _by_names(state["params"], definition.names, sharder)
-    placed = {"step": everywhere, "rng": everywhere, "params": named}
-    placed["opt_state"] = _by_names(
-        state["opt_state"], state_names(optimizer, definition.params, definition.names), sharder
-    )
+def shardings(state: State, model_def: ModelDef, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
+    """Returns the NamedSharding of every leaf, by the logical names of its parameter."""
+
+    def by_names(tree: Any, names: Any) -> Any:
+        return jax.tree.map(lambda leaf, n: sharder.storage_sharding(n or (), leaf.shape), tree, names)
+
+    replicated = sharder.sharding(())
+    params = by_names(state["params"], model_def.names)
+    moments = by_names(state["opt_state"], state_names(optimizer, model_def.params, model_def.names))
+    result = {"step": replicated, "rng": replicated, "params": params, "opt_state": moments}
     for name in ("scaling", "spikes"):
         if name in state:
-            placed[name] = dict.fromkeys(state[name], everywhere)
-    return placed | ({"ema": named} if "ema" in state else {})
+            result[name] = dict.fromkeys(state[name], replicated)
+    return result | ({"ema": params} if "ema" in state else {})
 
 
-def with_shardings(state: State, placed: State) -> State:
-    """The abstract state with its shardings: what a checkpoint is restored into."""
-    return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, placed)
+def with_shardings(state: State, shardings: State) -> State:
+    """Returns the abstract state with its shardings, which a checkpoint is restored into."""
+    return jax.tree.map(lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), state, shardings)
 
 
-def init(definition: Definition, optimizer: optax.GradientTransformation, config: Config, placed: State) -> State:
-    """The state of step 0, each shard made where it lives."""
-    on_cpu = jax.tree.leaves(placed)[0].mesh.devices.flat[0].platform == "cpu"
+def init(
+    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: int, shardings: State
+) -> State:
+    """Returns the state of step 0; every shard is created on its device."""
+    is_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
     make = jax.jit(
-        _make,
+        _initial_state,
         static_argnums=(0, 1, 2),
-        out_shardings=placed,
-        # Runs once: optimised code for the random bits would take 5 times as long to compile.
-        compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None,
+        out_shardings=shardings,
+        # This runs once, and optimised code for the random bits would take 5 times as long to compile.
+        compiler_options={"xla_backend_optimization_level": 0} if is_cpu else None,
     )
-    return make(definition, optimizer, _extras(config), np.uint32(config.seed))
+    return make(model_def, optimizer, parts, np.uint32(seed))
 
 
-def _extras(config: Config) -> frozenset[str]:
-    """Returns the optional parts of the state: an average of the weights, a loss scale, a window of the last steps."""
-    wanted = {
-        "ema": config.optimizer.ema_decay is not None,
-        "scaling": POLICIES[config.precision].scales,
-        "spikes": config.guard.spike.action != "none",
-    }
-    return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
-
-
-def _make(
-    definition: Definition,
-    optimizer: optax.GradientTransformation,
-    extras: frozenset[str],
-    seed: int | np.uint32 | jax.Array,
+def _initial_state(
+    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: np.uint32 | jax.Array
 ) -> State:
     key = jax.random.key(seed)
-    return _around(definition.init(jax.random.fold_in(key, 0)), key, optimizer, extras)
+    return _first_state(model_def.init(jax.random.fold_in(key, 0)), key, optimizer, parts)
 
 
-def _around(params: Any, key: jax.Array, optimizer: optax.GradientTransformation, extras: frozenset[str]) -> State:
-    """The state of step 0 with these parameters."""
+def _first_state(params: Any, key: jax.Array, optimizer: optax.GradientTransformation, parts: StateParts) -> State:
     state: State = {
         "step": jnp.zeros((), jnp.int32),
         "params": params,
         "opt_state": optimizer.init(params),
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
-    if "scaling" in extras:
-        state["scaling"] = initial()
-    if "spikes" in extras:
+    if parts.scaling:
+        state["scaling"] = loss_scaling.initial()
+    if parts.spikes:
         state["spikes"] = spike_detection.initial()
-    return state | ({"ema": ema_init(params)} if "ema" in extras else {})
-
-
-def _by_names(tree: Any, names: Any, sharder: Sharder) -> Any:
-    return jax.tree.map(lambda leaf, n: sharder.state_sharding(n or (), leaf.shape), tree, names)
+    if parts.ema:
+        state["ema"] = ema_init(params)
+    return state

@@ -10,19 +10,29 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.schema import SpikeConfig
-from jaxtrain.core import spike_detection as windows
-from jaxtrain.core.gradients import Batch, Gradients, microbatches, statistics, summed, weigh
+from jaxtrain.core import spike_detection
+from jaxtrain.core.gradients import (
+    Batch,
+    Gradients,
+    GradOutput,
+    batch_statistics,
+    split_microbatches,
+    sum_leading_dim,
+    term_weights,
+)
 from jaxtrain.errors import UserError
-from jaxtrain.losses.terms import parted, scales
-from jaxtrain.models.definition import Definition, Tree
+from jaxtrain.losses.terms import Terms, scales, split_loss_output
+from jaxtrain.models.model_def import ModelDef, Tree
 from jaxtrain.optim.optimizers import clip, ema_update
-from jaxtrain.pipeline.executor import Executor, Run
+from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
-from jaxtrain.precision.loss_scaling import updated
+from jaxtrain.precision import loss_scaling
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
+TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
+TrainStepWithGradients = Callable[[State, Batch], tuple[State, Metrics, Tree]]
 
 
 def train_step(
@@ -31,111 +41,122 @@ def train_step(
     schedule: Callable[[jax.Array], jax.Array],
     *,
     max_norm: float | None = None,
-    ema: float | None = None,
+    ema_decay: float | None = None,
     spike: SpikeConfig | None = None,
-    poisoned: tuple[int, ...] = (),
-) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
-    """One optimizer update on one global batch: (state, batch) -> (state, metrics, gradients before clipping).
+    nan_steps: tuple[int, ...] = (),
+) -> TrainStepWithGradients:
+    """Returns one optimizer update on one global batch: (state, batch) -> (state, metrics, unclipped gradients).
 
-    Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, every
-    term's mean, `tokens` (the largest term's weight), `grad_norm` (before clipping), `lr`, and those that the model
-    makes of its counts (see `loss.parted`). A step whose loss or gradient norm is not finite is skipped: `skipped` is
-    1, and only `step` moves on, in one branch on every device, because both numbers are of the whole batch.
+    Every array of the batch has a leading dim of global_batch rows. Metrics are float32 scalars: `loss`, the mean of
+    every term, `tokens` (the largest weight of a term), `grad_norm` (before clipping), `lr`, and the metrics that the
+    model computes from its counts. A step whose loss or gradient norm is not finite is skipped: the metric `skipped` is
+    1, and only `step` changes. All devices decide the same, because both numbers are of the global batch.
 
-    A state that holds `scaling` has its loss scaled; of a skipped step `grad_norm` is 0 and the scale is lowered. One
-    that holds `spikes` gives `spike`, the robust z-score of loss and norm; a `spike` of action skip skips, too. The
-    gradients of the `poisoned` steps (from 1) are NaN, for tests.
+    With `scaling` in the state, the loss is scaled; a skipped step then has grad_norm 0 and lowers the scale. With
+    `spikes` in the state, `spike` is the robust z-score of loss and norm, and the action `skip` skips spikes, too.
+
+    Args:
+        gradients: computes gradients of a global batch.
+        optimizer: update rule.
+        schedule: learning rate by step.
+        max_norm: gradients of a larger global norm are scaled down to it.
+        ema_decay: decay of the average of the parameters.
+        spike: response to spikes.
+        nan_steps: steps (from 1) whose gradients are replaced by NaN, to test recovery.
     """
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
-        found = gradients(state["params"], batch, key, scale)
-        grads, definition = found.grads, gradients.definition
+        loss_scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
+        output = gradients(state["params"], batch, key, loss_scale)
+        grads = output.grads
         if "scaling" in state:
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        if poisoned:
-            is_bad = jnp.isin(state["step"] + 1, jnp.array(poisoned, jnp.int32))
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
+        if nan_steps:
+            is_bad = jnp.isin(state["step"] + 1, jnp.array(nan_steps, jnp.int32))
             grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g).astype(g.dtype), grads)
-        clipped, norm = clip(grads, max_norm, definition.names)
+        clipped, norm = clip(grads, max_norm, gradients.model_def.names)
         updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        means = {name: found.sums[name] * factor for name, factor in scales(found.weights).items()}
-        own = {} if found.counts is None else _of_counts(definition.bind(state["params"]), found.counts)
-        metrics = {
-            **means,
-            **own,
-            "loss": jnp.sum(jnp.stack(list(means.values()))),
-            "tokens": jnp.max(jnp.stack(list(found.weights.values()))),
-            "grad_norm": norm,
-            "lr": jnp.asarray(schedule(state["step"]), jnp.float32),
-        }
-        is_good, apart, said = _judged(state, metrics, spike)
-        new = _where(is_good, {"params": params, "opt_state": opt_state}, state)
-        if ema is not None:  # of the parameters that are kept
-            new |= _where(is_good, {"ema": ema_update(state["ema"], new["params"], ema)}, state)
-        return {**state, **new, **apart, "step": state["step"] + 1}, {**metrics, **said}, grads
+        metrics = _step_metrics(gradients.model_def.bind(state["params"]), output)
+        metrics |= {"grad_norm": norm, "lr": jnp.asarray(schedule(state["step"]), jnp.float32)}
+        is_accepted, guard_state, guard_metrics = _accept_update(state, metrics, spike)
+        new = _select(is_accepted, {"params": params, "opt_state": opt_state}, state)
+        if ema_decay is not None:
+            new |= _select(is_accepted, {"ema": ema_update(state["ema"], new["params"], ema_decay)}, state)
+        return {**state, **new, **guard_state, "step": state["step"] + 1}, {**metrics, **guard_metrics}, grads
 
     return step
 
 
-def without_gradients(whole: Callable[[State, Batch], tuple[State, Metrics, Tree]]) -> Callable:
-    """The `train_step` that trains: (state, batch) -> (state, metrics)."""
+def drop_gradients(step: TrainStepWithGradients) -> TrainStep:
+    """Returns a train step without its third result."""
 
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return whole(state, batch)[:2]
+    def without(state: State, batch: Batch) -> tuple[State, Metrics]:
+        return step(state, batch)[:2]
 
-    return step
-
-
-def _of_counts(model: Any, counts: Any) -> Metrics:
-    """The model's own metrics."""
-    if not hasattr(model, "metrics"):
-        raise UserError("model.type: `loss` returned counts beside its terms; expected a method `metrics(counts)` too")
-    return {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(counts).items()}
+    return without
 
 
-def _judged(old: State, metrics: Metrics, spike: SpikeConfig | None) -> tuple[jax.Array, State, Metrics]:
-    """Decides if a step is kept; returns that, the state that changes in any case, and metrics."""
+def _step_metrics(model: Any, output: GradOutput) -> Metrics:
+    """Returns the mean of every term, `loss`, `tokens` and the model's own metrics."""
+    means = {name: output.sums[name] * factor for name, factor in scales(output.weights).items()}
+    metrics = dict(means)
+    if output.counts is not None:
+        if not hasattr(model, "metrics"):
+            raise UserError("model.type: `loss` returned (terms, counts); expected a method `metrics(counts)`, too")
+        metrics |= {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(output.counts).items()}
+    metrics["loss"] = jnp.sum(jnp.stack(list(means.values())))
+    metrics["tokens"] = jnp.max(jnp.stack(list(output.weights.values())))
+    return metrics
+
+
+def _accept_update(state: State, metrics: Metrics, spike: SpikeConfig | None) -> tuple[jax.Array, State, Metrics]:
+    """Returns whether the update is applied, the state that changes in any case, and metrics."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
-    # The loss first: XLA then adds it up over devices with the gradients, not with the weights amid the step, where all
-    # devices would wait for one another.
+    # With the loss first, XLA reduces it over devices together with the gradients. Otherwise it does so with the
+    # weights in the middle of the step, where all devices would wait for one another.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    is_good, apart, said = is_finite, {}, {}
+    is_accepted, new, added = is_finite, {}, {}
     if spike is not None and spike.action != "none":
-        said["spike"] = windows.score(old["spikes"], loss, norm)
-        apart["spikes"] = windows.pushed(old["spikes"], loss, norm)
-        is_good = is_finite & (said["spike"] <= spike.threshold) if spike.action == "skip" else is_finite
-    if "scaling" in old:
-        apart["scaling"] = scaling = updated(old["scaling"], is_finite)
-        said |= {"grad_norm": jnp.where(is_finite, norm, 0.0), "loss_scale": scaling["scale"]}
-    return is_good, apart, said | {"skipped": 1.0 - is_good.astype(jnp.float32)}
+        added["spike"] = spike_detection.score(state["spikes"], loss, norm)
+        new["spikes"] = spike_detection.push(state["spikes"], loss, norm)
+        if spike.action == "skip":
+            is_accepted = is_finite & (added["spike"] <= spike.threshold)
+    if "scaling" in state:
+        new["scaling"] = loss_scaling.updated(state["scaling"], is_finite)
+        added |= {"grad_norm": jnp.where(is_finite, norm, 0.0), "loss_scale": new["scaling"]["scale"]}
+    return is_accepted, new, added | {"skipped": 1.0 - is_accepted.astype(jnp.float32)}
 
 
-def _where(is_good: jax.Array, new: State, old: State) -> State:
-    """`new`, or what `old` has in its place."""
-    return jax.tree.map(lambda a, b: jnp.where(is_good, a, b), new, {name: old[name] for name in new})
+def _select(is_accepted: jax.Array, new: State, old: State) -> State:
+    """Returns `new` if accepted, else the same entries of `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(is_accepted, a, b), new, {name: old[name] for name in new})
 
 
 def eval_step(
-    definition: Definition, sharder: Sharder, accumulate: int = 1, pipeline: Executor | None = None
-) -> Callable[[Tree, Batch], dict[str, tuple[jax.Array, jax.Array]]]:
-    """(params, batch) -> loss terms as (sum, weight), to be added up over batches; in as many parts as training."""
+    model_def: ModelDef, sharder: Sharder, microbatches: int = 1, pipeline: Executor | None = None
+) -> Callable[[Tree, Batch], Terms]:
+    """Returns (params, batch) -> loss terms as (sum, weight), in as many microbatches as in training.
 
-    def evaluate(params: Tree, batch: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
-        micro = jax.tree.map(lambda x: microbatches(sharder, x, accumulate), dict(batch))
-        keys = jnp.broadcast_to(jax.random.key(0), (accumulate,))
-        known = statistics(definition, params, micro, keys, pipeline) if accumulate > 1 else {}
+    The terms of several batches can be summed.
+    """
+
+    def evaluate(params: Tree, batch: Batch) -> Terms:
+        batches = jax.tree.map(lambda x: split_microbatches(sharder, x, microbatches), dict(batch))
+        keys = jnp.broadcast_to(jax.random.key(0), (microbatches,))
+        statistics = batch_statistics(model_def, params, batches, keys, pipeline) if microbatches > 1 else {}
         if pipeline:
-            weights = weigh(definition, params, micro, keys)
+            weights = term_weights(model_def, params, batches, keys)
             ones = dict.fromkeys(weights, jnp.ones(()))
-            sums, _ = Run(pipeline.forward, params, StepInputs(micro, keys, ones, known)).sums()
+            inputs = StepInputs(batches, keys, ones, statistics)
+            sums, _ = PipelineStep(pipeline.forward_only, params, inputs).sums()
             return {name: (sums[name], weight) for name, weight in weights.items()}
 
-        def part(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, dict]:
+        def microbatch_terms(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Terms]:
             rows, key = inputs
-            return None, parted(definition.bind(params).loss({**rows, **known}, key))[0]
+            return None, split_loss_output(model_def.bind(params).loss({**rows, **statistics}, key))[0]
 
-        return summed(jax.lax.scan(part, None, (micro, keys))[1])
+        return sum_leading_dim(jax.lax.scan(microbatch_terms, None, (batches, keys))[1])
 
     return evaluate

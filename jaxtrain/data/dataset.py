@@ -291,7 +291,7 @@ def open_dataset(data: DataConfig, seed: int, split: str = "train", progress: Pr
       UserError: bad input, a damaged cache, a user's class that cannot be loaded or has no `batch`. Exceptions of the
         user's code are not wrapped.
     """
-    if data.type != "text":
+    if not data.is_text:
         return _user_dataset(data, seed, split)
     return TextDataset(data, seed, split, _caches(data, progress))
 
@@ -302,7 +302,7 @@ def open_datasets(data: DataConfig, seed: int, progress: Progress | None = None)
     Returns:
       (train, validation). Validation is None for text with `data.validation_fraction` 0, never for a user's class.
     """
-    if data.type != "text":
+    if not data.is_text:
         return _user_dataset(data, seed, "train"), _user_dataset(data, seed, "validation")
     caches = _caches(data, progress)
     train = TextDataset(data, seed, "train", caches)
@@ -319,7 +319,7 @@ def open_validation_sets(
     Raises:
       UserError: bad input, a set without documents, or `data` is not text, so that there is no tokenizer.
     """
-    if sets and data.type != "text":
+    if sets and not data.is_text:
         raise DataError(f"eval.sets: data.type is `{data.type}`, so there is no tokenizer; expected `text`")
     configs = {name: validation_set_config(data, documents) for name, documents in sets.items()}
     return {name: TextDataset(c, seed, "validation", _caches(c, progress)) for name, c in configs.items()}

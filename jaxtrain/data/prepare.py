@@ -44,7 +44,7 @@ class TokenizerResult:
 
 def text_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
     """Returns `data.sources`. Raises DataError if `data.type` is a user's class, which has none."""
-    if data.type != "text":
+    if not data.is_text:
         message = "is a user's class, without documents to tokenize; only `text` has token caches and a tokenizer"
         raise DataError(f"data.type: `{data.type}` {message}")
     return data.sources

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.core.program import Program, build
+from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.distributed import runtime
@@ -21,8 +21,8 @@ from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.inference.model import load_params, text_tokenizer
 from jaxtrain.inference.score import Scorer, scoring_sharder
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.models.decoder_params import vocabulary
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.models.model_def import define_model, make_env
+from jaxtrain.models.spec import vocabulary_size
 
 NEW_TOKENS = 256  # maximum of a generation if its task does not set one; the harness's default
 
@@ -68,7 +68,7 @@ def evaluate_tasks(
         found = f"expected {runtime.PROCESSES}=1, found {runtime.process_count()}"
         raise UserError(f"eval --tasks runs in one process; {found}")
     tokenizer = text_tokenizer(config)
-    program = build(config, vocabulary(config, tokenizer.vocab), runtime.start(config))
+    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config))
     params, _ = load_params(directory, step, program)
     model = open_harness_model(program, tokenizer, params, rows or config.data.global_batch)
     results = harness.evaluator.simple_evaluate(
@@ -100,21 +100,21 @@ def _require() -> Any:
 
 def open_harness_model(program: Program, tokenizer: Tokenizer, params: Any, rows: int) -> HarnessModel:
     """Builds a `HarnessModel` of weights, sharded by the program's layout."""
-    config, vocab = program.config, program.definition.params["embed"]["table"].shape[0]
+    config, vocab = program.config, program.model_def.params["embed"]["table"].shape[0]
     longest = config.data.sequence
 
     def defined(sharder: Any) -> Any:
-        return define(config, make_env(config, sharder), vocab)
+        return define_model(config, make_env(config, sharder), vocab)
 
     sharder = scoring_sharder(program.sharder)
     scorer = Scorer(defined(sharder), sharder, longest, rows)
     decode_rows = padded_rows(program.sharder, rows)
-    definition, generators = defined(decoding_sharder(program.sharder, decode_rows)), {}
+    model_def, generators = defined(decoding_sharder(program.sharder, decode_rows)), {}
 
     def generate(prompts: Sequence[list[int]], tokens: int, sampling: dict[str, Any]) -> Iterator[list[int | None]]:
         key = tuple(sorted(sampling.items()))
         if key not in generators:
-            generators[key] = Generator(definition, tokenizer.vocab, **sampling)
+            generators[key] = Generator(model_def, tokenizer.vocab, **sampling)
         ids = [np.array(prompt, np.int32) for prompt in prompts]
         return generators[key].batch(params, ids, tokens, seed=config.seed, eos=tokenizer.eos, rows=decode_rows)
 

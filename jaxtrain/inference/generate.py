@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.model_def import ModelDef
 from jaxtrain.sharding.rules import BATCH, CONTEXT, ROWS, SEQUENCE
 from jaxtrain.sharding.sharder import Sharder
 
@@ -75,15 +75,15 @@ class Generator:
 
     def __init__(
         self,
-        definition: Definition,
+        model_def: ModelDef,
         vocab: int,
         *,
         temperature: float = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
     ):
-        self._definition = definition
-        learned = definition.params.get("positions")
+        self._definition = model_def
+        learned = model_def.params.get("positions")
         self._longest = None if learned is None else learned["table"].shape[0]
 
         def choose(logits_BV: jax.Array, key: jax.Array) -> jax.Array:
@@ -92,13 +92,13 @@ class Generator:
             return sample(masked, key, temperature=temperature, top_k=top_k, top_p=top_p)
 
         def prefill(params: Any, tokens_BT: jax.Array, length_B: jax.Array, key: jax.Array, capacity: int) -> tuple:
-            model = definition.bind(params)
+            model = model_def.bind(params)
             cache = model.empty_cache(tokens_BT.shape[0], capacity)
             logits_BV, cache = model.decode(tokens_BT, cache, length_B)
             return choose(logits_BV, key), cache
 
         def extend(params: Any, token_B: jax.Array, cache: Any, key: jax.Array) -> tuple:
-            logits_BV, cache = definition.bind(params).decode(token_B[:, None], cache)
+            logits_BV, cache = model_def.bind(params).decode(token_B[:, None], cache)
             return choose(logits_BV, key), cache
 
         self._prefill: Callable = jax.jit(prefill, static_argnames="capacity")

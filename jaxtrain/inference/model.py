@@ -15,7 +15,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import ModelConfig
 from jaxtrain.core.evaluation import validate
-from jaxtrain.core.program import Program, build
+from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
@@ -24,8 +24,8 @@ from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.models.decoder_params import vocabulary
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.models.model_def import define_model, make_env
+from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
@@ -48,7 +48,7 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")
-    program = build(config, vocabulary(config, getattr(data, "vocab", None)), devices)
+    program = build_program(config, vocabulary_size(config.model, getattr(data, "vocab", None)), devices)
     params, done = load_params(directory, step, program)
     return {"step": done, **validate(program, sets, params, count)}
 
@@ -65,7 +65,7 @@ def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> t
         return _huggingface(directory, step, overrides)
     config, _ = resolve(saved_config(directory), *overrides, paths=False)
     tokenizer = text_tokenizer(config)
-    program = build(config, vocabulary(config, tokenizer.vocab), runtime.start(config))
+    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config))
     return program, tokenizer, load_params(directory, step, program)[0]
 
 
@@ -81,7 +81,7 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
     config, origin = resolve(None, *overrides, base=base, paths=False)
     if origin["data.tokenizer"] == "default":
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
-    program = build(config, section["vocab"], runtime.start(config))
+    program = build_program(config, section["vocab"], runtime.start(config))
     return program, text_tokenizer(config), load_weights(folder, TENSOR_MAPPINGS[family.name], program.state["params"])
 
 
@@ -106,8 +106,10 @@ def complete_prompts(
 
 def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: Any) -> Generator:
     sharder = decoding_sharder(program.sharder, rows)
-    vocab = program.definition.params["embed"]["table"].shape[0]
-    return Generator(define(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling)
+    vocab = program.model_def.params["embed"]["table"].shape[0]
+    return Generator(
+        define_model(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling
+    )
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -133,7 +135,7 @@ def text_streamer(
 
 def text_tokenizer(config: Config) -> Tokenizer:
     """Loads the tokenizer of a run. Raises UserError if it is not a language model."""
-    if config.model.type != "decoder" or config.data.type != "text":
+    if not is_decoder(config.model) or not config.data.is_text:
         raise UserError(f"generate: model {config.model.type} on data {config.data.type} is not a language model")
     return load_tokenizer(config.data.tokenizer)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.model_def import ModelDef
 from jaxtrain.sharding.rules import BATCH, CONTEXT, SEQUENCE, VOCAB
 from jaxtrain.sharding.sharder import Sharder
 
@@ -35,10 +35,10 @@ class Scorer:
     of rows, so that few programs are compiled.
     """
 
-    def __init__(self, definition: Definition, sharder: Sharder, longest: int, rows: int):
+    def __init__(self, model_def: ModelDef, sharder: Sharder, longest: int, rows: int):
         """
         Args:
-            definition: definition of the decoder.
+            model_def: model_def of the decoder.
             sharder: its sharder.
             longest: maximum tokens of a row; longer rows lose their first tokens.
             rows: rows of a batch, rounded up to a multiple of the batch axes.
@@ -47,7 +47,7 @@ class Scorer:
         self._rows = -(-rows // parts) * parts
 
         def run(params: Any, ids_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-            model = definition.bind(params)
+            model = model_def.bind(params)
             positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
             x_BTD, _ = model.hidden(ids_BT, positions_BT, jnp.ones_like(ids_BT))
             return _target_log_probs(model.logits, sharder, x_BTD, targets_BT)

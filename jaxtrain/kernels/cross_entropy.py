@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.sharding.rules import storage_axes, without
+from jaxtrain.sharding.rules import dims_without_axes, storage_axes
 from jaxtrain.sharding.sharder import Dims, Sharder
 
 Term = tuple[Array, Array]  # (sum, weight), float32 scalars
@@ -149,8 +149,8 @@ class _ChunkSpec:
     @classmethod
     def make(cls, sharder, names, shape, chunks, tied, smoothing, softcap) -> _ChunkSpec:
         rules = (sharder.rules if sharder.mesh is not None else None) or {}
-        parameter = without(names, (), rules)
-        kept = sharder.stored(names, shape) if rules else parameter
+        parameter = dims_without_axes(names, (), rules)
+        kept = sharder.storage_dims(names, shape) if rules else parameter
         vocab, embed = (0, 1) if tied else (1, 0)
         # Replicas that keep shards of the state (ZeRO) get shards of every chunk's gradient.
         more = tuple(a for a in kept[embed] if a not in parameter[embed])
@@ -174,7 +174,7 @@ class _ChunkSpec:
             stored=order(held),
             graded=order((*held, *more)),
             used=order(()),
-            tokens=without(("batch", "context"), (), rules),
+            tokens=dims_without_axes(("batch", "context"), (), rules),
             over=over,
         )
 
@@ -197,7 +197,7 @@ class _ChunkSpec:
         elif self.moves:
             head = head.astype(dtype)
         shape = (self.shards, self.part, embed) if self.tied else (embed, self.shards, self.part)
-        return self.sharder.place(head.reshape(shape), self.stored)
+        return self.sharder.constrain_dims(head.reshape(shape), self.stored)
 
     @property
     def moves(self) -> bool:
@@ -214,7 +214,7 @@ class _ChunkSpec:
         start = jnp.minimum(index * self.size, self.part - self.size)
         w = lax.dynamic_slice_in_dim(view, start, self.size, self.dim)
         # Cast, hold in shards, then gather: so that the compute dtype travels.
-        w = self.sharder.place(self.sharder.place(w.astype(dtype), self.stored), self.used)
+        w = self.sharder.constrain_dims(self.sharder.constrain_dims(w.astype(dtype), self.stored), self.used)
         column = start + jnp.arange(self.size, dtype=jnp.int32)
         ids = column + self.part * jnp.arange(self.shards, dtype=jnp.int32)[:, None]
         if self.masks:
@@ -224,14 +224,14 @@ class _ChunkSpec:
     def logits(self, x: Array, w: Array) -> Array:
         """float32 logits [batch, time, shards, size], capped."""
         logits = jnp.einsum("btd,ncd->btnc" if self.tied else "btd,dnc->btnc", x, w, preferred_element_type=jnp.float32)
-        logits = self.sharder.place(logits, (*self.tokens, self.over, ()))
+        logits = self.sharder.constrain_dims(logits, (*self.tokens, self.over, ()))
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def unsplit(self, view: Array) -> Array:
         """The inverse of `view` for a gradient."""
         rest = slice(self.vocab)
         flat = view.reshape(-1, view.shape[-1])[rest] if self.tied else view.reshape(view.shape[0], -1)[:, rest]
-        return self.sharder.place(flat, self.kept)
+        return self.sharder.constrain_dims(flat, self.kept)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,7 +242,7 @@ def _sums(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Arra
 
 def _sums_fwd(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array):
     # Gathered once over the sequence-parallel axes and kept: the backward pass follows at once.
-    x = plan.sharder.place(x, (*plan.tokens, ()))
+    x = plan.sharder.constrain_dims(x, (*plan.tokens, ()))
     z, label, total, logits = _statistics(plan, x, head, targets)
     nll = z - (1 - plan.smoothing) * label
     if plan.smoothing:
@@ -267,9 +267,9 @@ def _statistics(plan: _ChunkSpec, x: Array, head: Array, targets: Array) -> tupl
         label += jnp.where(ids == targets[..., None, None], logits, 0.0).sum(-1)
         if plan.smoothing:
             total += jnp.where(ids >= 0, logits, 0.0).sum(-1)
-        return tuple(plan.sharder.place(a, kept) for a in (new, z, label, total)), logits
+        return tuple(plan.sharder.constrain_dims(a, kept) for a in (new, z, label, total)), logits
 
-    zeros = plan.sharder.place(jnp.zeros((*targets.shape, plan.shards), jnp.float32), kept)
+    zeros = plan.sharder.constrain_dims(jnp.zeros((*targets.shape, plan.shards), jnp.float32), kept)
     start = (zeros + MASKED, zeros, zeros, zeros)
     if plan.count == 1:
         (top, z, label, total), only = body(start, jnp.int32(0))
@@ -301,19 +301,21 @@ def _sums_bwd(plan: _ChunkSpec, saved, cotangents):
             d *= 1 - jnp.square(logits / plan.softcap)
         if plan.masks:
             d = jnp.where(ids >= 0, d, 0.0)
-        d = plan.sharder.place(d.astype(x.dtype), dx_places)
+        d = plan.sharder.constrain_dims(d.astype(x.dtype), dx_places)
         back = "btnc,ncd->btnd" if plan.tied else "btnc,dnc->btnd"
         dx += jnp.einsum(back, d, w, preferred_element_type=jnp.float32)
         dw = jnp.einsum("btd,btnc->ncd" if plan.tied else "btd,btnc->dnc", x, d)
-        dw = plan.sharder.place(dw, plan.graded).astype(dview.dtype)  # reduced into the shards, in compute dtype
+        dw = plan.sharder.constrain_dims(dw, plan.graded).astype(
+            dview.dtype
+        )  # reduced into the shards, in compute dtype
         if plan.part % plan.size:  # the last chunk overlaps the one before
             dw += lax.dynamic_slice_in_dim(dview, start, plan.size, plan.dim)
         dview = lax.dynamic_update_slice_in_dim(dview, dw, start, plan.dim)
-        return (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.graded)), None
+        return (plan.sharder.constrain_dims(dx, dx_places), plan.sharder.constrain_dims(dview, plan.graded)), None
 
     dx = jnp.zeros((*targets.shape, plan.shards, x.shape[-1]), jnp.float32)
     dview = jnp.zeros(view.shape, head.dtype)
-    start = (plan.sharder.place(dx, dx_places), plan.sharder.place(dview, plan.graded))
+    start = (plan.sharder.constrain_dims(dx, dx_places), plan.sharder.constrain_dims(dview, plan.graded))
     if plan.count == 1:
         (dx, dview), _ = body(start, jnp.int32(0))
     else:

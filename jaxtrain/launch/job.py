@@ -14,8 +14,8 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.launch.types import Placement
-from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.layout_check import check_config
+from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.sharding import layout
 from jaxtrain.sharding.axes import shape_text
@@ -54,7 +54,7 @@ class ElasticJob:
         checks = (lambda c: check_config(c, devices, self._vocab), lambda c: check_pipeline(c, devices))
         base = {"resolved": True, **as_dict(self.config)}
         config, _ = load.resolve(None, *overrides, base=base, paths=False, checks=checks)  # as it is, not fitted
-        mesh = shape_text(layout.resolve(config, devices).sizes)
+        mesh = shape_text(layout.resolve_layout(config.layout, config.mesh, config.rules, devices).sizes)
         return Placement(processes, devices, overrides, mesh, config)
 
     def write_config(self, placement: Placement) -> None:
@@ -102,9 +102,9 @@ def open_job(
 
 def _vocabulary(config: Config) -> int | None:
     """Returns the size of the vocabulary if it is known without the data."""
-    if config.model.type != "decoder" or config.data.type != "text":
+    if not is_decoder(config.model) or not config.data.is_text:
         return None
     try:
-        return vocabulary(config, load_tokenizer(config.data.tokenizer).vocab)
+        return vocabulary_size(config.model, load_tokenizer(config.data.tokenizer).vocab)
     except (UserError, OSError):
         return None  # a worker reports the error

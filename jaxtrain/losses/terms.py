@@ -1,4 +1,4 @@
-"""One loss contract: every term is (sum, weight), normalised once over the global batch."""
+"""The loss contract: every term is (sum, weight), normalised once over the global batch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from jaxtrain.errors import UserError
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def parted(returned: Any) -> tuple[Terms, Any]:
-    """Terms, and counts or None, of what a model's `loss` returned: terms, or (terms, counts).
+def split_loss_output(output: Any) -> tuple[Terms, Any]:
+    """Splits what a model's `loss` returned, terms or (terms, counts), into terms and counts (or None).
 
-    Counts are a pytree of arrays that are sums over the rows of the batch. The step adds them up over microbatches,
-    and the model's `metrics(counts)` makes {name: scalar} of them: for what is no mean over tokens, such as the load
-    of experts.
+    Counts are a pytree of arrays that are sums over the rows of the batch, such as the load of experts. The step sums
+    them over microbatches, and the model's `metrics(counts)` computes {name: scalar} from them.
     """
-    terms, counts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    return checked(terms), counts
+    terms, counts = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
+    return validate_terms(terms), counts
 
 
-def checked(terms: Any) -> Terms:
-    """Checks the terms that a model's `loss` returned, and casts them to float32. Raises UserError where it is not
-    {name: (sum, weight)}.
+def validate_terms(terms: Any) -> Terms:
+    """Casts loss terms to float32.
+
+    Raises:
+        UserError: the terms are not {name: (sum, weight)} of scalars.
     """
     pairs = terms.values() if isinstance(terms, Mapping) else ()
     if not pairs or not all(isinstance(p, tuple) and len(p) == 2 and not any(map(np.ndim, p)) for p in pairs):
@@ -36,10 +37,10 @@ def checked(terms: Any) -> Terms:
 
 
 def scales(weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """1 / weight of every term; 0 where the whole global batch has no weight."""
+    """Returns 1 / weight of every term; 0 if the whole global batch has no weight."""
     return {name: jnp.where(w > 0, 1.0 / jnp.where(w > 0, w, 1.0), 0.0) for name, w in weights.items()}
 
 
 def total(terms: Terms, scale: Mapping[str, jax.Array]) -> jax.Array:
-    """Loss: the sum over terms of sum * scale, float32 scalar."""
+    """Returns the loss: the sum over terms of sum * scale, a float32 scalar."""
     return sum((terms[name][0] * scale[name] for name in sorted(terms)), jnp.zeros((), jnp.float32))

@@ -1,15 +1,14 @@
-"""The parameter table of the decoder: path -> shape and logical names.
+"""Parameters of the decoder as a table: path -> shape and logical names.
 
-The mesh doctor, the parameter count and `plan` read it before JAX starts; the decoder's own parameters are tested
-against it. Letters: L layers, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab.
+The layout check, the parameter count and `plan` read it before JAX starts; a test compares it with the decoder.
+Dims: L layers, D embed, H heads, K kv_heads, h head_dim, F mlp, V vocab.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from jaxtrain.config.schema import Config, ModelConfig, MoeConfig
-from jaxtrain.errors import ConfigError, Problem
+from jaxtrain.config.schema import ModelConfig, MoeConfig
 from jaxtrain.sharding.rules import KV_SHARED, kv_copies, table_names
 
 Names = tuple[str | None, ...]
@@ -20,21 +19,6 @@ VOCAB_MULTIPLE = 128  # a decoder's vocabulary is rounded up to it, so that it d
 def head_dim(model: ModelConfig) -> int:
     """Size of one head."""
     return model.head_dim or model.embed // model.heads
-
-
-def vocabulary(config: Config, known: int | None) -> int | None:
-    """Vocabulary size of the decoder: the config's, else the tokenizer's (`known`) rounded up.
-
-    Raises:
-        ConfigError: the config's is smaller than the tokenizer's.
-    """
-    given = config.model.vocab
-    if given is None:
-        return None if known is None else -(-known // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if known is not None and given < known:
-        message = f"{given} is less than the {known} of the tokenizer; leave it out, or give at least {known}"
-        raise ConfigError([Problem("", "model.vocab", message)])
-    return given
 
 
 def decoder_tensors(model: ModelConfig, vocab: int, kv_shards: int = 1, table_shards: int = 1) -> Table:

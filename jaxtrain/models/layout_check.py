@@ -1,101 +1,113 @@
-"""The mesh doctor on a whole config, before JAX starts."""
+"""Layout checks of a whole config, before JAX starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
 
-from jaxtrain.config.schema import Config
-from jaxtrain.errors import Problem
-from jaxtrain.models.decoder_params import decoder_tensors
+from jaxtrain.config.schema import Config, DataConfig, ModelConfig, StepConfig
+from jaxtrain.errors import Problem, join_words
+from jaxtrain.models.decoder_params import Table
+from jaxtrain.models.spec import has_token_rows, is_decoder, model_spec
 from jaxtrain.sharding import context_parallel
-from jaxtrain.sharding.check import Names, Shape, axis_sizes, check
-from jaxtrain.sharding.rules import BATCH, EXPERT, KV_SHARED, REPLICAS, TABLE, axes_of, full_rules
+from jaxtrain.sharding.check import Names, axis_sizes, check
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, EXPERT, KV_SHARED, TABLE, Rules, axes_of, with_implied_rules
 
 
 def check_config(config: Config, devices: int | None = None, vocab: int | None = None) -> list[Problem]:
     """Returns the problems of the config's mesh and rules for its model.
 
-    The parameters of a user's own model are not known before JAX starts; then only what does not need them is checked.
+    The parameters of a user's own model are unknown before JAX starts; then only checks that need none are made.
 
     Args:
         config: a loaded config.
-        devices: number of devices; default: those of `simulate`, else not known.
-        vocab: size of the vocabulary where `model.vocab` leaves it to the tokenizer; its dim is not checked for None.
+        devices: number of devices; default: those of `simulate`, else unknown.
+        vocab: size of the vocabulary if `model.vocab` leaves it to the tokenizer; None: its dim is not checked.
 
     Returns:
-        Problems with dotted keys and no places; `jaxtrain.config.locate` fills these in.
+        Problems with dotted keys, without places.
     """
     model, devices = config.model, devices or config.simulate
-    tensors = None
-    if model.type == "decoder":
-        rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
-        kv_shards = context_parallel.shards(rules, sizes, "kv_heads") or 1
-        # What the known axes do not split, more of them do not either.
-        table_shards = prod(sizes.get(axis) or 1 for axis in axes_of(TABLE, rules))
-        # A vocabulary of 0 is split by any number of shards: what is not known is not refused.
-        tensors = decoder_tensors(model, model.vocab or vocab or 0, kv_shards, table_shards)
-    return check_placed(config, tensors, devices)
+    problems = _unread_keys(model)
+    if problems:
+        return problems
+    rules, sizes = with_implied_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
+    kv_shards = context_parallel.shards(rules, sizes, "kv_heads") or 1
+    # Only known axes count: with more of them the table would be split further, not less.
+    table_shards = prod(sizes.get(axis) or 1 for axis in axes_of(TABLE, rules))
+    # Any number of shards splits a vocabulary of 0: an unknown size is not refused.
+    tensors = model_spec(model).tensors(model, model.vocab or vocab or 0, kv_shards, table_shards)
+    return check_tensors(config, tensors, devices)
 
 
-def check_placed(config: Config, tensors: dict[str, tuple[Shape, Names]] | None, devices: int | None) -> list[Problem]:
+def check_tensors(config: Config, tensors: Table | None, devices: int | None) -> list[Problem]:
     """Returns the problems of a config's mesh and rules for tensors given as path -> (shape, logical names)."""
-    rules, sizes = full_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
-    if tensors is not None and _follows_heads(config, sizes):
-        tensors = {path: (shape, _unsplit(names)) for path, (shape, names) in tensors.items()}
-    problems = check(config.mesh, rules, tensors, activations(config), devices)
-    problems += _zero(config) + context_parallel.check(config, sizes)
-    if config.model.type == "decoder":
-        problems += _dense(config) if config.model.moe is None else _experts(config)
+    model, rules = config.model, with_implied_rules(config.rules, config.zero)
+    sizes = axis_sizes(config.mesh, devices)[0]
+    heads = model_spec(model).heads(model)
+    if tensors is not None and heads is not None and _kv_heads_follow(config.rules, sizes, heads[0]):
+        tensors = {path: (shape, _with_shared_kv(names)) for path, (shape, names) in tensors.items()}
+    has_tokens = has_token_rows(model, config.data)
+    problems = check(config.mesh, rules, tensors, activations(config.data, config.step, has_tokens), devices)
+    problems += _zero(config.zero, config.rules)
+    problems += context_parallel.check(
+        config.context_parallel, config.step.attention, config.rules, sizes, heads,
+        config.data.sequence if has_tokens else None,
+    )  # fmt: skip
+    if is_decoder(model):
+        problems += _no_experts(config) if model.moe is None else _experts(config)
     return problems
 
 
-def _follows_heads(config: Config, sizes: Mapping[str, int | None]) -> bool:
-    """Returns whether the same axes fail to split the query heads.
+def activations(data: DataConfig, step: StepConfig, has_tokens: bool) -> dict[str, int]:
+    """Returns logical name -> size of the activation dims of a microbatch."""
+    sizes = {"batch": data.global_batch // step.microbatches}
+    return sizes | {"sequence": data.sequence, "context": data.sequence} if has_tokens else sizes
 
-    Then key/value heads are not judged: which of them work is known once the query heads are split, because fewer than
-    the shards are repeated.
+
+def _unread_keys(model: ModelConfig) -> list[Problem]:
+    """Returns a problem if a user's model that is no decoder is given the decoder's keys."""
+    if model.is_builtin or not model.decoder_keys or is_decoder(model):
+        return []
+    keys = join_words((f"model.{key}" for key in model.decoder_keys), "and")
+    message = f"only the decoder and its subclasses read {keys}; expected `model.options` for {model.type}"
+    return [Problem("", f"model.{model.decoder_keys[0]}", message)]
+
+
+def _kv_heads_follow(rules: Rules, sizes: Mapping[str, int | None], heads: int) -> bool:
+    """Returns whether query heads and key/value heads have the same axes, which do not split the query heads.
+
+    Then key/value heads are not checked: which numbers of them work depends on the shards of the query heads, because
+    fewer key/value heads than shards are repeated.
     """
-    heads, kv_heads = ({a for a in axes_of(n, config.rules) if sizes.get(a, 1) != 1} for n in ("heads", "kv_heads"))
-    shards = prod(sizes.get(axis) or 1 for axis in heads)
-    return config.model.type == "decoder" and heads == kv_heads and config.model.heads % shards != 0
+    axes, kv_axes = ({a for a in axes_of(n, rules) if sizes.get(a, 1) != 1} for n in ("heads", "kv_heads"))
+    return axes == kv_axes and heads % prod(sizes.get(axis) or 1 for axis in axes) != 0
 
 
-def _unsplit(names: Names) -> Names:
+def _with_shared_kv(names: Names) -> Names:
     return tuple(KV_SHARED if name == "kv_heads" else name for name in names)
 
 
-def _zero(config: Config) -> list[Problem]:
-    """A ZeRO stage needs replicas to share the state out to."""
-    if config.zero == 0 or REPLICAS in axes_of(BATCH, config.rules):
+def _zero(stage: int, rules: Rules) -> list[Problem]:
+    """Checks that there are replicas for a ZeRO stage."""
+    if stage == 0 or DATA_AXIS in axes_of(BATCH, rules):
         return []
-    message = f"stage {config.zero} shares the state out over the replicas of `{REPLICAS}`, and rules.batch has none"
-    return [Problem("", "zero", f"{message}; expected 0, or `{REPLICAS}` in rules.batch")]
+    message = f"stage {stage} shards state over the axis `{DATA_AXIS}`, which rules.batch does not have"
+    return [Problem("", "zero", f"{message}; expected 0, or `{DATA_AXIS}` in rules.batch")]
 
 
-def _dense(config: Config) -> list[Problem]:
+def _no_experts(config: Config) -> list[Problem]:
+    """Checks that a dense model has no expert axis."""
     if config.mesh.expert == 1:
         return []
-    message = "the model has no experts to share out; expected 1, another layout, or model.moe"
-    return [Problem("", "mesh.expert", message)]
+    return [Problem("", "mesh.expert", "the model has no experts; expected 1, another layout, or model.moe")]
 
 
 def _experts(config: Config) -> list[Problem]:
-    """Tokens travel to the experts from where they are, so the axes of the experts split the batch."""
+    """Checks that the axes of the experts split the batch, because tokens are sent to experts from their devices."""
     batch, experts = axes_of(BATCH, config.rules), axes_of(EXPERT, config.rules)
     idle = [axis for axis in experts if axis not in batch and getattr(config.mesh, axis, 1) != 1]
     if not idle:
         return []
-    message = (
-        f"does not have `{idle[0]}`, over which rules.{EXPERT} shares out the experts: devices along it would all send "
-        f"the same tokens; expected [{', '.join((*batch, *idle))}]"
-    )
-    return [Problem("", f"rules.{BATCH}", message)]
-
-
-def activations(config: Config) -> dict[str, int]:
-    """Logical name -> size of the activation dims of a microbatch."""
-    sizes = {"batch": config.data.global_batch // config.step.microbatches}
-    if context_parallel.has_tokens(config):
-        sizes |= {"sequence": config.data.sequence, "context": config.data.sequence}
-    return sizes
+    message = f"needs `{idle[0]}` of rules.{EXPERT}: without it, devices along that axis would send the same tokens"
+    return [Problem("", f"rules.{BATCH}", f"{message}; expected [{', '.join((*batch, *idle))}]")]

@@ -18,14 +18,14 @@ from jaxtrain.sharding.rules import BATCH, CONTEXT, KV_SHARED, ROWS, kv_copies
 
 
 class Cache(NamedTuple):
-    """Keys and values of past tokens, k and v [B, S, K, D]; of row b `length[b]` are valid, int32 [B]."""
+    """Keys and values of past tokens, k and v [B, S, K, D]; the first `length[b]` of row b are valid, int32 [B]."""
 
     k: jax.Array
     v: jax.Array
     length: jax.Array
 
     def append(self, k_BTKD: jax.Array, v_BTKD: jax.Array) -> Cache:
-        """The cache with T more tokens in every row; writing past its end is the caller's error."""
+        """Returns the cache with T more tokens in every row. The caller makes sure that they fit."""
 
         @jax.vmap
         def write(past_SKD: jax.Array, new_TKD: jax.Array, at: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ class Attention(nnx.Module):
         bias: bool,
         output_bias: bool,
         norm: Callable[..., nnx.Module] | None,
-        norm_whole: bool,
+        full_norm: bool,
         scale: float | None,
         softcap: float | None,
         std: float,
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
             self.o_bias = env.param(rngs, (None,), (embed,), constant(0.0))
         if norm is not None:
             for name, own, count in (("q", "heads", heads), ("k", kv, kv_heads)):
-                size, names = ((count, head_dim), (own, "head_dim")) if norm_whole else (head_dim, (None,))
+                size, names = ((count, head_dim), (own, "head_dim")) if full_norm else (head_dim, (None,))
                 setattr(self, f"{name}_norm", norm(size, names=names, env=env, rngs=rngs))
 
     def __call__(
@@ -84,18 +84,18 @@ class Attention(nnx.Module):
         window: int | None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """[B, T, D] -> [B, T, D] on the residual stream's placement, and the extended cache if one came in."""
-        q_BTHD, k_BTKD = (self._turned(x_BTD, name, rotation) for name in ("q", "k"))
-        q_BTHD, k_BTKD = self._placed(q_BTHD, "q"), self._placed(k_BTKD, "k")
-        v_BTKD = self._placed(self._project(x_BTD, "v"), "v")
+        """Maps [B, T, D] to [B, T, D], sharded as the residual stream. Also returns the extended cache, or None."""
+        q_BTHD, k_BTKD = (self._project_rotated(x_BTD, name, rotation) for name in ("q", "k"))
+        q_BTHD, k_BTKD = self._constrain(q_BTHD, "q"), self._constrain(k_BTKD, "k")
+        v_BTKD = self._constrain(self._project(x_BTD, "v"), "v")
         options = {"window": window, "softcap": self.softcap, "scale": self.scale}
         if cache is None:
             out_BTHD = attention(
                 q_BTHD, k_BTKD, v_BTKD, segments_BT=segments_BT, positions_BT=positions_BT, causal=True, **options,
-                kernel=self.env.attention, context=self.env.context, sharder=self.env.sharder,
+                kernel=self.env.attention, context_parallel=self.env.context_parallel, sharder=self.env.sharder,
             )  # fmt: skip
         else:
-            # Rows of the cache may lie on more devices than the few tokens in flight, which then go to their rows.
+            # The rows of the cache may be on more devices than the new tokens, which are sent to their rows.
             q_BTHD, k_BTKD, v_BTKD = (
                 self.env.constrain(x, ROWS, None, name, None)
                 for x, name in ((q_BTHD, "heads"), (k_BTKD, "kv_heads"), (v_BTKD, "kv_heads"))
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
             out_BTHD = self.env.constrain(out_BTHD, ROWS, None, "heads", None)
         out_BTHD = self.env.constrain(out_BTHD, BATCH, CONTEXT, "heads", None)
         out_BTD = jnp.einsum("bthk,dhk->btd", out_BTHD, self.env.weight(self.o))
-        out_BTD = self.env.leave(out_BTD)
+        out_BTD = self.env.scatter_sequence(out_BTD)
         return (out_BTD + self.env.weight(self.o_bias) if hasattr(self, "o_bias") else out_BTD), cache
 
     def _project(self, x_BTD: jax.Array, name: str) -> jax.Array:
@@ -118,18 +118,18 @@ class Attention(nnx.Module):
         return out_BTHD if bias is None else out_BTHD + self._heads(self.env.weight(bias), name)
 
     def _heads(self, weight: jax.Array, name: str) -> jax.Array:
-        """The weight [..., heads, head_dim]; key/value heads repeated where they are fewer than their shards."""
+        """Returns the weight [..., heads, head_dim]; key/value heads that are fewer than their shards are repeated."""
         if name == "q" or weight.ndim == 1 or self.copies == 1:
             return weight
         copied = jnp.repeat(weight, self.copies, axis=-2)
         return self.env.constrain(copied, *(None,) * (weight.ndim - 2), "kv_heads", None)
 
-    def _turned(self, x_BTD: jax.Array, name: str, rotation: tuple[jax.Array, jax.Array] | None) -> jax.Array:
+    def _project_rotated(self, x_BTD: jax.Array, name: str, rotation: tuple[jax.Array, jax.Array] | None) -> jax.Array:
         out_BTHD = self._project(x_BTD, name)
         norm = getattr(self, f"{name}_norm", None)
         out_BTHD = out_BTHD if norm is None else norm(out_BTHD, partial(self._heads, name=name))
         return out_BTHD if rotation is None else rotate(out_BTHD, *rotation)
 
-    def _placed(self, x_BTHD: jax.Array, name: str) -> jax.Array:
+    def _constrain(self, x_BTHD: jax.Array, name: str) -> jax.Array:
         heads = "heads" if name == "q" else "kv_heads"
         return checkpoint_name(self.env.constrain(x_BTHD, BATCH, CONTEXT, heads, None), name)

@@ -16,21 +16,28 @@ from jaxtrain.sharding.rules import BATCH, CONTEXT, SEQUENCE
 from jaxtrain.sharding.sharder import Sharder
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+RESIDUAL = (BATCH, SEQUENCE, None)  # names of the residual stream
+MATMUL = (BATCH, CONTEXT, None)  # names of activations between matmuls
 
 
 @dataclass(frozen=True, eq=False)
 class Env:
-    """Passed to every model's constructor. The default runs unsharded in float32.
+    """Given to every model's constructor. The default runs unsharded in float32.
 
-    attention: the kernel; context: how attention crosses the shards of a sequence (see `kernels.attention`).
-    remat: `none`, `full`, `dots`, or the names of values to save; offload: of values to save in host memory (see
-    `nn.stack`). unroll: layers in one turn of the loop over them; 0: all, no loop.
+    Attributes:
+        sharder: mesh and rules.
+        policy: dtypes.
+        attention: attention kernel.
+        context_parallel: how attention crosses the shards of a sequence (see `kernels.attention`).
+        remat: `none`, `full`, `dots`, or the names of values to save.
+        offload: names of values to save in host memory (see `nn.stack`).
+        unroll: layers in one iteration of the loop over layers; 0: all, without a loop.
     """
 
     sharder: Sharder = field(default_factory=Sharder)
     policy: Policy = POLICIES["fp32"]
     attention: str = "auto"
-    context: str = "auto"
+    context_parallel: str = "auto"
     remat: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
     unroll: int = 1
@@ -45,47 +52,51 @@ class Env:
         dtype: Any = None,
         exact: bool = False,
     ) -> Param:
-        """A parameter whose dims carry logical names.
+        """Creates a parameter whose dims have logical names.
 
         Args:
-            names, shape: of the dims.
-            init: fresh values.
-            dtype: of storage; default: the policy's.
-            exact: used in float32 by any policy.
+            rngs: source of the initial values.
+            names: logical name of each dim.
+            shape: size of each dim.
+            init: initialiser.
+            dtype: storage dtype; default: the policy's.
+            exact: True if every policy uses it in the storage dtype.
         """
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
-        stored = dtype or self.policy.params
-        return Param(init(rngs.params(), shape, stored), names=names, travels=stored if exact else self.policy.compute)
+        dtype = dtype or self.policy.params
+        value = init(rngs.params(), shape, dtype)
+        return Param(value, names=names, gather_dtype=dtype if exact else self.policy.compute)
 
     def weight(self, param: nnx.Param) -> jax.Array:
-        """The parameter ready for use: in the compute dtype, gathered where it is only stored in shards."""
-        return self.sharder.weight(param.get_value(), param.names, self.policy.compute)
+        """Returns the parameter for use: in the compute dtype, gathered over the axes that only store it in shards."""
+        return self.sharder.gather_weight(param.get_value(), param.names, self.policy.compute)
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
-        """`x` placed by the logical names of its dims."""
+        """Constrains the sharding of `x` by the logical names of its dims."""
         return self.sharder.constrain(x, *names)
 
-    def whole(self, x_BT: jax.Array) -> jax.Array:
-        """Small values [B, T] (documents, positions) whole on every shard of a sequence, as attention across shards
-        wants them: gathered here once instead of in every layer."""
+    def replicate_sequence(self, x_BT: jax.Array) -> jax.Array:
+        """Replicates small values [B, T] (documents, positions) over the shards of a sequence.
+
+        Attention across shards needs them; this gathers them once and not in every layer.
+        """
         return self.constrain(x_BT, BATCH, None)
 
-    def enter(self, x_BTD: jax.Array) -> jax.Array:
-        """Moves activations from the residual stream (sharded by `sequence`) to matmuls (by `context`): an all-gather
-        under sequence parallelism, whose transpose is a reduce-scatter.
-        """
-        stream, inside = (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None)
-        return self.sharder.boundary(x_BTD, (stream, inside), (stream,))
+    def gather_sequence(self, x_BTD: jax.Array) -> jax.Array:
+        """Moves activations from the residual stream (sharded by `sequence`) to matmuls (by `context`).
 
-    def leave(self, x_BTD: jax.Array) -> jax.Array:
-        """Back to the residual stream after a row-parallel matmul: the transpose of `enter`."""
-        stream, inside = (BATCH, SEQUENCE, None), (BATCH, CONTEXT, None)
-        return self.sharder.boundary(x_BTD, (stream,), (stream, inside))
+        Under sequence parallelism this is an all-gather, and its transpose a reduce-scatter.
+        """
+        return self.sharder.reshard(x_BTD, (RESIDUAL, MATMUL), (RESIDUAL,))
+
+    def scatter_sequence(self, x_BTD: jax.Array) -> jax.Array:
+        """Moves activations back to the residual stream after a row-parallel matmul: transpose of `gather_sequence`."""
+        return self.sharder.reshard(x_BTD, (RESIDUAL,), (RESIDUAL, MATMUL))
 
 
 def normal(std: float) -> Init:
-    """Normal initialisation truncated at three standard deviations, drawn in float32."""
+    """Returns a normal initialiser, truncated at three standard deviations and drawn in float32."""
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return (std * jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32)).astype(dtype)
@@ -94,7 +105,7 @@ def normal(std: float) -> Init:
 
 
 def constant(value: float) -> Init:
-    """Every element the same; the key is not used."""
+    """Returns an initialiser that sets every element to `value`."""
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         del key

@@ -17,11 +17,11 @@ GATES = {"swiglu": jax.nn.silu, "geglu": partial(jax.nn.gelu, approximate=True)}
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Hidden activations of a gated layer."""
+    """Returns the hidden activations of a gated layer."""
     return GATES[activation](gate) * up
 
 
-# Hidden activations of the results of the first matrices: (gate, up), or (up) alone.
+# Hidden activations as a function of the outputs of the first matmuls: (gate, up), or (up).
 HIDDEN: dict[str, Callable[..., jax.Array]] = {name: partial(gated, name) for name in GATES}
 HIDDEN["gelu"] = partial(jax.nn.gelu, approximate=True)
 
@@ -36,7 +36,7 @@ class MLP(nnx.Module):
         if activation in GATES:
             self.gate = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
         self.up = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(std))
-        # `embed` first, as in every dense weight: shards of a last dim are transposed after they are gathered.
+        # `embed` comes first, as in every dense weight: shards of a last dim are transposed after a gather.
         self.down = env.param(rngs, ("embed", "mlp"), (embed, mlp), normal(out_std))
         if bias:
             if activation in GATES:
@@ -45,14 +45,14 @@ class MLP(nnx.Module):
             self.down_bias = env.param(rngs, (None,), (embed,), constant(0.0))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D] on the residual stream's placement."""
+        """Maps [B, T, D] to [B, T, D], sharded as the residual stream."""
         inner = ("gate", "up") if self.activation in GATES else ("up",)
-        hidden_BTF = HIDDEN[self.activation](*(self._column(x_BTD, name) for name in inner))
+        hidden_BTF = HIDDEN[self.activation](*(self._up_projection(x_BTD, name) for name in inner))
         out_BTD = jnp.einsum("btf,df->btd", hidden_BTF, self.env.weight(self.down))
-        out_BTD = self.env.leave(out_BTD)
+        out_BTD = self.env.scatter_sequence(out_BTD)
         return out_BTD + self.env.weight(self.down_bias) if hasattr(self, "down_bias") else out_BTD
 
-    def _column(self, x_BTD: jax.Array, name: str) -> jax.Array:
+    def _up_projection(self, x_BTD: jax.Array, name: str) -> jax.Array:
         out_BTF = jnp.einsum("btd,df->btf", x_BTD, self.env.weight(getattr(self, name)))
         if hasattr(self, f"{name}_bias"):
             out_BTF = out_BTF + self.env.weight(getattr(self, f"{name}_bias"))

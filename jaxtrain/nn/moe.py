@@ -59,7 +59,9 @@ class MoE(nnx.Module):
         """
         moe, sharder = self.moe, self.env.sharder
         # Whole on every shard, as attention has them: routing, on shards, would have attention gather its mask.
-        is_token_BT = jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else self.env.whole(segments_BT) > 0
+        is_token_BT = (
+            jnp.ones(x_BTD.shape[:2], bool) if segments_BT is None else self.env.replicate_sequence(segments_BT) > 0
+        )
         capacity = None if decoding else moe.capacity_factor
         routing, load = route(
             self._logits(x_BTD), self.bias.get_value() if hasattr(self, "bias") else None, is_token_BT,
@@ -74,17 +76,17 @@ class MoE(nnx.Module):
             hidden = HIDDEN[self.activation]
             out_BTD = experts(x_BTD, routing, weights, hidden=hidden, places=of_row, sharder=sharder)
             out_BTD = self.env.constrain(out_BTD, BATCH, SEQUENCE, None)
-        return out_BTD + self.shared(self.env.enter(x_BTD)) if hasattr(self, "shared") else out_BTD, load
+        return out_BTD + self.shared(self.env.gather_sequence(x_BTD)) if hasattr(self, "shared") else out_BTD, load
 
     def _inner(self) -> tuple[str, ...]:
         return ("gate", "up") if self.activation in GATES else ("up",)
 
     def _shards(self, param: nnx.Param) -> jax.Array:
-        return self.env.sharder.weight(param.get_value(), param.names, self.env.policy.compute, gather=False)
+        return self.env.sharder.gather_weight(param.get_value(), param.names, self.env.policy.compute, gather=False)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 [B, T, E]: bfloat16 would change the choice of some tokens in a thousand."""
-        router_DE = self.env.sharder.weight(self.router.get_value(), self.router.names, jnp.float32)
+        router_DE = self.env.sharder.gather_weight(self.router.get_value(), self.router.names, jnp.float32)
         return jnp.einsum("btd,de->bte", x_BTD.astype(jnp.float32), router_DE, precision="highest")
 
     def _everywhere(self, x_BTD: jax.Array, expert_BTK: jax.Array, gate_BTK: jax.Array) -> jax.Array:

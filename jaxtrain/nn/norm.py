@@ -11,13 +11,13 @@ from flax import nnx
 from jaxtrain.nn.env import Env, constant
 from jaxtrain.nn.param import Param
 
-Arranged = Callable[[jax.Array], jax.Array]
+TransformScale = Callable[[jax.Array], jax.Array]
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last dims, in float32; `offset` stores the scale less one (Gemma).
+    """Normalises x / rms(x) * scale over the last dims, in float32; with `offset` the scale is 1 + weight (Gemma).
 
-    size: of the last dim; or sizes of several dims, normed together, with their logical `names`.
+    `size` is that of the last dim, or the sizes of several dims that are normalised together, with their `names`.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class RMSNorm(nnx.Module):
         shape = (size,) if isinstance(size, int) else size
         self.scale = env.param(rngs, names, shape, constant(0.0 if offset else 1.0), exact=True)
 
-    def __call__(self, x: jax.Array, arranged: Arranged = lambda scale: scale) -> jax.Array:
-        """[..., *size] -> the same shape and dtype; `arranged` makes the scale that of an x whose heads are copied."""
+    def __call__(self, x: jax.Array, transform: TransformScale = lambda scale: scale) -> jax.Array:
+        """Normalises x [..., *size] in its dtype; `transform` changes the scale (repeats it for copied heads)."""
         x_f32 = x.astype(jnp.float32)
-        scale = arranged(_exact(self.env, self.scale))
+        scale = transform(_exact(self.env, self.scale))
         dims = tuple(range(-scale.ndim, 0))
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), dims, keepdims=True) + self.epsilon)
         return (x_f32 * inverse * (1.0 + scale if self.offset else scale)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / deviation * scale + bias over the last dims, in float32; arguments as of `RMSNorm`."""
+    """Normalises (x - mean) / deviation * scale + bias over the last dims, in float32; arguments as for `RMSNorm`."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class LayerNorm(nnx.Module):
         self.scale = env.param(rngs, names, shape, constant(1.0), exact=True)
         self.bias = env.param(rngs, names, shape, constant(0.0), exact=True)
 
-    def __call__(self, x: jax.Array, arranged: Arranged = lambda scale: scale) -> jax.Array:
-        """Normalises like `RMSNorm`."""
+    def __call__(self, x: jax.Array, transform: TransformScale = lambda scale: scale) -> jax.Array:
+        """Normalises as `RMSNorm` does."""
         x_f32 = x.astype(jnp.float32)
-        scale, bias = (arranged(_exact(self.env, param)) for param in (self.scale, self.bias))
+        scale, bias = (transform(_exact(self.env, param)) for param in (self.scale, self.bias))
         dims = tuple(range(-scale.ndim, 0))
         x_f32 -= jnp.mean(x_f32, dims, keepdims=True)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x_f32), dims, keepdims=True) + self.epsilon)
@@ -71,4 +71,4 @@ class LayerNorm(nnx.Module):
 
 
 def _exact(env: Env, param: Param) -> jax.Array:
-    return env.sharder.weight(param.get_value(), param.names, jnp.float32)
+    return env.sharder.gather_weight(param.get_value(), param.names, jnp.float32)

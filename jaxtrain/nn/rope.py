@@ -12,10 +12,10 @@ from jaxtrain.config.schema import RopeScalingConfig
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig | None) -> np.ndarray:
-    """Angular frequencies [head_dim / 2] in radians per token, float64.
+    """Returns angular frequencies [head_dim / 2] in radians per token, float64.
 
-    `llama3` scaling keeps high frequencies, divides low ones by `factor` and blends between, as in the
-    reference implementation released with Llama 3.1.
+    `llama3` scaling keeps high frequencies, divides low ones by `factor` and interpolates between them, as the
+    reference implementation of Llama 3.1 does.
     """
     inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
@@ -29,13 +29,13 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig | None) 
 
 
 def rotation(positions_BT: jax.Array, frequencies_K: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine [B, T, 1, K] in float32 of every position and frequency."""
+    """Returns cosine and sine [B, T, 1, K] in float32 of every position and frequency."""
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies_K, jnp.float32)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x_BTHD: jax.Array, cos_BT1K: jax.Array, sin_BT1K: jax.Array) -> jax.Array:
-    """Rotates the pairs (i, i + D/2) of each head, in float32; same shape and dtype."""
+    """Rotates the pairs (i, i + D/2) of each head in float32. Returns the same shape and dtype."""
     first, second = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos_BT1K - second * sin_BT1K, second * cos_BT1K + first * sin_BT1K)
-    return jnp.concatenate(turned, -1).astype(x_BTHD.dtype)
+    rotated = (first * cos_BT1K - second * sin_BT1K, second * cos_BT1K + first * sin_BT1K)
+    return jnp.concatenate(rotated, -1).astype(x_BTHD.dtype)

@@ -1,4 +1,4 @@
-"""Layers stacked on a leading dim and scanned, with rematerialisation."""
+"""Stacked layers: parameters with a leading dim of layers, run by a scan with rematerialisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.nn.env import Env
 from jaxtrain.sharding.rules import LAYERS, Names
 
-# Primitives that are cheaper to compute again than to keep: placements, gathers, casts and what fuses into its readers.
+# Primitives that are cheaper to recompute than to keep: shardings, gathers, casts, and what fuses into its readers.
 CHEAP = {
     "sharding_constraint", "convert_element_type", "mul", "square", "integer_pow", "rsqrt", "div", "sub", "neg",
     "logistic", "exp", "broadcast_in_dim", "select_n", "eq", "ne", "ge", "gt", "lt", "and", "iota", "split",
@@ -23,10 +23,10 @@ CHEAP = {
 
 
 class Layers(NamedTuple):
-    """Layers that a stack's parameters hold, on a pipeline stage that has a part of them.
+    """Layers that a stack holds on a pipeline stage.
 
-    number: int32 [layers]. present: bool [layers], or None where all are; the others are no layers, but room that is
-    left because another stage has more.
+    number: int32 [layers], the index of each in the model. present: bool [layers], False for the padding of stages that
+    hold fewer layers than others; None if there is none.
     """
 
     number: jax.Array | np.ndarray
@@ -37,7 +37,7 @@ Step = Callable[[Any, Any, Any, int], tuple[Any, Any]]  # (layer, carry, x, inde
 
 
 def stacked(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any:
-    """A module like `make(rngs)` whose parameters hold `layers` independent layers on a leading dim `layers`."""
+    """Returns a module like `make(rngs)` whose parameters hold `layers` layers on a leading dim `layers`."""
     keys = jax.random.split(rngs.params(), layers)
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
@@ -45,23 +45,25 @@ def stacked(make: Callable[[nnx.Rngs], Any], layers: int, rngs: nnx.Rngs) -> Any
 
 
 def scan(
-    stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, period: int = 1, layers: Layers | None = None
+    stack: Any, step: Step, carry: Any, xs: Any = None, *, env: Env, group: int = 1, layers: Layers | None = None
 ) -> tuple[Any, Any]:
-    """Runs `step` over the layers of a stack, in a loop: compile time does not grow with their number.
+    """Runs `step` over the layers of a stack in a loop, so that compile time does not depend on their number.
 
-    The loop copies what backward needs of a layer into a buffer of all layers, which it clears first, and the layer's
-    gradient likewise. `env.unroll=0` does without loop and copies, and compiles every layer.
+    The loop copies the residuals of each layer into a buffer of all layers, and each layer's gradient likewise.
+    `env.unroll=0` avoids the loop and the copies, and compiles every layer.
 
     Args:
         stack: a module made by `stacked`.
         step: called with a one-layer module, the carry, the layer's slice of `xs` (or None) and the layer's index
-            modulo `period` (a Python int, so that layers of a group may differ statically).
-        xs: pytree with a leading dim of one entry per layer (a KV cache), or None.
-        period: layers per group; a remainder runs unrolled after the scan.
-        layers: of a pipeline stage, which the stack's layers are: what is none changes nothing, and its y is 0.
+            within its group (a Python int, so that layers of a group may differ statically).
+        carry: input of the first layer.
+        xs: pytree with a leading dim of layers (a KV cache), or None.
+        env: gives remat, offload and unroll.
+        group: layers per group; a remainder runs unrolled after the scan.
+        layers: the layers of a pipeline stage; padding changes nothing, and its y is 0.
 
     Returns:
-        The last carry and the ys stacked over layers.
+        The last carry, and the ys stacked over layers.
     """
     graphdef, state = nnx.split(stack)
     count = jax.tree.leaves(state)[0].shape[0]
@@ -74,36 +76,36 @@ def scan(
             return new, y
         return jax.tree.map(partial(jnp.where, is_present), (new, y), (carry, jax.tree.map(jnp.zeros_like, y)))
 
-    groups = count // period
-    turn: int | bool = True if env.unroll == 0 else max(1, env.unroll // period)
-    # JAX makes no loop of a single turn; unless it was asked for, that is compiled as if it were one.
-    in_loop = env.unroll == 1 or (turn is not True and turn < groups)
+    groups = count // group
+    unroll: int | bool = True if env.unroll == 0 else max(1, env.unroll // group)
+    # JAX makes no loop of a single iteration; without `unroll` that is compiled as if it were in a loop.
+    in_loop = env.unroll == 1 or (unroll is not True and unroll < groups)
 
     def bodies(in_scan: bool) -> list[Callable]:
-        remat = _rematerialised(env.remat, env.offload, in_scan)
-        return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(period)]
+        remat = _remat(env.remat, env.offload, in_scan)
+        return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(group)]
 
-    if period == 1:
-        return jax.lax.scan(bodies(in_loop)[0], carry, inputs, unroll=turn)
+    if group == 1:
+        return jax.lax.scan(bodies(in_loop)[0], carry, inputs, unroll=unroll)
 
-    def group(carry: Any, inputs: Any) -> tuple[Any, Any]:
+    def run_group(carry: Any, inputs: Any) -> tuple[Any, Any]:
         ys = []
         for index, body in enumerate(bodies(in_loop)):
             carry, y = body(carry, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
             ys.append(y)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
 
-    head = jax.tree.map(lambda leaf: leaf[: groups * period].reshape(groups, period, *leaf.shape[1:]), inputs)
-    carry, ys = jax.lax.scan(group, carry, head, unroll=turn)
-    ys = jax.tree.map(lambda leaf: leaf.reshape(groups * period, *leaf.shape[2:]), ys)
-    for layer in range(groups * period, count):
-        carry, y = bodies(False)[layer % period](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], inputs))
+    head = jax.tree.map(lambda leaf: leaf[: groups * group].reshape(groups, group, *leaf.shape[1:]), inputs)
+    carry, ys = jax.lax.scan(run_group, carry, head, unroll=unroll)
+    ys = jax.tree.map(lambda leaf: leaf.reshape(groups * group, *leaf.shape[2:]), ys)
+    for layer in range(groups * group, count):
+        carry, y = bodies(False)[layer % group](carry, jax.tree.map(lambda leaf, i=layer: leaf[i], inputs))
         ys = jax.tree.map(lambda all_ys, last: jnp.concatenate([all_ys, last[None]]), ys, y)
     return carry, ys
 
 
 def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
-    """A copy of the state whose parameters carry changed logical names; unnamed dims are None."""
+    """Returns the state with changed logical names of its parameters; unnamed dims are None."""
 
     def rename(param: nnx.Variable) -> nnx.Variable:
         names = param.get_metadata().get("names") or (None,) * param.get_value().ndim
@@ -112,32 +114,30 @@ def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
     return jax.tree.map(rename, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _rematerialised(
-    policy: str | tuple[str, ...], offload: tuple[str, ...], in_scan: bool
-) -> Callable[[Callable], Callable]:
-    """`jax.checkpoint` under the named policy.
+def _remat(policy: str | tuple[str, ...], offload: tuple[str, ...], in_scan: bool) -> Callable[[Callable], Callable]:
+    """Returns `jax.checkpoint` with the named policy.
 
-    `none` computes no matmul, sum or attention again, only casts, placements and elementwise operations, which fuse
-    into their readers. So a weight that is stored in shards is gathered again for the backward pass instead of being
-    kept whole for every layer, and a norm keeps its input alone.
-    `dots` saves matmul outputs without batch dims. A tuple saves the values so named with `checkpoint_name`;
-    the name `attention` is that of all the attention kernel keeps, softmax statistics included, so that the backward
-    pass does not run it again. The values named in `offload` are kept in pinned host memory until then.
+    `none` recomputes no matmul, sum or attention, only casts, shardings and elementwise operations, which fuse into
+    others. So a weight that is stored in shards is gathered again for the backward pass instead of being kept
+    unsharded for every layer, and a norm keeps only its input. `dots` saves matmul outputs without batch dims. A tuple
+    saves the values with these `checkpoint_name`s; `attention` is the name of all residuals of the attention kernel,
+    with softmax statistics, so that the backward pass does not run it again. The values named in `offload` are kept in
+    pinned host memory.
     """
     policies = jax.checkpoint_policies
-    named = {"none": _is_kept, "full": None, "dots": policies.dots_with_no_batch_dims_saveable}
-    chosen: Any = named[policy] if isinstance(policy, str) else policies.save_only_these_names(*policy)
+    named = {"none": _is_saved, "full": None, "dots": policies.dots_with_no_batch_dims_saveable}
+    rule: Any = named[policy] if isinstance(policy, str) else policies.save_only_these_names(*policy)
     if offload:
-        chosen = policies.save_and_offload_only_these_names(
+        rule = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[] if isinstance(policy, str) else list(policy),
             names_which_can_be_offloaded=list(offload), offload_src="device", offload_dst="pinned_host",
         )  # fmt: skip
-    # Outside of a loop the compiler would merge what is computed again with what was computed before.
-    return lambda fn: jax.checkpoint(fn, policy=chosen, prevent_cse=not in_scan)
+    # Outside of a loop the compiler would merge the recomputation with the first computation.
+    return lambda fn: jax.checkpoint(fn, policy=rule, prevent_cse=not in_scan)
 
 
-def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Returns whether the result of an operation is kept; that of a call, unless all it does is cheap."""
+def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Returns whether the result of an operation is saved: unless it, or all that a call contains, is cheap."""
     if "call_jaxpr" in params:
         return not all(eqn.primitive.name in CHEAP for eqn in params["call_jaxpr"].eqns)
     return primitive.name not in CHEAP

@@ -24,15 +24,15 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
-from jaxtrain.models.definition import Definition, Tree
-from jaxtrain.nn.param import apart, widened
+from jaxtrain.models.model_def import ModelDef, Tree
+from jaxtrain.nn.param import float32_proxies, with_proxies
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, SlotBuffer, buffers
 from jaxtrain.pipeline.partition import Stages
 from jaxtrain.pipeline.schedules.table import Action, Table
 from jaxtrain.pipeline.schedules.timetable import place
 from jaxtrain.pipeline.stage import Derivative, Refs, Stage, StepInputs, Sums, once
-from jaxtrain.sharding.rules import STAGES
+from jaxtrain.sharding.rules import PIPELINE_AXIS
 from jaxtrain.sharding.sharder import Sharder
 
 STEPS = {"previous": 1, "next": -1, "here": 0}  # where what arrives from a side has to go
@@ -47,7 +47,7 @@ class Executor:
         sharder: of the whole mesh.
         whole: the model on the whole mesh, which begins and finishes.
         inside: the model on one slice of `pipeline`, which goes through layers.
-        period: layers that only go together.
+        group: layers that only go together.
         given: rows to run instead of the table's, which lead to no loss: for timing.
 
     Raises:
@@ -56,16 +56,16 @@ class Executor:
 
     table: Table
     sharder: Sharder
-    whole: Definition
-    inside: Definition
-    period: int = 1
-    given: Mapping[str, Any] | None = None
+    model_def: ModelDef
+    stage_def: ModelDef
+    group: int = 1
+    timed_rows: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _ = self.stages  # refused here, not in the first step
 
     @cached_property
-    def forward(self) -> Executor:
+    def forward_only(self) -> Executor:
         """The forward passes alone."""
         orders = [
             [step for _, at, step in self.table.steps() if at == stage and step.action == Action.F]
@@ -73,7 +73,7 @@ class Executor:
         ]
         t = self.table
         numbers = {"placement": t.placement, "microbatches": t.microbatches, "chunks": t.chunks}
-        return replace(self, table=place(orders, name=f"{t.name}, forward", **numbers), given=None)
+        return replace(self, table=place(orders, name=f"{t.name}, forward", **numbers), timed_rows=None)
 
     @property
     def is_training(self) -> bool:
@@ -83,7 +83,7 @@ class Executor:
     @cached_property
     def stages(self) -> Stages:
         """Assignment of layers to stages."""
-        return Stages(self.table, self.whole, self.sharder, self.period)
+        return Stages(self.table, self.model_def, self.sharder, self.group)
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -93,8 +93,8 @@ class Executor:
     @cached_property
     def rows(self) -> Mapping[str, Any]:
         """Data that every stage needs in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
-        if self.given is not None:
-            return self.given
+        if self.timed_rows is not None:
+            return self.timed_rows
         table, b = self.table, self.buffers
         between = b.backward_to_weight
 
@@ -147,8 +147,8 @@ class Executor:
         What never happens is left out.
         """
         table = self.table
-        if self.given is not None:
-            return {"begin": jnp.full(len(self.given["action"]), -1)}
+        if self.timed_rows is not None:
+            return {"begin": jnp.full(len(self.timed_rows["action"]), -1)}
 
         def microbatch(virtual: int, *actions: Action) -> np.ndarray:
             stage, chunk = table.home[virtual]
@@ -164,22 +164,24 @@ class Executor:
 
 
 @dataclass(eq=False)
-class Run:
-    """One trace of an executor's program.
+class PipelineStep:
+    """One step of an executor, within a trace.
 
-    Args:
-        ready: parameters where the model expects them, layers stacked in their order.
+    Attributes:
+        executor: the schedule and the model.
+        params: parameters as the model uses them; layers are stacked in their order.
+        inputs: microbatches, keys and scales of the step.
     """
 
-    plan: Executor
-    ready: Tree
-    shared: StepInputs
+    executor: Executor
+    params: Tree
+    inputs: StepInputs
 
     def __post_init__(self) -> None:
-        stages, self.ends = self.plan.stages, self.plan.ends
-        layers, self.edges = stages.parted(self.ready)
+        stages, self.ends = self.executor.stages, self.executor.ends
+        layers, self.edges = stages.split_layers(self.params)
         self.layers = stages.weights(layers)
-        self.derivative = Derivative(self.plan.inside, stages, self.plan.is_training)
+        self.derivative = Derivative(self.executor.stage_def, stages, self.executor.is_training)
         self.passed = jax.eval_shape(lambda: self._begin(self.edges, 0))  # what goes from stage to stage
 
     def gradients(self, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
@@ -188,49 +190,49 @@ class Run:
         Args:
             placed: puts gradients, in a tree like `ready`, where they are added up.
         """
-        stages = self.plan.stages
-        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.ready))
-        layers, edges = stages.parted(zeros)
+        stages = self.executor.stages
+        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params))
+        layers, edges = stages.split_layers(zeros)
         end, edge_grads, rest = self._run(stages.zeros(layers), edges)
-        return placed(stages.joined(stages.natural(end.grads), edge_grads)), rest
+        return placed(stages.merge_layers(stages.natural(end.grads), edge_grads)), rest
 
-    def sums(self, finish: bool = True) -> tuple[Sums, Any]:
+    def sums(self, head: bool = True) -> tuple[Sums, Any]:
         """Sums of terms, and counts or None, of a plan without a backward pass; `finish`: those of the end too."""
-        if not finish:
+        if not head:
             self.ends = {name: row for name, row in self.ends.items() if name != "loss"}
         return self._run({}, {})[2]
 
     def _run(self, grads: Any, edge_grads: Any) -> tuple[Refs, Any, tuple[Sums, Any]]:
         """Adds to zeros for gradients. What the Refs hold at the end, gradients of the edges, sums and counts."""
         self.edge_grads = jax.tree.map(jax.new_ref, edge_grads)
-        self.edge_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.shared.scale}
+        self.edge_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.inputs.scale}
         self.refs = self._refs(grads)
-        lax.scan(self._tick, _zeros(self.passed), (dict(self.plan.rows), self.ends))
+        lax.scan(self._tick, _zeros(self.passed), (dict(self.executor.rows), self.ends))
         end = jax.tree.map(jax.freeze, self.refs)
         sums = {name: jax.freeze(ref) + end.sums.get(name, jnp.zeros(1)).sum() for name, ref in self.edge_sums.items()}
-        return end, jax.tree.map(jax.freeze, self.edge_grads), (sums, self.plan.stages.ordered(end.counts) or None)
+        return end, jax.tree.map(jax.freeze, self.edge_grads), (sums, self.executor.stages.ordered(end.counts) or None)
 
     def _refs(self, grads: Any) -> Refs:
         """Zeros, in slots and a spare one where there are slots."""
-        b, sharder = self.plan.buffers, self.plan.sharder
+        b, sharder = self.executor.buffers, self.executor.sharder
 
         def slots(count: int, like: Any) -> Any:
             return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), like)
 
-        def blank(numbers: Layers, layers: Any, shared: StepInputs) -> tuple:
-            chunks = self.plan.table.chunks
+        def blank(numbers: Layers, layers: Any, step: StepInputs) -> tuple:
+            chunks = self.executor.table.chunks
             own = jax.tree.map(lambda x: x[: x.shape[0] // chunks], layers)
             of_one = jax.tree.map(lambda n: n[0, 0], numbers)
-            if not (self.plan.stages.is_even or self.derivative.skips(own, of_one, shared, self.passed)):
-                unequal = f"{self.plan.stages.parts[-1]} layers in unequal parts"
-                raise UserError(f"model.type: {unequal} need `through` to hand its `layers` on to `nn.stack.scan`")
-            shapes = jax.eval_shape(lambda x: self.derivative.forward(own, of_one, shared, 0, x), self.passed)
+            if not (self.executor.stages.is_even or self.derivative.skips(own, of_one, step, self.passed)):
+                unequal = f"{self.executor.stages.parts[-1]} layers in unequal parts"
+                raise UserError(f"model.type: {unequal} need `run_layers` to pass its `layers` to `nn.stack.scan`")
+            shapes = jax.eval_shape(lambda x: self.derivative.forward(own, of_one, step, 0, x), self.passed)
             _, sums, counts, kept = shapes
             between: Any = ()
-            if self.plan.table.is_split:
-                cut = self.derivative.divide(kept, own, shared, self.passed)
+            if self.executor.table.is_split:
+                cut = self.derivative.divide(kept, own, step, self.passed)
                 between = (cut.between, [jax.tree.leaves(self.passed)[i] for i in cut.dy])
-            rings = self.plan.rings
+            rings = self.executor.rings
             kept = [slots(rings[until].slots, x) for until, x in zip(self.derivative.until(len(kept)), kept)]
             return (
                 slots(b.activations.slots, self.passed), slots(b.gradients.slots, self.passed),
@@ -239,8 +241,10 @@ class Run:
                 jax.tree.map(lambda x: jnp.zeros((chunks * x.shape[0], *x.shape[1:]), x.dtype), counts),
             )  # fmt: skip
 
-        run = sharder.map(blank, (P(STAGES), P(STAGES), P()), P(STAGES), axes=(STAGES,))
-        inputs, gradients, kept, between, sums, counts = run(self.plan.stages.layers, self.layers, self.shared)
+        run = sharder.shard_map(
+            blank, (P(PIPELINE_AXIS), P(PIPELINE_AXIS), P()), P(PIPELINE_AXIS), axes=(PIPELINE_AXIS,)
+        )
+        inputs, gradients, kept, between, sums, counts = run(self.executor.stages.layers, self.layers, self.inputs)
         return jax.tree.map(jax.new_ref, Refs(inputs, gradients, kept, between, grads, sums, counts))
 
     def _tick(self, late: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
@@ -256,22 +260,22 @@ class Run:
 
     def _on_stages(self, rows: dict[str, Array], begun: Any, late: Any) -> Any:
         """Returns the results of all stages, [stages, ...]."""
-        derivative, sides = self.derivative, self.plan.sides
+        derivative, sides = self.derivative, self.executor.sides
 
         def stage(
-            rows: dict, numbers: Layers, layers: Any, refs: Refs, shared: StepInputs, begun: Any, late: Any
+            rows: dict, numbers: Layers, layers: Any, refs: Refs, inputs: StepInputs, begun: Any, late: Any
         ) -> Any:
             row = {name: value[0] for name, value in rows.items()}
-            made = Stage(derivative, row, numbers, layers, refs, shared, begun, late, sides).act()
+            made = Stage(derivative, row, numbers, layers, refs, inputs, begun, late, sides).act()
             return jax.tree.map(lambda m: m[None], made)
 
-        specs = (*[P(STAGES)] * 4, *[P()] * 3)
-        run = self.plan.sharder.map(stage, specs, P(STAGES), axes=(STAGES,))
-        return run(rows, self.plan.stages.layers, self.layers, self.refs, self.shared, begun, late)
+        specs = (*[P(PIPELINE_AXIS)] * 4, *[P()] * 3)
+        run = self.executor.sharder.shard_map(stage, specs, P(PIPELINE_AXIS), axes=(PIPELINE_AXIS,))
+        return run(rows, self.executor.stages.layers, self.layers, self.refs, self.inputs, begun, late)
 
     def _of(self, made: Any, virtual: int) -> Any:
         """Returns the result of a virtual stage, on all stages."""
-        is_its = np.arange(self.plan.table.stages) == self.plan.table.home[virtual, 0]
+        is_its = np.arange(self.executor.table.stages) == self.executor.table.home[virtual, 0]
 
         def one(x: Array) -> Array:
             # An index would become a permutation, and a sum of bfloat16 inside of a shard_map around all this ends
@@ -286,26 +290,28 @@ class Run:
         return once(end, microbatches[end] >= 0, lambda: run(microbatches[end]), _zeros(like))
 
     def _model(self, edges: Any) -> Any:
-        return self.plan.whole.bind(self.plan.stages.joined({}, edges))
+        return self.executor.model_def.bind(self.executor.stages.merge_layers({}, edges))
 
     def _begin(self, edges: Any, microbatch: Any) -> Any:
-        return self._model(edges).begin(*self.shared.batch(microbatch))
+        return self._model(edges).embed_inputs(*self.inputs.batch(microbatch))
 
     def _begin_backward(self, dx: Any, microbatch: Array) -> None:
-        _, pull = jax.vjp(lambda wide: self._begin(apart(wide, self.edges), microbatch), widened(self.edges))
+        _, pull = jax.vjp(
+            lambda wide: self._begin(with_proxies(wide, self.edges), microbatch), float32_proxies(self.edges)
+        )
         pull.with_refs(self.edge_grads)(dx)
 
     def _loss(self, x: Any, microbatch: Array) -> Any:
         """Adds the sums of the terms at the model's end, and gradients of its parameters; the gradient of x."""
 
         def finish(wide: Any, x: Any) -> tuple[Array, Sums]:
-            model = self._model(apart(wide, self.edges))
-            return self.shared.weighted(model.finish(x, *self.shared.batch(microbatch)))
+            model = self._model(with_proxies(wide, self.edges))
+            return self.inputs.weighted(model.head_loss(x, *self.inputs.batch(microbatch)))
 
-        if not self.plan.is_training:
+        if not self.executor.is_training:
             self._add_sums(finish(self.edges, x)[1])
             return _zeros(x)
-        _, pull, sums = jax.vjp(finish, widened(self.edges), x, has_aux=True)
+        _, pull, sums = jax.vjp(finish, float32_proxies(self.edges), x, has_aux=True)
         self._add_sums(sums)
         dx = jax.tree.map(jax.new_ref, _zeros(x))
         pull.with_refs(self.edge_grads, dx)(jnp.float32(1))

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.models.definition import Definition
-from jaxtrain.nn.param import apart, widened
+from jaxtrain.models.model_def import ModelDef
+from jaxtrain.nn.param import float32_proxies, with_proxies
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.backward_split import SplitBackward, split
 from jaxtrain.pipeline.partition import Stages
 from jaxtrain.pipeline.schedules.table import Action
-from jaxtrain.sharding.rules import STAGES
+from jaxtrain.sharding.rules import PIPELINE_AXIS
 
 Sums = dict[str, Array]
 
@@ -68,28 +68,28 @@ class Derivative:
     is_training: else there is no derivative, and nothing is kept. cut: into B and W, once `divide` was called.
     """
 
-    inside: Definition
+    inside: ModelDef
     stages: Stages
     is_training: bool
     cut: SplitBackward | None = None
     _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
-    def forward(self, layers: Any, numbers: Layers, shared: StepInputs, microbatch: Any, x: Any) -> tuple[Any, ...]:
+    def forward(self, layers: Any, numbers: Layers, inputs: StepInputs, microbatch: Any, x: Any) -> tuple[Any, ...]:
         """Runs the forward pass of a stage: (output, sums, counts, residuals)."""
-        batch, key = shared.batch(microbatch)
+        batch, key = inputs.batch(microbatch)
 
-        def through(wide: Any, x: Any) -> tuple[Any, Any]:
-            model = self.inside.bind(self.stages.joined(apart(wide, layers), {}))
-            y, terms, counts = model.through(x, batch, key, numbers)
-            part, sums = shared.weighted(terms)
+        def run_layers(wide: Any, x: Any) -> tuple[Any, Any]:
+            model = self.inside.bind(self.stages.merge_layers(with_proxies(wide, layers), {}))
+            y, terms, counts = model.run_layers(x, batch, key, numbers)
+            part, sums = inputs.weighted(terms)
             return (y, part), (sums, counts)
 
         if not self.is_training:
-            (y, _), (sums, counts) = through(layers, x)
+            (y, _), (sums, counts) = run_layers(layers, x)
             return y, sums, counts, []
-        wide = widened(layers)
-        (y, _), pull, (sums, counts) = jax.vjp(through, wide, x, has_aux=True)
-        known = self._known(wide, layers, shared)
+        wide = float32_proxies(layers)
+        (y, _), pull, (sums, counts) = jax.vjp(run_layers, wide, x, has_aux=True)
+        known = self._known(wide, layers, inputs)
         leaves, tree = jax.tree.flatten(pull)
         source = [next((i for i, own in enumerate(known) if own is leaf), None) for leaf in leaves]
 
@@ -100,28 +100,28 @@ class Derivative:
         self._rebuild = rebuild  # by the side, for it is no array; the last trace is the one that counts
         return y, sums, counts, [leaf for leaf, i in zip(leaves, source) if i is None]
 
-    def skips(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any) -> bool:
+    def skips(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any) -> bool:
         """Returns whether the model heeds which of its layers are none."""
 
-        def through(present: Any) -> Any:
-            return self.forward(layers, numbers._replace(present=present), shared, 0, x)[0]
+        def run_layers(present: Any) -> Any:
+            return self.forward(layers, numbers._replace(present=present), inputs, 0, x)[0]
 
-        traced = jax.make_jaxpr(through)(numbers.present)
+        traced = jax.make_jaxpr(run_layers)(numbers.present)
         (given,) = traced.jaxpr.invars
         return any(given in eqn.invars for eqn in traced.jaxpr.eqns)
 
-    def pull(self, kept: list[Array], layers: Any, shared: StepInputs) -> Any:
+    def pull(self, kept: list[Array], layers: Any, inputs: StepInputs) -> Any:
         """The pull-back of (what goes on, part of the loss), from what a `forward` traced before has kept."""
         assert self._rebuild is not None
-        return self._rebuild(kept, self._known(widened(layers), layers, shared))
+        return self._rebuild(kept, self._known(float32_proxies(layers), layers, inputs))
 
-    def divide(self, kept: list[Any], layers: Any, shared: StepInputs, dy: Any) -> SplitBackward:
+    def divide(self, kept: list[Any], layers: Any, inputs: StepInputs, dy: Any) -> SplitBackward:
         """Cuts the pull-back into B and W. All are arrays or their shapes."""
 
         def pull(kept: list[Array], given: tuple, dy: Any) -> tuple[Any, Any]:
             return self.pull(kept, *given)((dy, jnp.float32(1)))
 
-        self.cut = split(pull, kept, (layers, shared), dy)
+        self.cut = split(pull, kept, (layers, inputs), dy)
         return self.cut
 
     def until(self, count: int) -> list[str]:
@@ -129,9 +129,9 @@ class Derivative:
         late = set(range(count)) if self.cut is None else set(self.cut.kept)
         return ["until W" if i in late else "until B" for i in range(count)]
 
-    def _known(self, wide: Any, layers: Any, shared: StepInputs) -> list[Array]:
+    def _known(self, wide: Any, layers: Any, inputs: StepInputs) -> list[Array]:
         """Returns the values at hand in every action."""
-        return jax.tree.leaves((wide, layers, shared))
+        return jax.tree.leaves((wide, layers, inputs))
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ class Stage:
     numbers: Layers
     layers: Any
     refs: Refs
-    shared: StepInputs
+    inputs: StepInputs
     begun: Any
     late: Any
     sides: Mapping[str, int]
@@ -152,7 +152,12 @@ class Stage:
     @property
     def actions(self) -> dict[Action, Callable[..., Any]]:
         """Actions of this table's stages, without waiting."""
-        does = {Action.F: self.forward, Action.B: self.inputs, Action.W: self.weights, Action.BW: self.both}
+        does = {
+            Action.F: self.forward,
+            Action.B: self.backward_input,
+            Action.W: self.backward_weight,
+            Action.BW: self.backward,
+        }
         return {action: run for action, run in does.items() if (self.derivative.stages.table.action == action).any()}
 
     def act(self) -> Any:
@@ -168,7 +173,7 @@ class Stage:
         numbers = jax.tree.map(lambda n: n[0, chunk], self.numbers)
         made = jax.tree.map(jnp.zeros_like, x)
         for action, run in self.actions.items():
-            operands = (layers, numbers, self.shared, x, dy)
+            operands = (layers, numbers, self.inputs, x, dy)
             made = once(action.name, row["action"] == action, partial(run, *operands), made)
         for side, step in self.sides.items():
             self._take(side, made if step == 0 else self._passed(made, step))
@@ -185,17 +190,19 @@ class Stage:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(split(x), self.row["chunk"], keepdims=False), layers)
 
     def _passed(self, made: Any, step: int) -> Any:
-        count = lax.axis_size(STAGES)
-        return jax.tree.map(lambda x: lax.ppermute(x, STAGES, [(i, (i + step) % count) for i in range(count)]), made)
+        count = lax.axis_size(PIPELINE_AXIS)
+        return jax.tree.map(
+            lambda x: lax.ppermute(x, PIPELINE_AXIS, [(i, (i + step) % count) for i in range(count)]), made
+        )
 
     def _take(self, side: str, message: Any) -> None:
         for kind, ref in (("ACTIVATION", self.refs.inputs), ("GRADIENT", self.refs.gradients)):
             if (slot := self.row.get(f"take {side} {kind}")) is not None:
                 _write(ref, slot, message)
 
-    def forward(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
+    def forward(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
         """F: what goes on to the next layers; keeps the residuals."""
-        y, sums, counts, kept = self.derivative.forward(layers, numbers, shared, self.row["microbatch"], x)
+        y, sums, counts, kept = self.derivative.forward(layers, numbers, inputs, self.row["microbatch"], x)
         for ref, until, value in zip(self.refs.kept, self.derivative.until(len(kept)), kept):
             ref[self.row[f"keep {until}"]] = value
         for name, value in sums.items():
@@ -203,9 +210,9 @@ class Stage:
         jax.tree.map(self._add, self.refs.counts, counts)
         return y
 
-    def both(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
+    def backward(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
         """BW: the gradient of what came in; adds those of the weights."""
-        pull = self._pull(layers, shared)
+        pull = self._pull(layers, inputs)
         if self._chunks > 1:
             grads, dx = pull((dy, jnp.float32(1)))
             jax.tree.map(self._add, self.refs.grads, grads)
@@ -214,20 +221,20 @@ class Stage:
         pull.with_refs(self.refs.grads, into)((dy, jnp.float32(1)))
         return jax.tree.map(jax.freeze, into)
 
-    def inputs(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
+    def backward_input(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
         """B: the gradient of what came in; adds those of the weights that come with it."""
         cut = self._cut
-        dx, between, early = cut.b(self._kept(), (layers, shared), dy)
+        dx, between, early = cut.b(self._kept(), (layers, inputs), dy)
         leaves = jax.tree.leaves(dy)
         _write(self.refs.between, self.row["keep between"], (between, [leaves[i] for i in cut.dy]))
         self._add_some(early)
         return dx
 
-    def weights(self, layers: Any, numbers: Layers, shared: StepInputs, x: Any, dy: Any) -> Any:
+    def backward_weight(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
         """W: adds the other gradients of the weights."""
         between, leaves = _read(self.refs.between, self.row["read between"])
         kept = _read([self.refs.kept[i] for i in self._cut.kept], self.row["read until W"])
-        self._add_some(self._cut.w(kept, (layers, shared), between, leaves))
+        self._add_some(self._cut.w(kept, (layers, inputs), between, leaves))
         return jax.tree.map(jnp.zeros_like, x)
 
     @property
@@ -239,8 +246,8 @@ class Stage:
         """Adds those gradients that are not None."""
         jax.tree.map(lambda ref, g: None if g is None else self._add(ref, g), self.refs.grads, grads)
 
-    def _pull(self, layers: Any, shared: StepInputs) -> Any:
-        return self.derivative.pull(self._kept(), layers, shared)
+    def _pull(self, layers: Any, inputs: StepInputs) -> Any:
+        return self.derivative.pull(self._kept(), layers, inputs)
 
     def _kept(self) -> list[Array]:
         """Returns the values that F kept."""

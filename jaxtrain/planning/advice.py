@@ -12,6 +12,7 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import ConfigError, Problem
 from jaxtrain.models.flops import layer_matmuls, mean_attended, recomputed
 from jaxtrain.models.layout_check import check_config
+from jaxtrain.models.spec import is_decoder
 from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.pipeline.schedules.cost import price
 from jaxtrain.planning.choices import Choice
@@ -21,7 +22,7 @@ from jaxtrain.planning.cost.estimate import Order, kept_bytes
 from jaxtrain.planning.hardware import chips, targets
 from jaxtrain.planning.report.values import volume
 from jaxtrain.planning.result import Advice, Plan, Traffic
-from jaxtrain.sharding.rules import REPLICAS, STAGES
+from jaxtrain.sharding.rules import DATA_AXIS, PIPELINE_AXIS
 
 COUNT = 2
 LEAST = 0.01  # gains below are not worth a line
@@ -111,10 +112,10 @@ def _less_remat(config: Config, plan: Plan) -> Iterator[Advice]:
     """Keep more activations where memory is left."""
     now = config.step.remat_policy
     again = plan.seconds_by.get("phase", {}).get("remat", 0.0)
-    if config.model.type != "decoder" or now in ("none", "dots") or not again or plan.usable is None:
+    if not is_decoder(config.model) or now in ("none", "dots") or not again or plan.usable is None:
         return
     choice = Choice.of(config, plan.sizes)
-    order = Order.of(pipeline_bubble.table(config, plan.sizes[STAGES]))
+    order = Order.of(pipeline_bubble.table(config, plan.sizes[PIPELINE_AXIS]))
     terms = layer_matmuls(config.model, mean_attended(config.model, config.data.sequence))
     all_again = sum(terms[name] for name in recomputed(config.model, now)) or 1.0
 
@@ -157,7 +158,7 @@ def _carry(plan: Plan) -> Iterator[Advice]:
 def _more_rows(config: Config, plan: Plan) -> Iterator[Advice]:
     """Twice the sequences in a microbatch send the same weights for twice the tokens."""
     parts = config.step.microbatches
-    if plan.usable is None or plan.sizes[STAGES] > 1 or (parts > 1 and parts % 2):  # stages would wait longer
+    if plan.usable is None or plan.sizes[PIPELINE_AXIS] > 1 or (parts > 1 and parts % 2):  # stages would wait longer
         return
     ops, over = ("all-gather", "reduce-scatter", "all-reduce"), {"data", "fsdp", "expert"}
     rows = (row for row in plan.traffic if row.op in ops and set(row.axes.split("+")) <= over)
@@ -179,7 +180,7 @@ def _nearer_axis(config: Config, plan: Plan) -> Iterator[Advice]:
         exposed = sum(row.exposed for row in plan.traffic if row.axes == axis)
         if plan.crosses.get(axis) and exposed:
             size = min(_node(plan), plan.sizes[axis] // 2)
-            others = (f" mesh.{other}={plan.sizes[other] * plan.sizes[axis] // size}" for other in ("fsdp", REPLICAS))
+            others = (f" mesh.{other}={plan.sizes[other] * plan.sizes[axis] // size}" for other in ("fsdp", DATA_AXIS))
             change = _first(config, plan, (f"mesh.{axis}={size}{other}" for other in ("", *others)))
             ratio = float(chip.outside.bandwidth) / float(chip.inside.bandwidth)
             why = f"{axis} {plan.sizes[axis]} leaves the node, and {exposed:.3g} s of its communication are exposed"
@@ -215,12 +216,12 @@ def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
     if config.step.remat != "full":
         yield Advice("step.remat=full", 0.0, "activations are computed again instead of kept")
     yield Advice(f"step.microbatches={2 * config.step.microbatches}", 0.0, "a microbatch has half the sequences")
-    replicas = plan.sizes.get(REPLICAS, 1)
+    replicas = plan.sizes.get(DATA_AXIS, 1)
     if replicas > 1 and config.zero < 3:
-        yield Advice("zero=3", 0.0, f"the train state is split over {REPLICAS} {replicas}")
-    if config.model.type == "decoder" and _has_host(plan) and "input" not in config.step.remat_save:
+        yield Advice("zero=3", 0.0, f"the train state is split over {DATA_AXIS} {replicas}")
+    if is_decoder(config.model) and _has_host(plan) and "input" not in config.step.remat_save:
         yield Advice("step.remat_save.input=host", 0.0, "what a layer keeps waits in the host's memory")
-    if config.model.type == "decoder" and plan.sizes.get("model", 1) == 1:
+    if is_decoder(config.model) and plan.sizes.get("model", 1) == 1:
         sizes = [size for size in range(_node(plan), 1, -1) if plan.devices % size == 0]
         if change := _first(config, plan, (_tensor_parallel(plan, size) for size in sizes)):
             yield Advice(change, 0.0, "weights and activations of a layer are split too")
@@ -229,7 +230,7 @@ def _smaller(config: Config, plan: Plan) -> Iterator[Advice]:
 def _has_host(plan: Plan) -> bool:
     """Returns whether activations can wait in a host's memory: the stages of a pipeline keep theirs by themselves."""
     chip = targets.parse(plan.target).chip
-    return chip is not None and chip.host is not None and plan.sizes.get(STAGES, 1) == 1
+    return chip is not None and chip.host is not None and plan.sizes.get(PIPELINE_AXIS, 1) == 1
 
 
 def _tensor_parallel(plan: Plan, size: int) -> str:

@@ -10,6 +10,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.hlo import collectives, parse
 from jaxtrain.hlo.parse import Instruction, Module
 from jaxtrain.models.flops import decoder_flops, mean_attended
+from jaxtrain.models.spec import has_token_rows, is_decoder
 from jaxtrain.pipeline.schedules.table import Table
 from jaxtrain.planning import advice
 from jaxtrain.planning.compile import Report
@@ -19,7 +20,6 @@ from jaxtrain.planning.hardware import calibration, chips, network, targets
 from jaxtrain.planning.hardware.calibration import Achieved, Calibration
 from jaxtrain.planning.hardware.chips import Chip, Figure
 from jaxtrain.planning.result import Plan
-from jaxtrain.sharding.context_parallel import has_tokens
 
 LARGEST = 8  # tensors and buffers that a plan names
 HOST = 5  # memory space
@@ -91,7 +91,7 @@ def assess(config: Config, report: Report) -> Plan:
 
 def tokens_of(config: Config) -> int:
     """Tokens, or rows of a user's own data, of a global batch."""
-    return config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
+    return config.data.global_batch * (config.data.sequence if has_token_rows(config.model, config.data) else 1)
 
 
 def _rate(flops: float | None, step: float | None, chip: Chip | None) -> float | None:
@@ -124,7 +124,7 @@ def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
     """FLOPs of a step on one device: of the model, and of the hardware."""
     devices = max(1, len(report.places))
     tokens = tokens_of(config) / devices
-    if config.model.type != "decoder":
+    if not is_decoder(config.model):
         return (report.user_flops / devices if report.user_flops else None), None
     vocab = report.vocab
     if vocab is None:

@@ -24,7 +24,7 @@ from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Table
 from jaxtrain.planning.legal import factorisations
 from jaxtrain.sharding.axes import AXES, shape_text
-from jaxtrain.sharding.rules import CONTEXT, REPLICAS, SEQUENCE, STAGES, Rules
+from jaxtrain.sharding.rules import CONTEXT, DATA_AXIS, PIPELINE_AXIS, SEQUENCE, Rules
 
 SHIPPED = ("3d", "cp_ulysses", "ep_tp", "pp", "pp_fsdp")  # whose rules, together, are those of all shipped layouts
 ISLANDS = "replica"
@@ -82,7 +82,7 @@ class Choice:
         """Sizes of the mesh that does the same without ZeRO stage 3: its replicas along `fsdp`."""
         if self.zero < 3:
             return self.sizes
-        moved = {**self.by_axis, "fsdp": self.size(REPLICAS, "fsdp"), REPLICAS: 1}
+        moved = {**self.by_axis, "fsdp": self.size(DATA_AXIS, "fsdp"), DATA_AXIS: 1}
         return tuple(moved[axis] for axis in AXES)
 
     @property
@@ -102,7 +102,7 @@ class Choice:
             out["zero"] = self.zero
         if self.context != "auto":
             out["context_parallel"] = self.context
-        if self.size(STAGES) > 1:
+        if self.size(PIPELINE_AXIS) > 1:
             out["pipeline"] = {"schedule": self.schedule} | ({"virtual_stages": self.chunks} if self.chunks else {})
         return out
 
@@ -120,7 +120,7 @@ class Choice:
         out = [f"zero {self.zero}"] if self.zero else []
         out += ["no sequence parallelism"] if self.size("model") > 1 and not self.sequence else []
         out += [self.context] if self.size(CONTEXT) > 1 else []
-        out += [self.schedule + (f" x {self.chunks}" if self.chunks else "")] if self.size(STAGES) > 1 else []
+        out += [self.schedule + (f" x {self.chunks}" if self.chunks else "")] if self.size(PIPELINE_AXIS) > 1 else []
         out += [f"{self.accumulate} microbatches"] if self.accumulate > 1 else []
         out.append(f"remat {self.remat if isinstance(self.remat, str) else text(list(self.remat))}")
         out += [f"offload {text(list(self.offload))}"] if self.offload else []
@@ -208,7 +208,7 @@ class Space:
         axes = [a for a in AXES if a != ISLANDS and (a != "expert" or model.moe)]
         for sizes in factorisations(axes, self.devices // islands):
             everything = {ISLANDS: islands, **sizes}
-            if model.layers % everything[STAGES] == 0:
+            if model.layers % everything[PIPELINE_AXIS] == 0:
                 yield tuple(everything.get(axis, 1) for axis in AXES)
 
     def _on(self, place: Choice) -> Iterator[Choice]:
@@ -222,17 +222,17 @@ class Space:
             reason = f"{rows} sequences of a step cannot be split over {shards} devices"
             self.refused[reason] = self.refused.get(reason, 0) + 1
             return
-        counts = microbatches(rows // shards, place.size(STAGES))
+        counts = microbatches(rows // shards, place.size(PIPELINE_AXIS))
         for sequence in (True, False) if place.size("model") > 1 and place.size(CONTEXT) == 1 else (True,):
             for context in contexts:
                 for count in counts:
                     yield replace(place, sequence=sequence, context=context, accumulate=count)
 
     def _zeros(self, place: Choice) -> tuple[int, ...]:
-        if place.size(REPLICAS) == 1:
+        if place.size(DATA_AXIS) == 1:
             return (0,)
         # Stage 3 is what `fsdp` does: it has no meshes of its own but the purest one.
-        return (0, 1, 2, 3) if place.size(REPLICAS) == place.devices else (0, 1, 2)
+        return (0, 1, 2, 3) if place.size(DATA_AXIS) == place.devices else (0, 1, 2)
 
     def _passes(self, place: Choice) -> bool:
         config = self.configured(place)
@@ -249,12 +249,12 @@ class Space:
                 yield Choice(
                     place.sizes, place.sequence, place.zero, place.context, schedule, chunks, place.accumulate, remat
                 )
-            if place.size(STAGES) == 1:
+            if place.size(PIPELINE_AXIS) == 1:
                 yield from (replace(place, remat="full", offload=names) for names in OFFLOAD)
 
     def _schedules(self, place: Choice) -> Iterator[tuple[str, int | None]]:
         """Whose parts the layers can be shared out to; `table` has the last word."""
-        stages, layers = place.size(STAGES), self.config.model.layers
+        stages, layers = place.size(PIPELINE_AXIS), self.config.model.layers
         if stages == 1:
             yield Choice.schedule, None
             return
@@ -265,7 +265,7 @@ class Space:
 
     def table(self, choice: Choice) -> Table | None:
         """The table of a choice's schedule; None without stages, or where the stages cannot run it."""
-        stages = choice.size(STAGES)
+        stages = choice.size(PIPELINE_AXIS)
         if stages == 1:
             return None
         crosses = choice.context if choice.size(CONTEXT) > 1 else ""

@@ -208,9 +208,9 @@ def _report(answer: Mapping[str, Any], text: str) -> Report:
 
 def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The report, in the process that compiles; a problem of the user's as {"error": line}."""
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.data.dataset import open_dataset
-    from jaxtrain.models.decoder_params import vocabulary
+    from jaxtrain.models.spec import vocabulary_size
     from jaxtrain.planning import step_program
 
     start = time.perf_counter()
@@ -218,9 +218,9 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
         config = Config(**asked["config"])
         devices = targets.devices(asked["target"], attention=config.step.attention)
         # The shapes of a user's own data are those of a row of theirs.
-        data = None if config.data.type == "text" else open_dataset(config.data, config.seed)
-        vocab = asked["vocab"] or vocabulary(config, getattr(data, "vocab", None))
-        program = build(config, vocab, devices)
+        data = None if config.data.is_text else open_dataset(config.data, config.seed)
+        vocab = asked["vocab"] or vocabulary_size(config.model, getattr(data, "vocab", None))
+        program = build_program(config, vocab, devices)
         pod = _pod(asked["pod"], vocab, program, asked["target"]) if asked["pod"] else None
         compiled = step_program.compiled_step(pod or program, None if data is None else data.batch(0, slice(0, 1)))
     except Unlike as error:
@@ -247,11 +247,11 @@ def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pod(asked: Mapping[str, Any], vocab: int | None, whole: Any, target: str) -> Any:
     """The program of a pod. Raises Unlike where it would not be that of the whole."""
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
     from jaxtrain.planning import step_program
 
     config = Config(**asked["config"])
-    pod = build(config, vocab, targets.devices(asked["target"], attention=config.step.attention))
+    pod = build_program(config, vocab, targets.devices(asked["target"], attention=config.step.attention))
     found, wanted = (
         network.crosses(step_program.places(program, on), dict(program.layout.sizes))
         for program, on in ((pod, asked["target"]), (whole, target))

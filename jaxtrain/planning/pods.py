@@ -16,8 +16,8 @@ from math import prod
 
 from jaxtrain.config.schema import Config
 from jaxtrain.planning.hardware.targets import Target
-from jaxtrain.sharding.layout import resolve
-from jaxtrain.sharding.rules import BATCH, CONTEXT, EXPERT, REPLICAS, SEQUENCE, axes_of, full_rules
+from jaxtrain.sharding.layout import resolve_layout
+from jaxtrain.sharding.rules import BATCH, CONTEXT, DATA_AXIS, EXPERT, SEQUENCE, axes_of, with_implied_rules
 
 LARGEST = 2**15  # devices for which a step is compiled as it is: the compiler then takes up to about a minute
 LEAST = 2  # replicas or shards of a pod: with one the program would be another
@@ -55,7 +55,7 @@ def pods(config: Config, target: Target, largest: int = LARGEST) -> tuple[Pod, .
     devices = target.devices
     if devices is None or devices <= largest:
         return ()
-    layout = resolve(config, devices)
+    layout = resolve_layout(config.layout, config.mesh, config.rules, devices)
     whole = _SizedConfig(config, target, layout.sizes)
     cut = whole
     for axis in _replicated(config):
@@ -78,15 +78,15 @@ def shards(near: Pod, far: Pod) -> tuple[int, int, int]:
 
 def _replicated(config: Config) -> list[str]:
     """Axes along which devices hold the same and have rows of their own."""
-    rules = full_rules(config.rules, config.zero)
+    rules = with_implied_rules(config.rules, config.zero)
     others = {axis for name, axes in rules.items() if name != BATCH for axis in axes}
-    others |= {REPLICAS} if config.zero else set()
+    others |= {DATA_AXIS} if config.zero else set()
     return [axis for axis in axes_of(BATCH, rules) if axis not in others]
 
 
 def _sharded(config: Config) -> list[str]:
     """Axes along which devices hold shards and have rows of their own, none that split experts or sequences."""
-    rules = full_rules(config.rules, config.zero)
+    rules = with_implied_rules(config.rules, config.zero)
     others = {axis for name in (EXPERT, CONTEXT, SEQUENCE) for axis in axes_of(name, rules)}
     return [axis for axis in axes_of(BATCH, rules) if axis not in (*others, *_replicated(config))]
 

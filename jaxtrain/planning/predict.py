@@ -15,7 +15,7 @@ from jaxtrain.planning.extrapolate import extrapolated
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.pods import Pod
 from jaxtrain.planning.result import Plan
-from jaxtrain.sharding.layout import resolve
+from jaxtrain.sharding.layout import resolve_layout
 
 
 def predict(
@@ -72,7 +72,7 @@ def _of_pods(
 def _refused(config: Config, where: targets.Target, **said: Any) -> Plan:
     """The plan of a step that is not to be had."""
     count = where.devices or 0
-    layout = resolve(config, count) if count else None
+    layout = resolve_layout(config.layout, config.mesh, config.rules, count) if count else None
     plan = Plan(
         str(where), where.kind, count, str(layout or config.layout), dict(layout.sizes) if layout else {},
         usable=int(where.chip.usable.value) if where.chip else None,

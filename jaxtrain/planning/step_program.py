@@ -14,11 +14,11 @@ from jaxtrain.core.program import Program
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.models.flops import user_flops
+from jaxtrain.models.spec import has_token_rows, is_decoder
 from jaxtrain.planning.cost.memory import shard_size
 from jaxtrain.planning.hardware import network, simulated, targets
 from jaxtrain.precision.policy import POLICIES
-from jaxtrain.sharding.context_parallel import has_tokens
-from jaxtrain.sharding.rules import LAYERS, REPLICAS, storage_axes, without
+from jaxtrain.sharding.rules import DATA_AXIS, LAYERS, dims_without_axes, storage_axes
 from jaxtrain.sharding.sharder import Dims
 
 TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segments": jnp.int32}
@@ -35,15 +35,16 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
     """
     data = program.config.data
     if example is None:
-        if data.type != "text":
+        if not data.is_text:
             raise UserError(f"data.type {data.type}: the step of a user's own data is compiled from an example batch")
         shapes = {name: ((data.sequence,), kind) for name, kind in (TOKENS | {"weights": jnp.float32}).items()}
     else:
         shapes = {name: (rows.shape[1:], rows.dtype) for name, rows in example.items()}
+    has_sequence = has_token_rows(program.config.model, data)
     return {
         name: jax.ShapeDtypeStruct(
             (data.global_batch, *shape), kind,
-            sharding=batch_sharding(program.sharder, 1 + len(shape), has_tokens(program.config)),
+            sharding=batch_sharding(program.sharder, 1 + len(shape), has_sequence),
         )
         for name, (shape, kind) in shapes.items()
     }  # fmt: skip
@@ -55,9 +56,9 @@ def held_bytes(program: Program) -> dict[str, int]:
     weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gathered: the copies of one layer that
     its computation gathers. gradients: of the step, float32 where several are added up.
     """
-    sharder, definition, gradients = program.sharder, program.definition, program.gradients
+    sharder, model_def, gradients = program.sharder, program.model_def, program.gradients
     sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
-    inner = sharder if gradients.local is None else sharder.without(REPLICAS)
+    inner = sharder if gradients.replica_model_def is None else sharder.without_axis(DATA_AXIS)
 
     rules = sharder.rules or {}
     out = {"weights": 0, "gathered": 0, "gradients": 0}
@@ -66,17 +67,17 @@ def held_bytes(program: Program) -> dict[str, int]:
         def elements(dims: Dims) -> int:
             return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
 
-        placed = sharder.placed(names, param.shape)
-        is_gathered = sharder.stored(names, param.shape) != placed
+        placed = sharder.compute_dims(names, param.shape)
+        is_gathered = sharder.storage_dims(names, param.shape) != placed
         out["weights"] += jnp.dtype(travels).itemsize * elements(placed) * is_gathered
         if names[:1] == (LAYERS,) and (over := storage_axes(rules, names) & set(sum(placed, ()))):
-            one = elements(without(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
+            one = elements(dims_without_axes(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
             out["gathered"] += jnp.dtype(travels).itemsize * one
-        wide = gradient.dtype.itemsize if gradients.at_once else 4
-        out["gradients"] += wide * elements(inner.stored(names, param.shape))
+        wide = gradient.dtype.itemsize if gradients.is_one_pass else 4
+        out["gradients"] += wide * elements(inner.storage_dims(names, param.shape))
 
-    made = jax.eval_shape(gradients.stand_ins, definition.params)
-    jax.tree.map(count, definition.params, definition.names, definition.travels, made)
+    made = jax.eval_shape(gradients.grad_proxies, model_def.params)
+    jax.tree.map(count, model_def.params, model_def.names, model_def.gather_dtypes, made)
     return out
 
 
@@ -94,17 +95,16 @@ def head_again(program: Program) -> bool:
 
 def vocabulary(program: Program) -> int | None:
     """Rows of the decoder's embedding table; None of a user's own model."""
-    is_decoder = program.config.model.type == "decoder"
-    return program.definition.params["embed"]["table"].shape[0] if is_decoder else None
+    return program.model_def.params["embed"]["table"].shape[0] if is_decoder(program.config.model) else None
 
 
 def counted_by_model(program: Program) -> float | None:
     """FLOPs of a step of a user's own model on text, where it counts them itself."""
     data = program.config.data
-    if program.config.model.type == "decoder" or data.type != "text":
+    if is_decoder(program.config.model) or not data.is_text:
         return None
     shapes = dict.fromkeys((*TOKENS, "weights"), (data.global_batch, data.sequence))
-    found = user_flops(program.definition.bind(program.definition.params), shapes, 1)
+    found = user_flops(program.model_def.bind(program.model_def.params), shapes, 1)
     return None if found is None else found.model
 
 

@@ -9,7 +9,18 @@ from jaxtrain.config.checks import divisors
 from jaxtrain.config.schema import MeshConfig
 from jaxtrain.errors import Problem, did_you_mean, join_words
 from jaxtrain.sharding.axes import AXES, shape_text
-from jaxtrain.sharding.rules import BATCH, CONTEXT, EMBED, EXPERT, LAYERS, SEQUENCE, STAGES, TABLE, VOCAB, asked
+from jaxtrain.sharding.rules import (
+    BATCH,
+    CONTEXT,
+    EMBED,
+    EXPERT,
+    LAYERS,
+    PIPELINE_AXIS,
+    SEQUENCE,
+    TABLE,
+    VOCAB,
+    requested_axes,
+)
 
 Shape = tuple[int, ...]
 Names = tuple[str | None, ...]
@@ -170,7 +181,7 @@ def _twice(
     found: dict[tuple[str, str, str], list[str]] = {}
     for path, names in tables.items():
         owner: dict[str, tuple[int, str]] = {}
-        for dim, (name, axes) in enumerate(zip(names, asked(names, rules))):
+        for dim, (name, axes) in enumerate(zip(names, requested_axes(names, rules))):
             for axis in axes:
                 if sizes[axis] == 1:
                     continue
@@ -202,14 +213,16 @@ def _indivisible(
             continue  # found with the sequence
         found.setdefault((name, size, tuple(rules.get(name, ()))), [])
     for path, (shape, names) in tensors.items():
-        for dim, (name, size, axes) in enumerate(zip(names, shape, asked(names, rules))):
+        for dim, (name, size, axes) in enumerate(zip(names, shape, requested_axes(names, rules))):
             if name is not None:
                 found.setdefault((name, size, axes), []).append(f"{path} (dim {dim})")
     for (name, size, axes), paths in found.items():
         # An axis of unknown size only multiplies the shards: what the others do not divide stays wrong.
         counts = {axis: sizes[axis] or 1 for axis in axes if sizes[axis] != 1}
         shards = prod(counts.values())
-        if size % shards == 0 or (name == LAYERS and axes == (STAGES,)):  # stages may hold unequal numbers of layers
+        if size % shards == 0 or (
+            name == LAYERS and axes == (PIPELINE_AXIS,)
+        ):  # stages may hold unequal numbers of layers
             continue
         split = " x ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
         what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"

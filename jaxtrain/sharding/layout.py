@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import MeshConfig
 from jaxtrain.sharding.axes import AXES, fill, shape_text
 from jaxtrain.sharding.rules import Rules
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Resolved sizes of all mesh axes, the part of each that spans slices (`dcn`), and the rules."""
+    """Sizes of all mesh axes, the part of each that spans slices (`dcn`), and the rules."""
 
     name: str
     sizes: dict[str, int]
@@ -22,7 +23,7 @@ class Layout:
         return f"{self.name}: {shape_text(self.sizes)}"
 
 
-def resolve(config: Config, devices: int) -> Layout:
-    """The config's layout on `devices` devices; a -1 is filled. Raises ValueError where it does not fit."""
-    sizes = fill({axis: getattr(config.mesh, axis) for axis in AXES}, devices)
-    return Layout(config.layout, sizes, dict(config.rules), dict(config.mesh.dcn))
+def resolve_layout(name: str, mesh: MeshConfig, rules: Mapping[str, tuple[str, ...]], devices: int) -> Layout:
+    """Returns the layout on `devices` devices, with -1 filled in. Raises UserError if it does not fit."""
+    sizes = fill({axis: getattr(mesh, axis) for axis in AXES}, devices)
+    return Layout(name, sizes, dict(rules), dict(mesh.dcn))

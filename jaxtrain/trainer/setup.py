@@ -15,19 +15,18 @@ from jaxtrain.checkpoint.durable import run_location
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.config.show import as_dict
-from jaxtrain.core.program import Program, State, build
+from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import without_divergent_permutes
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.kernels.cross_entropy import recomputes
-from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.flops import Flops, decoder_flops, user_flops
+from jaxtrain.models.spec import has_token_rows, is_decoder, vocabulary_size
 from jaxtrain.planning.hardware.peak import Peak, device_peak
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding import layout as layouts
-from jaxtrain.sharding.context_parallel import has_tokens
 from jaxtrain.trackers.base import TrackerList
 from jaxtrain.trackers.build import build_trackers
 from jaxtrain.trackers.console import ConsoleTracker
@@ -64,12 +63,14 @@ def open_trainer(
     """
     ledger = ledger or GoodputLedger()
     devices = runtime.start(config)
-    layouts.resolve(config, len(devices))  # before hours of tokenizing
+    layouts.resolve_layout(config.layout, config.mesh, config.rules, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
     console.console.quiet = not is_main
     data, eval_sets = open_data(config, console)
     hooks = CallbackList(callbacks)
-    program = build(hooks.program_config(config, directory), vocabulary(config, getattr(data, "vocab", None)), devices)
+    program = build_program(
+        hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices
+    )
     if program.gradients.pipeline:
         program = replace(program, step=without_divergent_permutes(program.step))
     if is_main:
@@ -133,7 +134,7 @@ def _assemble(
     saved = as_dict(absolute(config))
     manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
     members = TrackerList(build_trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
-    items = config.data.global_batch * (config.data.sequence if has_tokens(config) else 1)
+    items = config.data.global_batch * (config.data.sequence if has_token_rows(config.model, config.data) else 1)
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
     meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
@@ -177,13 +178,13 @@ def _cache_progress(console: ConsoleTracker) -> Any:
 
 def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | None:
     """Returns the FLOPs of each of the `items` of a global batch: tokens of a token model, else rows."""
-    if config.model.type == "decoder":
-        vocab = program.definition.params["embed"]["table"].shape[0]
+    if is_decoder(config.model):
+        vocab = program.model_def.params["embed"]["table"].shape[0]
         again = recomputes(vocab, config.loss.vocab_chunks, program.sharder)
         return decoder_flops(config.model, vocab, config.data.sequence, config.step.kept, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
-    return user_flops(program.definition.bind(program.definition.params), shapes, items)
+    return user_flops(program.model_def.bind(program.model_def.params), shapes, items)
 
 
 def _peak(config: Config) -> Peak | None:

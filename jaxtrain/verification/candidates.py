@@ -14,7 +14,7 @@ from jaxtrain.config.show import as_dict
 from jaxtrain.errors import did_you_mean, join_words
 from jaxtrain.planning.legal import effect, factorisations, problems
 from jaxtrain.sharding.axes import AXES, shape_text
-from jaxtrain.sharding.rules import BATCH, STAGES, axes_of
+from jaxtrain.sharding.rules import BATCH, PIPELINE_AXIS, axes_of
 
 Load = Callable[[str], Config]
 MICROBATCHES = 4  # for pipeline stages to share
@@ -94,7 +94,7 @@ def _legal(config: Config, devices: int) -> tuple[list[Config], str]:
         if any(sizes.get(axis, 1) == 1 for axis in own):
             continue
         placed = Config(**{**as_dict(config), "mesh": {axis: sizes.get(axis, 1) for axis in AXES}})
-        if sizes.get(STAGES, 1) > 1:
+        if sizes.get(PIPELINE_AXIS, 1) > 1:
             placed = _accumulated(placed, MICROBATCHES)
         found = problems(placed, devices)
         if not found:

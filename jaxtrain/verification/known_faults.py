@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.core.gradients import Gradients, microbatches
+from jaxtrain.core.gradients import Gradients, split_microbatches
 from jaxtrain.core.placement import Placer
 from jaxtrain.nn import attention
 from jaxtrain.sharding.rules import BATCH
@@ -90,10 +90,10 @@ def _doubled_reduction() -> Any:
             count = 1 if self.sharder.mesh is None else self.sharder.mesh.shape["model"]
 
             def more(g: jax.Array, names: Any) -> jax.Array:
-                is_shared = not any("model" in axes for axes in self.sharder.stored(names, g.shape))
+                is_shared = not any("model" in axes for axes in self.sharder.storage_dims(names, g.shape))
                 return count * g if is_shared else g
 
-            return found._replace(grads=jax.tree.map(more, found.grads, self.definition.names))
+            return found._replace(grads=jax.tree.map(more, found.grads, self.model_def.names))
 
         return call
 
@@ -107,18 +107,18 @@ def _microbatch_scaling() -> Any:
         del real
 
         def call(self: Gradients, params: Any, batch: Any, key: jax.Array, loss_scale: Any) -> Any:
-            whole = Gradients(self.definition, self.sharder)
-            micro = jax.tree.map(lambda x: microbatches(self.sharder, x, self.accumulate), dict(batch))
+            whole = Gradients(self.model_def, self.sharder)
+            micro = jax.tree.map(lambda x: split_microbatches(self.sharder, x, self.microbatches), dict(batch))
             parts = [
                 whole(params, jax.tree.map(lambda x, i=index: x[i], micro), key, loss_scale)
-                for index in range(self.accumulate)
+                for index in range(self.microbatches)
             ]
-            mean = jax.tree.map(lambda *g: sum(g) / self.accumulate, *(part.grads for part in parts))
+            mean = jax.tree.map(lambda *g: sum(g) / self.microbatches, *(part.grads for part in parts))
             return whole(params, batch, key, loss_scale)._replace(grads=mean)
 
         return call
 
-    return mock.patch.object(Gradients, "_over_microbatches", change(Gradients._over_microbatches))
+    return mock.patch.object(Gradients, "_accumulated", change(Gradients._accumulated))
 
 
 def _segment_mask() -> Any:

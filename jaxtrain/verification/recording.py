@@ -34,7 +34,7 @@ class Runner:
 
         fast = xla_options.quickly() if jax.default_backend() == "cpu" else None
         placed = jax.tree.map(lambda leaf: leaf.sharding, program.state)
-        jitted = jax.jit(program.whole_step, out_shardings=(placed, None, None), compiler_options=fast)
+        jitted = jax.jit(program.step_with_gradients, out_shardings=(placed, None, None), compiler_options=fast)
         self.compiled = jitted.lower(program.state, example).compile()
 
     def gradients(self, state: Any, batch: Any) -> Flat:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtrain.config.schema import Config, ModelConfig, MoeConfig
 from jaxtrain.config.show import as_dict, flatten
+from jaxtrain.models.spec import is_decoder
 
 HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 32
 LAYERS = 4  # two for each of two pipeline stages
@@ -21,7 +22,7 @@ def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
         The small config, and `key: old -> new` of every change.
     """
     values = as_dict(config)
-    if config.model.type == "decoder":
+    if is_decoder(config.model):
         values["model"] |= _model(config.model)
         values["data"]["sequence"] = min(config.data.sequence, SEQUENCE)
     values["data"]["global_batch"] = 2 * devices

@@ -12,12 +12,13 @@ import jax
 from jaxtrain.config import ConfigError, UserError
 from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
 from jaxtrain.core.placement import placer
-from jaxtrain.core.program import Program, build
+from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.dataset import open_datasets
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import report, summary
+from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Verdict, cause, compare
@@ -101,12 +102,12 @@ def verify(
         load_layout=lambda name: resolve(path, *kept, f"layout={name}", paths=False, checks=())[0],
     )  # fmt: skip
     every = runtime.start(small)
-    split = Rows(small) if small.model.type == "decoder" else open_datasets(small.data, small.seed, progress)[0]
+    split = Rows(small) if is_decoder(small.model) else open_datasets(small.data, small.seed, progress)[0]
     hosts = [dict(split.batch(step, slice(None))) for step in range(steps)]
     alone = small.model_copy(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     )
-    runner = Reference(build(alone, small.model.vocab, every[:1]), hosts)
+    runner = Reference(build_program(alone, small.model.vocab, every[:1]), hosts)
     rows: list[LayoutResult] = []
     for index, candidate in enumerate(found):
         progress(index, len(found))
@@ -137,7 +138,7 @@ def check_one(
     config = candidate.config
     try:
         with broken(inject):
-            program = build(config, config.model.vocab, devices)
+            program = build_program(config, config.model.vocab, devices)
             place = placer(split, program)
             batches = [place(step) for step in range(len(hosts))]
             seen = Runner(program, batches[0]).observe(batches)

@@ -107,7 +107,7 @@ def test_a_step_that_does_not_end_says_nothing_new(monkeypatch):
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=50), st.floats(1.1, 100))
 def test_outliers_against_numpy(values, factor):
-    """The rule in NumPy, on an odd number, where every definition of the median agrees."""
+    """The rule in NumPy, on an odd number, where every model_def of the median agrees."""
     values = values if len(values) % 2 else values[1:]
     values[0] *= factor
     middle = np.median(values)

@@ -206,13 +206,13 @@ def test_a_stopped_process_that_goes_on_is_not_ended(tmp_path, sleep, code):
 
 def test_the_collectives_of_the_running_step_are_named(tmp_path):
     from jaxtrain.config import Config
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
 
     options = {"type": "linear_model:Linear", "options": {"size": 8}}
     config = Config(model=options, mesh={"data": 4, "fsdp": 2}, rules={"batch": ["data", "fsdp"], "features": "fsdp"})
     import linear_model
 
-    program = build(config, None, jax.devices()[:8])
+    program = build_program(config, None, jax.devices()[:8])
     state = program.init()
     batch = {name: jax.numpy.asarray(rows) for name, rows in linear_model.batch(8, 8).items()}
     jax.block_until_ready(program.step(state, batch))

@@ -17,7 +17,7 @@ import pytest
 from jaxtrain.config.schema import Config
 from jaxtrain.core.placement import Placer
 from jaxtrain.sharding.devices import make_mesh
-from jaxtrain.sharding.layout import resolve
+from jaxtrain.sharding.layout import resolve_layout
 from jaxtrain.sharding.sharder import Sharder
 
 CONFIG = """
@@ -123,7 +123,7 @@ def test_two_processes_equal_one(tmp_path: Path):
 def test_a_process_asks_only_for_its_rows(monkeypatch):
     """As seen from a process that holds half of the devices."""
     cfg = Config(mesh={"data": 4, "model": 2}, rules={"batch": "data"})
-    sharder = Sharder(make_mesh(resolve(cfg, 8), jax.devices()), cfg.rules)
+    sharder = Sharder(make_mesh(resolve_layout(cfg.layout, cfg.mesh, cfg.rules, 8), jax.devices()), cfg.rules)
     asked = []
 
     def fetch(step, rows):
@@ -134,4 +134,4 @@ def test_a_process_asks_only_for_its_rows(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda self, shape: mine)
         placer = Placer(fetch, sharder, 8, sequence=False)
-    np.testing.assert_array_equal(placer.local, [0, 1, 2, 3])
+    np.testing.assert_array_equal(placer.local_rows, [0, 1, 2, 3])

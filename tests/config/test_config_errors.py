@@ -173,10 +173,6 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ),
         ("data: {type: 'a b:C'}", 'data.type: expected `text` or a class as `package.module:Class`; found "a b:C"'),
         (
-            "model: {type: 'a.b:C', heads: 4, mlp: 3}",
-            "model.heads: only the built-in `decoder` reads model.heads and model.mlp; give a.b:C `model.options`",
-        ),
-        (
             "model: {options: {a: 1}}",
             "model.options: options are for a user's own class; `decoder` takes its keys directly",
         ),

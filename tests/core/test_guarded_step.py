@@ -12,7 +12,7 @@ from faults import debug
 from jaxtrain.config import Config
 from jaxtrain.core import spike_detection
 from jaxtrain.core import step as steps
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 
 SMALL = {
     "model": {"embed": 16, "heads": 2, "kv_heads": 2, "mlp": 32, "sliding_window": None, "sliding_window_pattern": 1,
@@ -72,20 +72,22 @@ def test_a_loss_that_is_not_finite_is_left_out_too():
 
 def unguarded(monkeypatch) -> None:
     """The step as it would be without any of this."""
-    monkeypatch.setattr(steps, "_where", lambda is_good, new, old: new)
-    monkeypatch.setattr(steps, "_judged", lambda *_: (None, {}, {}))
+    monkeypatch.setattr(steps, "_select", lambda is_good, new, old: new)
+    monkeypatch.setattr(steps, "_accept_update", lambda *_: (None, {}, {}))
 
 
 def test_where_all_is_finite_nothing_changes_by_a_bit(monkeypatch):
     """Operation by operation: a compiler may fuse a multiplication and an addition here and not there."""
     own = {"model": {"type": "linear_model:Linear", "options": {"size": 5}}, "data": {"type": "linear_model:Packed"}}
-    program = build(Config(**own, precision="fp32", optimizer={"lr": 0.1, "ema_decay": 0.9}), None, jax.devices()[:1])
+    program = build_program(
+        Config(**own, precision="fp32", optimizer={"lr": 0.1, "ema_decay": 0.9}), None, jax.devices()[:1]
+    )
 
     def trained():
         state = program.init()
         with jax.disable_jit():
             for rows in (4, 8):
-                state, metrics, _ = program.whole_step(state, linear_model.batch(rows, 5))
+                state, metrics, _ = program.step_with_gradients(state, linear_model.batch(rows, 5))
         return host(state), metrics
 
     state, metrics = trained()
@@ -109,7 +111,7 @@ def test_compiled_it_changes_no_more_than_fused_multiply_adds_do(monkeypatch):
 
 
 def zscore(values: np.ndarray, new: float) -> float:
-    """By its definition, with NumPy."""
+    """By its model_def, with NumPy."""
     median = np.median(values)
     spread = 1.4826 * np.median(np.abs(values - median))
     return (new - median) / max(spread, 0.01 * abs(median))
@@ -122,16 +124,18 @@ def test_the_score_is_that_of_its_definition():
     for index in range(100):
         if index == 90:
             kept = host(window)
-            assert same(host(spike_detection.pushed(window, np.float32(np.nan), np.float32(1))), kept)
-        window = jax.jit(spike_detection.pushed)(window, history[0, index], history[1, index])
+            assert same(host(spike_detection.push(window, np.float32(np.nan), np.float32(1))), kept)
+        window = jax.jit(spike_detection.push)(window, history[0, index], history[1, index])
         new = np.float32([2.5, 1.1])
         past = history[:, max(0, index + 1 - spike_detection.WINDOW) : index + 1]
-        expected = max(zscore(past[0], new[0]), zscore(past[1], new[1])) if index + 1 >= spike_detection.LEAST else 0.0
+        expected = (
+            max(zscore(past[0], new[0]), zscore(past[1], new[1])) if index + 1 >= spike_detection.MIN_STEPS else 0.0
+        )
         if index % 7 == 0:
             np.testing.assert_allclose(spike_detection.score(window, *new), expected, rtol=1e-4)
     flat = spike_detection.initial()
     for _ in range(20):
-        flat = spike_detection.pushed(flat, np.float32(2), np.float32(1))
+        flat = spike_detection.push(flat, np.float32(2), np.float32(1))
     assert float(spike_detection.score(flat, np.float32(2.1), np.float32(1))) == pytest.approx(
         5, rel=1e-3
     )  # 1% is the least

@@ -19,7 +19,7 @@ from jaxtrain import load
 from jaxtrain.config import Config
 from jaxtrain.config.schema import MeshConfig
 from jaxtrain.core.placement import placer
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, compare
 from jaxtrain.verification.recording import Runner, Seen
@@ -91,7 +91,7 @@ WANTED = [parameters for parameters in ALL if pytest.mark.matrix not in paramete
 
 
 def observed(config: Config, devices: int) -> Seen:
-    program = build(config, config.model.vocab, jax.devices()[:devices])
+    program = build_program(config, config.model.vocab, jax.devices()[:devices])
     place = placer(Rows(config), program)
     batches = [place(step) for step in range(STEPS)]
     return Runner(program, batches[0]).observe(batches)

@@ -33,7 +33,7 @@ def test_fewer_kv_heads_than_shards_are_repeated():
     for model in ({"kv_heads": 1}, {"kv_heads": 2, **harness.OTHERS}):
         alone = harness.program(model=model)
         program = harness.program({"data": 2, "model": 4}, model=model)
-        assert program.definition.names["layers"]["attention"]["k"][2] == "kv_shared"
+        assert program.model_def.names["layers"]["attention"]["k"][2] == "kv_shared"
         close_trees(gradients(alone), gradients(program), 1e-5)
 
 
@@ -78,7 +78,7 @@ def test_microbatches_add_gradients_layer_by_layer(zero: int, precision: str):
     }
     program = harness.program({"data": 4, "model": 2}, zero=zero, **changes)
     traced = jax.make_jaxpr(program.gradients)(program.state["params"], harness.batch(0), jax.random.key(0))
-    gate = program.definition.params["layers"]["mlp"]["gate"].shape
+    gate = program.model_def.params["layers"]["mlp"]["gate"].shape
     scans = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "scan"]
     assert any(gate in [var.aval.shape for var in eqn.invars] for eqn in scans)  # of layers
     assert not any(gate == var.aval.shape for eqn in scans for var in eqn.outvars)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import load
-from jaxtrain.core.program import Program, build
+from jaxtrain.core.program import Program, build_program
 
 LAYERS = 4
 BOUND = 4 * 1.03**LAYERS * 2**-8  # of the gradient's norm
@@ -39,7 +39,7 @@ def program(layout: str | None, experts: bool, precision: str) -> Program:
         "step": {"microbatches": 4 if layout and layout.startswith("pp") else 1},
     }  # fmt: skip
     config = load(None, base=base | ({"layout": layout, "mesh": MESHES[layout]} if layout else {}))
-    return build(config, 256, jax.devices()[: 8 if layout else 1])
+    return build_program(config, 256, jax.devices()[: 8 if layout else 1])
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from harness import close_trees
 
 from jaxtrain.core.placement import Placer, row_order
 from jaxtrain.inference.generate import Generator, decoding_sharder
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.models.model_def import define_model, make_env
 
 FORMULATIONS = ("gather", "ulysses", "ring")
 RULES = {
@@ -75,8 +75,8 @@ def test_generation_on_a_ring():
     prompt, texts = np.array([3, 1, 4, 1, 5], np.int32), []
     for program in (harness.program(model=LIGHT), harness.program(FSDP, RULES, context_parallel="ring", model=LIGHT)):
         tree = program.init()["params"]
-        definition = define(program.config, make_env(program.config, decoding_sharder(program.sharder)), 256)
-        texts.append(list(Generator(definition, 250, temperature=0)(tree, prompt, 8, seed=0, eos=None)))
+        model_def = define_model(program.config, make_env(program.config, decoding_sharder(program.sharder)), 256)
+        texts.append(list(Generator(model_def, 250, temperature=0)(tree, prompt, 8, seed=0, eos=None)))
     assert texts[0] == texts[1]
 
 
@@ -84,7 +84,7 @@ def test_rows_are_permuted_on_the_host_for_the_ring_alone():
     host = {"tokens": np.arange(64, dtype=np.int32).reshape(2, 32), "labels": np.arange(2)}
     for formulation, first in (("ring", [0, 1, 2, 3, 28, 29, 30, 31]), ("ulysses", list(range(8)))):
         program = harness.program({"context": 4}, RULES, context=formulation)
-        order = row_order(program.config, program.sharder)
+        order = row_order(program.config.context_parallel, program.config.data.sequence, program.sharder)
         batch = Placer(lambda step, rows: host, program.sharder, 2, True, order)(0)
         shards = {s.index[1].start or 0: np.asarray(s.data) for s in batch["tokens"].addressable_shards}
         assert shards[0].tolist() == [first, [32 + i for i in first]]

@@ -11,7 +11,7 @@ import pytest
 from harness import close_trees
 
 from jaxtrain.inference.generate import decoding_sharder
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.models.model_def import define_model, make_env
 
 RULES = harness.RULES | {"batch": ["data", "fsdp", "expert"], "embed": ["fsdp", "expert"], "expert": "expert"}
 NO_SEQUENCE = {k: v for k, v in RULES.items() if k != "sequence"}
@@ -150,11 +150,11 @@ def test_decoding_on_a_mesh_equals_one_device():
     tokens = harness.batch(1)["tokens"][:3, :8]
 
     def logits(run):
-        definition = define(run.config, make_env(run.config, decoding_sharder(run.sharder)), 256)
+        model_def = define_model(run.config, make_env(run.config, decoding_sharder(run.sharder)), 256)
         placed = jax.tree.map(lambda p, s: jax.device_put(p, s.sharding), params("gshard"), run.state["params"])
 
         def decode(params):
-            model = definition.bind(params)
+            model = model_def.bind(params)
             _, cache = model.decode(tokens[:, :7], model.empty_cache(3, 8))
             return model.decode(tokens[:, 7:], cache)[0]
 

@@ -15,7 +15,7 @@ import tower_model
 from harness import close_trees
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.errors import UserError
 
 RULES = {**harness.RULES, "layers": "pipeline", "vocab": ["pipeline", "model"]}
@@ -168,7 +168,7 @@ def test_a_users_own_model(schedule: str, layers: int):
             precision="fp32", mesh=mesh, rules=rules, steps=10, data={"global_batch": 8, "sequence": 1},
             model={"type": "tower_model:Tower", "options": {"size": 8, "layers": layers}}, **more,
         )  # fmt: skip
-        program = build(cfg, None, jax.devices()[: int(np.prod(list(mesh.values())))])
+        program = build_program(cfg, None, jax.devices()[: int(np.prod(list(mesh.values())))])
         key = jax.random.key(0)
         return jax.jit(program.gradients)(program.init()["params"], tower_model.batch(8, 8), key)
 
@@ -185,8 +185,10 @@ def test_a_model_without_parts_is_refused():
         mesh={"pipeline": 2}, rules={"features": "pipeline"}, data={"global_batch": 8, "sequence": 1},
         model={"type": "linear_model:Linear", "options": {"size": 4}},
     )  # fmt: skip
-    with pytest.raises(UserError, match="need its methods begin, through and finish, and it has no `begin`"):
-        build(cfg, None, jax.devices()[:2])
+    with pytest.raises(
+        UserError, match="need its methods embed_inputs, run_layers and head_loss, and it has no `begin`"
+    ):
+        build_program(cfg, None, jax.devices()[:2])
 
 
 def test_a_model_that_does_not_leave_out_what_is_no_layer_is_refused():
@@ -194,6 +196,6 @@ def test_a_model_that_does_not_leave_out_what_is_no_layer_is_refused():
         mesh={"pipeline": 2}, rules={"layers": "pipeline"}, data={"global_batch": 4, "sequence": 1},
         step={"microbatches": 2}, model={"type": "tower_model:Heedless", "options": {"size": 4, "layers": 3}},
     )  # fmt: skip
-    program = build(cfg, None, jax.devices()[:2])
+    program = build_program(cfg, None, jax.devices()[:2])
     with pytest.raises(UserError, match="3 layers in unequal parts need `through` to hand its `layers` on to"):
         jax.eval_shape(program.gradients, program.state["params"], tower_model.batch(4, 4), jax.random.key(0))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.errors import UserError
 
 
@@ -25,7 +25,7 @@ def test_loss_and_gradient_of_a_linear_model_by_formula():
         schedule={"name": "constant"},
         step={"microbatches": 2},
     )  # fmt: skip
-    program = build(cfg, None, jax.devices()[:4])
+    program = build_program(cfg, None, jax.devices()[:4])
     batch = linear_model.batch(8, 3)
     state, metrics = program.step(program.init(), batch)
     x, y, c = (batch[k].astype(np.float64) for k in ("x", "y", "count"))
@@ -42,14 +42,14 @@ def test_microbatches_of_a_model_with_parameters_of_flax(zero: int):
     from linear_model import batch
 
     from jaxtrain.config.schema import Config
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
 
     def grads(accumulate: int):
         cfg = Config(
             mesh={"data": 4}, rules={"batch": "data"}, zero=zero, steps=10, step={"microbatches": accumulate},
             model={"type": "linear_model:Foreign", "options": {"size": 4}}, data={"global_batch": 8, "sequence": 1},
         )  # fmt: skip
-        program = build(cfg, None, jax.devices()[:4])
+        program = build_program(cfg, None, jax.devices()[:4])
         found = jax.jit(program.gradients)(program.init()["params"], batch(8, 4), jax.random.key(0))
         return [np.asarray(g, np.float32) for g in jax.tree.leaves(found.grads)]
 
@@ -61,8 +61,8 @@ def test_microbatches_of_a_model_with_parameters_of_flax(zero: int):
 def test_counts_without_metrics_are_one_line():
     model = {"type": "linear_model:Counted", "options": {"size": 3}}
     cfg = Config(model=model, data={"global_batch": 8}, rules={"batch": "data"})
-    program = build(cfg, None, jax.devices()[:1])
-    with pytest.raises(UserError, match=r"expected a method `metrics\(counts\)` too"):
+    program = build_program(cfg, None, jax.devices()[:1])
+    with pytest.raises(UserError, match=r"expected a method `metrics\(counts\)`"):
         jax.eval_shape(program.step, program.state, linear_model.batch(8, 3))
 
 
@@ -72,13 +72,13 @@ def test_a_term_knows_the_whole_batch_in_training_and_validation(accumulate: int
     from linear_model import batch
 
     from jaxtrain.config.schema import Config
-    from jaxtrain.core.program import build
+    from jaxtrain.core.program import build_program
 
     cfg = Config(
         precision="fp32", mesh={"data": 2}, rules={"batch": "data"}, steps=10, step={"microbatches": accumulate},
         model={"type": "linear_model:Spread", "options": {"size": 3}}, data={"global_batch": 8, "sequence": 1},
     )  # fmt: skip
-    program, rows = build(cfg, None, jax.devices()[:2]), batch(8, 3)
+    program, rows = build_program(cfg, None, jax.devices()[:2]), batch(8, 3)
     y, c = rows["y"].astype(np.float64), rows["count"].astype(np.float64)
     variance = np.average((y - np.average(y, weights=c)) ** 2, weights=c)
     state = program.init()  # the weights are zeros

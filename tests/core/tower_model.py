@@ -24,13 +24,13 @@ class Tower(nnx.Module):
         self.layers = stacked(lambda rngs: Layer(size, env=env, rngs=rngs), layers, rngs)
 
     def loss(self, batch, key):
-        x, terms, counts = self.through(self.begin(batch, key), batch, key)
-        return self.finish(x, batch, key) | terms, counts
+        x, terms, counts = self.run_layers(self.embed_inputs(batch, key), batch, key)
+        return self.head_loss(x, batch, key) | terms, counts
 
-    def begin(self, batch, key):
+    def embed_inputs(self, batch, key):
         return {"x": batch["x"] @ self.env.weight(self.ends), "steps": jnp.zeros(batch["y"].shape)}
 
-    def through(self, state, batch, key, layers=None):
+    def run_layers(self, state, batch, key, layers=None):
         def step(layer, state, _, index):
             x = state["x"] + jnp.tanh(state["x"] @ self.env.weight(layer.w)) * batch["count"][:, None]
             return {"x": x, "steps": state["steps"] + 1}, jnp.sum(x**2)
@@ -39,7 +39,7 @@ class Tower(nnx.Module):
         terms = {"size": (1e-3 * jnp.sum(squares), jnp.sum(batch["count"]))}
         return state, terms, {"squares": squares}
 
-    def finish(self, state, batch, key):
+    def head_loss(self, state, batch, key):
         error = (state["x"] @ self.env.weight(self.ends)).sum(-1) / state["steps"] - batch["y"]
         return {"square": (jnp.sum(batch["count"] * error**2), jnp.sum(batch["count"]))}
 
@@ -50,8 +50,8 @@ class Tower(nnx.Module):
 class Heedless(Tower):
     """Takes all that it is given for layers."""
 
-    def through(self, state, batch, key, layers=None):
-        return super().through(state, batch, key)
+    def run_layers(self, state, batch, key, layers=None):
+        return super().run_layers(state, batch, key)
 
 
 def batch(rows: int, size: int) -> dict[str, np.ndarray]:

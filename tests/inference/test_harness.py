@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.cli.hf_conversion import export_model, import_model
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import EOS, load_tokenizer, train_bpe
 from jaxtrain.inference import eval_harness
@@ -115,7 +115,7 @@ def test_scores_are_those_of_the_hf_backend(place: Path, peer: Any, tmp_path: Pa
 def test_every_log_likelihood_is_that_of_the_hf_backend(place: Path, peer: Any):
     config, _ = resolve(saved_config(place / "run"), paths=False)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    program = build(config, config.model.vocab or tokenizer.vocab, jax.devices()[:8])
+    program = build_program(config, config.model.vocab or tokenizer.vocab, jax.devices()[:8])
     params = load_params(place / "run", None, program)[0]
     ours = eval_harness.harness_adapter(eval_harness.open_harness_model(program, tokenizer, params, 3))
     pairs = [(q, " the red mat") for q in QUESTIONS] + [("", "a dog"), (TEXT * 4, " runs"), ("it ", "sleeps")]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.config.schema import Config
 from jaxtrain.inference.generate import Generator, sample
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.2, 0.1, 0.05]))
@@ -41,18 +41,18 @@ def test_sampling_follows_the_distribution(options, expected):
 @pytest.fixture(scope="module")
 def tiny():
     cfg = Config(model={"embed": 32, "layers": 2, "heads": 2, "mlp": 64}, precision="fp32")
-    definition = define(cfg, make_env(cfg, Sharder()), 64)
-    return definition, definition.init(jax.random.key(0))
+    model_def = define_model(cfg, make_env(cfg, Sharder()), 64)
+    return model_def, model_def.init(jax.random.key(0))
 
 
 def test_greedy_text_equals_the_whole_model_run_again_and_again(tiny):
-    definition, params = tiny
+    model_def, params = tiny
     prompt = np.array([3, 1, 4, 1, 5], np.int32)
-    got = list(Generator(definition, 60, temperature=0)(params, prompt, 12, seed=0, eos=None))
+    got = list(Generator(model_def, 60, temperature=0)(params, prompt, 12, seed=0, eos=None))
 
     @jax.jit
     def last(params, tokens, length):
-        model, positions = definition.bind(params), jnp.arange(32)[None]
+        model, positions = model_def.bind(params), jnp.arange(32)[None]
         logits = model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens))[0])[0, length - 1]
         return jnp.argmax(jnp.where(jnp.arange(64) < 60, logits, -jnp.inf))
 
@@ -65,8 +65,8 @@ def test_greedy_text_equals_the_whole_model_run_again_and_again(tiny):
 
 
 def test_generation_is_repeatable_and_stops_at_the_end_token(tiny):
-    definition, params = tiny
-    generator = Generator(definition, 60, temperature=1.0, top_k=20)
+    model_def, params = tiny
+    generator = Generator(model_def, 60, temperature=1.0, top_k=20)
     prompt = np.array([7], np.int32)
     one, two, other = (list(generator(params, prompt, 20, seed=s, eos=None)) for s in (1, 1, 2))
     assert one == two != other

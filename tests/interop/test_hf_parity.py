@@ -29,16 +29,16 @@ def test_logits_generation_and_round_trip(case: str, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     peer = hf_models.make(case, tmp_path / "in")
-    config, family, definition, params = hf_loaded.load_model(tmp_path / "in")
+    config, family, model_def, params = hf_loaded.load_model(tmp_path / "in")
     tokens = np.random.default_rng(0).integers(0, 131, (2, 40))
     expected = hf_models.logits(peer, tokens)
     assert np.abs(expected).max() > 0.5  # not a model of zeros
-    assert_close(hf_loaded.logits(definition, params, tokens), expected)
+    assert_close(hf_loaded.logits(model_def, params, tokens), expected)
 
     peer.generation_config.eos_token_id = None
     options = {"do_sample": False, "max_new_tokens": 64, "pad_token_id": 0}
     generated = peer.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
-    assert hf_loaded.greedy(definition, params, PROMPT, 64) == generated
+    assert hf_loaded.greedy(model_def, params, PROMPT, 64) == generated
 
     before = json.loads((tmp_path / "in/config.json").read_text())
     chosen, content = choose_family(config.model, 131, None, before)

@@ -16,13 +16,13 @@ from safetensors.numpy import save_file
 from jaxtrain import load as load_config
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.interop import load_weights as loading
 from jaxtrain.interop.safetensors_io import StoredTensor, open_tensors, write_tensors
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.interop.tensor_slices import TensorMapping, parameter_slices, tensor_shapes
-from jaxtrain.models.definition import Definition
+from jaxtrain.models.model_def import ModelDef
 
 SIZES = {
     "llama": ["model.mlp=48"],
@@ -41,12 +41,12 @@ CONFIG = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads
 
 def program(family: str, *overrides: str) -> Any:
     """Builds the program of a tiny model."""
-    return build(load_config(None, *COMMON, *SIZES[family], *overrides), 128, jax.devices()[:8])
+    return build_program(load_config(None, *COMMON, *SIZES[family], *overrides), 128, jax.devices()[:8])
 
 
-def write_model(folder: Path, places: tuple[TensorMapping, ...], definition: Definition) -> Path:
+def write_model(folder: Path, places: tuple[TensorMapping, ...], model_def: ModelDef) -> Path:
     """Writes random tensors to several files."""
-    shapes = tensor_shapes(parameter_slices(places, {path: shape for path, (shape, _) in definition.tensors().items()}))
+    shapes = tensor_shapes(parameter_slices(places, {path: shape for path, (shape, _) in model_def.tensors().items()}))
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes.values())
     folder.mkdir()
@@ -68,7 +68,7 @@ def write_model(folder: Path, places: tuple[TensorMapping, ...], definition: Def
 )
 def test_shards_equal_an_unsharded_load_and_are_read_once(family, layout, piece, tmp_path, monkeypatch):
     sharded, chosen = program(family, *layout), TENSOR_MAPPINGS[family]
-    folder = write_model(tmp_path / "hf", chosen, sharded.definition)
+    folder = write_model(tmp_path / "hf", chosen, sharded.model_def)
     blocks: collections.Counter[tuple] = collections.Counter()
     original = loading.read_block
 
@@ -104,7 +104,7 @@ def test_shards_equal_an_unsharded_load_and_are_read_once(family, layout, piece,
 def test_gpt2_files_without_the_head_and_with_masks(tmp_path):
     """Published files name tensors `h.0` and store a causal mask of any dtype for each layer."""
     one, chosen = program("gpt2", "layout=ddp", "model.tie_embeddings=true"), TENSOR_MAPPINGS["gpt2"]
-    folder = write_model(tmp_path / "hf", chosen, one.definition)
+    folder = write_model(tmp_path / "hf", chosen, one.model_def)
     want = loading.load_weights(folder, chosen, one.state["params"])
     held = {name: entry[:] for name, entry in open_tensors(folder).items()}
     for file in folder.iterdir():
@@ -118,7 +118,7 @@ def test_gpt2_files_without_the_head_and_with_masks(tmp_path):
 
 def test_a_shard_reads_only_its_values(tmp_path, monkeypatch):
     sharded, chosen = program("llama", "layout=fsdp_tp", "mesh.model=2"), TENSOR_MAPPINGS["llama"]
-    folder = write_model(tmp_path / "hf", chosen, sharded.definition)
+    folder = write_model(tmp_path / "hf", chosen, sharded.model_def)
     touched = collections.Counter()
 
     def read(tensor: StoredTensor, index: Any) -> np.ndarray:
@@ -133,8 +133,8 @@ def test_a_shard_reads_only_its_values(tmp_path, monkeypatch):
 
 
 def test_the_commands_from_end_to_end(tmp_path, capfd):
-    definition = program("llama").definition
-    folder = write_model(tmp_path / "hf", TENSOR_MAPPINGS["llama"], definition)
+    model_def = program("llama").model_def
+    folder = write_model(tmp_path / "hf", TENSOR_MAPPINGS["llama"], model_def)
     config = {"model_type": "llama", "vocab_size": 128, "intermediate_size": 48, **CONFIG, "eos_token_id": 5}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
@@ -192,7 +192,7 @@ def test_the_commands_from_end_to_end(tmp_path, capfd):
 def test_commands_with_a_gpt2_of_few_positions(tmp_path, capfd):
     """The number of positions is the default and the maximum of the sequence length."""
     folder = write_model(
-        tmp_path / "hf", TENSOR_MAPPINGS["gpt2"], program("gpt2", "model.tie_embeddings=true").definition
+        tmp_path / "hf", TENSOR_MAPPINGS["gpt2"], program("gpt2", "model.tie_embeddings=true").model_def
     )
     config = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64, "attn_pdrop": 0.1}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 128, **config}))

@@ -14,7 +14,7 @@ import hf_loaded
 import hf_models
 import jax
 
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 
 STEPS, ROWS, TOKENS = 20, 4, 24
 OPTIMIZER = {
@@ -31,7 +31,7 @@ def test_losses_are_those_of_torch(case: str, tmp_path: Path):
     config, _, _, params = hf_loaded.load_model(tmp_path)
     changes = {"optimizer": OPTIMIZER, "steps": STEPS, "data": {"global_batch": ROWS, "sequence": TOKENS}}
     config = config.model_validate({**config.model_dump(), **changes})
-    program = build(config, 131, jax.devices()[:1])
+    program = build_program(config, 131, jax.devices()[:1])
     state = program.init()
     state["params"] = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, program.state["params"])
     losses = []

@@ -94,7 +94,7 @@ def across(formulation: str, want: Want, place: Sharder, dtype: str = "float32",
     arrays = inputs(want.heads, want.tokens, want.is_packed)
     arrays = [x.astype(dtype) if x.dtype == np.float32 else x for x in arrays]
     order = zigzag(want.tokens, want.context) if formulation == "ring" else np.arange(want.tokens)
-    run = partial(outputs, context=formulation, sharder=place, **{**want.options, **options})
+    run = partial(outputs, context_parallel=formulation, sharder=place, **{**want.options, **options})
     got = jax.jit(run, compiler_options=QUICK)(*(x[:, order] for x in arrays))
     return tuple(np.asarray(x.astype(np.float32))[:, np.argsort(order)] for x in got)
 
@@ -171,7 +171,9 @@ def test_layers_in_a_scan_rematerialised(formulation: str):
     wanted = gradients(layers(None, segments, positions, kernel="reference"), g, q, scales)
     counts, names = [], jax.checkpoint_policies.save_only_these_names(RESIDUALS)
     for policy in (None, names):
-        run = layers(policy, segments[:, order], positions[:, order], context=formulation, sharder=sharder(want))
+        run = layers(
+            policy, segments[:, order], positions[:, order], context_parallel=formulation, sharder=sharder(want)
+        )
         compiled = jax.jit(partial(gradients, run), compiler_options=QUICK).lower(g[:, order], q[:, order], scales)
         compiled = compiled.compile()
         counts.append(compiled.as_text().count(" collective-permute("))
@@ -237,5 +239,5 @@ def test_refusals_are_one_line(context: str, options: dict, says: str):
     q = jnp.zeros((ROWS, tokens, heads, HEAD_DIM))
     rows = {"segments_BT": jnp.ones((ROWS, tokens), jnp.int32), "positions_BT": jnp.zeros((ROWS, tokens), jnp.int32)}
     with pytest.raises(ValueError, match=says) as error:
-        attention(q, q, q, context=context, sharder=sharder(Want(4)), **(rows | options))
+        attention(q, q, q, context_parallel=context, sharder=sharder(Want(4)), **(rows | options))
     assert "\n" not in str(error.value)

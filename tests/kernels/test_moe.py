@@ -16,7 +16,7 @@ from jaxtrain.kernels.moe.device_group import Group
 from jaxtrain.kernels.moe.grouped_matmul import grouped
 from jaxtrain.kernels.moe.ragged_all_to_all import ExchangeSizes, exchange
 from jaxtrain.kernels.moe.routing import Load, Routing, places, route
-from jaxtrain.losses.load_balancing import balance, load_metrics, router_z
+from jaxtrain.losses.load_balancing import load_balance_loss, load_metrics, router_z_loss
 from jaxtrain.nn.mlp import HIDDEN
 from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, fill
@@ -140,8 +140,10 @@ def test_losses_and_metrics_by_formula():
     _, load = route(jnp.asarray(logits), None, is_token, top_k=1, normalize=False)
     both: Load = jax.tree.map(lambda a: jnp.stack([a, a]), load)  # two equal layers
     share = np.bincount(p.argmax(-1), minlength=E) / len(p)
-    np.testing.assert_allclose(balance(both, both.chosen_E, 2) / len(p), E * (share * p.mean(0)).sum(), rtol=1e-5)
-    np.testing.assert_allclose(router_z(both, 2) / len(p), (z**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        load_balance_loss(both, both.chosen_E, 2) / len(p), E * (share * p.mean(0)).sum(), rtol=1e-5
+    )
+    np.testing.assert_allclose(router_z_loss(both, 2) / len(p), (z**2).mean(), rtol=1e-5)
     metrics = load_metrics(jnp.array([[3.0, 1.0], [2.0, 2.0]]), jnp.array([3.0, 4.0]))
     assert {name: float(value) for name, value in metrics.items()} == {
         "moe/load_max": 1.5, "moe/load_min": 0.5, "moe/dropped": 0.125,

@@ -37,20 +37,20 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, turn, positions_BT, segments_BT, window, cache=None, order_BT=None):
         env = self.env
-        qkv_BTKGH = jnp.einsum("btd,dkgh->btkgh", env.enter(self.attention_norm(x_BTD)), env.weight(self.qkv))
+        qkv_BTKGH = jnp.einsum("btd,dkgh->btkgh", env.gather_sequence(self.attention_norm(x_BTD)), env.weight(self.qkv))
         qkv_BTKGH = env.constrain(qkv_BTKGH, BATCH, CONTEXT, "kv_heads", None, None)
         q_BTHD = qkv_BTKGH[..., :-2, :].reshape(*x_BTD.shape[:2], -1, qkv_BTKGH.shape[-1])
         q_BTHD = env.constrain(q_BTHD, BATCH, CONTEXT, "heads", None)
         out_BTHD = attention(
             rotate(q_BTHD, *turn), rotate(qkv_BTKGH[..., -2, :], *turn), qkv_BTKGH[..., -1, :], causal=True,
             segments_BT=segments_BT, positions_BT=positions_BT, window=window,
-            kernel=env.attention, context=env.context, sharder=env.sharder,
+            kernel=env.attention, context_parallel=env.context_parallel, sharder=env.sharder,
         )  # fmt: skip
-        x_BTD = x_BTD + env.leave(jnp.einsum("bthk,dhk->btd", out_BTHD, env.weight(self.o)))
-        both_BTGF = jnp.einsum("btd,dgf->btgf", env.enter(self.mlp_norm(x_BTD)), env.weight(self.gate_up))
+        x_BTD = x_BTD + env.scatter_sequence(jnp.einsum("bthk,dhk->btd", out_BTHD, env.weight(self.o)))
+        both_BTGF = jnp.einsum("btd,dgf->btgf", env.gather_sequence(self.mlp_norm(x_BTD)), env.weight(self.gate_up))
         both_BTGF = env.constrain(both_BTGF, BATCH, CONTEXT, None, "mlp")
         hidden_BTF = jax.nn.silu(both_BTGF[:, :, 0]) * both_BTGF[:, :, 1]
-        return x_BTD + env.leave(jnp.einsum("btf,df->btd", hidden_BTF, env.weight(self.down))), None, None
+        return x_BTD + env.scatter_sequence(jnp.einsum("btf,df->btd", hidden_BTF, env.weight(self.down))), None, None
 
 
 class Fused(Decoder):

@@ -10,7 +10,7 @@ import pytest
 from remat import remat as saving
 
 from jaxtrain.config.schema import Config
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 TINY = {"embed": 32, "layers": 3, "heads": 4, "mlp": 48, "vocab": 67, "init_std": 0.2}
@@ -62,13 +62,13 @@ FAMILIES = {
 
 def setup(options: dict, **config):
     cfg = Config(model=TINY | options, precision="fp32", **config)
-    definition = define(cfg, make_env(cfg, Sharder()), TINY["vocab"])
-    params = definition.init(jax.random.key(0))
+    model_def = define_model(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+    params = model_def.init(jax.random.key(0))
     # Biases and norm scales start at constants: make every parameter matter.
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys)]
-    return cfg, definition, jax.tree.unflatten(tree, leaves)
+    return cfg, model_def, jax.tree.unflatten(tree, leaves)
 
 
 def packed(rows: int = 2, length: int = 13):
@@ -82,12 +82,12 @@ def packed(rows: int = 2, length: int = 13):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_numpy(family: str):
-    cfg, definition, params = setup(FAMILIES[family])
+    cfg, model_def, params = setup(FAMILIES[family])
     tokens, positions, segments = packed()
 
     @jax.jit
     def run(params):
-        model = definition.bind(params)
+        model = model_def.bind(params)
         return model.logits(model.hidden(tokens, positions, segments)[0])
 
     expected = numpy_decoder.logits(params, cfg.model, tokens, positions, segments)
@@ -99,22 +99,22 @@ def test_logits_equal_numpy(family: str):
     "family", ["llama3", "mistral", "gemma2", "gemma3", "olmo2", "granite", "qwen3", "mixtral", "deepseek", "gpt2"]
 )
 def test_decoding_with_a_cache_equals_the_whole_sequence(family: str):
-    _, definition, params = setup(FAMILIES[family])
+    _, model_def, params = setup(FAMILIES[family])
     tokens = packed(rows=2, length=12)[0]
     positions = np.tile(np.arange(12, dtype=np.int32), (2, 1))
 
     @jax.jit
     def whole(params):
-        model = definition.bind(params)
+        model = model_def.bind(params)
         return model.logits(model.hidden(tokens, positions, jnp.ones_like(tokens))[0])
 
     @jax.jit
     def begin(params):
-        model = definition.bind(params)
+        model = model_def.bind(params)
         padded = jnp.pad(tokens[:, :5], ((0, 0), (0, 3)))  # right padding must not count
         return model.decode(padded, model.empty_cache(2, 16), 5)
 
-    extend = jax.jit(lambda params, token, cache: definition.bind(params).decode(token, cache))
+    extend = jax.jit(lambda params, token, cache: model_def.bind(params).decode(token, cache))
     expected = np.asarray(whole(params))
     logits, cache = begin(params)
     np.testing.assert_allclose(logits, expected[:, 4], rtol=1e-4, atol=1e-5)
@@ -130,8 +130,8 @@ def test_remat_gives_the_same_gradients(remat):
              "weights": (segments > 0).astype(np.float32)}  # fmt: skip
 
     def gradients(remat):
-        _, definition, params = setup(FAMILIES["gemma2"], step=saving(remat))
-        loss = lambda p: definition.bind(p).loss(batch, jax.random.key(0))["cross_entropy"][0]  # noqa: E731
+        _, model_def, params = setup(FAMILIES["gemma2"], step=saving(remat))
+        loss = lambda p: model_def.bind(p).loss(batch, jax.random.key(0))["cross_entropy"][0]  # noqa: E731
         return jax.jit(jax.grad(loss))(params)
 
     for a, b in zip(jax.tree.leaves(gradients("none")), jax.tree.leaves(gradients(remat))):
@@ -142,19 +142,19 @@ def test_remat_gives_the_same_gradients(remat):
 def test_no_layer_keeps_the_scores_of_its_attention(remat):
     sizes, layers, length = {"embed": 32, "heads": 8, "mlp": 48}, 3, 2048
     cfg = Config(model=TINY | sizes | {"layers": layers}, precision="fp32", step={"remat": remat, "attention": "xla"})
-    definition = define(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+    model_def = define_model(cfg, make_env(cfg, Sharder()), TINY["vocab"])
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    loss = lambda params, tokens: definition.bind(params).hidden(tokens, tokens, None)[0].sum()  # noqa: E731
-    needs = jax.jit(jax.grad(loss)).lower(definition.params, tokens).compile().memory_analysis().temp_size_in_bytes
+    loss = lambda params, tokens: model_def.bind(params).hidden(tokens, tokens, None)[0].sum()  # noqa: E731
+    needs = jax.jit(jax.grad(loss)).lower(model_def.params, tokens).compile().memory_analysis().temp_size_in_bytes
     assert needs < sizes["heads"] * length**2 * 4 / 2  # of one layer
 
 
 def test_compile_work_does_not_grow_with_depth():
     def size(layers: int) -> int:
         cfg = Config(model=TINY | {"layers": layers}, precision="fp32")
-        definition = define(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+        model_def = define_model(cfg, make_env(cfg, Sharder()), TINY["vocab"])
         tokens, positions, segments = packed()
-        run = jax.jit(lambda params: definition.bind(params).hidden(tokens, positions, segments)[0])
-        return len(run.lower(definition.params).as_text())
+        run = jax.jit(lambda params: model_def.bind(params).hidden(tokens, positions, segments)[0])
+        return len(run.lower(model_def.params).as_text())
 
     assert size(64) < 1.02 * size(4)

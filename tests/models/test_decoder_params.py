@@ -1,4 +1,4 @@
-"""The decoder's parameter table against published parameter counts and formulas, and the doctor on whole configs."""
+"""The decoder's parameter table against published parameter counts and formulas, and the layout check of whole configs."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_check_config_of_experts() -> None:
     assert keys("model.moe={num_experts: 8}", "simulate=8", "mesh.data=1", "mesh.fsdp=8", "rules.batch=fsdp",
                 "rules.expert=fsdp", "rules.embed=fsdp") == []  # fmt: skip
     (problem,) = check_config(load(None, *MOE, "rules.expert=model", "mesh.expert=1", "mesh.model=8"))
-    assert "over which rules.expert shares out the experts" in str(problem)
+    assert "rules.batch: needs `model` of rules.expert" in str(problem)
     assert str(problem).endswith("expected [data, fsdp, expert, model]")
 
 
@@ -158,3 +158,13 @@ def test_an_embedding_too_narrow_for_its_shards_lies_as_a_head_does():
         "vocab",
         "embed",
     )
+
+
+def test_only_a_decoder_takes_the_decoders_keys() -> None:
+    plain = "model.type='linear_model:Linear'"
+    (problem,) = check_config(load(None, plain, "model.heads=4", "model.mlp=3", "data.type='a.b:D'"))
+    message = "only the decoder and its subclasses read model.heads and model.mlp; expected `model.options` for"
+    assert (problem.key, problem.message) == ("model.heads", f"{message} linear_model:Linear")
+    assert keys("model.type='fused_model:Fused'", "model.heads=4", "layout=tp", "mesh.model=8", "simulate=8") == [
+        "rules.heads"
+    ]

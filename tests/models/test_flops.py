@@ -10,8 +10,7 @@ from remat import remat as saving
 
 from jaxtrain.config.schema import Config, ModelConfig
 from jaxtrain.kernels.cross_entropy import recomputes
-from jaxtrain.losses.terms import parted
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.losses.terms import split_loss_output
 from jaxtrain.models.flops import (
     Flops,
     attended,
@@ -22,6 +21,7 @@ from jaxtrain.models.flops import (
     user_flops,
     utilisation,
 )
+from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 
@@ -68,16 +68,16 @@ def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=9
     config = Config(
         precision="fp32", model=model, loss={"vocab_chunks": chunks}, step={**saving(remat), "attention": "reference"}
     )
-    definition = define(config, make_env(config, Sharder()), vocab)
+    model_def = define_model(config, make_env(config, Sharder()), vocab)
     ints = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
     inputs = {"tokens": ints, "targets": ints, "positions": ints, "segments": ints}
     inputs["weights"] = jax.ShapeDtypeStruct((batch, sequence), jnp.float32)
 
     def loss(params, batch):
-        terms, _ = parted(definition.bind(params).loss(batch, None))
+        terms, _ = split_loss_output(model_def.bind(params).loss(batch, None))
         return sum(total for total, _ in terms.values())
 
-    return jax.grad(loss), (definition.params, inputs), config.model
+    return jax.grad(loss), (model_def.params, inputs), config.model
 
 
 def hardware_flops(model: ModelConfig, remat, sequence: int, vocab: int) -> float:

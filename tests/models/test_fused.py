@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.planning import compile
 from jaxtrain.planning.hardware import targets
@@ -37,7 +37,7 @@ def config(fused: bool, layout: str | None, sizes: dict, vocab: int, *keys: str)
 def gradients(fused: bool, layout: str | None, params: dict | None = None) -> tuple[dict, dict]:
     """Parameters (fresh ones by default) and their gradients."""
     keys = ("precision=fp32", "data.sequence=32", "data.global_batch=8", "data.validation_fraction=0")
-    program = build(config(fused, layout, SIZES, VOCAB, *keys), VOCAB, jax.devices()[: 8 if layout else 1])
+    program = build_program(config(fused, layout, SIZES, VOCAB, *keys), VOCAB, jax.devices()[: 8 if layout else 1])
     held = program.init()["params"]
     if params is not None:
         held = jax.tree.map(lambda p, old: jax.device_put(np.asarray(p), old.sharding), params, held)

@@ -124,7 +124,7 @@ def test_rows_and_gradient_equal_numpy(name: str | None, tied: bool):
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_replica_keeps_its_own_gradient_inside_a_map(tied: bool):
     mesh, rules, _, _ = PLACES["all"]
-    env = Env(placed(mesh, rules, 0).without("data"))
+    env = Env(placed(mesh, rules, 0).without_axis("data"))
     graphdef, state = nnx.split(Embed(VOCAB, WIDTH, tied=tied, std=1.0, env=env, rngs=nnx.Rngs(0)))
     tokens, cotangent = example(2, 4, 16)
 
@@ -133,7 +133,7 @@ def test_each_replica_keeps_its_own_gradient_inside_a_map(tied: bool):
         return rows[None], jax.tree.leaves(back(cotangent[0]))[0][None]
 
     own = PartitionSpec("data")
-    each = placed(mesh, rules, 0).map(one, (PartitionSpec(), own, own), own, axes=("data",))
+    each = placed(mesh, rules, 0).shard_map(one, (PartitionSpec(), own, own), own, axes=("data",))
     rows, gradients = jax.jit(each)(state, tokens, cotangent)
     for replica in range(2):
         expected = reference(np.asarray(*jax.tree.leaves(state)), tokens[replica], cotangent[replica])

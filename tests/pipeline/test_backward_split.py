@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain.config.schema import Config
-from jaxtrain.losses.load_balancing import router_z
-from jaxtrain.models.definition import define, make_env
+from jaxtrain.losses.load_balancing import router_z_loss
+from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.nn.rope import frequencies, rotation
 from jaxtrain.nn.stack import scan
 from jaxtrain.pipeline.backward_split import SplitBackward, split
@@ -281,14 +281,14 @@ def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **option
     """(stage, its parameters, an input): the layers of a decoder, and the router's loss where it has one."""
     cfg = Config(model=MODEL | options, precision=precision, step={"remat": remat})
     env = make_env(cfg, sharder or Sharder())
-    definition = define(cfg, env, MODEL["vocab"])
-    params = definition.init(jax.random.key(0))
+    model_def = define_model(cfg, env, MODEL["vocab"])
+    params = model_def.init(jax.random.key(0))
     positions = jnp.tile(jnp.arange(16), (4, 1))
     segments = 1 + positions // 9
     period = cfg.model.sliding_window_pattern
 
     def stage(layers, x):
-        model = definition.bind(params | {"layers": layers})
+        model = model_def.bind(params | {"layers": layers})
         turn = rotation(positions, frequencies(8, 1e4, None))
         order = segments * 16 + positions
 
@@ -297,8 +297,8 @@ def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **option
             x, _, load = block(x, turn, positions, segments, window, None, order)
             return x, load
 
-        x, load = scan(model.layers, step, env.constrain(x, BATCH, SEQUENCE, None), env=env, period=period)
-        return x if load is None else (x, router_z(load, len(load.squares)))
+        x, load = scan(model.layers, step, env.constrain(x, BATCH, SEQUENCE, None), env=env, group=period)
+        return x if load is None else (x, router_z_loss(load, len(load.squares)))
 
     return stage, params["layers"], normal(1, 4, 16, 32, dtype=env.policy.compute)
 
@@ -385,7 +385,7 @@ def test_b_and_w_in_different_ticks_on_a_mesh(options: dict):
         "kv_heads": ("model",), "mlp": ("model",), "sequence": ("model",),
     }  # fmt: skip
     plain, layers, _ = decoder("fp32", "full", layers=2, **options)
-    placed, _, _ = decoder("fp32", "full", Sharder(mesh, rules).without("pipeline"), layers=2, **options)
+    placed, _, _ = decoder("fp32", "full", Sharder(mesh, rules).without_axis("pipeline"), layers=2, **options)
     only = (lambda stage: lambda params, x: stage(params, x)[0]) if options else (lambda stage: stage)
     params = jax.tree.map(lambda p: jnp.stack([p, -p]), layers)
     x, dy = normal(5, 2, 4, 16, 32), normal(6, 2, 4, 16, 32)

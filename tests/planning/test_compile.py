@@ -16,7 +16,7 @@ import pytest
 from test_collectives import TINY
 from wire_theory import communication, configured
 
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import divergent_permutes, from_dict
 from jaxtrain.planning import compile, step_program
@@ -105,7 +105,7 @@ def test_no_compiler_outlives_the_call(compiler, tmp_path: Path):
 @pytest.mark.parametrize("layout", ["hsdp"])
 def test_state_bytes_are_those_of_the_arrays(layout: str):
     config = configured(layout, {"data": 2, "fsdp": 4}, {**KEYS, "optimizer.ema_decay": 0.99})
-    program = build(config, 1024, jax.devices())
+    program = build_program(config, 1024, jax.devices())
     state = program.init()
     held = {
         name: sum(
@@ -129,7 +129,7 @@ def test_a_dim_that_does_not_divide_counts_as_padded():
 
 
 def test_a_users_own_data_needs_an_example():
-    program = build(configured("fsdp", {"fsdp": 4}, KEYS), 1024, jax.devices()[:4])
+    program = build_program(configured("fsdp", {"fsdp": 4}, KEYS), 1024, jax.devices()[:4])
     data = program.config.data.model_copy(update={"type": "mine:Data"})
     program = dataclasses.replace(program, config=program.config.model_copy(update={"data": data}))
     with pytest.raises(UserError, match=r"data\.type mine:Data: .* example batch"):

@@ -9,7 +9,7 @@ import pytest
 from wire_theory import configured, measured, together
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.errors import UserError
 from jaxtrain.hlo import parse
 from jaxtrain.kernels.attention import cudnn
@@ -22,7 +22,7 @@ from jaxtrain.planning.cost.estimate import Formula, Order
 from jaxtrain.planning.cost.parameters import weigh
 from jaxtrain.planning.hardware import targets
 from jaxtrain.sharding.axes import AXES
-from jaxtrain.sharding.layout import resolve
+from jaxtrain.sharding.layout import resolve_layout
 
 H100 = "h100:2x8"
 NO_COMPILER = targets.missing(targets.parse(H100), "xla")
@@ -63,9 +63,9 @@ STATES = [
 @pytest.mark.parametrize(("layout", "mesh", "changes"), STATES)
 def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes: dict):
     config = configured(layout, mesh, {**SMALL, **changes})
-    program = build(config, config.model.vocab, jax.devices()[:8])
+    program = build_program(config, config.model.vocab, jax.devices()[:8])
     state, held = memory.state_bytes(program.state), step_program.held_bytes(program)
-    sizes = {axis: resolve(config, 8).sizes[axis] for axis in AXES}
+    sizes = {axis: resolve_layout(config.layout, config.mesh, config.rules, 8).sizes[axis] for axis in AXES}
     assert config.model.vocab is not None
     found = weigh(config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)}), config.model.vocab)
     assert found.params == state["params"]
@@ -116,7 +116,7 @@ TEMPORARIES = [
 def test_what_layers_keep_is_about_what_a_compiled_step_does(layout: str, mesh: dict[str, int], changes: dict):
     config = configured(layout, {"fsdp": 1, **mesh}, {**MEDIUM, **changes, "step.remat": "none"})
     devices = prod(mesh.values())
-    program = build(config, config.model.vocab, jax.devices()[:devices])
+    program = build_program(config, config.model.vocab, jax.devices()[:devices])
     made = memory.compiled_memory(step_program.compiled_step(program)).temporaries
     found = formula(config, f"simulate:{devices}").exact(Choice.of(config, program.layout.sizes))
     assert found is not None

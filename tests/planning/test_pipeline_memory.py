@@ -6,7 +6,7 @@ import functools
 
 import jax
 
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.hlo import parse
 from jaxtrain.hlo.collectives import divergent_permutes
@@ -28,7 +28,7 @@ def compiled(schedule: str, microbatches: int) -> jax.stages.Compiled:
         f"data.global_batch={8 * microbatches}",
     )
     config = resolve(None, "layout=pp_fsdp", *SIZES, *own, paths=False)[0]
-    return step_program.compiled_step(build(config, 256, jax.devices()[:4]))
+    return step_program.compiled_step(build_program(config, 256, jax.devices()[:4]))
 
 
 def temporaries(schedule: str, microbatches: int) -> int:

@@ -15,7 +15,7 @@ from test_collectives import NO_COMPILER, TINY
 from wire_theory import configured
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.hlo import device_groups
 from jaxtrain.planning import advice, compile, pods, predict, step_program
 from jaxtrain.planning.extrapolate import extrapolated
@@ -116,7 +116,9 @@ def test_groups_that_tell_nothing_of_a_larger_mesh():
 def reports(whole: Config, small: Config) -> tuple[compile.Report, compile.Report]:
     """Of a config compiled as it is, and from a pod."""
     count = prod(getattr(small.mesh, axis) for axis in AXES)
-    programs = [build(config, config.model.vocab, jax.devices()[:n]) for config, n in ((whole, 8), (small, count))]
+    programs = [
+        build_program(config, config.model.vocab, jax.devices()[:n]) for config, n in ((whole, 8), (small, count))
+    ]
     own, pod = (step_program.compiled_step(program) for program in programs)
     return (
         compile.of_program(programs[0], own, "simulate:8", "cpu"),
@@ -167,7 +169,7 @@ def test_a_pod_that_does_not_lie_across_nodes_as_the_whole_does_tells_nothing(mo
     config = configured("hsdp", {"data": 4, "fsdp": 2}, KEYS)
     (pod,) = pods.pods(config, targets.parse("simulate:8"), 4)
     elsewhere = {"config": pod.config.model_dump(mode="json"), "target": "simulate:4"}
-    whole = build(config, config.model.vocab, jax.devices())
+    whole = build_program(config, config.model.vocab, jax.devices())
     assert compile._pod(elsewhere, config.model.vocab, whole, "simulate:8").layout.sizes["data"] == 2
     monkeypatch.setattr(compile.network, "crosses", lambda places, sizes: {"data": sizes["data"] == 4})
     with pytest.raises(compile.Unlike, match="does not lie across simulate:4 as the whole does"):

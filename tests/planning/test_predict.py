@@ -30,7 +30,7 @@ def json_of(plan: Plan) -> Plan:
     return Plan.from_dict(json.loads(json.dumps(plan.as_dict())))
 
 
-STAGES = configured("pp_fsdp", {"pipeline": 2, "fsdp": 2}, {
+PIPELINE_AXIS = configured("pp_fsdp", {"pipeline": 2, "fsdp": 2}, {
     **TINY, "model.layers": 4, "precision": "fp32", "step.microbatches": 4, "step.attention": "reference",
     "pipeline.schedule": "1f1b",
 })  # fmt: skip
@@ -43,12 +43,12 @@ pytestmark = pytest.mark.xdist_group("predict")  # one compiled step for all
 def report() -> compile.Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # with the fusions that are priced
-        return compile.measure(STAGES, None, "simulate:4")
+        return compile.measure(PIPELINE_AXIS, None, "simulate:4")
 
 
 @pytest.fixture(scope="module")
 def simulated(report: compile.Report) -> Plan:
-    return assess(STAGES, report)
+    return assess(PIPELINE_AXIS, report)
 
 
 def test_a_plan_of_simulated_devices_has_times_from_measured_rates(simulated: Plan, report: compile.Report):
@@ -68,29 +68,29 @@ def test_a_plan_of_simulated_devices_has_times_from_measured_rates(simulated: Pl
 
 def test_half_the_rates_are_twice_the_time(simulated: Plan, report: compile.Report):
     halved = {key: value * (2 if key in ("launch", "meeting") else 0.5) for key, value in report.measured.items()}
-    slower = assess(STAGES, dataclasses.replace(report, measured=halved))
+    slower = assess(PIPELINE_AXIS, dataclasses.replace(report, measured=halved))
     assert slower.step_seconds == pytest.approx(2 * simulated.step_seconds)
 
 
 def test_large_temporaries_are_handed_out_again_in_every_step(simulated: Plan, report: compile.Report):
     size = 40_000_000  # more than malloc keeps
     large = dataclasses.replace(report, memory=dataclasses.replace(report.memory, temporaries=size))
-    plan = assess(STAGES, large)
+    plan = assess(PIPELINE_AXIS, large)
     assert report.measured is not None
     assert plan.seconds_by["kind"]["pages"] == plan.seconds_by["phase"]["pages"] == size / report.measured["pages"]
     assert plan.step_seconds == pytest.approx(simulated.step_seconds + size / report.measured["pages"])
     assert "pages" not in simulated.seconds_by["kind"]
     gpu = dataclasses.replace(large, measured=None, target="local", device_kind="NVIDIA H100 80GB HBM3")
-    assert "pages" not in assess(STAGES, gpu).seconds_by["kind"]
+    assert "pages" not in assess(PIPELINE_AXIS, gpu).seconds_by["kind"]
 
 
 def test_a_stage_computes_its_share_of_the_actions(simulated: Plan):
-    assert simulated.flops_compiled == pytest.approx(expected(STAGES, 4), rel=0.01)
+    assert simulated.flops_compiled == pytest.approx(expected(PIPELINE_AXIS, 4), rel=0.01)
 
 
 def test_a_lockstep_bubble_from_the_seconds_of_the_actions(report: compile.Report):
     h100 = dataclasses.replace(report, measured=None, target="local", device_kind="NVIDIA H100 80GB HBM3")
-    plan = assess(STAGES, h100)
+    plan = assess(PIPELINE_AXIS, h100)
     # 2 stages, 4 microbatches: (p - 1) / m of the work without lockstep, and more with it.
     assert 0.1 * plan.compute_seconds < plan.bubble_seconds < plan.compute_seconds
 
@@ -272,7 +272,7 @@ def test_every_advice_is_a_config_that_runs(target: str, keys: str, never: str, 
 
     for remat in ("none", "full"):
         config, _ = resolve(None, *words, f"step.remat={remat}", paths=False, checks=[check])
-        sizes = layout.resolve(config, devices).sizes
+        sizes = layout.resolve_layout(config.layout, config.mesh, config.rules, devices).sizes
         rows = tuple(Traffic(axis, "all-gather", "InfiniBand", 10, 10**9, 0.2, 0.0) for axis in ("fsdp", "model"))
         made = plan(
             target=target, devices=devices, sizes=sizes, fits=fits, traffic=rows, bubble_seconds=0.3,
@@ -301,7 +301,7 @@ def test_a_tpus_memory_is_not_that_of_its_host(report: compile.Report):
 
     def planned(host: int, peak: int, temporaries: int = 9 * giga) -> tuple[int, bool]:
         said = Memory(arguments, arguments, arguments, temporaries, arguments + peak, host)
-        plan = assess(STAGES, dataclasses.replace(report, target="v6e:2x2", memory=said, measured=None))
+        plan = assess(PIPELINE_AXIS, dataclasses.replace(report, target="v6e:2x2", memory=said, measured=None))
         assert plan.fits
         assert plan.memory["host"] == host
         return plan.needs, any("libtpu then does not tell" in note for note in plan.notes)

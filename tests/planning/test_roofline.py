@@ -7,7 +7,7 @@ import pytest
 from wire_theory import LLAMA, configured
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.hlo import matmuls, memory_traffic, parse
 from jaxtrain.models.flops import layer_matmuls, recomputed
 from jaxtrain.planning import compile, step_program
@@ -299,7 +299,7 @@ def expected(config: Config, devices: int) -> float:
 def test_flops_of_steps_on_simulated_devices(layout: str, mesh: dict, remat: str, accumulate: int):
     changes = {**TINY, "precision": "fp32", "step.remat": remat, "step.microbatches": accumulate}
     config = configured(layout, mesh, {**changes, "step.attention": "reference"})
-    text = step_program.compiled_step(build(config, config.model.vocab, jax.devices()[:4])).as_text() or ""
+    text = step_program.compiled_step(build_program(config, config.model.vocab, jax.devices()[:4])).as_text() or ""
     found = roofline.analyse(text)
     assert found.flops() == pytest.approx(expected(config, 4), rel=0.01)
     assert not any(one.unknown for one in found.operations)

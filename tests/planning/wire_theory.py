@@ -18,7 +18,7 @@ import jax
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.hlo import collectives as wire
 from jaxtrain.models.decoder_params import head_dim, parameter_count
@@ -80,7 +80,7 @@ def _measured(layout: str, target: str | None, changes: tuple) -> tuple[Config, 
             report = compile.measure(config, None, target)
         return config, report.sizes, report.rows
     devices = jax.devices()[: prod(mesh.values())]
-    program = build(config, config.model.vocab, devices)
+    program = build_program(config, config.model.vocab, devices)
     text = step_program.compiled_step(program).as_text() or ""
     return config, dict(program.layout.sizes), wire.report(text, program.layout.sizes)
 

@@ -47,8 +47,8 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
     [
         (
             ["layout=cp_ring", "data.sequence=1020"],
-            "command line: data.sequence: 1020 tokens cannot be split into 8 chunks, two for each of the 4 shards of"
-            " context (ring); expected 1016 or 1024, or context_parallel: ulysses or gather",
+            "command line: data.sequence: 1020 tokens cannot be split into 8 chunks, two for each of 4 shards"
+            " (ring); expected 1016 or 1024, or context_parallel: ulysses or gather",
         ),
         (
             ["layout=cp_gather", "data.sequence=1022"],
@@ -57,45 +57,38 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         ),
         (
             ["layout=cp_ulysses", "model.heads=6", "model.head_dim=8"],
-            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 6 heads cannot be"
-            " split;"
-            " expected 2, 3 or 6 shards, or context_parallel: ring or gather",
+            "layout cp_ulysses: context_parallel: ulysses exchanges heads among the 4 shards of context, and 6 heads"
+            " are 6 a device; expected 2, 3 or 6 shards, or context_parallel: ring or gather",
         ),
         (
             ["layout=cp_ulysses", "mesh.model=2", "rules.heads=model", "rules.kv_heads=model", "model.heads=4"],
-            "layout cp_ulysses: context_parallel: ulysses hands heads to the 4 shards of context: 4 heads over 2"
-            " shards are 2"
-            " each, and these cannot be split; expected 1 or 2 shards, or context_parallel: ring or gather",
+            "layout cp_ulysses: context_parallel: ulysses exchanges heads among the 4 shards of context, and 4 heads"
+            " over 2 shards are 2 a device; expected 1 or 2 shards, or context_parallel: ring or gather",
         ),
         (
             ["layout=fsdp", "context_parallel=ring"],
-            "command line: context_parallel: ring crosses the shards of a sequence, and the layout makes none;"
-            " expected auto, or"
-            " a rule `context: context` with mesh.context above 1",
+            "command line: context_parallel: ring needs sharded sequences, and the layout does not shard them;"
+            " expected auto, or a rule `context: context` with mesh.context above 1",
         ),
         (
             ["layout=cp_ring", "mesh.context=1"],
-            "layout cp_ring: context_parallel: ring crosses the shards of a sequence, and the layout makes none;"
-            " expected auto,"
-            " or mesh.context above 1",
+            "layout cp_ring: context_parallel: ring needs sharded sequences, and the layout does not shard them;"
+            " expected auto, or mesh.context above 1",
         ),
         (
             ["layout=cp_ring", "step.attention=splash"],
-            "command line: step.attention: `splash` needs whole sequences, and context_parallel: ring keeps them in"
-            " shards;"
-            " expected auto or xla, or context_parallel: ulysses",
+            "command line: step.attention: `splash` needs whole sequences, and context_parallel: ring keeps them"
+            " sharded; expected auto or xla, or context_parallel: ulysses",
         ),
         (
             ["layout=cp_gather", "step.attention=cudnn"],
-            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in"
-            " shards;"
-            " expected auto or xla, or context_parallel: ulysses",
+            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them"
+            " sharded; expected auto or xla, or context_parallel: ulysses",
         ),
         (
             ["layout=cp_ulysses", "context_parallel=auto", "model.heads=6", "model.head_dim=8", "step.attention=cudnn"],
-            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them in"
-            " shards;"
-            " expected auto or xla, or heads that the 4 shards of context divide",
+            "command line: step.attention: `cudnn` needs whole sequences, and context_parallel: gather keeps them"
+            " sharded; expected auto or xla, or heads that the 4 shards of context divide",
         ),
         (
             ["layout=cp_ring", "mesh.model=2", "rules.kv_heads=null"],

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import MeshConfig
 from jaxtrain.sharding.axes import AXES, fill
 from jaxtrain.sharding.devices import make_mesh
-from jaxtrain.sharding.layout import Layout, resolve
-from jaxtrain.sharding.rules import dims_to_axes, placed_dims, storage_axes, stored_dims
+from jaxtrain.sharding.layout import Layout, resolve_layout
+from jaxtrain.sharding.rules import compute_dims, dims_to_axes, storage_axes, storage_dims
 from jaxtrain.sharding.sharder import Sharder
 
 RULES = {"batch": ("data", "fsdp"), "embed": ("fsdp",), "mlp": ("model",), "sequence": ("model",)}
 
 
 def sharder(**sizes: int) -> Sharder:
-    layout = resolve(Config(mesh=sizes, rules=RULES), int(np.prod(list(sizes.values()))))
+    layout = resolve_layout("test", MeshConfig(**sizes), RULES, int(np.prod(list(sizes.values()))))
     return Sharder(make_mesh(layout, jax.devices()[: int(np.prod(list(sizes.values())))]), layout.rules)
 
 
@@ -83,7 +83,7 @@ def test_a_stored_weight_is_gathered_in_the_compute_dtype_and_its_gradient_lands
     x = jax.device_put(jnp.arange(64, dtype=jnp.bfloat16).reshape(4, 16) / 64, s.sharding(("batch", None)))
 
     def loss(w, x):
-        y = x @ s.weight(w, ("embed", "mlp"), jnp.bfloat16)
+        y = x @ s.gather_weight(w, ("embed", "mlp"), jnp.bfloat16)
         return jnp.sum(y.astype(jnp.float32) ** 2), y.dtype
 
     compiled = jax.jit(jax.grad(lambda w, x: loss(w, x)[0])).lower(w, x).compile()
@@ -103,11 +103,11 @@ def test_layers_that_stages_do_not_divide_lie_in_shares_of_another_dim():
     rules = {"layers": ("pipeline",), "embed": ("fsdp",), "batch": ("data",), "mlp": ("model",)}
     sizes = {"pipeline": 4, "fsdp": 2, "data": 2, "model": 2}
     names = ("layers", "embed", "mlp")
-    assert placed_dims(names, (8, 16, 64), rules, sizes) == (("pipeline",), ("fsdp",), ("model",))
-    assert placed_dims(names, (6, 16, 64), rules, sizes) == ((), ("fsdp", "pipeline"), ("model",))
-    assert placed_dims(names, (6, 4, 64), rules, sizes) == ((), ("fsdp",), ("model", "pipeline"))
-    assert placed_dims(("layers", "embed"), (6, 6), rules, sizes) == ((), ("fsdp",))
-    assert stored_dims(names, (6, 16, 64), rules, sizes, 1) == ((), ("fsdp", "pipeline", "data"), ("model",))
+    assert compute_dims(names, (8, 16, 64), rules, sizes) == (("pipeline",), ("fsdp",), ("model",))
+    assert compute_dims(names, (6, 16, 64), rules, sizes) == ((), ("fsdp", "pipeline"), ("model",))
+    assert compute_dims(names, (6, 4, 64), rules, sizes) == ((), ("fsdp",), ("model", "pipeline"))
+    assert compute_dims(("layers", "embed"), (6, 6), rules, sizes) == ((), ("fsdp",))
+    assert storage_dims(names, (6, 16, 64), rules, sizes, 1) == ((), ("fsdp", "pipeline", "data"), ("model",))
 
 
 def test_boundary_places_forward_and_backward_apart():
@@ -115,7 +115,7 @@ def test_boundary_places_forward_and_backward_apart():
     x = jax.device_put(jnp.ones((4, 8, 3)), s.sharding(("batch", None, None)))
 
     def forward(x):
-        return s.boundary(x, [("batch", "sequence", None)], [("batch", None, None)])
+        return s.reshard(x, [("batch", "sequence", None)], [("batch", None, None)])
 
     out, pull = jax.vjp(jax.jit(forward), x)
     assert out.sharding.is_equivalent_to(s.sharding(("batch", "sequence", None)), 3)

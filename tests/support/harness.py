@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain.config.schema import Config
 from jaxtrain.core.placement import Placer, row_order
-from jaxtrain.core.program import Program, build
+from jaxtrain.core.program import Program, build_program
 from jaxtrain.verification.test_batch import packed
 
 RULES = {
@@ -39,7 +39,7 @@ def program(mesh: dict | None = None, rules: dict = RULES, **changes) -> Program
     """On as many simulated devices as the mesh has places; without a mesh on one, unsharded."""
     cfg = config(mesh=mesh or {}, rules=rules if mesh else {}, **changes)
     count = int(np.prod(list((mesh or {}).values()) or [1]))
-    return build(cfg, 256, jax.devices()[:count])
+    return build_program(cfg, 256, jax.devices()[:count])
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -49,7 +49,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 def placed(program: Program, step: int) -> dict[str, jax.Array]:
     """The batch as the loop puts it on the devices: rows in the order that the layout wants."""
-    order = row_order(program.config, program.sharder)
+    order = row_order(program.config.context_parallel, program.config.data.sequence, program.sharder)
     return Placer(lambda step, rows: batch(step), program.sharder, ROWS, True, order)(step)
 
 

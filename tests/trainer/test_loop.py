@@ -334,11 +334,11 @@ def test_the_loss_contract_and_options_of_a_users_model_are_checked_in_one_line(
     )
     with pytest.raises(ValueError, match="unexpected keyword argument 'width'"):
         jaxtrain.train(cfg, console=quiet())
-    from jaxtrain.losses.terms import checked
+    from jaxtrain.losses.terms import validate_terms
 
     for bad in (1.0, {}, {"a": 1.0}, {"a": (1.0, jax.numpy.ones(2))}):
         with pytest.raises(ValueError, match=r"must return a dict of terms"):
-            checked(bad)
+            validate_terms(bad)
 
 
 def test_a_full_device_is_told_in_one_line(tmp_path, corpus, monkeypatch):

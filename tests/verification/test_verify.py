@@ -16,7 +16,7 @@ from jaxtrain import load
 from jaxtrain.cli.main import main
 from jaxtrain.config import UserError
 from jaxtrain.config.schema import MeshConfig
-from jaxtrain.core.program import build
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
@@ -48,7 +48,7 @@ def reference(path: Path) -> tuple:
     split = Rows(small)
     hosts = [split.batch(step, slice(None)) for step in range(2)]
     alone = small.model_copy(update={"mesh": MeshConfig(), "rules": {}, "simulate": None})
-    return found[-1], split, hosts, Reference(build(alone, small.model.vocab, jax.devices()[:1]), hosts)
+    return found[-1], split, hosts, Reference(build_program(alone, small.model.vocab, jax.devices()[:1]), hosts)
 
 
 def test_a_large_config_shrinks_and_says_how(path):

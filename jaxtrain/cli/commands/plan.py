@@ -29,8 +29,8 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import Problem, UserError, join_words
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
-from jaxtrain.models.decoder_params import vocabulary
 from jaxtrain.models.layout_check import check_config
+from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.planning import compile, pods, predict
 from jaxtrain.planning.hardware import targets
@@ -246,9 +246,9 @@ def _resolve(path: str, overrides: Sequence[str], target: Target) -> tuple[Confi
 
 def _vocabulary(config: Config) -> int | None:
     """Returns the vocabulary size of the decoder: `model.vocab`, else the tokenizer's."""
-    if config.model.vocab is not None or config.model.type != "decoder" or config.data.type != "text":
+    if config.model.vocab is not None or not is_decoder(config.model) or not config.data.is_text:
         return config.model.vocab
-    return vocabulary(config, load_tokenizer(config.data.tokenizer).vocab)
+    return vocabulary_size(config.model, load_tokenizer(config.data.tokenizer).vocab)
 
 
 def _read_plan(path: str) -> Plan:

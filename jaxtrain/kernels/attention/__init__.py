@@ -45,7 +45,7 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     kernel: str = "auto",
-    context: str = "auto",
+    context_parallel: str = "auto",
     sharder: Sharder | None = None,
 ) -> Array:
     """Softmax attention of queries to keys and values of (possibly fewer) heads.
@@ -58,7 +58,7 @@ def attention(
             output is 0, and nothing sees it. Runs of equal ids must be contiguous in a row.
         positions_BT: int positions of the queries. Without `kv_positions_BS` they must rise along each
             document of a row, so that the order is that of the array, which is what every kernel then tests; under
-            `context="ring"` they must be given, and rise along each document in its natural order.
+            `context_parallel="ring"` they must be given, and rise along each document in its natural order.
         kv_segments_BS: document ids of the keys where they are not the queries' own (a KV cache; 0 marks the
             slots that are empty). Default: `segments_BT`.
         kv_positions_BS: int positions of the keys (a KV cache, permuted rows): causality and window are then
@@ -69,9 +69,9 @@ def attention(
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118).
         scale: factor of the scores; default head_dim ** -0.5.
         kernel: one of `KERNELS`, or `auto`: the fastest that can do the case on the platform of the mesh.
-        context: how self-attention crosses the shards of a sequence: `gather`, `ulysses`, `ring`, or `auto` (see
-            `context.choose`). For `ring` rows must lie in the order of `jaxtrain.sharding.context_parallel.zigzag`, as
-            the host puts them. No effect where the rules do not shard `context`.
+        context_parallel: how self-attention crosses the shards of a sequence: `gather`, `ulysses`, `ring`, or `auto`
+            (see `context_parallel.choose`). `ring` needs rows in the order of `sharding.context_parallel.zigzag`, which
+            the host gives them. No effect if the rules do not shard `context`.
         sharder: `cudnn` and `splash` run on the shards of batch, heads and kv_heads that its rules give. Segments
             and positions are best whole on all shards of a sequence, or every layer gathers them.
 
@@ -95,7 +95,7 @@ def attention(
     device = jax.devices()[0] if sharder.mesh is None else sharder.mesh.devices.flat[0]
     if own and sharder.size(CONTEXT) > 1:
         tokens = TokenOrder(segments_BT, segments_BT, positions_BT, positions_BT)
-        return _on_context(kernel, context, case, tokens, sharder, device, q_BTHD, k_BSKD, v_BSKD)
+        return _on_context(kernel, context_parallel, case, tokens, sharder, device, q_BTHD, k_BSKD, v_BSKD)
     kernel = _choose(kernel, case, own, q_BTHD, k_BSKD, device)
     with jax.named_scope(f"attention_{kernel}"):
         if kernel in ("cudnn", "splash"):
@@ -125,7 +125,7 @@ def _block(device: Any) -> int:
 
 def _on_context(
     kernel: str,
-    context: str,
+    context_parallel: str,
     case: Case,
     tokens: TokenOrder,
     sharder: Sharder,
@@ -142,7 +142,16 @@ def _on_context(
         return _self(_choose(kernel, case, True, q, k, device), case, device)
 
     return contexts.attention(
-        q, k, v, case, tokens, formulation=context, kernel=kernel, local=local, block=_block(device), shards=shards
+        q,
+        k,
+        v,
+        case,
+        tokens,
+        formulation=context_parallel,
+        kernel=kernel,
+        local=local,
+        block=_block(device),
+        shards=shards,
     )
 
 
@@ -213,7 +222,7 @@ def _on_shards(run: Any, sharder: Sharder, q: Array, k: Array, v: Array, segment
         return run(q, k, v, segments)
     queries, keys = _specs(sharder, q, k, None)
     specs = (queries, keys, keys, None if segments is None else sharder.spec((BATCH, None)))
-    return sharder.map(run, specs, queries)(q, k, v, segments)
+    return sharder.shard_map(run, specs, queries)(q, k, v, segments)
 
 
 def _specs(sharder: Sharder, q: Array, k: Array, time: str | None) -> tuple[PartitionSpec, PartitionSpec]:

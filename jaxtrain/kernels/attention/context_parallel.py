@@ -59,7 +59,7 @@ class Shards:
 
     def run(self, body: Callable, in_specs: Any, out_specs: Any, *args: Any) -> Any:
         """`body` on the shards."""
-        return self.sharder.map(body, in_specs, out_specs)(*args)
+        return self.sharder.shard_map(body, in_specs, out_specs)(*args)
 
 
 def choose(formulation: str, heads: int, shards: int) -> str:
@@ -120,7 +120,7 @@ def attention(
     with jax.named_scope(f"attention_{formulation}"):
         if formulation == "ulysses":
             body = partial(_ulysses, axes=shards.axes, local=local)
-        elif case.causal and case.span is not None and case.span <= chunk + 1 and not shards.sharder.takes_turns:
+        elif case.causal and case.span is not None and case.span <= chunk + 1 and not shards.sharder.in_pipeline_stage:
             body = partial(_halo, axes=shards.axes, local=local, window=case.span, zigzag=formulation == "ring")
         elif kernel not in ANY_KERNEL:
             able = " or ".join(ANY_KERNEL)

@@ -70,4 +70,4 @@ def experts(
     x_spec, choice_spec = (P(sharder.axes(BATCH), t, None) for t in (tokens, tokens if is_spread else context))
     # A prefix of the routing: one place for whatever it holds.
     specs = (x_spec, choice_spec, (sharder.spec(INNER), sharder.spec(DOWN)))
-    return sharder.map(local, specs, x_spec)(x_BTD, routing, weights)
+    return sharder.shard_map(local, specs, x_spec)(x_BTD, routing, weights)

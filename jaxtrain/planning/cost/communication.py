@@ -27,7 +27,7 @@ from jaxtrain.planning.hardware.chips import Chip, Switch, Torus
 from jaxtrain.planning.hardware.network import DevicePosition, Fabric
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.sharding.axes import AXES
-from jaxtrain.sharding.rules import STAGES
+from jaxtrain.sharding.rules import PIPELINE_AXIS
 
 GIGA = 1e9
 
@@ -82,8 +82,8 @@ class LayoutSizes:
         if "attention" in choice.offload:
             again -= {"scores"}
         return cls(
-            model.layers / choice.size(STAGES), tokens, tokens / split, COMPUTE.get(config.precision, 2), model.embed,
-            model.heads * head, 2 * (model.kv_heads or model.heads) * head, frozenset(again),
+            model.layers / choice.size(PIPELINE_AXIS), tokens, tokens / split, COMPUTE.get(config.precision, 2),
+            model.embed, model.heads * head, 2 * (model.kv_heads or model.heads) * head, frozenset(again),
         )  # fmt: skip
 
 
@@ -181,8 +181,8 @@ def _experts(config: Config, choice: Choice, shape: LayoutSizes) -> list[Collect
 
 
 def _pipeline(choice: Choice, shape: LayoutSizes, ticks: int) -> list[CollectiveRow]:
-    axes = (STAGES,)
-    if choice.size(STAGES) == 1:
+    axes = (PIPELINE_AXIS,)
+    if choice.size(PIPELINE_AXIS) == 1:
         return []
     stream = shape.stream * shape.embed * shape.width
     around = 4 * choice.accumulate

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtrain.config.schema import Config, ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.flops import layer_matmuls, mean_attended
+from jaxtrain.models.spec import is_decoder
 from jaxtrain.pipeline.schedules.cost import Costs, action_costs, peak, tick_times
 from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Action, Table
@@ -26,7 +27,7 @@ from jaxtrain.planning.cost.parameters import COMPUTE, Weights, weigh
 from jaxtrain.planning.hardware import calibration, targets
 from jaxtrain.planning.hardware.calibration import Calibration
 from jaxtrain.planning.hardware.chips import Chip, Figure, Link, Switch
-from jaxtrain.sharding.rules import STAGES
+from jaxtrain.sharding.rules import PIPELINE_AXIS
 
 # Fitted to compiled steps (h100:1x8 and 8x8, layers of Llama 3 8B): passes over memory of elementwise operations.
 STREAM, WIDE, HEADS, ENTERED = 29, 10, 8, 40  # in widths of embed, mlp, heads; of what tensor parallelism gathers
@@ -156,7 +157,7 @@ class Order:
     @classmethod
     def least(cls, choice: Choice) -> Order:
         """Without the table: no schedule keeps less. See the docstrings of `pipeline.schedule`."""
-        p, m = choice.size(STAGES), choice.accumulate
+        p, m = choice.size(PIPELINE_AXIS), choice.accumulate
         if p == 1:
             return cls()
         v = choice.chunks or (SCHEDULES[choice.schedule].chunks or (2,))[0]
@@ -181,7 +182,7 @@ class Order:
         if self.table is not None:
             work = action_costs(self.table, costs)[self.table.action[:, 0]].sum()
             return float(tick_times(self.table, costs).sum() - work)
-        p = choice.size(STAGES)
+        p = choice.size(PIPELINE_AXIS)
         v = choice.chunks or (2 if choice.schedule == "interleaved_1f1b" else 1)
         waits = {"zb_h1": max(costs.forward + costs.backward - costs.weight, 0.0), "zb_v": 0.0, "v_half": 0.0}
         return (p - 1) * waits.get(choice.schedule, sum(costs) / v)
@@ -238,7 +239,7 @@ class Formula:
 
     def __post_init__(self) -> None:
         config = self.space.config
-        if config.model.type != "decoder":
+        if not is_decoder(config.model):
             message = f"the formulas of a search know the built-in decoder, not {config.model.type}"
             raise UserError(f"model.type: {message}; expected decoder, or `plan` without a search")
         self.config: Config = config
@@ -260,7 +261,7 @@ class Formula:
     def exact(self, choice: Choice) -> Estimate | None:
         """Returns the estimate with the schedule's real table; None if the stages can not run it."""
         table = self.space.table(choice)
-        if choice.size(STAGES) > 1 and table is None:
+        if choice.size(PIPELINE_AXIS) > 1 and table is None:
             return None
         return replace(self._estimate(choice, Order.of(table)), exact=True)
 
@@ -290,14 +291,14 @@ class Formula:
 
     def _chunks(self, choice: Choice) -> tuple[int, int]:
         """Ids of a chunk of the vocabulary, and number of chunks."""
-        part = ceil(self.space.vocab / choice.size("model", STAGES))
+        part = ceil(self.space.vocab / choice.size("model", PIPELINE_AXIS))
         size = min(part, max(SMALLEST, ceil(part / (self.config.loss.vocab_chunks * LANES)) * LANES))
         return size, ceil(part / size)
 
     def _memory(self, choice: Choice, weights: Weights, shape: LayoutSizes, order: Order) -> dict[str, float]:
         model, kept = choice.size("model"), kept_bytes(self.config.model, choice, shape)
         embed = self.config.model.embed
-        if choice.size(STAGES) > 1:
+        if choice.size(PIPELINE_AXIS) > 1:
             whole = kept_bytes(self.config.model, replace(choice, remat="none"), shape)
             between, arrived = SPLIT * whole - kept, ARRIVED * shape.stream * embed * self.width
             kept = (order.kept + order.held) * kept + order.kept * arrived + order.between * between

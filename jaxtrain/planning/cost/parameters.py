@@ -20,19 +20,19 @@ from jaxtrain.sharding.context_parallel import shards
 from jaxtrain.sharding.rules import (
     BATCH,
     CONTEXT,
+    DATA_AXIS,
     EXPERT,
     LAYERS,
-    REPLICAS,
+    PIPELINE_AXIS,
     SEQUENCE,
-    STAGES,
     TABLE,
     Names,
     Rules,
     axes_of,
-    full_rules,
-    placed_dims,
+    compute_dims,
     storage_axes,
-    stored_dims,
+    storage_dims,
+    with_implied_rules,
 )
 
 Over = tuple[str, ...]  # mesh axes
@@ -89,11 +89,11 @@ class _ShardedSizes:
     def __init__(self, config: Config, vocab: int) -> None:
         self.config, self.vocab = config, vocab
         self.sizes: dict[str, int] = {axis: getattr(config.mesh, axis) for axis in AXES}
-        self.rules: Rules = full_rules(config.rules, config.zero)
+        self.rules: Rules = with_implied_rules(config.rules, config.zero)
         self.wide, self.own = COMPUTE.get(config.precision, 2), STORED.get(config.precision, 4)
         # With microbatches, replicas that keep whole gradients reduce them once a step.
-        self.several = config.step.microbatches > 1 or self.sizes[STAGES] > 1
-        self.once = self.several and config.zero <= 1 and self.sizes[REPLICAS] > 1
+        self.several = config.step.microbatches > 1 or self.sizes[PIPELINE_AXIS] > 1
+        self.once = self.several and config.zero <= 1 and self.sizes[DATA_AXIS] > 1
 
     def size(self, axes: Iterable[str]) -> int:
         return prod(self.sizes[axis] for axis in axes)
@@ -108,8 +108,8 @@ class _ShardedSizes:
         return out
 
     def _add(self, out: Weights, path: str, shape: tuple[int, ...], names: Names) -> None:
-        stored = stored_dims(names, shape, self.rules, self.sizes, self.config.zero)
-        placed = placed_dims(names, shape, self.rules, self.sizes)
+        stored = storage_dims(names, shape, self.rules, self.sizes, self.config.zero)
+        placed = compute_dims(names, shape, self.rules, self.sizes)
         is_matrix = _is_matrix(names)
         # Norms and routers are used as they are stored, a selection bias in float32.
         own = 4 if path.endswith("moe/bias") else self.own
@@ -128,7 +128,7 @@ class _ShardedSizes:
             out.gathered += travels * used / layers if over else 0
         if stored != placed:
             out.copies += travels * before
-            _sum(out.once, ("all-gather", (REPLICAS,)), travels * before)
+            _sum(out.once, ("all-gather", (DATA_AXIS,)), travels * before)
         part = "layers" if names[:1] == (LAYERS,) else "loss" if self._is_head(path) else "edges"
         is_table = path.endswith("/table")
         if is_table:
@@ -167,7 +167,7 @@ class _ShardedSizes:
             split -= set(axes_of(EXPERT, self.rules))
         elif used == before and not any("model" in dim for dim in stored):
             split |= set(axes_of(SEQUENCE, self.rules))  # norms, of tokens that the sequence shares out
-        axes = [a for a in AXES if a in split and self.sizes[a] > 1 and not (self.once and a == REPLICAS)]
+        axes = [a for a in AXES if a in split and self.sizes[a] > 1 and not (self.once and a == DATA_AXIS)]
         scatter = tuple(a for a in axes if any(a in dim for dim in stored))
         rest = tuple(a for a in axes if a not in scatter)
         if part == "edges" and scatter and any(set(scatter) <= set(over) for over in out.rows):
@@ -177,9 +177,9 @@ class _ShardedSizes:
             _sum(out.reduces, (part, "reduce-scatter", scatter), used)
         if rest:
             _sum(out.reduces, (part, "all-reduce", rest), used / self.size(scatter))
-        if self.once and REPLICAS in split:
+        if self.once and DATA_AXIS in split:
             op = "all-reduce" if self.config.zero == 0 else "reduce-scatter"
-            _sum(out.once, (op, (REPLICAS,)), before)
+            _sum(out.once, (op, (DATA_AXIS,)), before)
 
 
 def _is_matrix(names: Names) -> bool:

@@ -12,13 +12,13 @@ from jaxtrain.planning.cost.estimate import Estimate, Sent
 from jaxtrain.planning.report.values import MEMORY, duration, volume
 from jaxtrain.planning.result import Plan
 from jaxtrain.sharding.axes import AXES
-from jaxtrain.sharding.rules import CONTEXT, REPLICAS, STAGES
+from jaxtrain.sharding.rules import CONTEXT, DATA_AXIS, PIPELINE_AXIS
 
 Side = Estimate | Plan
 SAME = 0.01  # what differs by less is called the same
 WORDS = {
-    "model": "tensor parallel", "fsdp": "FSDP", REPLICAS: "data parallel", CONTEXT: "context parallel",
-    "expert": "expert parallel", STAGES: "pipeline",
+    "model": "tensor parallel", "fsdp": "FSDP", DATA_AXIS: "data parallel", CONTEXT: "context parallel",
+    "expert": "expert parallel", PIPELINE_AXIS: "pipeline",
 }  # fmt: skip
 
 
@@ -55,19 +55,19 @@ def families(choice: Choice, inside: int) -> Iterator[str]:
         inside: devices that the fast network joins; of a family of tensor parallelism, `model` is compared with it.
     """
     axes = {axis for axis in AXES if choice.by_axis[axis] > 1}
-    if axes == {REPLICAS}:
+    if axes == {DATA_AXIS}:
         yield "ddp" if choice.zero == 0 else f"zero {choice.zero} over everything"
     if axes == {"fsdp"}:
         yield "fsdp over everything"
-    if axes == {REPLICAS, "fsdp"}:
+    if axes == {DATA_AXIS, "fsdp"}:
         yield "hsdp"
-    if "model" in axes and not axes & {STAGES, CONTEXT, "expert"}:
+    if "model" in axes and not axes & {PIPELINE_AXIS, CONTEXT, "expert"}:
         yield f"tensor parallel {'inside' if choice.size('model') <= inside else 'across'} {inside}"
-    if CONTEXT in axes and STAGES not in axes:
+    if CONTEXT in axes and PIPELINE_AXIS not in axes:
         yield "context parallel"
-    if "expert" in axes and STAGES not in axes:
+    if "expert" in axes and PIPELINE_AXIS not in axes:
         yield "expert parallel"
-    if STAGES in axes:
+    if PIPELINE_AXIS in axes:
         yield f"pipeline, {choice.schedule}"
 
 
@@ -153,7 +153,7 @@ def _cause(loser: Estimate, winner: Estimate, assumed: bool) -> str:
 
 
 def _memory_cause(choice: Choice) -> str:
-    if choice.size(STAGES) > 1:
+    if choice.size(PIPELINE_AXIS) > 1:
         return "the buffers of pipeline stages among it"
     if choice.size("model") > 1:
         return "of what tensor parallelism gathers"

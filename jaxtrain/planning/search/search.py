@@ -17,6 +17,7 @@ from itertools import islice
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, did_you_mean, join_words
+from jaxtrain.models.spec import is_decoder
 from jaxtrain.planning import predict as predictor
 from jaxtrain.planning.choices import Choice, Space
 from jaxtrain.planning.compile import TimedOut
@@ -70,7 +71,7 @@ def search(
     if objective not in OBJECTIVES:
         hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join_words(OBJECTIVES)}"
         raise UserError(f"objective: no such objective `{objective}`{hint}")
-    if size is None and config.model.type == "decoder":
+    if size is None and is_decoder(config.model):
         raise UserError("model.vocab: the formulas need the size of the vocabulary; set it, or give a tokenizer")
     where = resized(targets.parse(target), devices)
     wheres = [where, *smaller(where)] if objective == "cost" else [where]
