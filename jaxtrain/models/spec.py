@@ -1,4 +1,4 @@
-"""What a config tells about its model before JAX starts."""
+"""Specs: facts about a model that its config gives before JAX starts."""
 
 from __future__ import annotations
 

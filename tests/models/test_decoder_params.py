@@ -1,4 +1,4 @@
-"""The decoder's parameter table against published parameter counts and formulas, and the layout check of whole configs."""
+"""The decoder's parameter table against published parameter counts, and the layout check of whole configs."""
 
 from __future__ import annotations
 
