@@ -165,10 +165,6 @@ class CallbackList:
                 return result
         return None
 
-    def find_state(self, trainer: TrainerView, newer_than: int) -> StateSource | None:
-        """Returns a state later than step `newer_than`, of the first callback that has one."""
-        return self.first(Callback.find_state, trainer, newer_than)
-
     def program_config(self, config: Config, run_dir: Path) -> Config:
         """Returns the config that the program is built from, as every callback leaves it."""
         for member in self.members:

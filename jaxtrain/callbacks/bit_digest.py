@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtrain.checkpoint.state_tree import flatten
+
 
 def device_digests(abstract: Any, mesh: Mesh) -> Callable[[Any], jax.Array]:
     """Builds a jitted function: tree -> uint32 [devices, leaves], on every device; devices in the order of the mesh.
@@ -63,13 +65,13 @@ def differing_replicas(sums: np.ndarray, abstract: Any, mesh: Mesh) -> list[tupl
     """
     position = {device: index for index, device in enumerate(mesh.devices.flat)}
     differing = []
-    for column, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(abstract)):
+    for column, (name, leaf) in enumerate(flatten(abstract).items()):
         holders: dict[Any, list[int]] = {}
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
             holders.setdefault(str(index), []).append(position[device])
         devices = [device for group in holders.values() for device in _minority(group, sums[:, column])]
         if devices:
-            differing.append((jax.tree_util.keystr(path, simple=True, separator="/"), sorted(devices)))
+            differing.append((name, sorted(devices)))
     return differing
 
 

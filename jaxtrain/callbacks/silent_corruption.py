@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.callbacks.base import Callback, StepFn, TrainerView
 from jaxtrain.callbacks.bit_digest import device_digests, differing_replicas
-from jaxtrain.checkpoint.state_tree import host_sharding
+from jaxtrain.checkpoint.state_tree import flatten, host_sharding
 from jaxtrain.core.program import State
 from jaxtrain.errors import CorruptionError
 
@@ -36,7 +36,7 @@ class ReplicaCheck(Callback):
         if self._mesh is None:
             return
         self._sums = device_digests(self._abstract, self._mesh)
-        self._names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in _leaves(self._abstract)]
+        self._names = list(flatten(self._abstract))
 
     def run_step(self, trainer: TrainerView, step_fn: StepFn, state: State, batch: Any, step: int) -> Any | None:
         """Runs the step after `step` twice, if it is due.
@@ -83,21 +83,14 @@ class ReplicaCheck(Callback):
         self, trainer: TrainerView, step: int, kind: str, names: list[str], positions: list[int], how: str
     ) -> None:
         assert self._mesh is not None
+        is_everywhere = len(positions) == self._mesh.devices.size > 1
         devices = [self._mesh.devices.flat[position] for position in positions]
         where = _join_some([_describe(device) for device in devices])
-        everywhere = "; all devices are affected, so no single one can be named" if _all(positions, self._mesh) else ""
+        everywhere = "; all devices are affected, so no single one can be named" if is_everywhere else ""
         trainer.trackers.event("corruption", step=step, found_by=kind, devices=where, tensors=_join_some(names))
         trainer.callbacks.each(Callback.on_rewind, trainer, -1)  # in-memory checkpoints were not checked
         text = f"{_join_some(names)}, {how}, differs on {where}{everywhere}"
         raise CorruptionError(f"silent corruption at step {step}: {text}; {trainer.last_good_checkpoint()}")
-
-
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def _all(positions: list[int], mesh: Mesh) -> bool:
-    return len(positions) == mesh.devices.size > 1
 
 
 def _describe(device: Any) -> str:

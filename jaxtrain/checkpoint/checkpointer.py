@@ -29,7 +29,8 @@ from jaxtrain.io.retry import RETRY_DELAYS
 class Checkpointer(CheckpointReader):
     """Saves asynchronous, sharded, atomic checkpoints, and prunes old ones. The only writer of its folder.
 
-    Opening it deletes what a crash left: temporaries, half-deleted steps, steps without marker.
+    Opening it deletes what a crash left: temporaries, half-deleted steps, steps without marker. `restore` and
+    `latest_good` wait for the save in progress, read both tiers and rename a damaged newest step to `bad-N`.
 
     Args:
       directory: folder of the checkpoints; created if absent. A lock refuses a second writer.
@@ -224,24 +225,6 @@ class Checkpointer(CheckpointReader):
         barrier()
         return later
 
-    def restore(
-        self, step: int | None, abstract_state: Any, *, partial: bool = False, verify: bool = True
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint of either tier as `CheckpointReader.restore`, after the save in progress.
-
-        A damaged newest step is renamed to `bad-N`.
-        """
-        self.wait()
-        return super().restore(step, abstract_state, partial=partial, verify=verify)
-
-    def latest_good(self) -> int | None:
-        """Returns the newest intact step of either tier as `CheckpointReader.latest_good`, after the save in progress.
-
-        A damaged step is renamed to `bad-N`.
-        """
-        self.wait()
-        return super().latest_good()
-
     def latest_damaged(self) -> int | None:
         """Returns the newest step that was set aside as damaged, or None. The same on every process."""
         steps = [step for step, name in self.store.aside() if name.startswith("bad-")] if self._is_first else []
@@ -253,6 +236,8 @@ class Checkpointer(CheckpointReader):
         self._fetch_missing(None)
 
     def _fetch_missing(self, step: int | None) -> None:
+        """Waits for the save in progress, then fetches `step`, or a newer step, from the durable tier."""
+        self.wait()
         if self._durable is not None and (fetched := self._durable.fetch(step)) is not None:
             self._rejected.discard(fetched)
         if self._has_tier:

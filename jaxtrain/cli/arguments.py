@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Parser = argparse.ArgumentParser
 
@@ -26,20 +26,19 @@ class Command(NamedTuple):
     add_arguments: Callable[[Parser], None]
 
 
-def _add_overrides(parser: Parser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config values, e.g. layout=tp mesh.model=4")
+COMMON: dict[str, dict[str, Any]] = {
+    "config": {"help": "YAML file"},
+    "run": {"metavar": "RUN_DIR", "help": "run directory"},
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "config values, e.g. layout=tp mesh.model=4"},
+    "--simulate": {"type": int, "metavar": "N", "help": "run on N simulated CPU devices"},
+    "--step": {"type": int, "metavar": "N", "help": "checkpoint to read (default: the newest good one)"},
+}
 
 
-def _add_simulate(parser: Parser) -> None:
-    parser.add_argument("--simulate", type=int, metavar="N", help="run on N simulated CPU devices")
-
-
-def _add_run_dir(parser: Parser, help: str = "run directory") -> None:
-    parser.add_argument("run", metavar="RUN_DIR", help=help)
-
-
-def _add_step(parser: Parser) -> None:
-    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to read (default: the newest good one)")
+def _add_common(parser: Parser, *names: str) -> None:
+    """Adds arguments of `COMMON`."""
+    for name in names:
+        parser.add_argument(name, **COMMON[name])
 
 
 def _add_monitoring(parser: Parser) -> None:
@@ -53,16 +52,12 @@ def _add_monitoring(parser: Parser) -> None:
 
 
 def _train(parser: Parser) -> None:
-    parser.add_argument("config", help="YAML file")
-    _add_overrides(parser)
-    _add_simulate(parser)
+    _add_common(parser, "config", "overrides", "--simulate")
     _add_monitoring(parser)
 
 
 def _resume(parser: Parser) -> None:
-    _add_run_dir(parser)
-    _add_overrides(parser)
-    _add_simulate(parser)
+    _add_common(parser, "run", "overrides", "--simulate")
     _add_monitoring(parser)
 
 
@@ -70,7 +65,7 @@ def _launch(parser: Parser) -> None:
     add = parser.add_argument
     add("where", choices=("local", "node"), help="local: start all processes here; node: start those of this node")
     add("config", help="YAML file, or RUN_DIR to resume")
-    add("overrides", nargs="*", metavar="key=value", help="config values, e.g. layout=tp mesh.model=4")
+    _add_common(parser, "overrides")
     add("--processes", type=int, metavar="P", help="worker processes on this node")
     add("--devices-per-process", type=int, metavar="D", help="(default: an equal share of `simulate`, or 1 GPU)")
     add("--fallback", action="append", default=[], metavar="'K=V ...'",
@@ -96,10 +91,7 @@ def _launch(parser: Parser) -> None:
 
 
 def _eval(parser: Parser) -> None:
-    _add_run_dir(parser)
-    _add_overrides(parser)
-    _add_step(parser)
-    _add_simulate(parser)
+    _add_common(parser, "run", "overrides", "--step", "--simulate")
     parser.add_argument("--batches", type=int, metavar="N", help="validation batches (default: the config's)")
     parser.add_argument("--tasks", metavar="A,B", help="run these tasks of the lm-evaluation-harness instead")
     parser.add_argument("--include-path", metavar="DIR", help="with --tasks: folder with more task files (YAML)")
@@ -109,10 +101,8 @@ def _eval(parser: Parser) -> None:
 
 
 def _generate(parser: Parser) -> None:
-    _add_run_dir(parser, "run directory, or folder of a Hugging Face model")
-    _add_overrides(parser)
-    _add_step(parser)
-    _add_simulate(parser)
+    parser.add_argument("run", metavar="RUN_DIR", help="run directory, or folder of a Hugging Face model")
+    _add_common(parser, "overrides", "--step", "--simulate")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", help="file with more prompts, one per line")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="generate at most N tokens (128)")
@@ -125,15 +115,11 @@ def _generate(parser: Parser) -> None:
 def _import(parser: Parser) -> None:
     parser.add_argument("model", metavar="HF_DIR", help="folder with config.json and safetensors files")
     parser.add_argument("--to", required=True, metavar="DIR", help="run directory to create")
-    _add_overrides(parser)
-    _add_simulate(parser)
+    _add_common(parser, "overrides", "--simulate")
 
 
 def _export(parser: Parser) -> None:
-    _add_run_dir(parser)
-    _add_overrides(parser)
-    _add_step(parser)
-    _add_simulate(parser)
+    _add_common(parser, "run", "overrides", "--step", "--simulate")
     parser.add_argument("--to", required=True, metavar="HF_DIR", help="folder to create")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, help="dtype of the files (default: as stored)")
@@ -143,7 +129,7 @@ def _export(parser: Parser) -> None:
 
 
 def _report(parser: Parser) -> None:
-    _add_run_dir(parser, "run directory; the run may still be training")
+    parser.add_argument("run", metavar="RUN_DIR", help="run directory; the run may still be training")
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON")
 
@@ -151,7 +137,7 @@ def _report(parser: Parser) -> None:
 def _plan(parser: Parser) -> None:
     add = parser.add_argument
     add("config", nargs="?", help="YAML file")
-    _add_overrides(parser)
+    _add_common(parser, "overrides")
     add("--target", metavar="T", help="hardware: h100:64x8 (nodes x GPUs), v5p:8x8x8, simulate:8, local, ...")
     add("--slices", type=int, metavar="N", help="number of TPU slices, joined by the data center's network")
     add("--json", metavar="FILE", help="write the plan, or the comparison, as JSON")
@@ -169,8 +155,7 @@ def _plan(parser: Parser) -> None:
 
 
 def _verify(parser: Parser) -> None:
-    parser.add_argument("config", help="YAML file")
-    _add_overrides(parser)
+    _add_common(parser, "config", "overrides")
     parser.add_argument("--layouts", default="all", metavar="A,B", help="layouts to compare with one device (all)")
     parser.add_argument("--simulate", type=int, default=8, metavar="N", help="simulated CPU devices (8)")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="training steps to compare (3)")
@@ -192,7 +177,7 @@ def _checkpoint(parser: Parser) -> None:
     add = parser.add_argument
     actions = "list all, describe one, check every byte, or delete old ones"
     add("action", choices=("ls", "inspect", "verify", "prune"), help=actions)
-    _add_run_dir(parser)
+    _add_common(parser, "run")
     add("--step", type=int, action="append", default=[], metavar="N", help="only this step; may be repeated")
     add("--keep", type=int, metavar="N", help="prune: delete all but the newest N and the best")
     add("--dry-run", action="store_true", help="prune: print what would be deleted, delete nothing")
@@ -202,8 +187,7 @@ def _checkpoint(parser: Parser) -> None:
 
 
 def _config(parser: Parser) -> None:
-    parser.add_argument("config", help="YAML file")
-    _add_overrides(parser)
+    _add_common(parser, "config", "overrides")
 
 
 def _schema(parser: Parser) -> None:
@@ -217,8 +201,7 @@ def _diff(parser: Parser) -> None:
 
 def _data(parser: Parser) -> None:
     parser.add_argument("action", choices=("build", "tokenizer"), help="build a token cache or train a BPE tokenizer")
-    parser.add_argument("config", help="YAML file")
-    _add_overrides(parser)
+    _add_common(parser, "config", "overrides")
     parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokenizer: vocabulary size (8192)")
     parser.add_argument("--out", default="tokenizer.json", metavar="FILE", help="tokenizer: file to write")
 

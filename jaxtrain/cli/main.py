@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jaxtrain.cli.arguments import COMMANDS
+from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 
 
@@ -24,11 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK if arguments else USAGE
     name = arguments[0]
     if name not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"commands: {', '.join(COMMANDS)}"
-        print(f"jaxtrain: no command `{name}`; {hint}", file=sys.stderr)
+        hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        print(f"jaxtrain: unknown command `{name}`{hint}", file=sys.stderr)
         return USAGE
     try:
         args = _parser(name).parse_intermixed_args(arguments[1:])
@@ -51,8 +49,6 @@ def _run(name: str, args: argparse.Namespace) -> int:
     # Until a command handles SIGINT, Ctrl-C ends the process at once: as an exception it could be swallowed, or crash,
     # inside the import of a compiled library.
     signal.signal(signal.SIGINT, _interrupt)
-    from jaxtrain.errors import UserError
-
     try:
         module, _, function = COMMANDS[name].module.partition(":")
         return getattr(import_module(f"jaxtrain.cli.commands.{module}"), function or "run")(args)

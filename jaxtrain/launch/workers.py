@@ -74,17 +74,16 @@ class WorkerProcess:
         for pipe in self.pipes.values():
             os.set_blocking(pipe.fileno(), False)
 
-    def read(self, stream: str) -> bool:
-        """Reads the available output of a pipe; returns False at its end."""
+    def read(self, stream: str) -> bytes | None:
+        """Logs and returns the available output of a pipe: None if there is none yet, empty at its end."""
         try:
             data = os.read(self.pipes[stream].fileno(), READ_BYTES)
         except BlockingIOError:
-            return True
+            return None
         except OSError:
-            return False
-        if data:
-            self.log.add(stream, data)
-        return bool(data)
+            return b""
+        self.log.add(stream, data)
+        return data
 
     def poll(self) -> int | None:
         """Returns the exit code, negative for a signal; None while the worker runs."""
@@ -105,19 +104,10 @@ class WorkerProcess:
         self.kill()
         until = time.monotonic() + DRAIN_TIMEOUT
         for stream, pipe in self.pipes.items():
-            while time.monotonic() < until and self._drain(stream):
+            while time.monotonic() < until and self.read(stream):
                 pass
             pipe.close()
         self.log.close()
-
-    def _drain(self, stream: str) -> bool:
-        """Reads remaining output; returns whether there was any."""
-        try:
-            data = os.read(self.pipes[stream].fileno(), READ_BYTES)
-        except OSError:
-            return False
-        self.log.add(stream, data)
-        return bool(data)
 
 
 class WorkerGroup:
@@ -141,7 +131,7 @@ class WorkerGroup:
 
     def read(self, worker: WorkerProcess, stream: str) -> None:
         """Reads a pipe that a selector reported as readable."""
-        if not worker.read(stream):
+        if worker.read(stream) == b"":
             self._selector.unregister(worker.pipes[stream])
 
     def reap(self) -> list[tuple[WorkerProcess, int]]:

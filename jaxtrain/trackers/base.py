@@ -1,15 +1,19 @@
-"""Interface of trackers, which receive the metrics and events of a run.
+"""Trackers, which receive the metrics and events of a run: interface, list, and those of a config.
 
 A tracker never influences training, and one that fails does not stop it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxtrain.config.schema import Config
 from jaxtrain.trackers.files import JsonlTracker
+
+PROJECT = "jaxtrain"  # default project or experiment
 
 
 class Tracker(Protocol):
@@ -77,3 +81,26 @@ class TrackerList:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 name = type(member).__name__
                 self._report(f"tracker {name} dropped, training continues: {method}: {reason[:200]}")
+
+
+def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
+    """Returns the trackers of the config; none on processes other than 0.
+
+    Raises:
+        UserError: the package of a tracker is missing; names the extra to install.
+    """
+    from jaxtrain.trackers.mlflow import MLflowTracker
+    from jaxtrain.trackers.tensorboard import TensorBoardTracker
+    from jaxtrain.trackers.wandb import WandbTracker
+
+    if not is_main:
+        return []
+    log = config.log
+    members: list[Tracker] = [JsonlTracker(run_dir)]
+    if log.tensorboard:
+        members.append(TensorBoardTracker(run_dir))
+    if log.wandb:
+        members.append(WandbTracker(os.environ.get("WANDB_PROJECT", PROJECT), config.name, run_dir))
+    if log.mlflow:
+        members.append(MLflowTracker(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), config.name, run_dir))
+    return members

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.callbacks.base import Callback
 from jaxtrain.checkpoint import Checkpointer, read_manifest
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.spike_detection import initial as empty_window
@@ -109,7 +110,7 @@ def _start_again(trainer: Trainer) -> tuple[State, int]:
 def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tuple[State, int] | None:
     """Returns a state later than checkpoint `newest` that a callback holds, such as an in-memory checkpoint."""
     with trainer.ledger.phase("restore"):
-        source = trainer.callbacks.find_state(trainer, newest)
+        source = trainer.callbacks.first(Callback.find_state, trainer, newest)
         if source is None:
             return None
         _config_changes(trainer, source.step, source.manifest)

@@ -27,8 +27,7 @@ from jaxtrain.models.spec import has_token_rows, is_decoder, vocabulary_size
 from jaxtrain.planning.hardware.peak import Peak, device_peak
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding import layout as layouts
-from jaxtrain.trackers.base import TrackerList
-from jaxtrain.trackers.build import build_trackers
+from jaxtrain.trackers.base import TrackerList, build_trackers
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.files import furthest_step
 from jaxtrain.trackers.goodput import GoodputLedger

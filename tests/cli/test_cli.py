@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cli.xla_plugins import has_nvidia_driver, has_tpu
+from jaxtrain.cli.setup import has_nvidia_driver, has_tpu
 
 
 def jaxtrain(*arguments: str, cwd=None) -> subprocess.CompletedProcess:

@@ -13,8 +13,7 @@ import pytest
 
 from jaxtrain.config.schema import Config
 from jaxtrain.io.jsonl import read_records, truncate_after
-from jaxtrain.trackers.base import TrackerList
-from jaxtrain.trackers.build import build_trackers
+from jaxtrain.trackers.base import TrackerList, build_trackers
 from jaxtrain.trackers.files import JsonlTracker
 from jaxtrain.trackers.mlflow import MLflowTracker
 from jaxtrain.trackers.tensorboard import TensorBoardTracker
@@ -282,7 +281,7 @@ def test_read_lines_of_a_missing_file(tmp_path):
 
 
 def test_no_jax_is_imported():
-    modules = ["trackers.base", "trackers.build", "trackers.console", "trackers.uploads", "reports.layout_table"]
+    modules = ["trackers.base", "trackers.console", "trackers.uploads", "reports.layout_table"]
     modules += ["reports.loss_plot", "models.flops", "planning.hardware.peak", "trackers.meter"]
     code = "import sys\n" + "".join(f"import jaxtrain.{module}\n" for module in modules)
     code += "assert not {'jax', 'wandb', 'mlflow', 'matplotlib', 'tensorboardX'} & set(sys.modules)"

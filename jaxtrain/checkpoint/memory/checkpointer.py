@@ -156,19 +156,16 @@ class MemoryCheckpointer:
                 data.append(view)
                 offset += len(view)
             header = SnapshotHeader(jax.process_count(), offset, tensors, tuple(pieces), manifest)
-            problems = [self._put(address, key, header, data) for address in self._config.servers[:COPIES]]
-            self._problem = next(filter(None, problems), None)
+            problems = []
+            for address in self._config.servers[:COPIES]:
+                try:
+                    with self._connect(address) as client:
+                        client.put(key, header, data)
+                except PeerMemoryError as error:
+                    problems.append(str(error))
+            self._problem = problems[0] if problems else None
         except Exception as error:  # a failed copy is no reason to end training
             self._problem = f"{type(error).__name__}: {error}"
-
-    def _put(self, address: Address, key: SnapshotKey, header: SnapshotHeader, data: list[memoryview]) -> str | None:
-        """Sends a snapshot to one server. Returns the problem, or None."""
-        try:
-            with self._connect(address) as client:
-                client.put(key, header, data)
-        except PeerMemoryError as error:
-            return str(error)
-        return None
 
     def _list_snapshots(self) -> dict[SnapshotKey, tuple[int, list[Address]]]:
         """Returns key -> (number of processes of its step, servers that have it); reports unreachable servers."""

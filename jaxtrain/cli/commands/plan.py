@@ -103,13 +103,10 @@ def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespac
     target = None if all(side.is_plan for side in sides) else _target(args)
     check_output_files(args.json)
     for side in sides:  # checks both before the first is compiled
-        if side.is_plan or target is None:
-            _read_plan(side.path)
-        else:
-            _resolve(side.path, side.overrides, target)
+        _read_plan(side.path) if target is None or side.is_plan else _resolve(side.path, side.overrides, target)
     left, right = (
         _read_plan(side.path)
-        if side.is_plan or target is None
+        if target is None or side.is_plan
         else _plan(side.path, side.overrides, target, whole=args.whole)
         for side in sides
     )

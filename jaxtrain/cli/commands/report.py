@@ -6,9 +6,9 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
@@ -87,17 +87,12 @@ def _curve(
 
 def columns(points: Sequence[tuple[int, float]], total: int) -> list[float]:
     """Resamples (step, value) points to `total` evenly spaced values: means, and linear interpolation in gaps."""
-    first, span = points[0][0], max(1, points[-1][0] - points[0][0])
-    groups: dict[int, list[float]] = {}
-    for step, value in points:
-        groups.setdefault((step - first) * (total - 1) // span, []).append(value)
-    means = {column: sum(values) / len(values) for column, values in groups.items()}
-    filled = sorted(means)
-    values = []
-    for left, right in pairwise(filled):
-        slope = (means[right] - means[left]) / (right - left)
-        values += [means[left] + slope * (column - left) for column in range(left, right)]
-    return [*values, means[filled[-1]]]
+    steps, values = np.array(points, float).T
+    bins = ((steps - steps[0]) * (total - 1) // max(1, steps[-1] - steps[0])).astype(int)
+    counts = np.bincount(bins)
+    filled = np.flatnonzero(counts)
+    means = np.bincount(bins, values)[filled] / counts[filled]
+    return np.interp(np.arange(filled[-1] + 1), filled, means).tolist()
 
 
 def braille(values: Sequence[float], height: int) -> list[str]:
