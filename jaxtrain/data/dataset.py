@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
 from jaxtrain.config.user_class import load_class
-from jaxtrain.data.mixture import Mixture, weight_segments
+from jaxtrain.data.mixture import Mixture, weight_ranges
 from jaxtrain.data.packing import Packer, Pieces, concat_pieces, groups
 from jaxtrain.data.sources import Progress
 from jaxtrain.data.token_cache.build import build_cache
@@ -98,9 +98,9 @@ class TextDataset:
         self.batches: int | None = None
         self._mixture: Mixture | None = None
         if is_train:
-            segments = weight_segments([s.weight for s in data.sources], data.global_batch)
-            self._mixture = Mixture(segments)
-            shares = np.array(segments[0][1])
+            ranges = weight_ranges([s.weight for s in data.sources], data.global_batch)
+            self._mixture = Mixture(ranges)
+            shares = np.array(ranges[0][1])
         else:
             self._order = _interleave([p.rows if p else 0 for p in self._packers])
             self.batches = -(-len(self._order[0]) // data.global_batch)

@@ -49,31 +49,24 @@ def integer_weights(weights: Sequence[float], period: int = PERIOD) -> np.ndarra
 
 def interleave(counts: np.ndarray) -> np.ndarray:
     """Returns the source of each row of a period, int32[sum(counts)], by earliest deadline first."""
-    period = int(counts.sum())
-    ready: list[tuple[int, int]] = []  # (deadline, source) of released rows
-    later: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row is released at each position
-    placed = [0] * len(counts)
-    sizes = counts.tolist()
-    for k, size in enumerate(sizes):
-        if size:
-            later[0].append(k)
+    period, sizes = int(counts.sum()), counts.tolist()
+    released: list[tuple[int, int]] = []  # heap of (deadline, source)
+    releases: list[list[int]] = [[] for _ in range(period + 1)]  # sources whose next row is released at each position
+    releases[0] = [k for k, size in enumerate(sizes) if size]
+    placed = [0] * len(sizes)
     out = np.empty(period, np.int32)
     for t in range(period):
-        for k in later[t]:
-            heapq.heappush(ready, (-(-(placed[k] + 1) * period // sizes[k]), k))
-        _, k = heapq.heappop(ready)
+        for k in releases[t]:
+            heapq.heappush(released, (-(-(placed[k] + 1) * period // sizes[k]), k))
+        _, k = heapq.heappop(released)
         out[t] = k
         placed[k] += 1
         if placed[k] < sizes[k]:
-            release = placed[k] * period // sizes[k]
-            if release <= t:
-                heapq.heappush(ready, (-(-(placed[k] + 1) * period // sizes[k]), k))
-            else:
-                later[release].append(k)
+            releases[max(placed[k] * period // sizes[k], t + 1)].append(k)
     return out
 
 
-class _Segment:
+class _WeightRange:
     """A range of rows with constant weights.
 
     Args:
@@ -105,42 +98,42 @@ class Mixture:
     """Maps global rows to sources and their rows.
 
     Args:
-      segments: (first row, weights[K]), sorted; the first has row 0.
+      ranges: (first row, weights[K]), sorted; the first has row 0.
 
     Raises:
       DataError: bad weights.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, Sequence[float]]]) -> None:
-        self.segments: list[_Segment] = []
-        for start, weights in segments:
+    def __init__(self, ranges: Sequence[tuple[int, Sequence[float]]]) -> None:
+        self.ranges: list[_WeightRange] = []
+        for start, weights in ranges:
             counts = integer_weights(weights)
-            base = self.segments[-1].totals(start) if self.segments else np.zeros(len(counts), np.int64)
-            self.segments.append(_Segment(start, counts, base))
-        self.starts = np.array([s.start for s in self.segments], np.int64)
+            base = self.ranges[-1].totals(start) if self.ranges else np.zeros(len(counts), np.int64)
+            self.ranges.append(_WeightRange(start, counts, base))
+        self.starts = np.array([s.start for s in self.ranges], np.int64)
 
     def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns (source int64[R], row of that source int64[R]) of global rows int64[R]."""
         rows = np.asarray(rows, np.int64)
-        if len(self.segments) == 1:
-            return self.segments[0].locate(rows)
+        if len(self.ranges) == 1:
+            return self.ranges[0].locate(rows)
         source, local = np.empty_like(rows), np.empty_like(rows)
         index = np.searchsorted(self.starts, rows, side="right") - 1
         for i in np.unique(index):
             mask = index == i
-            source[mask], local[mask] = self.segments[i].locate(rows[mask])
+            source[mask], local[mask] = self.ranges[i].locate(rows[mask])
         return source, local
 
 
-def weight_segments(schedules: Sequence[Mapping[int, float]], global_batch: int) -> list[tuple[int, list[float]]]:
-    """Returns the segments of a `Mixture` whose weights change at given steps.
+def weight_ranges(schedules: Sequence[Mapping[int, float]], global_batch: int) -> list[tuple[int, list[float]]]:
+    """Returns the ranges of a `Mixture` whose weights change at given steps.
 
     Args:
       schedules: step -> weight of each source from that step on; each has step 0.
       global_batch: rows per step.
     """
-    weights, segments = [schedule[0] for schedule in schedules], []
+    weights, ranges = [schedule[0] for schedule in schedules], []
     for step in sorted(set().union(*schedules)):
         weights = [schedule.get(step, weight) for schedule, weight in zip(schedules, weights)]
-        segments.append((step * global_batch, weights))
-    return segments
+        ranges.append((step * global_batch, weights))
+    return ranges

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data.mixture import Mixture, integer_weights, interleave, weight_segments
+from jaxtrain.data.mixture import Mixture, integer_weights, interleave, weight_ranges
 from jaxtrain.errors import DataError
 
 
@@ -75,9 +75,9 @@ def test_exact_ratios_are_kept() -> None:
     assert integer_weights([1e-9, 1.0]).min() == 1
 
 
-def test_segments_from_steps() -> None:
-    segments = weight_segments([{0: 1.0, 10: 0.5}, {0: 1.0, 10: 0.0, 20: 2.0}], 8)
-    assert segments == [(0, [1.0, 1.0]), (80, [0.5, 0.0]), (160, [0.5, 2.0])]
+def test_ranges_from_steps() -> None:
+    ranges = weight_ranges([{0: 1.0, 10: 0.5}, {0: 1.0, 10: 0.0, 20: 2.0}], 8)
+    assert ranges == [(0, [1.0, 1.0]), (80, [0.5, 0.0]), (160, [0.5, 2.0])]
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], []])
