@@ -1,13 +1,13 @@
-"""What loading a Hugging Face checkpoint takes besides the shards: anonymous memory of a process, sampled.
+"""Anonymous memory of a process that loads a Hugging Face checkpoint, in addition to the shards.
 
     python benchmarks/import_memory.py [--layers 4] [--out import-memory.json]
 
-The checkpoint has the shape of Llama 3 8B in bfloat16: safetensors files with true headers and holes for data, which
+The checkpoint has the shape of Llama 3 8B in bfloat16: safetensors files with valid headers and holes for data, which
 read as zeros and take no disk. `64 devices`: all layers under fsdp 8 x model 8, eight processes of eight devices, of
 which the first loads its part. `one device`: widths and vocabulary of 8B, fewer layers, on one device. `import`: the
-same by the command, checkpoint on disk included. `besides` is the highest RssAnon less that before loading and less
-the bytes of the shards, which on CPU devices are anonymous memory too; pages of the files themselves do not count,
-because the system takes them back at will.
+same by the command, including the checkpoint that it writes. `besides` is the peak of RssAnon, minus its value before
+loading, minus the bytes of the shards, which are anonymous memory too on CPU devices. Pages of the files do not count,
+because the system can drop them at any time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ONE = (
 
 
 def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
-    """Writes a checkpoint whose tensors are holes. Returns the bytes of its largest tensor."""
+    """Writes a checkpoint with holes for tensors. Returns the bytes of its largest tensor."""
     from jaxtrain.config.schema import ModelConfig
     from jaxtrain.interop import safetensors_io
     from jaxtrain.interop.config_json import from_hf_config
@@ -61,21 +61,21 @@ def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
     )
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    where = safetensors_io.assign_files(shapes, BF16, most)
-    for file, names in where.items():
-        own = {name: shapes[name] for name in names}
-        safetensors_io.write_file(folder / file, own, BF16, ())
+    files = safetensors_io.assign_files(shapes, BF16, most)
+    for file, names in files.items():
+        file_shapes = {name: shapes[name] for name in names}
+        safetensors_io.write_file(folder / file, file_shapes, BF16, ())
         with (folder / file).open("r+b") as opened:
-            opened.truncate(opened.seek(0, 2) + sum(prod(shape) for shape in own.values()) * BF16.itemsize)
-    if len(where) > 1:
-        index = {"weight_map": {name: file for file, names in where.items() for name in names}}
+            opened.truncate(opened.seek(0, 2) + sum(prod(shape) for shape in file_shapes.values()) * BF16.itemsize)
+    if len(files) > 1:
+        index = {"weight_map": {name: file for file, names in files.items() for name in names}}
         (folder / safetensors_io.INDEX_FILE).write_text(json.dumps(index))
     assert sum(file.stat().st_blocks * 512 for file in folder.iterdir()) < 16 << 20, "no holes on this file system"
     return max(prod(shape) for shape in shapes.values()) * BF16.itemsize
 
 
 class Peak:
-    """The highest RssAnon of this process while it is open, in bytes."""
+    """Context manager that samples the peak of RssAnon of this process, in bytes."""
 
     def __enter__(self) -> Peak:
         self.begun = self.highest = self._now()
@@ -100,7 +100,7 @@ class Peak:
         raise SystemExit("no RssAnon in /proc/self/status; this benchmark needs Linux")
 
 
-def loaded(spec: dict[str, Any]) -> dict[str, Any]:
+def measure_load(spec: dict[str, Any]) -> dict[str, Any]:
     """Loads this process's part of a checkpoint."""
     import jax
 
@@ -128,7 +128,7 @@ def loaded(spec: dict[str, Any]) -> dict[str, Any]:
     return {"devices": len(devices), "model": whole, "shards": shards, **_seen(peak, shards), "seconds": seconds}
 
 
-def imported(spec: dict[str, Any]) -> dict[str, Any]:
+def measure_import(spec: dict[str, Any]) -> dict[str, Any]:
     """Runs `jaxtrain import` in this process."""
     from jaxtrain.checkpoint import CheckpointStore
     from jaxtrain.cli.hf_conversion import import_model
@@ -148,7 +148,7 @@ def _seen(peak: Peak, shards: int) -> dict[str, Any]:
 
 
 def sixty_four(folder: Path) -> dict[str, Any]:
-    """The first of eight processes; the others only take part in making the mesh."""
+    """Measures the first of eight processes; the others only help to build the mesh."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -177,7 +177,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         spec = json.loads(args.child)
-        print(json.dumps((loaded if spec["part"] == "load" else imported)(spec)), flush=True)
+        print(json.dumps((measure_load if spec["part"] == "load" else measure_import)(spec)), flush=True)
         os._exit(0)  # nothing waits for the other processes
     machine = common.machine("ml_dtypes")
     print(common.title(machine))
