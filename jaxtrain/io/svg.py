@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from math import floor, log10
+from math import ceil, floor, log10
 
 WIDTH = 860  # of a drawing
 LETTER_WIDTH = 7.4  # approximate width of a letter of labels
@@ -14,6 +14,15 @@ def tick_step(minimum: float) -> float:
     """Returns the smallest of 1, 2 and 5 times a power of ten that is at least `minimum`."""
     power = 10.0 ** floor(log10(minimum))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= minimum * 0.999)
+
+
+def ticks(low: float, high: float, count: int) -> Iterator[float]:
+    """Yields the round values from `low` to `high`, about `count` of them."""
+    step = tick_step((high - low) / count)
+    value = ceil(low / step) * step
+    while value <= high:
+        yield value
+        value += step
 
 
 def shorten(text: str, width: float) -> str:
@@ -44,3 +53,13 @@ def line(x0: float, y0: float, x1: float, y1: float, style: str) -> str:
 def text(x: float, y: float, text: str, anchor: str) -> str:
     """Returns a label; `anchor` is start, middle or end."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def polyline(points: Iterable[tuple[float, float]], style: str) -> str:
+    """Returns a line through points, of the class `style`."""
+    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+
+
+def circle(x: float, y: float, radius: float, style: str) -> str:
+    """Returns a dot of the class `style`."""
+    return f'<circle class="{style}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"/>'

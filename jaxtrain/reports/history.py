@@ -151,7 +151,7 @@ def read_history(directory: Path, now: float | None = None) -> RunHistory:
     of = lambda *kinds: [event for event in events if event.get("kind") in kinds]  # noqa: E731
     return RunHistory(
         name=escape_unprintable(str(infos[-1].get("name") or directory.name)), directory=directory,
-        state=_state(attempts[-1], time.time() if now is None else now), steps=_whole(infos[-1].get("steps")),
+        state=_state(attempts[-1], time.time() if now is None else now), steps=_int(infos[-1].get("steps")),
         attempts=attempts, seconds=seconds, elapsed=elapsed, metrics=metrics, saves=of("save"),
         warnings=of("warning", "hang"),
         other_events=[event for event in events if event.get("kind") not in NAMED_KINDS],
@@ -184,34 +184,33 @@ def _attempt(span: Sequence[Event], following: Sequence[Event], launched: Sequen
     begin = span[0]
     records = [event for event in span if event.get("kind") == "ledger"]
     last = records[-1] if records else {}
-    held = last.get("seconds")
-    seconds = {name: _number(held.get(name)) or 0.0 for name in BUCKETS} if isinstance(held, Mapping) else {}
+    saved = last.get("seconds")
+    seconds = {name: _number(saved.get(name)) or 0.0 for name in BUCKETS} if isinstance(saved, Mapping) else {}
     elapsed = sum(seconds.values())
-    ended = max(_at(event) for event in span)
-    began = min(_at(begin), _at(last) - elapsed) if records else _at(begin)
-    until = _at(following[0]) if following else ended + SILENT
+    ended = max(_timestamp(event) for event in span)
+    began = min(_timestamp(begin), _timestamp(last) - elapsed) if records else _timestamp(begin)
+    until = _timestamp(following[0]) if following else ended + SILENT
     reason = next((str(event.get("reason")) for event in reversed(span) if event.get("kind") == "stop"), None)
-    ends = [e for e in launched if e.get("kind") == "end" and _at(begin) <= _at(e) <= until][
-        :1
-    ]  # the first belongs to it
-    steps = [step for event in span if (step := _whole(event.get("step"))) is not None]
+    ends = [e for e in launched if e.get("kind") == "end" and _timestamp(begin) <= _timestamp(e) <= until]
+    steps = [step for event in span if (step := _int(event.get("step"))) is not None]
     return Attempt(
-        began, ended, _whole(begin.get("step")) or 0, max(steps, default=0), elapsed, seconds, reason,
+        began, ended, _int(begin.get("step")) or 0, max(steps, default=0), elapsed, seconds, reason,
         str(last.get("phase", "init")), _cause(span, reason, ends, bool(following)),
-        _whole(ends[0].get("generation")) if ends else None, _whole(begin.get("processes")),
+        _int(ends[0].get("generation")) if ends else None, _int(begin.get("processes")),
     )  # fmt: skip
 
 
 def _cause(span: Sequence[Event], reason: str | None, ends: Sequence[Event], has_next: bool) -> str:
     """Returns why an attempt ended, by its own events and by the supervisor."""
     hang = next((event for event in span if event.get("kind") == "hang"), None)
-    own = "" if reason is None else escape_unprintable(reason)
+    cause = "" if reason is None else escape_unprintable(reason)
     if hang is not None:
-        own = f"process {hang.get('process')} on {hang.get('host')} hung in {hang.get('phase')}, see {hang.get('file')}"
-    outside = escape_unprintable(str(ends[0].get("cause") or "")) if ends else ""
-    if own and outside and outside != own:
-        return f"{own} ({outside})" if reason != "finished" else own
-    return own or outside or ("killed" if has_next else "")
+        where = f"process {hang.get('process')} on {hang.get('host')}"
+        cause = f"{where} hung in {hang.get('phase')}, see {hang.get('file')}"
+    launched = escape_unprintable(str(ends[0].get("cause") or "")) if ends else ""
+    if cause and launched and launched != cause:
+        return f"{cause} ({launched})" if reason != "finished" else cause
+    return cause or launched or ("killed" if has_next else "")
 
 
 def _bucket_seconds(attempts: Sequence[Attempt]) -> tuple[dict[str, float], float]:
@@ -234,7 +233,7 @@ def _state(attempt: Attempt, now: float) -> str:
 def _failed_generations(launched: Sequence[Event], attempts: Sequence[Attempt]) -> list[Event]:
     """Returns the ends of generations without a start event of process 0."""
     started = {attempt.generation for attempt in attempts}
-    return [e for e in launched if e.get("kind") == "end" and _whole(e.get("generation")) not in started]
+    return [e for e in launched if e.get("kind") == "end" and _int(e.get("generation")) not in started]
 
 
 def format_seconds(seconds: float) -> str:
@@ -263,11 +262,11 @@ def _time(event: Event) -> float | None:
         return None
 
 
-def _at(event: Event) -> float:
+def _timestamp(event: Event) -> float:
     return _time(event) or 0.0
 
 
-def _whole(value: Any) -> int | None:
+def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

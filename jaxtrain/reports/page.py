@@ -37,7 +37,7 @@ def page(run: RunHistory) -> str:
     sections = {
         "Where the time went": _goodput(run),
         "Loss": html.scrollable(curve(run, "loss", "loss over steps", ("eval/loss", "validation"))),
-        "Learning rate": html.scrollable(curve(run, "lr", "learning rate over steps", high=110)),
+        "Learning rate": html.scrollable(curve(run, "lr", "learning rate over steps", height=110)),
         "Throughput": html.scrollable(curve(run, "tokens_per_sec", "tokens a second over steps")),
         "Starts and ends": _attempts(run),
         "Validation": _table(("metric", "first", "last", "lowest"), tables.scores(run), (1, 2, 3)),
@@ -55,7 +55,7 @@ def _headline(run: RunHistory) -> str:
     return f"""<header><h1>{escape(run.name)}</h1>
 <p class="dim">{escape(str(run.directory))}; began {tables.format_time(run.attempts[0].began)}</p>
 <p><span class="verdict {good}">{escape(run.state.capitalize())}</span></p>
-{html.cards(tables.facts(run))}</header>"""
+{html.cards(tables.key_figures(run))}</header>"""
 
 
 def _goodput(run: RunHistory) -> str:
@@ -68,7 +68,7 @@ def _goodput(run: RunHistory) -> str:
     rows.append(("total", format_seconds(run.elapsed), "100.0%"))
     note = "Process 0, over all restarts. Every second counts in one line."
     table = html.table(("", "time", "share"), rows, (1, 2), total=True)
-    return f"{html.scrollable(shares(run))}\n{html.remark(note)}\n{table}"
+    return f"{html.scrollable(time_bar(run))}\n{html.remark(note)}\n{table}"
 
 
 def _attempts(run: RunHistory) -> str:
@@ -82,16 +82,16 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequen
     return html.table(titles, rows, numbers) if rows else ""
 
 
-def shares(run: RunHistory) -> str:
+def time_bar(run: RunHistory) -> str:
     """Draws the time as one bar, in the order of `ALL_BUCKETS`."""
-    out, at = [], 10.0
-    for name in ALL_BUCKETS:
-        wide = run.seconds[name] / run.elapsed * (svg.WIDTH - 20)
-        if wide > 0:
-            title = f"{ALL_BUCKETS[name]}: {format_seconds(run.seconds[name])}, {run.seconds[name] / run.elapsed:.1%}"
-            out.append(svg.rect(at, 4, wide, 40, name, title))
-            at += wide
-    return svg.drawing(50, out, "where the time went")
+    elements, x = [], 10.0
+    for name, description in ALL_BUCKETS.items():
+        share = run.seconds[name] / run.elapsed
+        if share > 0:
+            title = f"{description}: {format_seconds(run.seconds[name])}, {share:.1%}"
+            elements.append(svg.rect(x, 4, share * (svg.WIDTH - 20), 40, name, title))
+            x += share * (svg.WIDTH - 20)
+    return svg.drawing(50, elements, "where the time went")
 
 
 def timeline(run: RunHistory) -> str:
@@ -103,68 +103,65 @@ def timeline(run: RunHistory) -> str:
     row, top, span = 16, 6, max(end - begin, 1e-9)
     bottom = top + row * len(attempts)
 
-    def at(seconds: float) -> float:
+    def x(seconds: float) -> float:
         return LEFT + (seconds - begin) / span * (RIGHT - LEFT)
 
-    out = list(_ticks(lambda value: at(begin + value), 0.0, span, bottom, format_seconds))
+    elements = list(_ticks(lambda value: x(begin + value), 0.0, span, bottom, format_seconds))
     for index, attempt in enumerate(attempts):
         y = top + row * index
-        out.append(svg.text(LEFT - 8, y + 12, svg.shorten(tables.step_range(attempt), LEFT - 10), "end"))
-        out += _stack(attempt, at, y, row - 3)
-    return svg.drawing(bottom + 28, out, "attempts of the run")
+        elements.append(svg.text(LEFT - 8, y + 12, svg.shorten(tables.step_range(attempt), LEFT - 10), "end"))
+        elements += _stack(attempt, x, y, row - 3)
+    return svg.drawing(bottom + 28, elements, "attempts of the run")
 
 
-def _stack(attempt: Attempt, at: Scale, y: float, high: float) -> Iterator[str]:
-    place = attempt.began
+def _stack(attempt: Attempt, x: Scale, y: float, height: float) -> Iterator[str]:
+    start = attempt.began
     for name in ORDER:
         seconds = attempt.seconds.get(name, 0.0)
-        x0, x1 = at(place), at(place + seconds)
         if seconds > 0:
-            yield svg.rect(x0, y, x1 - x0, high, name, f"{ALL_BUCKETS[name]}: {format_seconds(seconds)}")
-        place += seconds
+            title = f"{ALL_BUCKETS[name]}: {format_seconds(seconds)}"
+            yield svg.rect(x(start), y, x(start + seconds) - x(start), height, name, title)
+        start += seconds
 
 
-def curve(run: RunHistory, key: str, what: str, beside: tuple[str, str] | None = None, high: int = HEIGHT) -> str:
+def curve(run: RunHistory, key: str, label: str, overlay: tuple[str, str] | None = None, height: int = HEIGHT) -> str:
     """Draws a metric over steps, smoothed, with restarts as dotted lines.
 
     Args:
         run: the run.
         key: the metric.
-        what: description of the plot.
-        beside: another metric, drawn as dots, and its name.
-        high: height of the plot.
+        label: description of the plot.
+        overlay: another metric, drawn as dots, and its name.
+        height: height of the plot.
     """
     points = _finite(run.series(key))
-    other = _finite(run.series(beside[0])) if beside else []
+    dots = _finite(run.series(overlay[0])) if overlay else []
     if len(points) < 2:
         return ""
-    x0, x1 = points[0][0], points[-1][0]
-    smooth = downsampled(points, MAX_POINTS)
-    low, top = _limits([value for _, value in smooth] + [value for _, value in other])
+    first, last = points[0][0], points[-1][0]
+    smooth = downsample(points, MAX_POINTS)
+    low, high = _limits([value for _, value in smooth + dots])
 
     def x(step: float) -> float:
-        return LEFT + (step - x0) / (x1 - x0) * (RIGHT - LEFT)
+        return LEFT + (step - first) / (last - first) * (RIGHT - LEFT)
 
     def y(value: float) -> float:
-        return 10 + (top - min(max(value, low), top)) / (top - low) * (high - 10)
+        return 10 + (high - min(max(value, low), high)) / (high - low) * (height - 10)
 
-    out = [*_levels(y, low, top), *_ticks(x, x0, x1, high, lambda value: f"{value:,.6g}")]
-    out += [
-        svg.line(x(attempt.first), 10, x(attempt.first), high, "restart")
-        for attempt in run.attempts[1:]
-        if x0 <= attempt.first
-    ]
-    out.append(_polyline(((x(a), y(b)) for a, b in smooth), "curve"))
-    label = f"{key}, last {_figure(points[-1][1])}"
-    if other and beside:
-        out.append(_polyline(((x(a), y(b)) for a, b in other), "scores"))
-        out += [f'<circle class="scores" cx="{x(a):.1f}" cy="{y(b):.1f}" r="3"/>' for a, b in downsampled(other, 100)]
-        label += f"; {beside[1]} (dots), last {_figure(other[-1][1])}"
-    out.append(svg.text(RIGHT, 22, label, "end"))
-    return svg.drawing(high + 28, out, what)
+    elements = [*_levels(y, low, high), *_ticks(x, first, last, height, lambda value: f"{value:,.6g}")]
+    restarts = [x(attempt.first) for attempt in run.attempts[1:] if first <= attempt.first]
+    elements += [svg.line(at, 10, at, height, "restart") for at in restarts]
+    elements.append(svg.polyline(((x(step), y(value)) for step, value in smooth), "curve"))
+    caption = f"{key}, last {_format(points[-1][1])}"
+    if dots and overlay:
+        elements.append(svg.polyline(((x(step), y(value)) for step, value in dots), "scores"))
+        elements += [svg.circle(x(step), y(value), 3, "scores") for step, value in downsample(dots, 100)]
+        caption += f"; {overlay[1]} (dots), last {_format(dots[-1][1])}"
+    elements.append(svg.text(RIGHT, 22, caption, "end"))
+    return svg.drawing(height + 28, elements, label)
 
 
-def downsampled(points: Points, most: int) -> list[tuple[float, float]]:
+def downsample(points: Points, most: int) -> list[tuple[float, float]]:
     """Reduces points to `most` means of neighbours, so that the page of a million steps stays small."""
     size = max(1, math.ceil(len(points) / most))
     groups = [points[at : at + size] for at in range(0, len(points), size)]
@@ -180,31 +177,19 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     return min(values) - pad, max(values) + pad
 
 
-def _levels(y: Scale, low: float, top: float) -> Iterator[str]:
-    step = svg.tick_step((top - low) / 5)
-    value = math.ceil(low / step) * step
-    while value <= top:
-        height = y(value)
-        yield svg.line(LEFT, height, RIGHT, height, "grid")
-        yield svg.text(LEFT - 8, height + 4, _figure(value), "end")
-        value += step
+def _levels(y: Scale, low: float, high: float) -> Iterator[str]:
+    """Draws horizontal grid lines at round values."""
+    for value in svg.ticks(low, high, 5):
+        yield svg.line(LEFT, y(value), RIGHT, y(value), "grid")
+        yield svg.text(LEFT - 8, y(value) + 4, _format(value), "end")
 
 
-def _ticks(x: Scale, low: float, high: float, y: float, shown: Callable[[float], str]) -> Iterator[str]:
-    """Draws round figures along an axis below `y`."""
-    step = svg.tick_step((high - low) / 6)
-    value = math.ceil(low / step) * step
-    while value <= high:
-        place = x(value)
-        yield svg.line(place, y, place, y + 5, "axis")
-        anchor = "end" if place > RIGHT - 40 else "middle"
-        yield svg.text(place, y + 19, shown(value), anchor)
-        value += step
+def _ticks(x: Scale, low: float, high: float, y: float, label: Callable[[float], str]) -> Iterator[str]:
+    """Draws round values along an axis at height `y`."""
+    for value in svg.ticks(low, high, 6):
+        yield svg.line(x(value), y, x(value), y + 5, "axis")
+        yield svg.text(x(value), y + 19, label(value), "end" if x(value) > RIGHT - 40 else "middle")
 
 
-def _figure(value: float) -> str:
+def _format(value: float) -> str:
     return count(value) if abs(value) >= 1000 else small(value) if 0 < abs(value) < 0.01 else number(round(value, 6))
-
-
-def _polyline(points: Iterable[tuple[float, float]], style: str) -> str:
-    return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'

@@ -21,7 +21,7 @@ class KeyFigure(NamedTuple):
     note: str
 
 
-def facts(run: RunHistory) -> list[KeyFigure]:
+def key_figures(run: RunHistory) -> list[KeyFigure]:
     """Returns the figures of the headline."""
     best = [pair for pair in run.series("eval/loss") if pair[1] == pair[1]]
     low = min(best, key=lambda pair: pair[1], default=None)

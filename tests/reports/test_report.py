@@ -97,7 +97,8 @@ def test_text_of_others_is_escaped(tmp_path):
 def test_the_bar_of_all_time_is_to_scale(tmp_path):
     three_attempts(tmp_path)
     bars = {
-        node.attrib["class"]: float(node.attrib["width"]) for node in parsed(report_page.shares(read_history(tmp_path)))
+        node.attrib["class"]: float(node.attrib["width"])
+        for node in parsed(report_page.time_bar(read_history(tmp_path)))
     }
     assert bars["compute"] == pytest.approx(12 * bars["checkpoint"], rel=0.02)
     assert sum(bars.values()) == pytest.approx(svg.WIDTH - 20, abs=0.5)
@@ -130,7 +131,7 @@ def test_a_curve_goes_through_its_values(tmp_path):
 
 def test_long_curves_are_small():
     points = [(float(step), value) for step, value in enumerate([1.0, 3.0] * 50_000)]
-    thin = report_page.downsampled(points, 600)
+    thin = report_page.downsample(points, 600)
     assert len(thin) <= 600
     assert [value for _, value in thin] == pytest.approx([2.0] * len(thin), abs=0.02)
 

@@ -53,10 +53,10 @@ def report(run: RunHistory, width: int) -> RenderableType:
 
 
 def _headline(run: RunHistory) -> RenderableType:
-    facts = plain("", "", "", right=())
-    for fact in tables.facts(run):
-        facts.add_row(Text(fact.name, style="dim"), Text(fact.value, style="bold", no_wrap=True), Text(fact.note))
-    return Group(Text.assemble((run.name, "bold"), f"  {run.directory}"), Text(run.state), facts)
+    table = plain("", "", "", right=())
+    for figure in tables.key_figures(run):
+        table.add_row(Text(figure.name, style="dim"), Text(figure.value, style="bold", no_wrap=True), Text(figure.note))
+    return Group(Text.assemble((run.name, "bold"), f"  {run.directory}"), Text(run.state), table)
 
 
 def _goodput(run: RunHistory, width: int) -> RenderableType | None:

@@ -111,8 +111,8 @@ def _points(plan: Plan, field: Field) -> Iterator[str]:
     end = min(field.x(found[0][0]) + 60, field.right - LETTER_WIDTH * max(map(len, said)))
     for row, (intensity, rate, _) in enumerate(found):  # from the right, so that no line crosses another
         x, y, below = field.x(intensity), field.y(rate), lowest + 60 + 22 * row
-        yield f'<polyline class="leader" points="{x:.1f},{y:.1f} {end - 6:.1f},{below - 4:.1f}"/>'
-        yield f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+        yield svg.polyline([(x, y), (end - 6, below - 4)], "leader")
+        yield svg.circle(x, y, 5, "point")
         yield svg.text(end, below, said[row], "start")
 
 
@@ -163,8 +163,7 @@ def _roof(field: Field, peak: float, bandwidth: float, style: str) -> list[str]:
     x0, x1, y0, _ = (10.0**edge for edge in field.span)
     start = max(x0, y0 / bandwidth)
     points = [(start, start * bandwidth), (peak / bandwidth, peak), (x1, peak)]
-    text = " ".join(f"{field.x(x):.1f},{field.y(y):.1f}" for x, y in points)
-    return [f'<polyline class="{style}" points="{text}"/>']
+    return [svg.polyline(((field.x(x), field.y(y)) for x, y in points), style)]
 
 
 def _ticks(at: Callable[[float], float], end: float, unit: values.Unit, y: float) -> Iterator[str]:
