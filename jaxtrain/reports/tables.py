@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -26,11 +25,11 @@ def key_figures(run: RunHistory) -> list[KeyFigure]:
     best = [pair for pair in run.series("eval/loss") if pair[1] == pair[1]]
     low = min(best, key=lambda pair: pair[1], default=None)
     steps = f"{run.step:,}" + (f" of {run.steps:,}" if run.steps else "")
-    restarts = max(0, len(run.attempts) - 1)
+    restarts, loss = max(0, len(run.attempts) - 1), run.series("loss")
     figures = [
         KeyFigure("goodput", percent(run.goodput), f"training steps in {format_seconds(run.elapsed)} of wall time"),
         KeyFigure("steps", steps, f"{restarts} restart{'' if restarts == 1 else 's'}"),
-        KeyFigure("loss", number(run.last("loss")), f"first {number(_first(run, 'loss'))}"),
+        KeyFigure("loss", number(run.last("loss")), f"first {number(loss[0][1] if loss else None)}"),
     ]
     if low is not None:
         note = f"lowest {number(low[1])} at step {low[0]:,}"
@@ -72,12 +71,10 @@ def failed_generations(run: RunHistory) -> list[str]:
     ][-MAX_ROWS:]
 
 
-def checkpoints(run: RunHistory) -> list[tuple[str, str, str, str]]:
+def checkpoints(run: RunHistory) -> list[tuple[str, ...]]:
     """Returns (step, size, seconds until it was on disk, seconds that training waited) of the newest."""
-    return [
-        (_text(save.get("step")), _text(save.get("size")), _text(save.get("seconds")), _text(save.get("stall")))
-        for save in run.saves[-MAX_ROWS:]
-    ]
+    names = ("step", "size", "seconds", "stall")
+    return [tuple(_text(save.get(name)) for name in names) for save in run.saves[-MAX_ROWS:]]
 
 
 def scores(run: RunHistory) -> list[tuple[str, str, str, str]]:
@@ -117,11 +114,6 @@ def _line(event: Any) -> str:
 
 def _clock(event: Any) -> str:
     return str(event.get("time"))[:19].replace("T", " ")
-
-
-def _first(run: RunHistory, key: str) -> float | None:
-    series: Sequence[tuple[int, float]] = run.series(key)
-    return series[0][1] if series else None
 
 
 def _text(value: Any) -> str:

@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import (
-    APPEND_FLAGS,
-    append_bytes,
-    append_record,
-    encode_record,
-    read_records,
-    timestamped,
-    truncate_after,
-)
+from jaxtrain.io import jsonl
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 
@@ -35,10 +27,10 @@ class JsonlTracker:
     def start(self, info: Mapping[str, Any]) -> None:
         self._dir.mkdir(parents=True, exist_ok=True)
         step = int(info.get("step", 0))
-        cut = truncate_after(self._dir / METRICS, step)
-        truncate_after(self._dir / EVENTS, None)
+        cut = jsonl.truncate_after(self._dir / METRICS, step)
+        jsonl.truncate_after(self._dir / EVENTS, None)
         for name in (METRICS, EVENTS):
-            self._files[name] = os.open(self._dir / name, APPEND_FLAGS, 0o644)
+            self._files[name] = os.open(self._dir / name, jsonl.APPEND_FLAGS, 0o644)
         fields = {key: value for key, value in info.items() if key != "config"}
         self.event("resume" if step else "start", **fields, **({"cut": cut} if cut else {}))
 
@@ -46,32 +38,32 @@ class JsonlTracker:
         self._write(METRICS, {"step": step, **values})
 
     def event(self, kind: str, **fields: Any) -> None:
-        self._write(EVENTS, timestamped({"kind": kind, **fields}))
+        self._write(EVENTS, jsonl.timestamped({"kind": kind, **fields}))
 
     def artifact(self, path: Path) -> None:
         """Does nothing: artifacts are in the run directory already."""
 
     def rewind(self, step: int) -> None:
         os.close(self._files.pop(METRICS))
-        truncate_after(self._dir / METRICS, step)
-        self._files[METRICS] = os.open(self._dir / METRICS, APPEND_FLAGS, 0o644)
+        jsonl.truncate_after(self._dir / METRICS, step)
+        self._files[METRICS] = os.open(self._dir / METRICS, jsonl.APPEND_FLAGS, 0o644)
 
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
-        append_bytes(self._files[name], encode_record(record))
+        jsonl.append_bytes(self._files[name], jsonl.encode_record(record))
 
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
     """Appends to events.jsonl without the trackers, which may no longer work."""
-    append_record(run_dir / EVENTS, {"kind": kind, **fields})
+    jsonl.append_record(run_dir / EVENTS, {"kind": kind, **fields})
 
 
 def furthest_step(run_dir: Path) -> int:
     """Returns the largest step that a run in this folder began, by its files."""
-    steps = [record.get("step", 0) for _, record in read_records(run_dir / METRICS) if record]
-    events = [event for _, event in read_records(run_dir / EVENTS) if event]
+    steps = [record.get("step", 0) for _, record in jsonl.read_records(run_dir / METRICS) if record]
+    events = [event for _, event in jsonl.read_records(run_dir / EVENTS) if event]
     steps += [event.get(name, 0) for event in events for name in ("step", "reached")]
     return max((step for step in steps if isinstance(step, int)), default=0)

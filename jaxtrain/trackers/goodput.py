@@ -69,7 +69,7 @@ class GoodputLedger:
     def phase(self, bucket: str) -> Iterator[None]:
         """Counts the time inside as `bucket`, except for inner phases."""
         outer = self._inner
-        self._change(inner=_checked(bucket))
+        self._change(inner=bucket)
         try:
             yield
         finally:
@@ -77,7 +77,7 @@ class GoodputLedger:
 
     def begin(self, bucket: str) -> None:
         """Counts the time outside of phases as `bucket` from now on."""
-        self._change(base=_checked(bucket))
+        self._change(base=bucket)
 
     def begin_step(self, step: int) -> None:
         """Notes that `step` steps have begun; the time from now on belongs to the last one."""
@@ -112,6 +112,8 @@ class GoodputLedger:
             return median(self._times) if len(self._times) >= ENOUGH else None
 
     def _change(self, base: str | None = None, inner: str | None = None) -> None:
+        if (base or inner or "init") not in BUCKETS:
+            raise ValueError(f"no bucket `{base or inner}`; expected one of {', '.join(BUCKETS)}")
         with self._lock:
             self._settle()
             self._changes += 1
@@ -166,9 +168,3 @@ def process_age() -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
     except (OSError, AttributeError, IndexError, ValueError):
         return 0.0
-
-
-def _checked(bucket: str) -> str:
-    if bucket not in BUCKETS:
-        raise ValueError(f"no bucket `{bucket}`; expected one of {', '.join(BUCKETS)}")
-    return bucket

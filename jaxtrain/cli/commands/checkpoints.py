@@ -17,7 +17,7 @@ from jaxtrain.checkpoint import durable
 from jaxtrain.checkpoint.files import MARKER, Lock
 from jaxtrain.checkpoint.store import CheckpointStore, largest_first
 from jaxtrain.cli import checkpoint_listing as listing
-from jaxtrain.cli.progress import ProgressBar
+from jaxtrain.cli.progress import progress_bar
 from jaxtrain.errors import CheckpointError, UserError, escape_unprintable
 from jaxtrain.reports.layout_table import format_bytes
 
@@ -177,7 +177,7 @@ def _problems(tier: durable.DurableTier, step: int) -> list[str]:
         return [f"{MARKER} is missing"]
     except CheckpointError as error:
         return [str(error)]
-    with ProgressBar(f"checkpoint {step}") as progress:
+    with progress_bar(f"checkpoint {step}") as progress:
         for name, expected in largest_first(content["files"]):
             results.append(durable.tier_file_problem(tier, step, name, expected))
             done += expected[0]

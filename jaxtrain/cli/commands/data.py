@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxtrain.cli.progress import ProgressBar
+from jaxtrain.cli.progress import progress_bar
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data import prepare
 
@@ -13,7 +13,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     # The config may name the tokenizer that is about to be trained.
     config, _ = resolve(args.config, *args.overrides, paths=args.action == "build", checks=())
-    with ProgressBar("tokenizing" if args.action == "build" else "reading") as progress:
+    with progress_bar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":
             sources, validation = prepare.text_sources(config.data), config.data.validation_fraction
             made = prepare.train_tokenizer(sources, args.vocab, args.out, progress, validation, config.data.cache_dir)

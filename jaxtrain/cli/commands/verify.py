@@ -17,13 +17,13 @@ def run(args: argparse.Namespace) -> int:
     prepare_jax_import(args.simulate)
     from rich.console import Console
 
-    from jaxtrain.cli.progress import ProgressBar
+    from jaxtrain.cli.progress import progress_bar
     from jaxtrain.verification.report import WIDEST, details, lines, table
     from jaxtrain.verification.verify import verify
 
     names = [name.strip() for name in args.layouts.split(",") if name.strip()]
     options = {"layouts": names, "devices": args.simulate, "steps": args.steps, "inject": args.inject}
-    with ProgressBar("verifying") as progress:
+    with progress_bar("verifying") as progress:
         outcome = verify(args.config, args.overrides, **options, progress=progress)
     width = None if sys.stdout.isatty() else 2 * WIDEST  # a file or pipe has no width
     console = Console(width=width, highlight=False)
