@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -63,12 +64,9 @@ def _content(store: CheckpointStore, name: str) -> dict[str, Any]:
 
 
 def tensor_bytes(shape: list[int], dtype: str) -> int:
-    """Bytes of a tensor, by the name of its dtype such as `float32`, `float8_e4m3fn` or `bool`."""
+    """Returns the bytes of a tensor, by the name of its dtype such as `float32`, `float8_e4m3fn` or `bool`."""
     bits = _BITS.search(dtype)
-    size = max(int(bits[1]) // 8, 1) if bits else 1
-    for dim in shape:
-        size *= dim
-    return size
+    return math.prod(shape) * (max(int(bits[1]) // 8, 1) if bits else 1)
 
 
 def steps_to_prune(store: CheckpointStore, keep: int | None, steps: Collection[int]) -> list[int]:
@@ -83,7 +81,8 @@ def steps_to_prune(store: CheckpointStore, keep: int | None, steps: Collection[i
     existing = store.folders()
     for step in steps:
         if step not in existing:
-            raise CheckpointError(f"no checkpoint {step} in {store.directory}; it has {_join(existing)}")
+            steps_there = ", ".join(map(str, existing)) or "none"
+            raise CheckpointError(f"no checkpoint {step} in {store.directory}; it has {steps_there}")
     chosen = set(steps)
     if keep is not None:
         if keep < 1:
@@ -108,7 +107,3 @@ def newest_intact(store: CheckpointStore, excluded: Collection[int]) -> int | No
         if step not in excluded and store.problem(step) is None:
             return step
     return None
-
-
-def _join(steps: Collection[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"

@@ -38,10 +38,11 @@ from jaxtrain.models.spec import is_decoder
 from jaxtrain.trainer.compatibility import environment
 
 ORIGIN = "huggingface"  # folder in an imported run with the files of the original model
-AUXILIARY_FILES = (  # copied unchanged
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+AUXILIARY_FILES = ("generation_config.json", *TOKENIZER_FILES)  # copied unchanged
 MAX_SEQUENCE = 1024  # tokens; limits the default `data.sequence` of an imported run
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -122,8 +123,10 @@ def export_model(
         kind = np.dtype(dtype or flat["embed/table"].dtype)
         size = save_weights(folder, TENSOR_MAPPINGS[architecture.name], flat, kind, max_bytes)
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": kind.name}, indent=2) + "\n")
-        tokenizer = Path(config.data.tokenizer) if config.data.is_text else Path("bytes")
-        _copy(origin if origin.is_dir() else tokenizer.parent, folder, _copied_names(origin, tokenizer))
+        if origin.is_dir():
+            _copy(origin, folder, AUXILIARY_FILES)
+        elif config.data.is_text and config.data.tokenizer != "bytes":
+            _copy(Path(config.data.tokenizer).parent, folder, TOKENIZER_FILES)
     return Exported(architecture.name, done, size, kind.name)
 
 
@@ -137,15 +140,6 @@ def _run_settings(source: Path, target: Path) -> dict[str, Any]:
         data["tokenizer"] = str(target.absolute() / ORIGIN / "tokenizer.json")
     name = re.sub(r"[^\w.\-]", "_", target.absolute().name).lstrip(".-") or "run"
     return {"name": name, "dir": str(target.absolute().parent), "data": data}
-
-
-def _copied_names(origin: Path, tokenizer: Path) -> tuple[str, ...]:
-    """Names of the files to copy into an export: those of the original model, else those of the tokenizer."""
-    if origin.is_dir():
-        return AUXILIARY_FILES
-    return (
-        () if str(tokenizer) == "bytes" else tuple(name for name in AUXILIARY_FILES if name != "generation_config.json")
-    )
 
 
 def _copy(source: Path, target: Path, names: Sequence[str]) -> None:

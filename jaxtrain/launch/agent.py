@@ -21,7 +21,7 @@ from jaxtrain.errors import ProtocolError
 from jaxtrain.exit_codes import SAVED, USAGE
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
 from jaxtrain.launch.worker_logs import Terminal
-from jaxtrain.launch.workers import WorkerGroup, WorkerProcess, worker_environment
+from jaxtrain.launch.workers import WorkerGroup, worker_environment
 
 CONNECT_RETRY = 0.5  # seconds between attempts to reach the leader
 FENCE = 0.75  # share of the heartbeat timeout: after that silence an agent's workers end before the leader continues
@@ -149,8 +149,8 @@ class Agent:
                     received = time.monotonic()
                     for message in channel.receive():
                         self._handle(channel, message)
-                else:
-                    self._read(*key.data)
+                elif self._group is not None:
+                    self._group.read(*key.data)
             self._report(channel)
             now = time.monotonic()
             if now - sent >= interval:
@@ -158,10 +158,6 @@ class Agent:
                 channel.send("heartbeat")
             if now - received > FENCE * self._config.heartbeat:
                 raise ConnectionClosed(f"no message for {FENCE * self._config.heartbeat:g} s")
-
-    def _read(self, worker: WorkerProcess, stream: str) -> None:
-        if self._group is not None:
-            self._group.read(worker, stream)
 
     def _handle(self, channel: Channel, message: Message) -> None:
         kind = message["kind"]

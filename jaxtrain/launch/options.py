@@ -45,8 +45,8 @@ class LaunchOptions:
 def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LaunchOptions:
     """Checks and completes the arguments. Raises UserError, in one line, for a missing or wrong one."""
     is_local = args.where == "local"
-    nodes, node = (1, 0) if is_local else (_number(args, name, environ) for name in ("nodes", "node"))
-    slots = _number(args, "processes", environ)
+    nodes, node = (1, 0) if is_local else (_integer(name, _text(args, name, environ)) for name in ("nodes", "node"))
+    slots = _integer("processes", _text(args, "processes", environ))
     per_process = _text(args, "devices_per_process", environ, required=False)
     devices = _integer("devices_per_process", per_process) if per_process else None
     for name, minimum in MINIMUM.items():
@@ -100,10 +100,6 @@ def _text(args: argparse.Namespace, name: str, environ: Mapping[str, str], requi
     if not values and required:
         raise UserError(f"launch: expected {_flag(name)}, or {' or '.join(VARIABLES[name])} in the environment")
     return values[0] if values else ""
-
-
-def _number(args: argparse.Namespace, name: str, environ: Mapping[str, str]) -> int:
-    return _integer(name, _text(args, name, environ))
 
 
 def _integer(name: str, text: str) -> int:
