@@ -1,4 +1,4 @@
-"""One of two processes that train a little and save, while saves fail; run by test_saves_again.py."""
+"""One of two processes that train a little and save, while saves fail; run by test_joint_retry.py."""
 
 from __future__ import annotations
 

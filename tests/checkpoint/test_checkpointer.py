@@ -184,7 +184,7 @@ def pointers(state) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for array in arrays for shard in array.addressable_shards}
 
 
-def test_a_snapshot_copies_each_shard_once():
+def test_copy_to_host_copies_each_shard_once():
     mesh = mesh_of(2, 2, 2)
     x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P(None, "model")))
     scalar = jax.device_put(jnp.float32(3), NamedSharding(mesh, P()))
@@ -195,7 +195,7 @@ def test_a_snapshot_copies_each_shard_once():
     np.testing.assert_array_equal(copies["x"], x)
 
 
-def test_a_snapshot_follows_any_device_order():
+def test_copy_to_host_follows_any_device_order():
     devices = np.array(jax.devices())[np.random.default_rng(0).permutation(8)].reshape(2, 2, 2)
     mesh = Mesh(devices, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
     x = jnp.arange(4 * 4 * 4.0).reshape(4, 4, 4)
@@ -302,7 +302,7 @@ def test_a_damaged_newest_step_is_set_aside_and_saved_again(tmp_path):
     assert (tmp_path / "bad-20").is_dir()
 
 
-def test_a_step_with_a_damaged_marker_makes_way_for_its_own_save(tmp_path):
+def test_a_save_replaces_a_step_with_a_damaged_marker(tmp_path):
     save_steps(tmp_path, 10, 20)
     damage_truncate(tmp_path / "20" / "jaxtrain.json", np.random.default_rng(0))
     state = make_state(mesh_of(2, 2, 2), seed=5)
@@ -317,7 +317,7 @@ def test_a_step_with_a_damaged_marker_makes_way_for_its_own_save(tmp_path):
     assert (tmp_path / "bad-20").is_dir()
 
 
-def test_when_all_are_damaged_it_says_which(tmp_path):
+def test_all_damaged_steps_are_named(tmp_path):
     save_steps(tmp_path, 10, 20)
     for step in (10, 20):
         (tmp_path / str(step) / "state" / "_METADATA").unlink()
@@ -396,7 +396,7 @@ def test_saving_a_step_twice_or_backwards(tmp_path):
         checkpoints.save(8, state, manifest={})
 
 
-def test_what_cannot_be_saved_says_so(tmp_path):
+def test_unsavable_states_are_one_line_errors(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match="state w is a ndarray"):
             checkpoints.save(1, {"w": np.zeros(3)}, manifest={})

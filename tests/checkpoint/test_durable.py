@@ -1,4 +1,4 @@
-"""The durable tier, in a folder and in an object store: checked copies that bring a run back."""
+"""Durable tier in a folder and in an object store: verified copies from which a run is restored."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def damage(place: str, step: int) -> None:
     tier._fs.pipe_file(tier._path(step, name), bytes(raw))
 
 
-def test_copies_are_made_when_they_are_due_and_of_the_last(tmp_path, place):
+def test_copies_are_made_when_due_and_of_the_last_step(tmp_path, place):
     events = run(tmp_path / "run", place, 2, 4, 6, 8, 9, durable_every=4)
     copied = [event for event in events if isinstance(event, Copied)]
     assert [event.step for event in copied] == [4, 8, 9]
@@ -123,7 +123,7 @@ def test_each_tier_keeps_the_newest_and_the_best(tmp_path, place):
     assert set(CheckpointStore(tmp_path / "run").marked()) == {2, 4}
 
 
-def test_a_lost_folder_comes_back(tmp_path, place):
+def test_a_lost_folder_is_restored(tmp_path, place):
     run(tmp_path / "run", place, 1, 2)
     shutil.rmtree(tmp_path / "run")
     with Checkpointer(tmp_path / "run", durable=place) as checkpoints:
@@ -163,7 +163,7 @@ def test_a_damaged_step_is_replaced_by_its_copy_and_a_damaged_copy_by_the_step_b
     assert not any(tier_file_problem(tier, 2, *item) for item in read_content(tier, 2)["files"].items())
 
 
-def test_a_rewound_step_does_not_come_back(tmp_path, place):
+def test_a_rewound_step_is_not_restored(tmp_path, place):
     run(tmp_path / "run", place, 1, 2, 3)
     with Checkpointer(tmp_path / "run", durable=place) as checkpoints:
         assert checkpoints.rewind(1) == [2, 3]
@@ -185,7 +185,7 @@ def failing(monkeypatch, times: int) -> None:
         monkeypatch.setattr(kind, "put", put)
 
 
-def test_a_store_that_fails_is_tried_again_and_costs_copies_only(tmp_path, place, monkeypatch):
+def test_a_failing_store_is_retried_and_costs_copies_only(tmp_path, place, monkeypatch):
     failing(monkeypatch, 1)
     kinds = [type(event) for event in run(tmp_path / "run", place, 1, waits=(0.01,))]
     assert kinds == [Committed, Retrying, Copied]
@@ -197,7 +197,7 @@ def test_a_store_that_fails_is_tried_again_and_costs_copies_only(tmp_path, place
     assert open_tier(place).steps() == [1]
 
 
-def test_a_copy_that_waits_to_be_tried_again_gives_way_to_a_newer_one(tmp_path, place, monkeypatch):
+def test_a_newer_copy_replaces_one_that_waits_for_its_retry(tmp_path, place, monkeypatch):
     failing(monkeypatch, 1)
     with Checkpointer(tmp_path / "run", durable=place, waits=(60.0,), keep=1) as checkpoints:
         checkpoints.save(1, state(1), manifest={})
@@ -212,7 +212,7 @@ def test_a_copy_that_waits_to_be_tried_again_gives_way_to_a_newer_one(tmp_path, 
     assert open_tier(place).steps() == [2]
 
 
-def test_a_step_stays_while_it_is_copied_and_leavings_of_killed_copies_go(tmp_path, place, monkeypatch):
+def test_a_step_is_kept_while_it_is_copied_and_remains_of_killed_copies_are_deleted(tmp_path, place, monkeypatch):
     goes_on = threading.Event()
     for kind in (FolderTier, ObjectStoreTier):
         monkeypatch.setattr(kind, "put", lambda *args, real=kind.put: (goes_on.wait(30), real(*args))[1])
@@ -239,7 +239,7 @@ def test_a_step_stays_while_it_is_copied_and_leavings_of_killed_copies_go(tmp_pa
         assert sorted(os.listdir(place)) == [".trash", "3"]
 
 
-def test_damage_on_the_way_is_seen(tmp_path, place, monkeypatch):
+def test_damage_during_the_copy_is_detected(tmp_path, place, monkeypatch):
     def write_wrong(source, target=None):
         if target is None:
             return files.digest(source)
@@ -254,7 +254,7 @@ def test_damage_on_the_way_is_seen(tmp_path, place, monkeypatch):
     assert open_tier(place).steps() == []
 
 
-def test_what_nobody_can_read_is_not_taken_for_empty(tmp_path, place, monkeypatch):
+def test_an_unreadable_tier_does_not_count_as_empty(tmp_path, place, monkeypatch):
     for kind in (FolderTier, ObjectStoreTier):
         monkeypatch.setattr(kind, "steps", lambda self: (_ for _ in ()).throw(OSError(errno.EIO, "away")))
     with Checkpointer(tmp_path / "run", durable=place) as checkpoints:
@@ -297,7 +297,7 @@ def test_a_link_cannot_lead_outside_of_its_step(tmp_path):
     assert "a link that leaves the checkpoint" in problem
 
 
-def test_where_it_is(tmp_path, monkeypatch):
+def test_locations(tmp_path, monkeypatch):
     assert run_location(None, tmp_path / "run") is None
     assert run_location("s3://bucket/x/", Path("runs/a")) == "s3://bucket/x/a"
     monkeypatch.chdir(tmp_path)

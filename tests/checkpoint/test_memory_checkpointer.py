@@ -1,4 +1,4 @@
-"""A state goes to the memory of two nodes and comes back, on any mesh, from whichever is left."""
+"""Snapshots in the memory of two nodes: restored on any mesh, from either node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def abstract(on: jax.sharding.Mesh) -> dict:
 
 
 class Pair:
-    """Two nodes, and a worker of the first."""
+    """Snapshot servers of two nodes, and the worker of the first."""
 
     def __init__(self) -> None:
         self.servers, self.messages = [SnapshotServer("127.0.0.1"), SnapshotServer("127.0.0.1")], []
@@ -63,7 +63,7 @@ class Pair:
             self.memory.replicate()
         self.memory.wait()
 
-    def spoil(self, node: int, step: int, offset: int) -> None:
+    def damage(self, node: int, step: int, offset: int) -> None:
         self.servers[node].store.get(SnapshotKey(4, step, 0))[1][offset] ^= 1
 
 
@@ -80,18 +80,18 @@ def equal(state: dict, on: jax.sharding.Mesh) -> bool:
     return same and {name: leaf.sharding for name, leaf in state.items()} == placed(on)
 
 
-@pytest.mark.parametrize("there", [(4, 2), (1, 1), (2, 4), (1, 8), (8, 1)])
-def test_it_comes_back_bitwise_on_any_mesh(pair, there):
+@pytest.mark.parametrize("sizes", [(4, 2), (1, 1), (2, 4), (1, 8), (8, 1)])
+def test_restores_bitwise_on_any_mesh(pair, sizes):
     pair.save(5)
     memory = pair.new_memory()
     source = memory.newest(after=4)
     assert (source.step, source.manifest) == (5, {"seen": 5})
-    assert equal(memory.restore(source, abstract(mesh(*there))), mesh(*there))
+    assert equal(memory.restore(source, abstract(mesh(*sizes))), mesh(*sizes))
     assert memory.newest(after=5) is None
     assert pair.messages == []
 
 
-def test_the_state_may_be_donated_at_once(pair):
+def test_state_may_be_donated_after_snapshot(pair):
     on = mesh(4, 2)
     state = jax.device_put(values(), placed(on))
     grow = jax.jit(lambda s: jax.tree.map(lambda leaf: leaf + leaf, s), donate_argnums=0)
@@ -99,13 +99,13 @@ def test_the_state_may_be_donated_at_once(pair):
     for _ in range(20):
         state = grow(state)
     memory = pair.new_memory()
-    assert memory.newest(after=-1) is None  # until it is shared
+    assert memory.newest(after=-1) is None  # until it is replicated
     pair.memory.replicate()
     pair.memory.wait()
     assert equal(memory.restore(memory.newest(after=-1), abstract(on)), on)
 
 
-def test_what_was_forgotten_before_it_was_shared_is_never_found(pair):
+def test_a_discarded_snapshot_is_never_replicated(pair):
     pair.save(5)
     pair.memory.snapshot(6, jax.device_put(values(), placed(mesh(4, 2))), {})
     pair.memory.discard_after(5)
@@ -114,7 +114,7 @@ def test_what_was_forgotten_before_it_was_shared_is_never_found(pair):
     assert pair.memory.newest(after=-1).step == 5
 
 
-def test_one_node_is_enough_and_one_that_is_gone_is_said(pair):
+def test_one_node_is_enough_and_a_lost_one_is_reported(pair):
     pair.save(5, 6)
     pair.servers[0].close()
     memory = pair.new_memory()
@@ -129,18 +129,18 @@ def test_one_node_is_enough_and_one_that_is_gone_is_said(pair):
     assert sum("not in the memory of two nodes" in line for line in pair.messages) == 1  # once, not for each step
 
 
-def test_bytes_that_changed_are_read_from_the_other_node_and_never_used(pair):
+def test_damaged_bytes_are_read_from_the_other_node(pair):
     pair.save(5)
-    pair.spoil(0, 5, 0)
+    pair.damage(0, 5, 0)
     source = pair.memory.newest(after=-1)
     assert equal(pair.memory.restore(source, abstract(mesh(1, 2))), mesh(1, 2))
-    pair.spoil(1, 5, 0)
+    pair.damage(1, 5, 0)
     assert pair.memory.restore(source, abstract(mesh(1, 2))) is None
     assert "step 5 in the memory of the nodes cannot be used: a piece of" in pair.messages[-1]
     assert "another checksum" in pair.messages[-1]
 
 
-def test_a_step_that_is_not_whole_is_passed_over(pair):
+def test_an_incomplete_step_is_skipped(pair):
     pair.save(5, 6)
     for server in pair.servers:
         head, data = server.store.get(SnapshotKey(4, 6, 0))
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_whole_is_passed_over(pair):
     assert pair.memory.newest(after=-1) is None
 
 
-def test_parts_of_different_models_are_not_put_together(pair):
+def test_snapshots_of_different_models_are_refused(pair):
     pair.save(5)
     head, data = pair.servers[0].store.get(SnapshotKey(4, 5, 0))
     for server in pair.servers:
@@ -162,7 +162,7 @@ def test_parts_of_different_models_are_not_put_together(pair):
     assert "its snapshots are of different models" in pair.messages[-1]
 
 
-def test_a_state_of_another_model_does_not_fit(pair):
+def test_a_state_of_another_model_is_refused(pair):
     pair.save(5)
     other = abstract(mesh(1, 1))
     other["w"] = jax.ShapeDtypeStruct((16, 9), np.float32, sharding=other["w"].sharding)

@@ -1,4 +1,4 @@
-"""The memory of a node: what it takes, keeps and refuses, over real sockets."""
+"""Snapshot server: storing, reading, pruning and refusing, over real sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def client(server: SnapshotServer, token: str = TOKEN) -> SnapshotClient:
     return SnapshotClient(("127.0.0.1", server.port), token)
 
 
-def test_a_part_comes_back_as_it_was_given(server):
+def test_a_snapshot_is_returned_unchanged(server):
     key = SnapshotKey(1, 3, 1)
     with client(server) as one:
         one.put(key, header(), [memoryview(DATA)[:100], memoryview(DATA)[100:]])
@@ -48,26 +48,26 @@ def test_a_part_comes_back_as_it_was_given(server):
 
 
 @pytest.mark.parametrize("token", ["", "of another job", "é"])
-def test_whoever_does_not_know_the_token_is_told_nothing(server, token):
-    with client(server, token) as stranger, pytest.raises(PeerMemoryError, match="closed the connection"):
-        stranger.snapshots()
-    server.token = ""  # before an agent has heard of its job
-    with client(server, "") as stranger, pytest.raises(PeerMemoryError, match="closed the connection"):
-        stranger.snapshots()
+def test_a_wrong_token_is_refused(server, token):
+    with client(server, token) as other_client, pytest.raises(PeerMemoryError, match="closed the connection"):
+        other_client.snapshots()
+    server.token = ""  # before the agent knows its job
+    with client(server, "") as other_client, pytest.raises(PeerMemoryError, match="closed the connection"):
+        other_client.snapshots()
 
 
 @pytest.mark.parametrize(
     "line", [b"\n", b"[]\n", b"{\n", b'{"token":"of the job"}\n', b"\xff\n", b"[" * 100000 + b"\n"]
 )
-def test_what_is_no_request_is_answered_and_harms_nobody(server, line):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
-        stranger.sendall(line)
-        assert stranger.recv(1000).startswith(b'{"error":')
+def test_a_malformed_request_gets_an_error(server, line):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as other_client:
+        other_client.sendall(line)
+        assert other_client.recv(1000).startswith(b'{"error":')
     with client(server) as one:
         assert one.snapshots() == []
 
 
-def test_a_part_that_breaks_off_is_not_kept(server):
+def test_an_incomplete_snapshot_is_dropped(server):
     request = {"token": TOKEN, "do": "put", "key": SnapshotKey(1, 3, 0), "header": header().as_json()}
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as dying:
         send(dying, request)
@@ -78,7 +78,7 @@ def test_a_part_that_breaks_off_is_not_kept(server):
         assert one.snapshots() == []
 
 
-def test_a_part_larger_than_the_memory_left_is_refused_with_both_sizes(server, monkeypatch):
+def test_a_snapshot_larger_than_the_available_memory_is_refused(server, monkeypatch):
     monkeypatch.setattr(server_module, "available_memory", lambda: 1000)
     with (
         client(server) as one,
@@ -90,12 +90,12 @@ def test_a_part_larger_than_the_memory_left_is_refused_with_both_sizes(server, m
 @pytest.mark.parametrize(
     "change", [{"pieces": [{}]}, {"size": 10}, {"size": -1}, {"tensors": {}}, {"processes": "x"}, {"manifest": 1}]
 )
-def test_a_header_that_lies_is_refused(change):
+def test_a_malformed_header_is_refused(change):
     with pytest.raises(PeerMemoryError):
         parse_header(header().as_json() | change)
 
 
-def test_what_nobody_can_need_any_more_goes():
+def test_old_snapshots_are_deleted():
     store = SnapshotStore()
 
     def put(generation: int, step: int, process: int) -> None:
@@ -119,7 +119,7 @@ def test_what_nobody_can_need_any_more_goes():
     assert left() == {(2, 4, 0), (2, 5, 0)}
 
 
-def test_the_environment_says_where_the_stocks_are():
+def test_peer_config_round_trip():
     there = PeerConfig(2, 3, "t", (("10.0.0.1", 80), ("::1", 81)))
     assert peer_config({"JAXTRAIN_PEERS": there.as_text()}) == there
     assert peer_config({}) is None

@@ -1,4 +1,4 @@
-"""Saves that fail, are slow or hang: tried again in the background, reported in one line, earlier ones untouched."""
+"""Saves that fail, are slow or hang: retried in the background, reported in one line, earlier ones untouched."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def failing(real, times: int, error: Exception = FULL):
 
 
 @pytest.mark.parametrize("place", ["data", "marker", "listing"])
-def test_it_is_written_in_the_end_while_training_goes_on(tmp_path, monkeypatch, place):
+def test_a_failing_save_is_retried_while_training_continues(tmp_path, monkeypatch, place):
     add = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     with Checkpointer(tmp_path, waits=(0.5, 0.2, 0.2)) as checkpoints:
         checkpoints.save(1, state(1), manifest={})
@@ -91,7 +91,7 @@ def test_it_is_written_in_the_end_while_training_goes_on(tmp_path, monkeypatch, 
     assert sorted(os.listdir(tmp_path)) == [".lock", ".trash", "1", "2"]
 
 
-def test_it_is_given_up_after_the_last_try(tmp_path, monkeypatch):
+def test_a_save_is_given_up_after_the_last_try(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, keep=1, waits=(0.01, 0.01)) as checkpoints:
         checkpoints.save(1, state(1), manifest={})
         checkpoints.wait()
@@ -108,7 +108,7 @@ def test_it_is_given_up_after_the_last_try(tmp_path, monkeypatch):
     assert [info.step for info in CheckpointStore(tmp_path).steps()] == [3]
 
 
-def test_a_newer_save_takes_the_place_of_one_that_waits_to_be_tried_again(tmp_path, monkeypatch):
+def test_a_newer_save_replaces_one_that_waits_for_its_retry(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, waits=(60.0,)) as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr(orbax.ocp, "save", failing(orbax.ocp.save, 1))
@@ -132,7 +132,7 @@ def until(ready) -> None:
         time.sleep(0.01)
 
 
-def test_a_save_slower_than_the_interval_is_waited_for_and_said_so_once(tmp_path, monkeypatch):
+def test_a_slow_save_is_waited_for_and_reported_once(tmp_path, monkeypatch):
     write = orbax.write
     monkeypatch.setattr(orbax, "write", lambda *args: (time.sleep(0.7), write(*args)))
     with Checkpointer(tmp_path) as checkpoints:

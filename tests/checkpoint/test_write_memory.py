@@ -1,4 +1,4 @@
-"""What writing a checkpoint holds besides the state: a shard at a time, not a share of all of it."""
+"""Memory that writing a checkpoint needs in addition to the state: that of one shard at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def anonymous() -> int:
 
 
 @pytest.mark.skipif(not STATUS.is_file(), reason="needs Linux's /proc")
-def test_writing_holds_little_besides_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_writing_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(orbax, "_WRITE", 1)  # the largest array is the bound
     monkeypatch.setattr(orbax, "_CHUNK", 4 * MB)  # smaller than an array, so that chunks are copies
     tree = {str(i): jax.block_until_ready(jnp.full((4, 1024, 1024), i, jnp.float32)) for i in range(10)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.cli.output import check_output_files, write_file
@@ -107,28 +108,30 @@ def braille(values: Sequence[float], height: int) -> list[str]:
 
 def _attempts(run: RunHistory) -> RenderableType | None:
     columns = ("began", "steps", "duration", "training", "down", "how it ended")
-    table = plain(*columns, right=("duration", "training", "down"))
-    for row in tables.attempts(run):
-        table.add_row(*map(Text, row))
+    table = _table(columns, tables.attempts(run), ("duration", "training", "down"))
     lines = [Text(line) for line in tables.failed_generations(run)]
     more = len(run.attempts) - tables.MAX_ROWS
     return section("starts and ends", f"the newest; {more:,} more before" if more > 0 else "", table, *lines)
 
 
-def _scores(run: RunHistory) -> RenderableType | None:
-    table = plain("metric", "first", "last", "lowest", right=("first", "last", "lowest"))
-    rows = tables.scores(run)
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
+    table = plain(*columns, right=right)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _scores(run: RunHistory) -> RenderableType | None:
+    rows = tables.scores(run)
+    table = _table(("metric", "first", "last", "lowest"), rows, ("first", "last", "lowest"))
     return section("validation", "", table) if rows else None
 
 
 def _checkpoints(run: RunHistory) -> RenderableType | None:
     if not run.saves:
         return None
-    table = plain("step", "size", "on disk after s", "training waited s", right=("step", "size"))
-    for row in tables.checkpoints(run)[-5:]:
-        table.add_row(*row)
+    columns = ("step", "size", "on disk after s", "training waited s")
+    table = _table(columns, tables.checkpoints(run)[-5:], ("step", "size"))
     return section("checkpoints", f"{len(run.saves):,} saved; the newest:", table)
 
 

@@ -1,4 +1,4 @@
-"""Saves of several processes that failed are tried again by all of them, at one step."""
+"""Failed saves of several processes are retried by all of them at one step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxtrain.checkpoint.multi_process_saving import JointRetry
 WORKER = Path(__file__).parent / "saving_worker.py"
 
 
-def test_two_processes_save_again_together(tmp_path):
-    """What is checked is in saving_worker.py: both processes check it, of checkpoints of their own."""
+def test_two_processes_retry_together(tmp_path):
+    """Runs saving_worker.py in two processes; it holds the checks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -36,7 +36,7 @@ def test_two_processes_save_again_together(tmp_path):
 
 
 class Store:
-    """Notes as one process sees them, of whose looks up to `lost` in a row come to nothing."""
+    """Key-value store as one process sees it; up to `lost` lookups in a row fail."""
 
     def __init__(self, notes: dict, rng: random.Random, lost: int):
         self.notes, self.rng, self.lost, self.row = notes, rng, lost, 0
@@ -51,9 +51,9 @@ class Store:
 
 
 def run(seed: int, lost: int = 0, processes: int = 3, steps: int = 60) -> list[list[int]]:
-    """The steps at which each process is told to save again; nothing is saved at the first of them.
+    """Returns the steps at which each process retries; the first few retries are not saved.
 
-    A process asks after a step when the others have begun the one before: it has read that one's metrics.
+    A process checks a step only after the others have begun the previous one, whose metrics it has read.
     """
     rng, notes = random.Random(seed), {}
     saving = [JointRetry(Store(notes, rng, lost), index == 0, 7, 7, "full", 1, 60.0) for index in range(processes)]
@@ -75,11 +75,11 @@ def agree(found: list[list[int]]) -> bool:
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_all_come_to_the_same_steps(lost):
+def test_all_retry_at_the_same_steps(lost):
     assert all(agree(run(seed, lost)) for seed in range(300))
 
 
 @pytest.mark.parametrize(("margin", "lost"), [(1, 0), (3, 2)])
-def test_a_smaller_margin_would_not_do(monkeypatch, margin, lost):
+def test_a_smaller_margin_is_not_enough(monkeypatch, margin, lost):
     monkeypatch.setattr(multi_process_saving, "MARGIN", margin)
     assert not all(agree(run(seed, lost)) for seed in range(300))
