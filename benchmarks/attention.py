@@ -4,10 +4,9 @@
                                    [--window N] [--documents N] [--dtype bfloat16] [--kernels reference xla cudnn]
                                    [--repeats 5] [--quick] [--out attention.json]
 
-A kernel that can not do the case says why. `temporaries` is what the compiled program needs besides arguments and
-results; time is the median of interleaved runs; TFLOP/s counts visible pairs only (half of them when causal), 4 x
-head_dim forward and 10 x head_dim backward each.
-"""
+A kernel that does not support the case prints why. `temporaries` is the memory of the compiled program besides
+arguments and results; time is the median of interleaved runs; TFLOP/s counts visible pairs only (half of them when
+causal), 4 x head_dim forward and 10 x head_dim backward each."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def segments(args: argparse.Namespace) -> np.ndarray | None:
 
 
 def pairs(args: argparse.Namespace, ids: np.ndarray | None) -> int:
-    """Query-key pairs that are visible."""
+    """Number of visible query-key pairs."""
     q, k = np.arange(args.time)[:, None], np.arange(args.time)[None]
     seen = (q >= k) & (q - k < (args.window or args.time))
     if ids is not None:
@@ -46,7 +45,7 @@ def both(run, q, k, v, g):
 
 
 def programs(args: argparse.Namespace, arrays: tuple, ids: np.ndarray | None) -> dict[str, jax.stages.Compiled]:
-    """Output and gradients, compiled, by kernel; prints why a kernel is left out."""
+    """Compiled output and gradients by kernel; prints why a kernel is left out."""
     compiled = {}
     for kernel in args.kernels:
         options = {"segments_BT": None if ids is None else jnp.asarray(ids), "window": args.window, "kernel": kernel}

@@ -1,6 +1,6 @@
-"""A Llama train step in plain JAX, written by hand: what the framework is measured against.
+"""Llama train step in plain JAX, written by hand: the baseline that the framework is compared with.
 
-No nnx, no config, no framework code but the two kernels (attention and cross-entropy) that both sides use. Layers
+No nnx, no config, no framework code except the two kernels (attention and cross-entropy) that both sides use. Layers
 are stacked and scanned, the optimizer is optax.adamw behind a global-norm clip, the state is donated.
 """
 
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the hand-written model needs to know."""
+    """Sizes and options of the hand-written model."""
 
     theta: float = 10_000.0
     epsilon: float = 1e-6
@@ -35,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """adamw behind a clip, at a constant rate."""
+    """AdamW after a gradient clip, at a constant rate."""
 
     lr: float
     beta1: float
@@ -56,7 +56,7 @@ class Optimizer:
 
 
 def from_framework(params: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the framework's fresh parameters under this file's own names."""
+    """Copies the framework's initial parameters under the names of this file."""
     layers = params["layers"]
     mine = {
         "embed": params["embed"]["table"], "head": params["head"], "final_norm": params["final_norm"]["scale"],
@@ -71,8 +71,8 @@ def make_step(shape: Shape, tx: optax.GradientTransformation, sharder: Sharder, 
     """(state, batch) -> (state, metrics), jitted with the state donated.
 
     Args:
-        sharder: for the kernels, which ask for one; the model itself uses only its mesh.
-        gathered: FSDP: a layer's weights are gathered where they are used.
+        sharder: for the kernels; the model uses only its mesh.
+        gathered: FSDP: a layer's weights are gathered before use.
     """
     mesh: Mesh = sharder.mesh
     rows = PartitionSpec(sharder.axes("batch") or None)

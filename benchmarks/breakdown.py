@@ -1,4 +1,4 @@
-"""Where the time of a train step goes: read from a profile with JAX alone, or from pieces timed on their own."""
+"""Time of a train step by part: from a profile read with JAX alone, or from parts timed separately."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CONTROL = re.compile(r"^(while|call|conditional|tuple|get-tuple-element|paramet
 
 
 def custom_calls(hlo: str) -> dict[str, int]:
-    """How often each custom call stands in a compiled program."""
+    """Number of custom calls in a compiled program, by target."""
     return dict(Counter(_CALL.findall(hlo)))
 
 
 def scopes(hlo: str) -> dict[str, tuple[str, bool]]:
-    """HLO operation -> (the scope it comes from, whether it is a matrix multiplication)."""
+    """HLO operation -> (its scope, whether it is a matrix multiplication)."""
     out = {}
     matmuls = fused_matmuls(hlo)
     for line in hlo.splitlines():
@@ -50,7 +50,7 @@ def fused_matmuls(hlo: str) -> set[str]:
 
 
 def kind(kernel: str, scope: str, is_matmul: bool) -> str:
-    """What a kernel works at. `scope` is the operation's path of JAX transformations and named scopes, or empty."""
+    """Part of the step that a kernel belongs to; `scope` is its path of JAX transformations and scopes, or empty."""
     if "attention_" in scope or _ATTENTION_KERNEL.search(kernel):
         return "attention"
     if "cross_entropy" in scope:
@@ -79,9 +79,9 @@ def kernels(folder: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def of_steps(compiled: Callable, state: Any, batch: Any, folder: Path, steps: int) -> dict[str, Any]:
-    """Shares of the wall time of a step, from a trace of some steps; `idle` is what no kernel covers.
+    """Shares of the wall time of a step, from a trace of some steps; `idle` is time without kernels.
 
-    On CPU kernels run side by side, so that shares are of the busy time.
+    On CPU kernels run in parallel, so shares are of the busy time.
     """
     import jax
 
@@ -113,7 +113,7 @@ def of_steps(compiled: Callable, state: Any, batch: Any, folder: Path, steps: in
 
 
 def median_seconds(run: Callable, *inputs: Any, repeats: int = 5) -> float:
-    """Of a compiled function."""
+    """Median seconds of a compiled function."""
     import jax
 
     jax.block_until_ready(run(*inputs))
@@ -126,7 +126,7 @@ def median_seconds(run: Callable, *inputs: Any, repeats: int = 5) -> float:
 
 
 def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
-    """Seconds of pieces on their own: they share nothing, so that they need not add up."""
+    """Seconds of parts run separately; they share nothing, so they need not add up."""
     import jax
     import jax.numpy as jnp
 

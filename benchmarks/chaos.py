@@ -1,19 +1,19 @@
-"""Kills runs at seeded places, restarts them until they are done, and compares them with a run that nobody disturbed.
+"""Kills runs at seeded points, restarts them until they finish, and compares them with an undisturbed run.
 
     python benchmarks/chaos.py [--kills 100] [--seed 0] [--steps 24] [--every 4 8 16] [--out chaos.json]
 
 A small decoder on packed text, checkpoints every 4 steps, validation every 6. Each run meets up to three faults:
-SIGKILL after a step, in the loader, in validation, between the metrics and the save, amid a save, before the rename of
-a marker and after it, or at a moment that the supervisor draws; some runs meet a full disk or a damaged checkpoint
-besides. After each death the run is resumed by a new process, as `jaxtrain resume` does it.
+SIGKILL after a step, in the loader, in validation, between the metrics and the save, during a save, before or after the
+rename of a marker, or at a random moment; some runs also get a full disk or a damaged checkpoint. After each death a
+new process resumes the run, as `jaxtrain resume` does.
 
-Every run must end with the losses of the undisturbed one, bit by bit, and the same hash of the stream of tokens that
-it trained on; no process, lock or temporary file may be left. `recovery` is from the death of a process to the end of
-the first step of the next; `--every N` kills one run after every N steps and prints its goodput: the wall time of the
-undisturbed steps over that of the whole disturbed run. A small model's steps take milliseconds, so that this figure is
-about restarts, not about training; `at an hour` is the goodput of one failure an hour with the recovery measured here.
+Every run must end with the losses of the undisturbed one, bit by bit, and the same hash of its training tokens; no
+process, lock or temporary file may be left. `recovery` is from the death of a process to the end of the first step of
+the next; `--every N` kills one run after every N steps and prints its goodput: the wall time of the undisturbed steps
+over that of the disturbed run. A small model's steps take milliseconds, so this measures restarts, not training; `at an
+hour` is the goodput of one failure an hour with the recovery measured here.
 
-Workers are forked from this process, which has imported everything and started nothing: one thread, no JAX backend.
+Workers are forked from this process, which has imported all modules but has one thread and no JAX backend.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MOST = 12  # processes of one run
 
 @dataclass
 class Outcome:
-    """What became of one run: its plan, its deaths, and what differs from the undisturbed one (empty: nothing)."""
+    """Outcome of one run: its plan, its deaths, and its differences from the undisturbed run."""
 
     name: str
     plan: list[str]
@@ -72,7 +72,7 @@ def corpus(folder: Path) -> Path:
 
 
 def config(folder: Path, name: str, steps: int, faults: list[str]) -> Any:
-    """The run of one name."""
+    """Config of the run of this name."""
     import jaxtrain
 
     base = {
@@ -97,7 +97,7 @@ def fault(text: str) -> dict[str, Any]:
 
 
 def recorded(text: str) -> str:
-    """The name of a fault in faults.jsonl."""
+    """Name of a fault in faults.jsonl."""
     from jaxtrain.callbacks.fault_injection import describe
     from jaxtrain.config.schema import FaultConfig
 
@@ -105,7 +105,7 @@ def recorded(text: str) -> str:
 
 
 def work(config: Any, run_dir: Path) -> int:
-    """A worker: trains, or resumes. Every step notes which tokens it trains on, just before it does."""
+    """Worker: trains or resumes. Every step first records the tokens that it trains on."""
     import jax
     import numpy as np
 
@@ -136,7 +136,7 @@ def work(config: Any, run_dir: Path) -> int:
 
 
 def start(config: Any, run_dir: Path) -> int:
-    """Forks a worker in a session of its own; returns its process id. What it prints goes to RUN_DIR.log."""
+    """Forks a worker in a new session and returns its process id; its output goes to RUN_DIR.log."""
     pid = os.fork()
     if pid:
         return pid
@@ -154,7 +154,7 @@ def start(config: Any, run_dir: Path) -> int:
 
 
 def wait(pid: int, kill_after: float | None) -> int:
-    """The exit status of a worker (minus the signal), killed after so many seconds if it lives that long."""
+    """Waits for the exit status of a worker (minus the signal); kills it after the timeout."""
     begun = time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -168,7 +168,7 @@ def wait(pid: int, kill_after: float | None) -> int:
 
 
 def disturbed(folder: Path, name: str, steps: int, plan: list[str], rng: random.Random, typical: float) -> Outcome:
-    """Runs until it is done, through all faults of its plan. `typical`: seconds of a run, for `any` moment."""
+    """Runs until it finishes, through all faults of its plan. `typical`: seconds of a run, for random moments."""
     outcome, run_dir, died = Outcome(name, plan), folder / "runs" / name, None
     faults = [text for text in plan if text != "any"]
     moments = [rng.uniform(0, typical) for text in plan if text == "any"]
@@ -196,7 +196,7 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], rng: random.
 
 
 def alive(session: int) -> bool:
-    """Whether a process of that session is left."""
+    """Returns whether a process of the session is alive."""
     for name in os.listdir("/proc"):
         if name.isdecimal():
             try:
@@ -209,7 +209,7 @@ def alive(session: int) -> bool:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a broken line is none."""
+    """Records of a JSON-lines file, without broken lines."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -220,7 +220,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def first_step_after(run_dir: Path, died: float) -> float | None:
-    """When the first step after a death was done."""
+    """Time at which the first step after a death finished."""
     times = [
         datetime.fromisoformat(e["time"]).timestamp() for e in read(run_dir / "events.jsonl") if e["kind"] == "compiled"
     ]
@@ -233,14 +233,14 @@ def last_line(path: Path) -> str:
 
 
 def losses(run_dir: Path) -> dict[int, tuple]:
-    """All numbers that a run logged and that do not tell the time, by step."""
+    """All logged numbers of a run except times, by step."""
     records = read(run_dir / "metrics.jsonl")
     names = ("loss", "grad_norm", "lr", "skipped", "eval/loss")
     return {record["step"]: tuple(record.get(name) for name in names) for record in records}
 
 
 def stream(run_dir: Path) -> str:
-    """Hash of the tokens that a run trained on, in order; a step that was replayed must have had the same."""
+    """Hash of a run's training tokens, in order; a replayed step must have the same."""
     seen: dict[int, set[str]] = {}
     for record in read(run_dir / "stream.jsonl"):
         seen.setdefault(record["step"], set()).add(record["hash"])
@@ -249,7 +249,7 @@ def stream(run_dir: Path) -> str:
 
 
 def compare(whole: Path, run_dir: Path, outcome: Outcome) -> None:
-    """Notes what is wrong with a disturbed run."""
+    """Records the differences of a disturbed run."""
     if losses(run_dir) != losses(whole):
         outcome.wrong.append("other losses")
     if stream(run_dir) != stream(whole):
@@ -262,7 +262,7 @@ def compare(whole: Path, run_dir: Path, outcome: Outcome) -> None:
 
 
 def litter(run_dir: Path) -> list[str]:
-    """What a run has left behind: temporary files, what it was about to delete, a lock."""
+    """Files that a run has left behind: temporary files, files about to be deleted, a lock."""
     signs = (".tmp", ".new", ".orbax-checkpoint-tmp")
     left = [path.name for path in run_dir.rglob("*") if any(sign in path.name for sign in signs)]
     left += [str(path) for path in (run_dir / "checkpoints" / ".trash").glob("*")]
@@ -276,7 +276,7 @@ def litter(run_dir: Path) -> list[str]:
 
 
 def drawn(kills: int, steps: int, rng: random.Random) -> list[list[str]]:
-    """Plans of runs, up to three kills each, that have so many kills together; every place has its turn."""
+    """Draws plans of runs, up to three kills each, with this total number of kills; all points are used in turn."""
     plans: list[list[str]] = []
     while kills:
         plan: list[str] = []
@@ -306,7 +306,7 @@ def kill_at(place: str, steps: int, rng: random.Random) -> str:
 
 
 def goodput(folder: Path, every: int, steps: int, whole: Path, typical: float) -> tuple[dict[str, Any], Outcome]:
-    """One run that is killed after every so many steps."""
+    """Goodput of a run that is killed after every N steps."""
     plan = [f"kill@{step}" for step in range(every, steps, every)]
     outcome = disturbed(folder, f"every-{every}", steps, plan, random.Random(0), typical)
     compare(whole, folder / "runs" / outcome.name, outcome)
@@ -322,7 +322,7 @@ def goodput(folder: Path, every: int, steps: int, whole: Path, typical: float) -
 
 
 def by_place(outcomes: Sequence[Outcome], places: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each place: how many kills there, and the runs that had them."""
+    """A row for each point: number of kills, and their runs."""
     rows = []
     for place in places:
 
@@ -343,7 +343,7 @@ def conclude(
     name: str, args: argparse.Namespace, outcomes: Sequence[Outcome], places: Sequence[str], typical: float,
     tables: dict[str, list[dict[str, Any]]],
 ) -> NoReturn:  # fmt: skip
-    """Prints what came of all runs and writes it to `--out`; the exit code is 1 where one of them is wrong."""
+    """Prints all outcomes and writes them to `--out`; returns 1 if one of them is wrong."""
     machine = common.machine("jaxlib", "orbax-checkpoint")
     rows = by_place(outcomes, places)
     print(common.title(machine), "", common.table(rows), "", sep="\n")
@@ -405,7 +405,7 @@ def campaign(folder: Path, args: argparse.Namespace) -> tuple[list[Outcome], lis
 
 
 def import_all() -> None:
-    """Imports what workers need. Raises SystemExit where forking would not be safe any more."""
+    """Imports the modules of workers. Raises SystemExit if forking is no longer safe."""
     for name in ("jaxtrain.trainer.loop", "jaxtrain.checkpoint.checkpointer", "jaxtrain.data.dataset"):
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))

@@ -1,4 +1,4 @@
-"""Kills workers and supervisors of launched runs at seeded places, and compares the runs with one nobody disturbed.
+"""Kills workers and supervisors of launched runs at seeded points, and compares them with an undisturbed run.
 
     python benchmarks/chaos_processes.py [--kills 24] [--seed 0] [--processes 2] [--out chaos-processes.json]
 
@@ -6,16 +6,16 @@ Every run is a real `jaxtrain launch local --processes 2 --devices-per-process 2
 fsdp over four devices: checkpoints every 4 steps, validation every 6. Each meets up to three deaths of a process that
 the seed draws: by a fault of the config (`kill@PLACE:STEP/PROCESS`), or by SIGKILL from outside at a drawn moment of a
 generation, to a worker (`any@SECONDS/PROCESS`) or to the supervisor (`supervisor@SECONDS`), whose workers must die with
-it before the run is launched again. Every other run keeps its states in the agents' memory (`--memory 1`); such a run
-does not go back to a checkpoint, so that a fault may be passed over with the save that it was in. New runs are drawn
-until there were as many deaths as asked for.
+it before the run is launched again. Every other run keeps in-memory checkpoints (`--memory 1`); such a run does not
+return to a checkpoint on disk, so a fault may be skipped with the save that it was in. New runs are drawn until the
+requested number of deaths is reached.
 
 Every run must end with exit code 0, the losses of the undisturbed run bit by bit and the same token ids in every row of
 every step; no process, lock, temporary file or folder may be left.
 
 `noticed` is from a death to the end of the generation: all its workers are gone. `recovery` is from a death to the end
-of the first step of the next generation, with starting Python, importing, meeting and compiling: simulated devices have
-no compilation cache.
+of the first step of the next generation, including the start of Python, imports, rendezvous and compilation: simulated
+devices have no compilation cache.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ CHEAP = xla_options.as_flags(xla_options.quickly() | {"xla_cpu_parallel_codegen_
 
 @dataclass
 class Launched(chaos.Outcome):
-    """What became of one launched run; `processes` counts generations.
+    """Outcome of one launched run; `processes` counts generations.
 
-    `plan` is what came of it in the end, `passed_over` the rest. `noticed` in seconds, `restored` from where.
+    `plan` has the faults that happened, `passed_over` the others; `noticed` is in seconds, `restored` names the source.
     """
 
     memory: int = 0
@@ -69,7 +69,7 @@ class Launched(chaos.Outcome):
 
 
 def config(folder: Path, name: str, steps: int, faults: list[str]) -> Path:
-    """The config of the run of one name, as a file (JSON is YAML)."""
+    """Writes the config of the run of this name as a file (JSON is YAML)."""
     tokens = folder / "tokens" / name
     tokens.mkdir(parents=True)
     options = {"corpus": str(folder / "text"), "cache": str(folder / "cache"), "folder": str(tokens)}
@@ -88,7 +88,7 @@ def config(folder: Path, name: str, steps: int, faults: list[str]) -> Path:
 
 
 class Launch:
-    """One run under `jaxtrain launch local`, and whoever kills it from outside."""
+    """One run under `jaxtrain launch local`, and the killer of its processes."""
 
     def __init__(self, folder: Path, outcome: Launched, processes: int) -> None:
         self.outcome, self.folder, self.run_dir = outcome, folder, folder / "runs" / outcome.name
@@ -103,7 +103,7 @@ class Launch:
         self._seen, self._since = 0, time.monotonic()
 
     def start(self, source: Path) -> subprocess.Popen:
-        """A supervisor of a config, or of the run's folder."""
+        """Starts a supervisor of a config, or of the run's folder."""
         base = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
         paths = [str(ROOT), str(RECORDED), os.environ.get("PYTHONPATH", "")]
         env = base | {
@@ -115,7 +115,7 @@ class Launch:
             return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def finish(self, source: Path) -> int:
-        """Launches it, and again after each death of its supervisor: the last exit code."""
+        """Launches it, again after each death of its supervisor, and returns the last exit code."""
         supervisor, until = self.start(source), time.monotonic() + LIMIT
         while supervisor.poll() is None:
             self._watch(supervisor)
@@ -132,7 +132,7 @@ class Launch:
         return supervisor.wait()
 
     def _watch(self, supervisor: subprocess.Popen) -> None:
-        """Kills from outside when it is time, at most once in a generation."""
+        """Kills a process when it is due, at most once in a generation."""
         if not self.outside:
             return
         generations = len(records(self.run_dir, "start"))
@@ -151,7 +151,7 @@ class Launch:
         self._since = float("inf")  # until the next generation
 
     def _worker(self, process: str) -> int | None:
-        """The pid of a process of the generation; None where it is gone already."""
+        """Pid of a process of the generation; None if it is gone."""
         for pid in running(self.run_dir):
             if f"JAX_PROCESS_ID={process}" in environment(pid):
                 return pid
@@ -167,7 +167,7 @@ class Launch:
 
 
 def environment(pid: int | str) -> list[str]:
-    """What a process's environment says; nothing where it is gone or dead."""
+    """Environment of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:
@@ -175,7 +175,7 @@ def environment(pid: int | str) -> list[str]:
 
 
 def running(run_dir: Path) -> list[int]:
-    """Living processes that a run has started, directly or not."""
+    """Live processes that a run has started, directly or not."""
     mark = f"{MARK}={run_dir}"
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and mark in environment(name)]
 
@@ -186,12 +186,12 @@ def records(run_dir: Path, kind: str, file: str = "launch.jsonl") -> list[dict[s
 
 
 def moment(record: dict[str, Any]) -> float:
-    """When a record was written, as `time.time()`."""
+    """Time at which a record was written, as `time.time()`."""
     return datetime.fromisoformat(record["time"]).timestamp()
 
 
 def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int, processes: int) -> Launched:
-    """Launches a run and lets its plan happen."""
+    """Launches a run and carries out its plan."""
     outcome = Launched(name, plan, memory=memory)
     launch = Launch(folder, outcome, processes)
     faults = [text for text in plan if text.partition("@")[0] not in OUTSIDE]
@@ -223,7 +223,7 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int,
 
 
 def after(deaths: list[float], events: list[float]) -> list[float]:
-    """Seconds from each death to the next event; of deaths with none between them the first counts."""
+    """Seconds from each death to the next event; of consecutive deaths the first counts."""
     found, last = [], 0.0
     for event in sorted(events):
         since = [death for death in deaths if last < death < event]
@@ -233,7 +233,7 @@ def after(deaths: list[float], events: list[float]) -> list[float]:
 
 
 def tokens(folder: Path, name: str, steps: int) -> str:
-    """Hash of the token ids of every row of every step. Raises AssertionError where two generations had others."""
+    """Hash of the token ids of every row of every step. Raises AssertionError if generations differ."""
     from recorded_data import recorded
 
     rows = recorded(folder / "tokens" / name)
@@ -242,7 +242,7 @@ def tokens(folder: Path, name: str, steps: int) -> str:
 
 
 def compare(folder: Path, outcome: Launched, steps: int) -> None:
-    """Notes what is wrong with a run beside the undisturbed one, `whole`."""
+    """Records the differences of a run from the undisturbed one, `whole`."""
     run_dir = folder / "runs" / outcome.name
     if chaos.losses(run_dir) != chaos.losses(folder / "runs" / "whole"):
         outcome.wrong.append("other losses")
@@ -259,13 +259,13 @@ def compare(folder: Path, outcome: Launched, steps: int) -> None:
 
 
 def drawn(index: int, many: int, steps: int, processes: int, typical: float, rng: random.Random) -> list[str]:
-    """The plan of a run: so many deaths, at the places whose turn it is."""
+    """Draws the plan of a run with this number of deaths, at all points in turn."""
     return [death(PLACES[(index + i) % len(PLACES)], steps, processes, typical, rng) for i in range(many)]
 
 
 def death(place: str, steps: int, processes: int, typical: float, rng: random.Random) -> str:
-    """One death. `typical`: seconds of a generation that nobody disturbs; moments are drawn before most of it is over,
-    because generations that go on are shorter."""
+    """Draws one death. `typical`: seconds of an undisturbed generation; moments are in its first part, because resumed
+    generations are shorter."""
     latest = SOON * typical
     if place == "supervisor":
         return f"supervisor@{rng.uniform(0, latest):.2f}"
@@ -300,7 +300,7 @@ def campaign(folder: Path, args: argparse.Namespace) -> tuple[list[Launched], fl
 
 
 def by_memory(outcomes: list[Launched]) -> list[dict[str, Any]]:
-    """What it took with and without states in memory."""
+    """Times with and without in-memory checkpoints."""
     rows = []
     for memory in (0, 1):
         had = [outcome for outcome in outcomes if outcome.memory == memory]

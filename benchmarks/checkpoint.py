@@ -1,4 +1,4 @@
-"""What a checkpoint costs: stall per save against size and leaf count, write and restore throughput.
+"""Cost of a checkpoint: stall per save against size and leaf count, write and restore throughput.
 
     python benchmarks/checkpoint.py [--sizes 16 64 256 1024] [--leaves 32 256] [--repeats 5] [--quick]
                                     [--out checkpoint.json]
@@ -6,7 +6,7 @@
 `stall` is how long `Checkpointer.save` keeps its caller, on a state that a training step then donates; `copy` is a
 plain blocking device-to-host copy of the same state (every shard of the first replica into fresh NumPy memory),
 interleaved with it: the yardstick is stall <= copy. `next step` is the donating step right after a save, `step` one
-without; `blocked` is the stall plus what the save adds to that step, so that nothing hides there. `write` runs from
+without; `blocked` is the stall plus the time that the save adds to that step. `write` runs from
 `save` to the commit (data, checksums, fsync, marker); `restore` reads with checksums from a warm page cache, `cold`
 after it was dropped. Times are medians.
 """
@@ -56,7 +56,7 @@ def plain_copy(state: dict[str, jax.Array]) -> float:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Asks the kernel to forget the pages of the files, so that the next read comes from the disk."""
+    """Drops the files from the page cache, so that the next read comes from the disk."""
     for path in folder.rglob("*"):
         if path.is_file() and hasattr(os, "posix_fadvise"):
             fd = os.open(path, os.O_RDONLY)

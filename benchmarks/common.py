@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's name, tables, JSON, packed batches, children in fresh processes."""
+"""Shared code of the benchmarks: machine, tables, JSON, packed batches, child processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PACKAGES = ("jax", "flax", "optax", "numpy")
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Names the machine: processor, cores, memory, versions; the devices where JAX is imported already.
+    """Describes the machine: processor, cores, memory, versions; devices if JAX is imported.
 
     Args:
-        packages: more packages whose versions count.
+        packages: further packages whose versions to list.
     """
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
@@ -46,7 +46,7 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark: `--out` and `--quick`."""
+    """Parser with the options of every benchmark: `--out` and `--quick`."""
     out = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     out.add_argument("--out", type=Path, help="JSON file to write")
     out.add_argument("--quick", action="store_true", help="smallest sizes, to see that it runs: no figures to quote")
@@ -68,12 +68,12 @@ def report(
 
 
 def title(machine: Mapping[str, Any]) -> str:
-    """The machine in one line."""
+    """Describes the machine in one line."""
     return ", ".join(f"{key} {value}" for key, value in machine.items())
 
 
 def table(rows: Sequence[Mapping[str, Any]], digits: int = 3) -> str:
-    """Rows with the same keys as columns; numbers to the right."""
+    """Formats rows with the same keys as a table; numbers are aligned to the right."""
     if not rows:
         return "(nothing measured)"
     columns = list(rows[0])
@@ -101,7 +101,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def medians(programs: Mapping[str, Callable], arrays: Sequence[Any], repeats: int) -> dict[str, float]:
-    """Median seconds of each program on the same arrays; the runs of different programs take turns."""
+    """Median seconds of each program on the same arrays; runs of different programs are interleaved."""
     import jax
 
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -117,7 +117,7 @@ def medians(programs: Mapping[str, Callable], arrays: Sequence[Any], repeats: in
 def in_child(script: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None, timeout: float = 540) -> dict:
     """Runs `python script --child SPEC` in a fresh process and returns the JSON object on its last line.
 
-    Returns {"error": the last line on stderr} where it fails, so that one point does not end the others.
+    Returns {"error": last line of stderr} if it fails, so that one point does not end the others.
     """
     command = [sys.executable, script, "--child", json.dumps(spec)]
     try:
@@ -134,7 +134,7 @@ def in_child(script: str, spec: Mapping[str, Any], env: Mapping[str, str] | None
 
 
 def packed_batch(seed: int, rows: int, length: int, vocab: int, documents: int) -> dict[str, np.ndarray]:
-    """A batch as the data room makes it: `documents` random documents per row, no padding; arrays [rows, length]."""
+    """Batch as the data package packs it: `documents` random documents per row, no padding; arrays [rows, length]."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(1, vocab, (rows, length + 1), dtype=np.int32)
     inner = np.arange(1, length)
@@ -153,7 +153,7 @@ def packed_batch(seed: int, rows: int, length: int, vocab: int, documents: int) 
 
 
 def peak_rss() -> int:
-    """Bytes: the most this process ever held in memory."""
+    """Peak resident memory of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return 1024 * int(line.split()[1])
@@ -163,7 +163,7 @@ def peak_rss() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Begins `peak_rss` anew; False where the system has no such thing."""
+    """Resets `peak_rss`; returns False if the system can not."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

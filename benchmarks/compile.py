@@ -1,12 +1,12 @@
-"""Time to the first step: by depth, and by simulated devices; trace, lower and compile apart.
+"""Time to the first step: by depth, and by simulated devices; trace, lower and compile separately.
 
     python benchmarks/compile.py [--depths 2 8 32] [--devices 1 8 64] [--out compile.json]
 
-Every point is a fresh process; on one device a second one finds the compilation cache full (several CPU devices do
-without). `imports` is Python's; `build` the abstract model, shardings, jit objects and devices; `init` the parameters
-made on them; `trace`, `lower` and `compile` are those of the train step; `step` is its first execution. `first step` is
-all of it, from the start of the process; `cached` the same with the full cache, `cached compile` its part. Layers are
-scanned, so that nothing should grow with depth; devices share the cores here, so that `step` grows with them.
+Every point is a new process; on one device a second process uses the compilation cache (which several CPU devices do
+not have). `imports` is Python's; `build` the abstract model, shardings, jit objects and devices; `init` the parameters;
+`trace`, `lower` and `compile` are those of the train step; `step` is its first execution. `first step` is the time from
+the start of the process; `cached` the same with the cache, `cached compile` its compilation. Layers are scanned, so
+nothing should grow with depth; devices share the cores here, so `step` grows with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MESHES = {
 
 
 def started() -> float:
-    """Seconds since the epoch at which this process was started, where the system tells; else now."""
+    """Start time of this process in seconds since the epoch, if the system reports it; else now."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -83,7 +83,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def point(layers: int, devices: int, quick: bool) -> dict[str, Any]:
-    """One start; on one device a second, with the cache that the first left."""
+    """One start; on one device a second one, with the cache of the first."""
     spec = {"layers": layers, "devices": devices, "rows": 64 if devices > 8 else 8, "length": 32 if quick else 128}
     with tempfile.TemporaryDirectory() as cache:
         runs = [common.in_child(__file__, spec | {"cache": cache}) for _ in range(2 if devices == 1 else 1)]

@@ -3,8 +3,8 @@
     python benchmarks/cross_entropy.py [--rows 8192] [--embed 2048] [--vocab 128256] [--chunks 1 4 8 16]
                                        [--dtype bfloat16] [--repeats 5] [--measure] [--quick] [--out cross_entropy.json]
 
-`temporaries` is what the compiled program needs besides its arguments and results (`memory_analysis`), so it needs
-no run; `logits` is the size of one float32 copy of the full logits, for scale. Time, with `--measure`, is the
+`temporaries` is the memory of the compiled program besides arguments and results (`memory_analysis`), which needs no
+run; `logits` is the size of one float32 copy of the full logits, for scale. Time, with `--measure`, is the
 median of interleaved runs. `full` is the plain form: logits, log-softmax, automatic differentiation.
 """
 
@@ -52,7 +52,7 @@ def programs(args: argparse.Namespace) -> dict[str, jax.stages.Compiled]:
 
 
 def measure(compiled: dict[str, jax.stages.Compiled], args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of each program; the runs of different programs take turns."""
+    """Median seconds of each program; runs of different programs are interleaved."""
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = (
         jax.random.normal(keys[0], (1, args.rows, args.embed), args.dtype),

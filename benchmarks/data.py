@@ -1,10 +1,10 @@
-"""How fast packed batches come: warm and cold token cache, first batch, permutation, tokenizers, waste.
+"""Speed of packed batches: warm and cold token cache, first batch, permutation, tokenizers, waste.
 
     python benchmarks/data.py [--out data.json] [--tokens 300e6] [--sequence 4096] [--batch 64] [--dir FOLDER]
                               [--quick]
 
 A synthetic corpus (log-normal documents of 1400 tokens in the mean, fixed seed) is written as a token cache, then read
-by this process alone, pinned to one core. Goals: 50 million packed tokens/s warm, 30 cold.
+by this process only, pinned to one core. Goals: 50 million packed tokens/s warm, 30 cold.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ GOALS = {"packed tokens/s, warm": 50e6, "packed tokens/s, cold": 30e6}
 
 
 class SyntheticTokenizer(ByteTokenizer):
-    """Only its sizes matter: the corpus is made of token ids."""
+    """Tokenizer of which only the sizes are used: the corpus consists of token ids."""
 
     name, vocab, eos, fingerprint = "synthetic", VOCAB, 0, "synthetic"
 
 
 def write_corpus(folder: Path, tokens: int) -> None:
-    """A token cache of about `tokens` tokens, the same for the same size."""
+    """Writes a token cache of about `tokens` tokens; equal sizes give equal caches."""
     rng = np.random.default_rng(0)
     documents = math.ceil(tokens / MEAN / SHARDS)
     for shard in range(SHARDS):
@@ -54,7 +54,7 @@ def write_corpus(folder: Path, tokens: int) -> None:
 
 
 def evict(folder: Path) -> bool:
-    """Drop a folder's files from the page cache; False where the system has no such call."""
+    """Drops a folder's files from the page cache; returns False if the system can not."""
     if not hasattr(os, "posix_fadvise"):
         return False
     gc.collect()  # pages that are still mapped would stay
@@ -128,7 +128,7 @@ def permutation(quick: bool) -> dict[str, float]:
 
 
 def tokenizing(folder: Path, quick: bool) -> dict[str, float]:
-    """On the standard library's source text; the BPE is trained on a part of it."""
+    """Tokenizer speed on the standard library's source text; the BPE is trained on a part of it."""
     from jaxtrain.data.sources import documents
 
     texts = [d.text for d in documents(SourceConfig())][:: 400 if quick else 8]

@@ -1,8 +1,8 @@
 """GPipe by autodiff, for pipeline.py: a scan over ticks with one permutation in each, and `jax.grad` through all of it.
 
-What others do who write no backward pass (Huang et al., arXiv 1811.06965, as a scan): stages compute in all M + p - 1
-ticks, before their first microbatch and after their last one on what is of no use, and the scan keeps what every tick
-needs for the backward pass. Model, optimizer and train step are jaxtrain's own.
+The form without a hand-written backward pass (Huang et al., arXiv 1811.06965, as a scan): stages compute in all
+M + p - 1 ticks, in the bubble on unused values, and the scan keeps the residuals of every tick for the backward pass.
+Model, optimizer and train step are jaxtrain's.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from jaxtrain.sharding.rules import PIPELINE_AXIS
 
 @dataclass(frozen=True, eq=False)
 class GPipe:
-    """Gradients as `jaxtrain.core.gradients.Gradients` gives them, of models whose layers have no terms of their own.
+    """Gradients like those of `jaxtrain.core.gradients.Gradients`, for models whose layers return no loss terms.
 
     Args:
-        inside: the model on one slice of `pipeline`.
+        stage_def: the model on one slice of `pipeline`.
         stages: of a table with one chunk a stage.
-        remat: keep a stage's input alone and compute the stage again, beside what `step.remat` says of its layers.
+        remat: keep only a stage's input and recompute the stage, in addition to `step.remat` of its layers.
     """
 
     model_def: ModelDef
-    inside: ModelDef
+    stage_def: ModelDef
     stages: Stages
     remat: bool
 
@@ -62,7 +62,7 @@ class GPipe:
         return GradOutput(jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, weights, None)
 
     def _through(self, layers: Any, begun: Any, micro: Batch, keys: Array) -> Any:
-        """What comes out of the last layer, [microbatches, ...]."""
+        """Output of the last layer, [microbatches, ...]."""
         table = self.stages.table
 
         def body(layers: Any, numbers: Any, begun: Any, micro: Batch, keys: Array) -> Any:
@@ -74,7 +74,7 @@ class GPipe:
                 return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
             def work(layers: Any, x: Any, batch: Batch, key: Array) -> Any:
-                return self.inside.bind(self.stages.merge_layers(layers, {})).run_layers(x, batch, key, own)[0]
+                return self.stage_def.bind(self.stages.merge_layers(layers, {})).run_layers(x, batch, key, own)[0]
 
             def tick(x: Any, number: Array) -> tuple[Any, Any]:
                 x = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), take(begun, number), x)
@@ -94,12 +94,12 @@ class GPipe:
 
 
 def program(config: Config, vocab: int | None, devices: Sequence[Any], remat: bool) -> Program:
-    """The program of a config of `pipeline.schedule: gpipe`, its gradients by autodiff."""
+    """Program of a config of `pipeline.schedule: gpipe`, with gradients by autodiff."""
     base = build_program(config, vocab, devices)
     model_def, executor, options = base.model_def, base.gradients.pipeline, config.optimizer
     if executor is None or executor.table.chunks != 1:
         raise ValueError("mesh.pipeline: expected several stages of one chunk")
-    gradients: Any = GPipe(model_def, executor.inside, Stages(executor.table, model_def, base.sharder), remat)
+    gradients: Any = GPipe(model_def, executor.stage_def, Stages(executor.table, model_def, base.sharder), remat)
     tx = optimizer(options, config.steps, model_def.names, model_def.params, None)
     step = train_step(gradients, tx, schedule(options, config.steps), max_norm=options.clip, ema=options.ema)
     placed = jax.tree.map(lambda leaf: leaf.sharding, base.state)

@@ -1,22 +1,22 @@
-"""Speed of dense decoders on one GPU: tokens/s, TFLOP/s, MFU, peak memory, and where the time of a step goes.
+"""Speed of dense decoders on one GPU: tokens/s, TFLOP/s, MFU, peak memory, and time of a step by part.
 
     python benchmarks/gpu_mfu.py [--shapes 0.4b 1.3b 7b] [--rows N] [--accumulate N] [--remat none full dots ...]
                                  [--attention auto xla] [--chunks 8 1] [--flags default no-triton] [--unroll all 1]
                                  [--sweep] [--out gpu_mfu.json]
-    python benchmarks/gpu_mfu.py --target h200      # no GPU: compiles the same steps for one, and reads their memory
+    python benchmarks/gpu_mfu.py --target h200      # without a GPU: compiles the same steps and reports their memory
 
 It times `program.step`, the step that `jaxtrain train` runs, on packed batches of `--documents` random documents a
 row, sequence 4096, bf16 with float32 masters and AdamW in float32 (7b on 80 GiB: all bf16). Every point is a fresh
-process, so that the memory peak is its own. MFU is in jaxtrain's own convention (jaxtrain.models.flops: a row counts
-as one causal document, nothing recomputed counts); `mfu, attended` counts only the pairs of tokens that may see each
-other, which is what packed documents leave to do. The peak is that of jaxtrain.planning.hardware.peak: dense bf16.
+process, with its own memory peak. MFU is in jaxtrain's convention (jaxtrain.models.flops: a row counts
+as one causal document, nothing recomputed counts); `mfu, attended` counts only the pairs of tokens that may attend to
+each other in packed documents. The peak is that of jaxtrain.planning.hardware.peak: dense bf16.
 
-Where the time goes is read from a profile of three steps (per kernel, by the scope its operation comes from):
+Times are read from a profile of three steps (per kernel, by the scope of its operation):
 attention, matmul, loss (head matmul and cross-entropy), optimizer (with the clip), rest (norms, rotary, activations,
-copies) and idle. `--breakdown ablation` times pieces on their own instead: forward, forward + backward, the loss, the
+copies) and idle. `--breakdown ablation` times parts separately instead: forward, forward + backward, the loss, the
 optimizer.
 
-XLA flags: `default` is jaxtrain's, none. Where JAX has no GPU it says so and ends with status 0.
+XLA flags: `default` is jaxtrain's, none. Without a GPU it says so and exits with status 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import breakdown
 import common
 import numpy as np
 
-from jaxtrain.planning.hardware import targets
+from jaxtrain.planning.hardware import chips, targets
 
 MODELS = {"tiny": "llama_tiny", "0.4b": "llama_400m", "1.3b": "llama_1b", "7b": "llama2_7b"}
 VOCAB, LENGTH = 32000, 4096
@@ -72,7 +72,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "models"
 
 
 def make_config(spec: dict[str, Any]) -> Any:
-    """The config of a point."""
+    """Config of a point."""
     import jaxtrain
 
     base = {
@@ -80,19 +80,19 @@ def make_config(spec: dict[str, Any]) -> Any:
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
         "optimizer": {"lr": 1e-4}, "schedule": {"name": "constant"}, "loss": {"vocab_chunks": spec["chunks"]},
         "step": {**common.remat(spec["remat"]), "microbatches": spec["accumulate"], "attention": spec["attention"],
-                 "unroll": spec["unroll"]},
+                 "unroll": 0 if spec["unroll"] == "all" else spec["unroll"]},
         "model": {"vocab": VOCAB},
     }  # fmt: skip
     return jaxtrain.load(CONFIGS / f"{MODELS[spec['shape']]}.yaml", base=base)
 
 
 def attended(batch: dict[str, np.ndarray]) -> float:
-    """Keys that a query sees in its own document, on average."""
+    """Mean number of keys that a query attends to in its document."""
     return float(batch["positions"].mean() + 1)
 
 
 def flops_per_token(config: Any, batch: dict[str, np.ndarray]) -> dict[str, float]:
-    """By jaxtrain's convention, and with only the attended pairs."""
+    """FLOPs per token by jaxtrain's convention, and with only the attended pairs."""
     from jaxtrain.models.flops import decoder_flops, layer_matmuls
 
     whole = decoder_flops(config.model, VOCAB, config.data.sequence).model
@@ -104,7 +104,7 @@ def flops_per_token(config: Any, batch: dict[str, np.ndarray]) -> dict[str, floa
 
 
 def timed_steps(step: Any, state: Any, batch: Any, seconds: float) -> tuple[Any, list[float], float]:
-    """State, seconds per step of several blocks, the last loss. Each step is sent off before the one before is done."""
+    """State, seconds per step of several blocks, the last loss; steps are dispatched ahead."""
     import jax
 
     def block(state: Any, count: int) -> tuple[Any, Any, float]:
@@ -170,7 +170,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
-    """Bytes: what the compiler plans for the step, and the allocator's peak where `stats` of the device tell."""
+    """Bytes that the compiler plans for the step, and the allocator's peak if `stats` of the device have it."""
     from jaxtrain.planning.cost.memory import compiled_memory
 
     plan = compiled_memory(compiled)
@@ -181,26 +181,26 @@ def memory(compiled: Any, stats: dict[str, int]) -> dict[str, Any]:
 
 
 def compile_only(spec: dict[str, Any]) -> dict[str, Any]:
-    """The step of a point, compiled for a GPU that is not here."""
+    """Compiles the step of a point for an absent GPU."""
     from jaxtrain.core.program import build_program
-    from jaxtrain.planning.step_program import compiled_step
+    from jaxtrain.planning.step_program import compile_step
 
     devices = targets.devices(spec["target"])
     config = make_config(spec)
     program = build_program(config, VOCAB, devices)
     host = common.packed_batch(0, 1, spec["length"], VOCAB, spec["documents"])
     begin = time.perf_counter()
-    compiled = compiled_step(program, host)
+    compiled = compile_step(program, host)
     return {
         "machine": common.machine(), "device": f"{devices[0].device_kind}, absent",
         "compile_seconds": time.perf_counter() - begin,
-        "memory": memory(compiled, {"bytes_limit": targets.capacity(spec["target"])}),
+        "memory": memory(compiled, {"bytes_limit": int(chips.CHIPS[spec["target"]].memory.value)}),
         "calls": breakdown.custom_calls(compiled.as_text()), "flops_per_token": flops_per_token(config, host),
     }  # fmt: skip
 
 
 def probe() -> dict[str, Any]:
-    """What JAX finds here, and its memory in GiB."""
+    """Devices of this machine, and their memory in GiB."""
     import jax
 
     device = jax.devices()[0]
@@ -209,7 +209,7 @@ def probe() -> dict[str, Any]:
 
 
 def points(args: argparse.Namespace, gib: float, platform: str) -> list[dict[str, Any]]:
-    """The default of every shape, or the grid of what was given."""
+    """Default point of every shape, or the grid of the given options."""
     names = ("rows", "accumulate", "remat", "attention", "chunks", "flags", "precision", "unroll")
     fixed = {
         "length": args.length, "documents": args.documents, "seconds": args.seconds, "platform": platform,
@@ -262,14 +262,14 @@ def shown(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(spec: dict[str, Any]) -> dict[str, str]:
-    """Flags must be set before JAX starts: each point is a process."""
+    """Environment of a point's process: flags must be set before JAX starts."""
     if spec["target"]:
         return targets.environment(targets.parse(spec["target"]))
     return {"XLA_FLAGS": FLAGS[spec["flags"]]} | MOST
 
 
 def arguments() -> argparse.Namespace:
-    """Parsed; `--quick` is the tiny shape on whatever JAX has."""
+    """Parses the command line; `--quick` is the tiny shape on any device."""
     parser = common.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["0.4b", "1.3b", "7b"])
     parser.add_argument("--rows", type=int, nargs="+", help="sequences per step")
@@ -305,7 +305,7 @@ def main() -> None:
         return
     if args.target:
         here: dict[str, Any] = {"platform": "gpu", "gib": {"h100": 79.0, "h200": 139.0}[args.target]}
-        reason = targets.missing(targets.parse(args.target))
+        reason = targets.missing_packages(targets.parse(args.target))
     else:
         here = common.in_child(__file__, {"what": "probe"}, MOST)
         no_gpu = f"gpu_mfu needs a GPU: JAX has {here.get('kind', here.get('error'))} here"

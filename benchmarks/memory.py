@@ -1,18 +1,18 @@
-"""What ZeRO stages save: bytes per device of the real program against the formulas, and the compiled step's memory.
+"""Memory of ZeRO stages: bytes per device of the real program against the formulas, and the compiled step's memory.
 
     python benchmarks/memory.py [--microbatches 4] [--out memory.json]
 
-First a Llama of 1.36e9 parameters, abstract: the train state by its shardings, and what a step holds besides: the
-gathered bf16 copy and gradients. The paper (Rajbhandari et al. 2020, arXiv 1910.02054) counts 16 bytes a parameter for
-mixed-precision Adam: 2 weights, 2 gradients, 12 float32 weights and moments; stage 1 shares out the 12, stage 2 the
-gradients too, stage 3 all. Here gradients are added up in float32, as in Megatron-LM's distributed optimizer: `paper 4`
+First an abstract Llama of 1.36e9 parameters: the sharded train state, and the other memory of a step, the gathered
+bf16 copy and gradients. The paper (Rajbhandari et al. 2020, arXiv 1910.02054) counts 16 bytes a parameter for
+mixed-precision Adam: 2 weights, 2 gradients, 12 float32 weights and moments; stage 1 shards the 12, stage 2 also the
+gradients, stage 3 all. Here gradients are accumulated in float32, as in Megatron-LM's distributed optimizer: `paper 4`
 is the paper with 4 bytes a gradient. Stages 0 and 3 cast weights layer by layer and keep no copy, and with one
-microbatch the gradients of layers as they came, in bf16; stage 1 then reduces gradients as they come, as stage 2:
-`here` is the formula so changed, `rest` what else the program holds.
+microbatch the gradients of layers stay in bf16; stage 1 then reduces gradients at once, as stage 2: `here` is the
+formula with these changes, `rest` the other memory of the program.
 
 Then the compiler's own figures for a small Llama with few tokens, on simulated CPU devices (float32, because this
-backend widens bf16 copies) and, where their compilers are installed, on GPUs and TPUs that are not there. `held` is
-the same sum for that model; what `total` has more are activations and what the compiler adds.
+backend widens bf16 copies) and, where their compilers are installed, on absent GPUs and TPUs. `held` is the same
+sum for that model; `total` also has activations and memory that the compiler adds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import common
 
-PIPELINE_AXIS = ("ddp", "zero1", "zero2", "zero3")
+LAYOUTS = ("ddp", "zero1", "zero2", "zero3")
 FIXED = ("data.validation_fraction=0", "step.remat=full", "loss.vocab_chunks=8")
 SMALL = (
     "model.embed=1024", "model.layers=8", "model.heads=8", "model.kv_heads=8", "model.mlp=4096", "model.vocab=4096",
@@ -37,14 +37,14 @@ QUICK = (
 
 
 def paper(stage: int, parameters: int, shards: int, gradient: int = 2) -> float:
-    """Bytes per device, `gradient` of them for a gradient."""
+    """Bytes per device by the paper; `gradient`: bytes of a gradient."""
     parts = (12, gradient, 2)  # optimizer, gradients, weights: stage n shares out the first n
     return parameters * sum(part / (shards if place < stage else 1) for place, part in enumerate(parts))
 
 
 def here(stage: int, parameters: int, ends: int, shards: int, microbatches: int, width: int = 2) -> float:
-    """Bytes per device as jaxtrain means it: a copy of `width` bytes a parameter in stages 1 and 2; float32 gradients,
-    but for those of layers that are neither added up nor gathered over replicas. `ends`: parameters not of layers."""
+    """Bytes per device by jaxtrain's formula: a copy of `width` bytes a parameter in stages 1, 2; float32 gradients,
+    except those of layers that are neither accumulated nor gathered. `ends`: parameters outside layers."""
     whole_gradients = stage == 0 or (stage == 1 and microbatches > 1)
     state = 12 if stage == 0 else 12 / shards
     gathers = stage in (1, 2) and shards > 1
@@ -53,7 +53,7 @@ def here(stage: int, parameters: int, ends: int, shards: int, microbatches: int,
 
 
 def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
-    """The config of a stage with one row a device and microbatch."""
+    """Config of a stage with one row a device and microbatch."""
     from jaxtrain.core.resolve import resolve
 
     own = (f"mesh.data={devices}", f"step.microbatches={microbatches}", f"data.global_batch={devices * microbatches}")
@@ -62,7 +62,7 @@ def configured(layout: str, devices: int, microbatches: int, *more: str) -> Any:
 
 
 def held(config: Any, devices: list[Any]) -> dict[str, int]:
-    """Parameters, those of them not of layers, and bytes per device of every part."""
+    """Number of parameters, of those outside layers, and bytes per device of every part."""
 
     from jaxtrain.core.program import build_program
     from jaxtrain.planning import step_program
@@ -71,10 +71,10 @@ def held(config: Any, devices: list[Any]) -> dict[str, int]:
     program = build_program(config, config.model.vocab, devices)
     sizes = {path: prod(shape) for path, (shape, _) in program.model_def.tensors().items()}
     ends = sum(size for path, size in sizes.items() if not path.startswith("layers/"))
-    step_with_gradients = {
+    whole_step = {
         name: size for name, size in step_program.held_bytes(program).items() if name != "gathered"
     }  # a layer's
-    return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **step_with_gradients}
+    return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **whole_step}
 
 
 def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any
     import jax
 
     rows = []
-    for stage, layout in enumerate(PIPELINE_AXIS):
+    for stage, layout in enumerate(LAYOUTS):
         for parts in microbatches:
             for count in counts:
                 own = held(configured(layout, count, parts), jax.devices()[:count])
@@ -100,14 +100,14 @@ def by_formula(counts: list[int], microbatches: list[int]) -> list[dict[str, Any
 
 
 def compiled(case: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
-    """A row of the second table: the real step compiled in a process of its own, beside what `held` counts."""
+    """A row of the second table: the compiled step, in a child process, and the bytes of `held`."""
     from jaxtrain.config.schema import Config
     from jaxtrain.planning import compile
 
     config = Config(**case["config"])
     names = {key: case[key] for key in ("target", "stage", "devices", "microbatches")}
     try:
-        memory = compile.measure(config, None, case["target"]).memory
+        memory = compile.compile_report(config, None, case["target"]).memory
     except RuntimeError as error:  # of the compiler: said in the table, the others go on
         return names | {"error": str(error).splitlines()[-1][:200]}
     psi, ends, count, many = own.pop("parameters"), own.pop("ends"), case["devices"], case["microbatches"]
@@ -123,15 +123,15 @@ def compiled(case: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
 
 
 def case(target: str, count: int, stage: int, many: int, small: tuple[str, ...]) -> dict[str, Any]:
-    """What one row of the second table is about."""
+    """Description of a row of the second table."""
     precision = "fp32" if target.startswith("cpu") else "bf16"
-    config = configured(PIPELINE_AXIS[stage], count, many, *small, f"precision={precision}")
+    config = configured(LAYOUTS[stage], count, many, *small, f"precision={precision}")
     names = {"target": target, "devices": count, "stage": stage, "microbatches": many}
     return {**names, "config": config.model_dump(mode="json")}
 
 
 def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """(target, devices) of the second table, as far as their compilers are installed."""
+    """(target, devices) of the second table whose compilers are installed."""
     from jaxtrain.planning.hardware import targets
 
     if args.quick:
@@ -139,7 +139,7 @@ def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
     wanted = [(f"cpu:{n}", n) for n in (1, 8)] + [("h100:1x8", 8), ("h100:8x8", 64), ("v5p:2x2x2", 8)]
     out = []
     for target, count in wanted:
-        if problem := targets.missing(targets.parse(target)):
+        if problem := targets.missing_packages(targets.parse(target)):
             print(f"memory: left out: {problem}")
         else:
             out.append((target, count))
@@ -147,7 +147,7 @@ def cases(args: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def child(spec: dict[str, Any]) -> dict[str, Any]:
-    """What needs JAX with simulated devices: the first table, and what the cases of the second hold."""
+    """Runs with simulated devices: the first table, and the held bytes of the second."""
     import jax
 
     from jaxtrain.config.schema import Config

@@ -1,16 +1,16 @@
-"""What the train loop costs over a bare JAX loop of the same model, per step.
+"""Overhead of the train loop over a bare JAX loop of the same model, per step.
 
     python benchmarks/overhead.py [--devices 1 8] [--layouts ddp fsdp] [--sizes tiny small medium] [--block 8]
                                   [--blocks 12] [--precision fp32] [--out overhead.json]
 
 One process trains both, in turns of `--block` steps, from the same weights on the same batches: jaxtrain's whole loop
-(`trainer.loop.fit`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, screen; no validation, no
-checkpoint before the end) and benchmarks/bare.py in the plainest loop. The turns are given by a screen, which the loop
-tells of every step; each turn ends when its last step is finished on the device. Losses must agree at every step, or
-the comparison fails: it would not be the same model.
+(`trainer.loop.fit`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, console; no validation, no
+checkpoint before the end) and benchmarks/bare.py in a minimal loop. A console that is called after every step switches
+between them; each turn ends when its last step has finished on the device. Losses must agree at every step, or the
+comparison fails.
 
 `wall` is the median over turns of jaxtrain's time per step over that of the bare turn next to it, with quartiles;
-`cpu` is the same of processor time, which a busy machine disturbs less (on CPU devices it holds the step itself).
+`cpu` is the same for processor time, which a busy machine disturbs less (on CPU devices it includes the step).
 The goal is 1.02. Each number of devices runs in a fresh process.
 """
 
@@ -62,7 +62,7 @@ def corpus(folder: Path) -> Path:
 
 
 def make_config(spec: dict[str, Any], folder: Path, steps: int) -> Any:
-    """The run of one point."""
+    """Config of one point."""
     import jaxtrain
 
     size = dict(spec["shape"])
@@ -100,7 +100,7 @@ class Bare:
         self.data, self.done, self.losses = data, 0, []
 
     def turn(self, steps: int) -> tuple[float, float]:
-        """Wall and processor seconds of so many steps; the host's batches are made before."""
+        """Wall and processor seconds of some steps, with host batches prepared before."""
         import jax
 
         hosts = [self.data.batch(self.done + i) for i in range(steps)]
@@ -122,7 +122,7 @@ class Bare:
 
 
 def turns_screen(steps: int, block: int) -> Any:
-    """A jaxtrain screen that gives the bare loop its turn after every `block` steps."""
+    """Console that runs the bare loop after every `block` steps."""
     import io
 
     import jax
@@ -190,7 +190,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(spec: dict[str, Any], screen: Any, params: Any) -> dict[str, Any]:
-    """Medians and ratios; raises where the two did not train the same model."""
+    """Medians and ratios; raises if the losses differ."""
     import jax
     import numpy as np
 

@@ -4,12 +4,12 @@
                                     [--compile] [--out peer_torch.json]
 
 Both start from the same weights (copied over) and take the same batches; the first losses must agree within 1e-4 (bf16:
-2e-2), or the comparison fails: it would not be the same model. One process trains both in turns of `--block` steps;
-`ratio` is the median over turns of jaxtrain's tokens/s over torch's in the turn next to it, with quartiles. Memory is
-measured apart, each in a process of its own: on CPU the most that was resident during three steps, after a first one
-that compiles, less what was resident after the imports (`whole` in the JSON counts from there, XLA's compiler
-included); on GPU the allocator's peak. On CPU both use as many threads; on a busy machine `--threads 1` and the
-processor seconds per step (`cpu s`) are the fairer figures, since threads that wait for each other burn time.
+2e-2), or the comparison fails. One process trains both in turns of `--block` steps; `ratio` is the median over turns of
+jaxtrain's tokens/s over torch's in the turn next to it, with quartiles. Memory is measured in separate processes: on
+CPU the peak resident memory during three steps, after a first one that compiles, minus that after the imports (`whole`
+in the JSON includes XLA's compiler); on GPU the allocator's peak. On CPU both use as many threads; on a busy machine
+`--threads 1` and the processor seconds per step (`cpu s`) are the fairer figures, since threads that wait for each
+other burn time.
 
 torch: `LlamaForCausalLM`, scaled-dot-product attention, `torch.optim.AdamW` (fused), gradients clipped to norm 1, bf16
 by autocast over float32 weights. jaxtrain: the step that `jaxtrain train` runs, its defaults. Neither recomputes
@@ -48,7 +48,7 @@ RING = 4  # different batches, taken in turn
 
 
 def batches(shape: dict[str, Any]) -> list[dict[str, np.ndarray]]:
-    """Rows of one document each: what transformers' causal mask knows."""
+    """Rows of one document each, which match transformers' causal mask."""
     return [common.packed_batch(seed, shape["rows"], shape["length"], shape["vocab"], 1) for seed in range(RING)]
 
 
@@ -211,7 +211,7 @@ def speed(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(spec: dict[str, Any]) -> dict[str, Any]:
-    """One side alone, in this process: its peak in bytes over what the imports take."""
+    """Peak bytes of one side in this process, above the memory of the imports."""
     if spec["side"] == "torch":
         import torch
         import transformers.models.llama.modeling_llama  # noqa: F401
@@ -236,7 +236,7 @@ def memory(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing() -> str | None:
-    """What is not installed, in one line."""
+    """Describes missing packages, in one line."""
     absent = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     return f"peer_torch needs {' and '.join(absent)}: pip install 'jaxtrain[peer]'" if absent else None
 

@@ -1,11 +1,11 @@
-"""What keeping states in the memory of two nodes costs: stall per copy, time of the copy, time to come back from it.
+"""Cost of in-memory checkpoints on two nodes: stall per copy, time of the copy, time to restore.
 
     python benchmarks/peers.py [--sizes 16 64 256 1024] [--leaves 32] [--repeats 5] [--out peers.json]
 
 Two nodes are two processes of this machine, so that the network is loopback. `stall` is how long the methods `snapshot`
-and `replicate` of a `MemoryCheckpointer` hold up their caller where no copy is in flight, on a state that a training
+and `replicate` of a `MemoryCheckpointer` block their caller if no copy is in flight, on a state that a training
 step then donates; `step` that step without a copy, `next step` the one right after it; `copy` is from `snapshot` until
-both nodes have all (two copies, checksums); `restore` from a warm program to a state whose arrays are ready, checked,
+both nodes hold it (two copies, checksums); `restore` from a warm program to a state whose arrays are ready, checked,
 `disk` the same of a checkpoint in the page cache, for comparison. Medians; milliseconds.
 """
 
@@ -40,7 +40,7 @@ sys.stdin.read()
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Milliseconds."""
+    """Milliseconds of a call."""
     begun = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - begun)

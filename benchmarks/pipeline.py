@@ -1,16 +1,16 @@
-"""Pipeline schedules: time, bubble, memory and FLOPs of real train steps, beside GPipe by autodiff (gpipe.py).
+"""Pipeline schedules: time, bubble, memory and FLOPs of real train steps, compared with GPipe by autodiff (gpipe.py).
 
     python benchmarks/pipeline.py [--parts waiting cores flops memory] [--targets cpu:4 h100:1x4 v5e:2x2] [--out p.json]
 
-`waiting`: step time for 2, 4 and 8 stages of a model whose layers wait and take no core (waiting.py), so that all
-stages are busy at once on any machine. F, B and W of a layer wait equally long. `bubble` is 1 - work / (stages * step),
-where work is the step of 2 microbatches without a pipeline, times m / 2, in the same run; `table` is what the
-schedule's table says of one SPMD program (pipeline.cost, lockstep), `bound` where no stage waits for others but for
-what it needs; `kept` the activations of a stage, in microbatches.
-`cores`: a small decoder in two stages, each a process of its own on a core of its own; `cpu` is the processor time of
-both over that of the step without a pipeline, 1 where nothing is done but its work (waiting included where it spins).
-`flops`: matmuls that the compiled step runs, each action as often as the table has it, over those of the step without
-a pipeline; of GPipe by autodiff also those of its bubble, (m + p - 1) / m. Its gradients are checked first.
+`waiting`: step time for 2, 4 and 8 stages of a model whose layers wait and take no core (waiting.py), so that stages
+run in parallel on any machine. F, B and W of a layer wait equally long. `bubble` is 1 - work / (stages * step),
+where work is the step of 2 microbatches without a pipeline, times m / 2, in the same run; `table` is the bubble of the
+schedule's table in one SPMD program (lockstep), `bound` that without lockstep; `kept` the activations of a stage, in
+microbatches.
+`cores`: a small decoder in two stages, each a process on its own core; `cpu` is the processor time of both over that of
+the step without a pipeline (spinning while waiting included).
+`flops`: matmul FLOPs of the compiled step, each action as often as in the table, over those of the step without
+a pipeline; GPipe by autodiff also computes in its bubble, (m + p - 1) / m. Its gradients are checked first.
 `memory`: of the compiled step, for targets whose compilers are installed.
 """
 
@@ -43,14 +43,14 @@ LARGE = (
 
 
 def table_of(name: str, stages: int, microbatches: int) -> Any:
-    """The schedule's table; of GPipe by autodiff GPipe's."""
+    """Table of a schedule; for GPipe by autodiff that of GPipe."""
     from jaxtrain.pipeline.schedules.shipped import make
 
     return make("gpipe" if name.startswith(AUTODIFF) else name, stages, microbatches)
 
 
 def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int = 8, rows: int = 2) -> Any:
-    """The config of a decoder under a schedule; of no pipeline where there is one stage."""
+    """Config of a decoder under a schedule; without a pipeline for one stage."""
     from jaxtrain.core.resolve import resolve
 
     schedule = "gpipe" if name.startswith(AUTODIFF) else name
@@ -63,7 +63,7 @@ def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int =
 
 
 def built(name: str, config: Any, devices: Any) -> Any:
-    """The trainer's program, or the one by autodiff."""
+    """Program of the trainer, or by autodiff."""
     from jaxtrain.core.program import build_program
 
     if name.startswith(AUTODIFF):
@@ -74,7 +74,7 @@ def built(name: str, config: Any, devices: Any) -> Any:
 
 
 def placed(program: Any, batch: Any) -> Any:
-    """A host batch on the program's devices, those of other processes too."""
+    """Puts a host batch on the program's devices, also those of other processes."""
     import jax
 
     from jaxtrain.core.placement import batch_sharding
@@ -86,9 +86,9 @@ def placed(program: Any, batch: Any) -> Any:
 
 
 def timed(programs: dict[str, Any], batches: Any, turns: int) -> dict[str, dict[str, float]]:
-    """Least wall and processor seconds of a step of each: other programs of the machine can only add to them.
+    """Minimum wall and processor seconds of a step of each program, since other processes can only add to them.
 
-    The steps of different programs take turns.
+    Steps of different programs are interleaved.
     """
 
     import jax
@@ -110,7 +110,7 @@ def timed(programs: dict[str, Any], batches: Any, turns: int) -> dict[str, dict[
 
 
 def in_table(name: str, stages: int, microbatches: int, seconds: float, work: float) -> dict[str, Any]:
-    """A row: the measured step beside what the table says. `work`: seconds of the step without a pipeline."""
+    """A row: the measured step and the table's figures. `work`: seconds of the step without a pipeline."""
     from jaxtrain.pipeline.schedules.cost import Costs, price
 
     table = table_of(name, stages, microbatches)
@@ -124,7 +124,7 @@ def in_table(name: str, stages: int, microbatches: int, seconds: float, work: fl
 
 
 def waiting(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one number of stages and of microbatches."""
+    """Rows for one number of stages and microbatches."""
     import jax
     import waiting as model
 
@@ -152,7 +152,7 @@ def waiting(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def cores(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of two stages, each a process on a core of its own. This is one of them."""
+    """Rows of two stages, each a process on its own core; this is one of them."""
     own = sorted(os.sched_getaffinity(0))[spec["rank"]]
     os.sched_setaffinity(0, {own})
     os.environ["NPROC"] = "1"  # threads of XLA's pool
@@ -177,24 +177,24 @@ def cores(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def flops(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one number of stages: matmul FLOPs over those without a pipeline, for each way of remat."""
+    """Rows for one number of stages: matmul FLOPs over those without a pipeline, for each remat policy."""
     import jax
 
-    from jaxtrain.planning.cost.pipeline_bubble import choose
-    from jaxtrain.planning.cost.roofline import analyse
-    from jaxtrain.planning.step_program import compiled_step
+    from jaxtrain.planning.cost.pipeline_bubble import branch_weights
+    from jaxtrain.planning.cost.roofline import analyze
+    from jaxtrain.planning.step_program import compile_step
 
     stages, many, out = spec["stages"], spec["microbatches"], []
     for remat in spec["remat"]:
         sizes = (*(QUICK if spec["quick"] else SMALL), f"step.remat={remat}")
         plain = built("none", decoder("none", 1, many, sizes), jax.devices()[:1])
-        base = analyse(compiled_step(plain).as_text()).flops()
+        base = analyze(compile_step(plain).as_text()).flops()
         for name in spec["names"]:
             program = built(name, decoder(name, stages, many, sizes), jax.devices()[:stages])
             if name.startswith(AUTODIFF):
                 check(plain, program)
-            shares = partial(lambda table, one, _: choose(table, one), table_of(name, stages, many))
-            ratio = stages * analyse(compiled_step(program).as_text(), choose=shares).flops() / base
+            weights = partial(lambda table, one, _: branch_weights(table, one), table_of(name, stages, many))
+            ratio = stages * analyze(compile_step(program).as_text(), branch_weights=weights).flops() / base
             bubble = (many + stages - 1) / many if name.startswith(AUTODIFF) else 1.0
             out.append({
                 "schedule": name, "stages": stages, "microbatches": many, "remat": remat, "GFLOP": base / 1e9,
@@ -204,7 +204,7 @@ def flops(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check(plain: Any, program: Any) -> None:
-    """Loss and gradients by autodiff are those without a pipeline."""
+    """Checks that loss and gradients by autodiff equal those without a pipeline."""
     import jax
     import numpy as np
 
@@ -218,16 +218,16 @@ def check(plain: Any, program: Any) -> None:
 
 
 def memory(spec: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of one compiled step, in a process whose environment is the target's."""
+    """Bytes of one compiled step, in a process with the environment of the target."""
     from jaxtrain.planning.cost.memory import compiled_memory
     from jaxtrain.planning.hardware import targets
-    from jaxtrain.planning.step_program import compiled_step
+    from jaxtrain.planning.step_program import compile_step
 
     dtype = "fp32" if spec["target"].startswith("cpu") else "bf16"
     sizes = (*(QUICK if spec["quick"] else LARGE), f"step.remat={spec['remat']}", f"precision={dtype}")
     config = decoder(spec["schedule"], spec["stages"], spec["microbatches"], sizes, layers=2 * spec["stages"])
     devices = targets.devices(spec["target"], attention="xla")
-    found = compiled_memory(compiled_step(built(spec["schedule"], config, devices)))
+    found = compiled_memory(compile_step(built(spec["schedule"], config, devices)))
     return {"arguments MB": found.arguments / 1e6, "temporaries MB": found.temporaries / 1e6}
 
 
@@ -280,7 +280,7 @@ def run_memory(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any
     rows = []
     for text in args.targets:
         target = targets.parse(text)
-        if problem := targets.missing(target, "xla"):
+        if problem := targets.missing_packages(target, "xla"):
             print(f"memory: left out: {problem}")
             continue
         stages = target.shape[0] if target.platform == "cpu" else 4
@@ -298,7 +298,7 @@ def run_memory(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any
 
 
 def child(spec: dict[str, Any], env: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows from a fresh process; what went wrong is said, and the others go on."""
+    """Rows from a new process; an error is printed and the others continue."""
     made = common.in_child(__file__, spec, env, timeout=1500)
     if "error" in made:
         print(f"{spec}: {made['error']}", file=sys.stderr)
@@ -308,7 +308,7 @@ def child(spec: dict[str, Any], env: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def options() -> argparse.Namespace:
-    """The command line; `--quick` makes it small."""
+    """Parses the command line; `--quick` makes it small."""
     parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--schedules", nargs="+", choices=(*NAMES, AUTODIFF, REMAT), default=[*NAMES, AUTODIFF, REMAT])

@@ -1,24 +1,23 @@
-"""What `jaxtrain plan` predicts against what is measured: step time, memory, the order of layouts, and public runs.
+"""Accuracy of `jaxtrain plan`: step time, memory, the order of layouts, and public runs.
 
     python benchmarks/plan_accuracy.py [--parts simulated gpu published] [--rounds 7] [--only h100]
                                        [--measured FILE] [--out FILE]
 
-simulated: one small decoder in 26 layouts on 8 simulated CPU devices of this host. The very program that is predicted
-is run, all of them in turns, one step each, in one process. `wall` and `processor` are medians of these rounds,
-processor time over the cores: other programs on the machine lengthen the one and not the other. The rates of the host
-are measured three times in the same process (jaxtrain.planning.hardware.simulated), and the best counts. tau is
-Kendall's of predicted
-against measured seconds, `tau of halves` that of the first half of the steps against the second: what no prediction can
-be expected to beat. Regret is by how much the layout predicted to be the fastest is slower than the one that is.
-Memory: bytes of the live train state per device, exact, and the growth of a process of its own during its second step
-against the temporaries of all devices. That cannot show what one device needs, nor holes that were never touched.
+simulated: one small decoder in 26 layouts on 8 simulated CPU devices of this host. The predicted programs are run
+interleaved, one step each, in one process. `wall` and `processor` are medians of these rounds, processor time over the
+cores: other programs on the machine lengthen only the first. The rates of the host are measured three times in the same
+process (jaxtrain.planning.hardware.simulated), and the best counts. tau is Kendall's of predicted against measured
+seconds, `tau of halves` that of the first half of the steps against the second, the noise of the measurement. Regret is
+how much slower than the fastest layout the layout predicted to be the fastest is. Memory: bytes of the live train state
+per device, exact, and the growth of a separate process during its second step against the temporaries of all devices,
+which shows neither the memory of one device nor holes that are never touched.
 
-gpu: the same for one GPU, every point in a process of its own so that `memory_stats()` has a peak of its own. What is
-predicted there is of the program that was compiled there, for that GPU. `--measured FILE`, the record of such a run,
-predicts the same cases on a machine without a GPU: the plan for hardware that one does not have.
+gpu: the same for one GPU, every point in a separate process, so that `memory_stats()` has its peak. Predictions are of
+the program compiled for that GPU. `--measured FILE`, the record of such a run, predicts the same cases on a machine
+without a GPU.
 
 published: public runs on their own hardware (published.py), compiled for it; needs `plan-gpu` and `plan-tpu`. `known`
-says whether constants of its chip were fitted to a run (`fitted`) or not (`test`); those of H100 were all in view.
+is `fitted` if constants of its chip were fitted to the run, else `test`; all runs of H100 were known before.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ GPU_CASES = tuple(
 
 
 def configured(case: str, model: str, more: Sequence[str] = ()) -> Any:
-    """The config of `LAYOUT axis=size ... key=value ...`."""
+    """Config of `LAYOUT axis=size ... key=value ...`."""
     layout, *rest = case.split()
     sizes = dict.fromkeys(AXES, "1") | dict(one.split("=") for one in rest if one.split("=")[0] in AXES)
     keys = [one for one in rest if one.split("=")[0] not in AXES]
@@ -89,7 +88,7 @@ def configured(case: str, model: str, more: Sequence[str] = ()) -> Any:
 
 
 class Running:
-    """A program, what is predicted of it, and its steps."""
+    """A program, its prediction, and its steps."""
 
     def __init__(self, case: str, config: Any, vocab: int, target: str):
         import jax
@@ -101,9 +100,9 @@ class Running:
         self.case, self.config, self.devices = case, config, devices
         self.program = build_program(config, vocab, devices)
         begin = time.perf_counter()
-        self.step = step_program.compiled_step(self.program)
+        self.step = step_program.compile_step(self.program)
         took = time.perf_counter() - begin
-        self.report = compile.of_program(self.program, self.step, target, devices[0].device_kind, seconds=took)
+        self.report = compile.report_program(self.program, self.step, target, devices[0].device_kind, seconds=took)
         host = common.packed_batch(0, config.data.global_batch, config.data.sequence, vocab, 2)
         wanted = step_program.abstract_batch(self.program)
         self.batch = {name: jax.device_put(rows, wanted[name].sharding) for name, rows in host.items()}
@@ -142,15 +141,15 @@ def simulated(spec: Mapping[str, Any]) -> dict[str, Any]:
         runs.append(Running(case, config, VOCAB["simulated"], f"simulate:{jax.device_count()}"))
     for turn in range(spec["rounds"] + 1):
         if turn in (0, spec["rounds"] // 2, spec["rounds"]):
-            rates.append(step_program.measured(jax.devices(), "fp32") or {})
+            rates.append(step_program.cpu_rates(jax.devices(), "fp32") or {})
         for run in runs:
             run.once()
-    best = {key: (min if key in ("launch", "meeting") else max)(one[key] for one in rates) for key in rates[0]}
+    best = {key: (min if key in ("launch", "barrier") else max)(one[key] for one in rates) for key in rates[0]}
     return {"machine": common.machine(), "rates": best, "rows": [_simulated_row(run, best) for run in runs]}
 
 
 def _simulated_row(run: Running, rates: dict[str, float]) -> dict[str, Any]:
-    run.report = replace(run.report, measured=rates)
+    run.report = replace(run.report, cpu_rates=rates)
     plan, cores = assess(run.config, run.report), len(os.sched_getaffinity(0))
     timed = {"wall s": run.wall[1:], "processor s": [time / cores for time in run.processor[1:]]}  # the first warms up
     half = (len(run.wall) - 1) // 2
@@ -158,7 +157,7 @@ def _simulated_row(run: Running, rates: dict[str, float]) -> dict[str, Any]:
         "case": run.case, "predicted s": plan.step_seconds,
         **{key: statistics.median(times) for key, times in timed.items()},
         "computing s": plan.compute_seconds, "waiting s": plan.exposed_seconds, "bubble s": plan.bubble_seconds,
-        "state MB": sum(run.report.state.values()) / 1e6, "live MB": run.held() / 1e6,
+        "state MB": sum(run.report.state_bytes.values()) / 1e6, "live MB": run.held() / 1e6,
         "temporaries MB": run.report.memory.temporaries / 1e6,
         "halves": {
             key: [statistics.median(part) for part in (times[:half], times[half:])] for key, times in timed.items()
@@ -186,13 +185,13 @@ def resident(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpu_config(case: str) -> Any:
-    """The config of `MODEL LAYOUT axis=size ... key=value ...`."""
+    """Config of `MODEL LAYOUT axis=size ... key=value ...`."""
     model, rest = case.split(" ", 1)
     return configured(rest, GPU_MODELS[model], ("data.sequence=2048", "data.validation_fraction=0", "precision=bf16"))
 
 
 def on_gpu(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A point on the GPUs that JAX finds."""
+    """A point on the GPUs of this machine."""
     import jax
 
     device = jax.devices()[0]
@@ -213,9 +212,9 @@ def on_gpu(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prediction(run: published.Run) -> dict[str, Any]:
-    """A public run beside its prediction; rates are tokens/s a device."""
+    """A public run and its prediction; rates are tokens/s a device."""
     row: dict[str, Any] = {"run": run.name, "target": run.target, "known": run.known, "published": run.rate}
-    if problem := targets.missing(targets.parse(run.target)):
+    if problem := targets.missing_packages(targets.parse(run.target)):
         return row | {"skipped": problem}
     first, *keys = run.keys
     config, _ = resolve(str(ROOT / first), *keys, paths=False)
@@ -239,12 +238,12 @@ def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """By how much the one predicted to be the fastest is slower than the fastest, as a share."""
+    """How much slower than the fastest the predicted fastest is, as a share."""
     return measured[min(range(len(predicted)), key=predicted.__getitem__)] / min(measured) - 1
 
 
 def agreement(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, float]:
-    """How well `predicted s` agrees with a column."""
+    """Agreement of `predicted s` with a column."""
     predicted, measured = [row["predicted s"] for row in rows], [row[key] for row in rows]
     ratios = [a / b for a, b in zip(predicted, measured)]
     return {
@@ -282,7 +281,7 @@ def part_simulated(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def part_gpu(args: argparse.Namespace) -> dict[str, Any]:
-    """Prints the table of a GPU, or the line that there is none."""
+    """Prints the table of a GPU, or that there is none."""
     if args.measured:
         return absent_gpu(json.loads(args.measured.read_text())["results"]["gpu"])
     rows = []
@@ -315,9 +314,9 @@ def gpu_result(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def absent_gpu(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Predictions of the cases that were measured on a GPU, made without it, beside what was measured."""
+    """Predictions, made without a GPU, of cases that were measured on one."""
     kind = measured["machine"]["devices"].split(" x ", 1)[1]
-    target = next(name for name, chip in chips.CHIPS.items() if chip is chips.of_device(kind))
+    target = next(name for name, chip in chips.CHIPS.items() if chip is chips.chip_of_device(kind))
     rows = []
     for row in measured["rows"]:
         if "error" not in row:
@@ -347,7 +346,7 @@ PARTS = {"simulated": part_simulated, "gpu": part_gpu, "published": part_publish
 
 
 def main() -> None:
-    """Prints the tables and, with --out, writes the JSON; parts that are not run stay as the file has them."""
+    """Prints the tables and, with --out, writes the JSON; parts that are not run keep their results in the file."""
     parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7, help="measured steps of each case")

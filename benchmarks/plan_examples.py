@@ -1,9 +1,9 @@
-"""`jaxtrain plan` for pods that are not there: what it says of 8B, 70B and 405B steps, and how long it takes.
+"""`jaxtrain plan` for absent clusters: plans of 8B, 70B and 405B steps, and their run time.
 
     python benchmarks/plan_examples.py [--only h100] [--out FILE]
 
-Each row is one command in a process of its own, from its start to its report: `seconds` is what a user waits, `compile`
-the compiler's part of it. Nothing is cached. Times and MFU are predictions (`plan_accuracy.py` says how good they are).
+Each row is one command in a new process: `seconds` is its run time, `compile` that of the compiler. Nothing is cached.
+Times and MFU are predictions (`plan_accuracy.py` measures their accuracy).
 Needs the extras `plan-gpu` and `plan-tpu`; a target whose compiler is not installed is left out.
 """
 
@@ -26,7 +26,7 @@ from jaxtrain.planning.hardware import targets
 ROOT = Path(__file__).resolve().parent.parent
 STEP = ("step.remat=full", "precision=bf16")
 SHORT = (*STEP, "data.sequence=4096", "data.global_batch=1024")
-CARRIED = "70B, 256 chips, LIBTPU_INIT_ARGS as advised"  # planned with `jaxtrain.planning.advice.CARRYING`
+CARRIED = "70B, 256 chips, LIBTPU_INIT_ARGS as advised"  # planned with `jaxtrain.planning.advice.ASYNC_COLLECTIVES`
 EXAMPLES = {  # name -> target, config and keys
     "70B, 256 chips": ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
     CARRIED: ("v5p:8x8x4", "recipes/llama3_70b.yaml"),
@@ -60,7 +60,7 @@ EXAMPLES = {  # name -> target, config and keys
 
 def planned(name: str, target: str, config: str, *keys: str) -> dict[str, Any]:
     """A row, from one run of the command."""
-    env = os.environ | ({"LIBTPU_INIT_ARGS": advice.CARRYING} if name == CARRIED else {})
+    env = os.environ | ({"LIBTPU_INIT_ARGS": advice.ASYNC_COLLECTIVES} if name == CARRIED else {})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "jaxtrain.cli.main", "plan", str(ROOT / "configs" / config), *keys]
@@ -92,7 +92,7 @@ def main() -> int:
     for name, (target, *given) in EXAMPLES.items():
         if args.only not in f"{name} {target}":
             continue
-        if problem := targets.missing(targets.parse(target)):
+        if problem := targets.missing_packages(targets.parse(target)):
             print(f"{name}: left out: {problem}")
             continue
         rows.append(planned(name, target, *given))

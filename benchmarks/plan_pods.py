@@ -1,12 +1,11 @@
-"""Plans that smaller pods tell, against the whole step compiled for all of its devices.
+"""Plans extrapolated from smaller pods, against the step compiled for all devices.
 
     python benchmarks/plan_pods.py [--only zero] [--out FILE]
 
-`jaxtrain plan` compiles up to 32,768 devices as they are; above, one or two pods with fewer replicas or shards
-(`jaxtrain/planning/pods.py`). Here both are done, in processes of their own with nothing cached, for clusters that can
-be compiled whole within minutes and for smaller pods. Ratios are of the plan that pods tell to that of the whole.
-Needs the extras `plan-gpu` and `plan-tpu`; a target whose compiler is not installed is left out.
-"""
+`jaxtrain plan` compiles steps for up to 32,768 devices; above, it compiles one or two pods with fewer replicas or
+shards (`jaxtrain/planning/pods.py`). Here both are done, in separate processes without a cache, for clusters that
+compile within minutes. Ratios are of the plan from pods to the plan of the full cluster. Needs the extras `plan-gpu`
+and `plan-tpu`; a target whose compiler is not installed is left out."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ CASES = {  # name -> devices of the largest pod, target, config and keys
                                                 "mesh={pipeline: 16, fsdp: 128, model: 8}"),
     "405B, pp x zero 1 x tp": (4096, "h100:2048x8", R405, "data.global_batch=2048", PARTS, "layout=pp",
                                "mesh={pipeline: 16, data: 128, fsdp: 1, model: 8}", "zero=1", "rules.sequence=model"),
-    "405B, pp x hsdp x tp": (pods.LARGEST, "h100:16384x8", R405, "data.global_batch=16384", PARTS,
+    "405B, pp x hsdp x tp": (pods.MAX_DEVICES, "h100:16384x8", R405, "data.global_batch=16384", PARTS,
                              "rules.batch=[data,fsdp]", "mesh={pipeline: 16, data: 8, fsdp: 128, model: 8}"),
     "70B, hsdp over slices": (1024, "v5p:8x8x8*8", M70, *STEP, "data.global_batch=8192", "layout=hsdp", "mesh.data=16",
                               "mesh.fsdp=256", "mesh.dcn={data: 8}"),
@@ -52,12 +51,12 @@ CASES = {  # name -> devices of the largest pod, target, config and keys
 
 
 def compared(name: str, largest: int, target: str, file: str, *keys: str) -> dict[str, Any]:
-    """A row: seconds of both ways, and what the pods tell over what the whole says."""
+    """A row: seconds of both ways, and ratios of the plan from pods to that of the full cluster."""
     config, _ = resolve(str(ROOT / "configs" / file), *keys, paths=False)
     plans, seconds = [], []
     for most in (None, largest):
         start = time.perf_counter()
-        plans.append(predict.predict(config, config.model.vocab, target, largest=most))
+        plans.append(predict.predict(config, config.model.vocab, target, max_devices=most))
         seconds.append(time.perf_counter() - start)
     whole, told = plans
     if not told.pods or not whole.can_run:
@@ -85,7 +84,7 @@ def main() -> int:
     for name, (largest, target, *given) in CASES.items():
         if args.only not in f"{name} {target}":
             continue
-        if problem := targets.missing(targets.parse(target)):
+        if problem := targets.missing_packages(targets.parse(target)):
             print(f"{name}: left out: {problem}")
             continue
         rows.append(compared(name, largest, target, *given))

@@ -1,9 +1,8 @@
-"""Public training runs: hardware, configuration as their sources state it, and tokens/s a device. No JAX.
+"""Public training runs: hardware, configuration as their sources state it, and tokens/s a device.
 
-`known` says what a run is to the constants of `jaxtrain.planning.hardware.calibration`: the shares of its chip were
-fitted to it, or
-chosen with it in view (`fitted`), so that agreement proves little, or not (`test`). No `test` of H100 is a blind one:
-all its runs were in view when it was settled which to fit to. No run of A100 was.
+`known` relates a run to the constants of `jaxtrain.planning.hardware.calibration`: `fitted` if those of its chip were
+fitted to it or chosen when it was known, so that agreement proves little; else `test`. No `test` of H100 is blind: all
+its runs were known when the one to fit was chosen. No run of A100 was known.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Run:
     Args:
         target: as `jaxtrain.planning.hardware.targets.parse` takes it.
         rate: tokens/s a device.
-        keys: config of the run here.
+        keys: config that reproduces the run.
         vocab: rows of the embedding table.
         known: `fitted` or `test`, see above.
-        apart: what the run here does otherwise, or what its source does not say.
+        apart: differences from the published run, or what its source does not state.
         flags: LIBTPU_INIT_ARGS to compile with.
     """
 
@@ -48,7 +47,7 @@ class Run:
 def _keys(
     model: Iterable[str], devices: int, length: int, rows: int, remat: str = "full", *more: str, accumulate: int = 1
 ) -> tuple[str, ...]:
-    """FSDP over all devices, with so many rows a device in a microbatch."""
+    """Keys for FSDP over all devices, with this number of rows a device in a microbatch."""
     saved = remat.strip("[]").split(",") if remat.startswith("[") else []
     return (
         *model, "layout=fsdp", f"mesh.fsdp={devices}", f"data.sequence={length}",
@@ -68,7 +67,7 @@ _MPT_SHAPES = {"1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32),
 
 
 def _mpt(chip: str, size: str, length: int, gpus: int, rows: int, accumulate: int, rate: float, again: bool) -> Run:
-    """A row of MosaicML's tables: FULL_SHARD, amp_bf16, a layer's activations checkpointed or none."""
+    """A row of MosaicML's tables: FULL_SHARD, amp_bf16, with activation checkpointing of layers or none."""
     embed, layers, heads = _MPT_SHAPES[size]
     model = _shape(embed, layers, heads, 4 * embed, "model.activation=gelu", "model.tie_embeddings=true")
     nodes, per_node = max(1, gpus // 8), min(gpus, 8)
@@ -79,7 +78,7 @@ def _mpt(chip: str, size: str, length: int, gpus: int, rows: int, accumulate: in
 
 
 def _titan(name: str, model: Iterable[str], length: int, rows: int, remat: str, rate: float, vocab: int) -> Run:
-    """torchtitan on 64 A100, FSDP alone."""
+    """torchtitan on 64 A100, FSDP only."""
     apart = "the network between nodes is not said; 8 x 200 Gb/s a node here"
     return Run(name, "a100:8x8", rate, vocab, _keys(model, 64, length, rows, remat), _TITAN, apart=apart)
 

@@ -1,6 +1,6 @@
-"""A model for pipeline.py whose layers take time and no core: each pass of a layer waits.
+"""A model for pipeline.py whose layers take time but no core: each pass of a layer waits.
 
-So eight stages on two cores wait at the same time, as eight devices would compute at the same time.
+Eight stages on two cores then wait in parallel, as eight devices would compute in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtrain.sharding.sharder import Sharder
 
 
 def waited(seconds: float, sharder: Sharder, x: Array) -> Array:
-    """`x`, later."""
+    """`x`, after a delay."""
 
     def wait(x: Array) -> np.ndarray:
         time.sleep(seconds)
@@ -59,7 +59,7 @@ class Layer(nnx.Module):
 
 
 class Waiting(nnx.Module):
-    """A tower of layers; squares of its output's distance from y.
+    """Stack of layers with a squared-error loss against y.
 
     seconds: of a layer's forward pass, its input's gradient and its weight's gradient.
     """
@@ -69,15 +69,15 @@ class Waiting(nnx.Module):
         self.layers = stacked(lambda rngs: Layer(size, env=env, rngs=rngs), layers, rngs)
 
     def loss(self, batch: Any, key: Array) -> Any:
-        """All of it."""
+        """Loss of the whole model."""
         return self.head_loss(self.run_layers(self.embed_inputs(batch, key), batch, key)[0], batch, key)
 
     def embed_inputs(self, batch: Any, key: Array) -> Array:
-        """[rows, size]."""
+        """Input activations [rows, size]."""
         return batch["x"]
 
     def run_layers(self, x: Array, batch: Any, key: Array, layers: Array | None = None) -> Any:
-        """The layers, with no terms and no counts."""
+        """Runs the layers; no loss terms and no counts."""
         dot = matmul(self.seconds, self.env.sharder)
 
         def step(layer: Layer, x: Array, _: Any, index: int) -> tuple[Array, None]:
@@ -86,7 +86,7 @@ class Waiting(nnx.Module):
         return scan(self.layers, step, x, env=self.env)[0], {}, {}
 
     def head_loss(self, x: Array, batch: Any, key: Array) -> Any:
-        """Squares."""
+        """Squared error."""
         return {"square": (jnp.sum((x.sum(-1) - batch["y"]) ** 2), jnp.float32(x.shape[0]))}
 
 

@@ -1,27 +1,27 @@
-"""What a step puts on the wire, against theory: the real train step compiled for GPUs that are not there.
+"""Communication of a step against theory: the real train step compiled for absent GPUs.
 
     python benchmarks/wire.py [--nodes 8] [--gpus 8] [--only cp] [--out wire.json]
 
 Llama 3 8B: 2 x 4096 tokens per device under fsdp and fsdp_tp, sequences of 131072 over `context` under cp_*. Mixtral
-8x7B: 2 x 4096 tokens per device under ep, capacity 1.25. Full remat, bf16. Bytes per device and step are read off the
-compiled program: every collective, times the trip counts of the loops around it. Theory, with n devices on an axis,
+8x7B: 2 x 4096 tokens per device under ep, capacity 1.25. Full remat, bf16. Bytes per device and step are counted in
+the compiled program: every collective, times the trip counts of the enclosing loops. Theory, with n devices on an axis,
 (n - 1) / n of a tensor gathered, scattered or exchanged, and three passes a layer, forward, recomputed and backward:
 
-- weights: gathered twice and their gradient scattered once, a device's own experts over `fsdp`, all else over all axes;
-  and the embedding's rows move twice over each axis that splits them;
+- weights: gathered twice and their gradient scattered once, experts over `fsdp`, others over all axes; rows of the
+  embedding move twice over each axis that splits them;
 - fsdp_tp: 6 gathers and 5 scatters of the residual stream a layer, and 1 and 1 for the loss;
 - cp_ulysses: q, k, v and the output in each pass; cp_gather: k and v in each pass; cp_ring: n - 1 hops of k and v in
   each pass, and as many of their float32 gradients backward;
-- ep: the places of all experts for a device's tokens, there and back in each pass.
+- ep: the capacity of all experts for a device's tokens, there and back in each pass.
 
-Needs the extra `plan-gpu`; says so otherwise. The JSON also holds every collective by mesh axis
+Needs the extra `plan-gpu`. The JSON also holds every collective by mesh axis
 (jaxtrain.hlo.collectives).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -61,7 +61,7 @@ CASES = (
 
 
 def theory(config: Any, sizes: dict[str, int], vocab: int) -> float:
-    """Bytes per device that the layout has to send."""
+    """Bytes per device that the layout sends in theory."""
     from jaxtrain.models.decoder_params import parameter_count
 
     model, moe = config.model, config.model.moe
@@ -79,20 +79,20 @@ def _ring(size: int) -> float:
 
 
 def _stream(model: Any, size: int, tokens: int) -> float:
-    """Residual streams of a tensor-parallel group."""
+    """Bytes of the residual streams of a tensor-parallel group."""
     return (11 * model.layers + 2) * 2 * tokens * size * model.embed * _ring(size)
 
 
 def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
-    """What attention exchanges over `context`, and experts over `expert`, in a layer and its three passes."""
+    """Bytes that attention exchanges over `context`, and experts over `expert`, in a layer and its three passes."""
     from jaxtrain.kernels.moe.routing import places
 
     model, moe, context = config.model, config.model.moe, sizes["context"]
     head = model.head_dim or model.embed // model.heads
     queries, keys = (2 * tokens * count * head for count in (model.heads, 2 * model.kv_heads))
-    if config.context == "ring":
+    if config.context_parallel == "ring":
         return (3 + 2) * (context - 1) * keys
-    if config.context == "gather":
+    if config.context_parallel == "gather":
         return 3 * context * keys * _ring(context)
     sent = 3 * (2 * queries + keys) * _ring(context)
     if moe is None:
@@ -107,14 +107,13 @@ def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
 def measure(case: Case, nodes: int, gpus: int, target: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One layout: a row of the table, bytes in GB per device; and every collective."""
     from jaxtrain.core.resolve import resolve
-    from jaxtrain.hlo import collectives as communication
     from jaxtrain.planning import compile
 
     config, _ = resolve(f"configs/models/{case.model}.yaml", *case.keys(nodes, gpus), paths=False)
-    report = compile.measure(config, case.vocab, target)
+    report = compile.compile_report(config, case.vocab, target)
     expected = theory(config, report.sizes, case.vocab)
     sent: Counter[str] = Counter()
-    for row in report.rows:
+    for row in report.collectives:
         sent[row.op] += row.bytes
     total = sum(sent.values())
     return {
@@ -122,7 +121,7 @@ def measure(case: Case, nodes: int, gpus: int, target: str) -> tuple[dict[str, A
         "ratio": total / expected, **{op: sent[op] / 1e9 for op in OPERATIONS},
         "state GB": report.memory.arguments / 1e9, "temporaries GB": report.memory.temporaries / 1e9,
         "compile s": report.seconds,
-    }, communication.as_dict(report.rows)  # fmt: skip
+    }, [asdict(row) for row in report.collectives]  # fmt: skip
 
 
 def main() -> int:
@@ -135,7 +134,7 @@ def main() -> int:
     from jaxtrain.planning.hardware import targets
 
     target = targets.parse(f"h100:{args.nodes}x{args.gpus}")
-    if problem := targets.missing(target):
+    if problem := targets.missing_packages(target):
         common.report("wire", args, {"skipped": problem}, common.machine(), f"wire: {problem}")
         return 0
     cases = [case for case in CASES if case.layout.startswith(args.only)][: 1 if args.quick else None]

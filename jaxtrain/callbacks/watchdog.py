@@ -8,7 +8,7 @@ import jax
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.program import Program
-from jaxtrain.hlo.collectives import report, summary
+from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
 from jaxtrain.io.ticker import PERIOD
 from jaxtrain.io.watchdog import Watchdog
 from jaxtrain.trackers.files import append_event
@@ -34,7 +34,7 @@ def step_collectives(program: Program) -> list[str]:
 
 
 def _collectives(text: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    rows = summary(report(text, sizes))
+    rows = totals_by_axes(count_collectives(text, sizes))
     return tuple(f"  {op} over {axes}: {count:,}" for (axes, op), (count, _) in rows.items()) or ("  none",)
 
 

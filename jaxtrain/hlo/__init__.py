@@ -1,1 +1,1 @@
-"""Readers of compiled programs: collectives, device groups, matmuls and memory traffic."""
+"""Readers of compiled programs: collectives, device groups, matmuls, memory traffic."""

@@ -1,9 +1,9 @@
-"""Communication of a step: every collective of the compiled program, counted by mesh axis."""
+"""Collectives of a compiled step: runs and bytes by operation and mesh axes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -12,25 +12,26 @@ from rich.table import Table
 
 from jaxtrain.errors import UserError
 from jaxtrain.hlo import device_groups, parse
-from jaxtrain.hlo.call_sites import Site, sites
+from jaxtrain.hlo.call_sites import CallSite, call_sites
+from jaxtrain.hlo.device_groups import Groups
 from jaxtrain.sharding.layout import Layout
 
 
-def without_divergent_permutes(step: Any) -> Any:
-    """The jitted step of a pipeline; its first call raises UserError where the compiled program could hang.
+def refuse_divergent_permutes(step: Any) -> Any:
+    """Wraps the jitted step of a pipeline: its first call raises UserError if the compiled program could hang.
 
-    Stages do different actions in a tick, and a collective-permute waits for all devices: the CPU backend
-    for ever, see `divergent_permutes`. The partitioner makes them too, e.g. of a rule for `head_dim`.
+    Stages run different actions in a tick, but a collective-permute waits for all devices; the CPU backend then hangs
+    (see `divergent_permutes`). The partitioner inserts such permutes too, for example for a rule for `head_dim`.
     """
     compiled: list[Any] = []
 
     def run(state: Any, batch: Any) -> Any:
         if not compiled:
             compiled.append(step.lower(state, batch).compile())
-            if found := divergent_permutes(compiled[0].as_text() or ""):
-                what = f"{len(found)} permutations that not all stages would take part in, the first {found[0]}"
-                expected = "expected a layout without (no rule for head_dim, no context: ring)"
-                raise UserError(f"mesh.pipeline: the compiled step has {what}; {expected}")
+            if permutes := divergent_permutes(compiled[0].as_text() or ""):
+                problem = f"{len(permutes)} collective-permutes that only some stages reach, the first {permutes[0]}"
+                expected = "expected a layout without them (no rule for head_dim, no context_parallel: ring)"
+                raise UserError(f"mesh.pipeline: the compiled step has {problem}; {expected}")
         return compiled[0](state, batch)
 
     return run
@@ -38,23 +39,23 @@ def without_divergent_permutes(step: Any) -> Any:
 
 @dataclass(frozen=True)
 class Collective:
-    """Runs of one kind of collective in one step.
+    """Runs of one kind of collective in a step.
 
     Args:
         op: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `ragged-all-to-all`, `collective-permute` or
             `collective-broadcast`.
-        axes: mesh axes along which the devices that take part differ.
-        whole: the groups are the whole product of these axes; a part of an axis is not. A permute is always whole.
-        count: runs per step; what the compiler combined into one counts once.
-        bytes: that a device sends per step.
-        dtype: of what travels, `bf16+f32` where one operation moves both.
-        scope: JAX's name scopes, which say what part of the model it is; empty where the compiler lost them.
-        note: `at most` in a branch of a conditional, `at least` in a loop of unknown length; else empty.
+        axes: mesh axes along which the devices of a group differ.
+        spans_axes: groups are the full product of these axes, not a part of it; always True for a permute.
+        count: runs per step; collectives that the compiler combined count as one.
+        bytes: bytes that a device sends per step.
+        dtype: element type, `bf16+f32` if one operation moves both.
+        scope: JAX's name scopes, which name the part of the model; empty if the compiler lost them.
+        note: `at most` in a branch of a conditional, `at least` in a loop of unknown trip count; else empty.
     """
 
     op: str
     axes: tuple[str, ...]
-    whole: bool
+    spans_axes: bool
     count: int
     bytes: int
     dtype: str
@@ -62,208 +63,184 @@ class Collective:
     note: str = ""
 
     @property
-    def where(self) -> str:
+    def axes_text(self) -> str:
         """`data+fsdp`, or `part of model`."""
-        return ("" if self.whole else "part of ") + "+".join(self.axes)
+        return ("" if self.spans_axes else "part of ") + "+".join(self.axes)
 
 
-def report(
-    text: str, sizes: Mapping[str, int], across: Mapping[str, int] | None = None, pod: Layout | None = None
+@dataclass(frozen=True)
+class LocatedCollective:
+    """One collective of a program: its call site, its device groups, and all its runs."""
+
+    site: CallSite
+    groups: Groups
+    collective: Collective
+
+
+def count_collectives(
+    text: str, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None, pod: Layout | None = None
 ) -> list[Collective]:
-    """Every collective of a compiled step, most bytes first; those of a device with itself are left out.
+    """Counts the collectives of a compiled step, most bytes first; those within one device are left out.
 
-    Bytes are those of ring algorithms, with n devices in a group: (n - 1) / n of the whole tensor for all-gather,
+    Bytes are those of ring algorithms with n devices in a group: (n - 1) / n of the full tensor for all-gather,
     reduce-scatter and all-to-all, twice that for all-reduce, the tensor for a permute, and (n - 1) / n of it for a
     broadcast along a ring. A ragged all-to-all counts as if the smaller of its operand and its result were full: over
     all devices, as much is received as sent.
 
     Args:
         text: `compiled.as_text()`.
-        sizes: of all mesh axes in order, such as `Mesh.shape`; their product is the number of devices.
-        across: part of each axis that spans TPU slices, as in `mesh.dcn`.
-        pod: the smaller mesh that the text was compiled for in place of this one.
+        sizes: size of every mesh axis, in order, such as `Mesh.shape`; their product is the number of devices.
+        dcn: factor of each axis that spans TPU slices, as in `mesh.dcn`.
+        pod: layout of the smaller mesh for which the text was compiled instead of this one.
 
     Raises:
-        ValueError: the text is no compiled program, has replica groups of an unknown form, or such as `groups.grown`
-            cannot tell of a larger mesh.
+        ValueError: the text is no compiled program, has replica groups of an unknown form, or has groups that
+            `device_groups.expand_groups` can not expand to the larger mesh.
     """
     rows: dict[Collective, Collective] = {}
-    for found in located(parse.parse(text), sizes, across, pod):
-        one = found.collective
-        kind = replace(one, count=0, bytes=0)
-        so_far = rows.get(kind, kind)
-        rows[kind] = replace(one, count=so_far.count + one.count, bytes=so_far.bytes + one.bytes)
+    for located in locate_collectives(parse.parse(text), sizes, dcn, pod):
+        one = located.collective
+        key = replace(one, count=0, bytes=0)
+        total = rows.get(key, key)
+        rows[key] = replace(one, count=total.count + one.count, bytes=total.bytes + one.bytes)
     return sorted(rows.values(), key=lambda row: (-row.bytes, row.op, row.axes, row.scope))
 
 
-@dataclass(frozen=True)
-class Located:
-    """One collective of a program: where it stands, which devices it joins, and all its runs."""
+def locate_collectives(
+    module: parse.Module, sizes: Mapping[str, int], dcn: Mapping[str, int] | None = None, pod: Layout | None = None
+) -> list[LocatedCollective]:
+    """Every collective of a program, once for each path to it; those within one device are left out.
 
-    site: Site
-    joined: device_groups.Groups
-    collective: Collective
-
-
-def located(
-    module: parse.Module, sizes: Mapping[str, int], across: Mapping[str, int] | None = None, pod: Layout | None = None
-) -> list[Located]:
-    """Every collective of a program, once for each way to it; those of a device with itself are left out.
-
-    Arguments and errors are those of `report`.
+    Arguments and errors are those of `count_collectives`.
     """
-    own, spans = (sizes, across or {}) if pod is None else (pod.sizes, pod.dcn)
+    dcn = dcn or {}
+    compiled_sizes, compiled_dcn = (sizes, dcn) if pod is None else (pod.sizes, pod.dcn)
     out = []
-    for site in sites(module):
-        compiled = _joined(site, own, spans)
-        joined = compiled if pod is None else _grown(site, compiled, pod, sizes, across or {})
-        if (one := _collective(module, site, compiled, joined, sizes)) is not None:
-            out.append(Located(site, joined, one))
+    for site in call_sites(module):
+        compiled = _groups(site, compiled_sizes, compiled_dcn)
+        groups = compiled if pod is None else _expanded_groups(site, compiled, pod, sizes, dcn)
+        axes, spans_axes = device_groups.group_axes(groups, sizes)
+        if axes:
+            size, dtype = _tensor(site, module.computations[site.computation], max(map(len, compiled)))
+            out.append(LocatedCollective(site, groups, Collective(
+                site.op, axes, spans_axes or site.op == "collective-permute", site.runs,
+                round(site.runs * _sent_bytes(site.op, size, max(map(len, groups)))), dtype,
+                _scope(site.instruction, module.computations[site.computation]) or site.scope, _note(site),
+            )))  # fmt: skip
     return out
 
 
-def _grown(
-    site: Site, joined: device_groups.Groups, pod: Layout, sizes: Mapping[str, int], across: Mapping[str, int]
-) -> device_groups.Groups:
-    """The groups of a site of a pod's program on the mesh that the pod stands for."""
+def _groups(site: CallSite, sizes: Mapping[str, int], dcn: Mapping[str, int]) -> Groups:
+    """Device groups of a call site, of the program that was compiled for a mesh."""
+    attributes, is_permute = site.instruction.attributes, site.op == "collective-permute"
     if site.instruction.op == "send":
-        return _joined(site, sizes, across)
-    small, large = device_groups.split(pod.sizes, pod.dcn), device_groups.split(sizes, across)
-    larger = [axis for axis in device_groups.axes_of(joined, small)[0] if small[axis] != large[axis]]
-    if site.op == "collective-permute" and larger:
-        raise ValueError(f"HLO: a permute along {'+'.join(larger)}")
-    return device_groups.grown(joined, small, large)
-
-
-def _joined(site: Site, sizes: Mapping[str, int], across: Mapping[str, int]) -> device_groups.Groups:
-    attributes = site.instruction.attributes
-    if site.instruction.op == "send":
-        joined = device_groups.spanning(sizes, across)
-        is_permute = site.op == "collective-permute"
-        return tuple(pair for group in joined for pair in pairwise(group)) if is_permute else joined
-    if site.op == "collective-permute":
-        listed = device_groups.pairs(attributes)
+        groups = device_groups.dcn_groups(sizes, dcn)
+        return tuple(pair for group in groups for pair in pairwise(group)) if is_permute else groups
+    if is_permute:
+        groups = device_groups.source_target_pairs(attributes)
     else:
-        listed = device_groups.replica_groups(device_groups.groups_text(attributes), prod(sizes.values()))
-    return device_groups.of_slices(listed, sizes, across)
+        groups = device_groups.replica_groups(device_groups.replica_groups_text(attributes), prod(sizes.values()))
+    return device_groups.expand_slice_groups(groups, sizes, dcn)
 
 
-def _collective(
-    module: parse.Module,
-    site: Site,
-    compiled: device_groups.Groups,
-    joined: device_groups.Groups,
-    sizes: Mapping[str, int],
-) -> Collective | None:
-    """The runs of one collective in a step; None where it stays within a device. `compiled`: groups of the program."""
-    instruction, computation = site.instruction, module.computations[site.computation]
-    is_permute = site.op == "collective-permute"
-    axes, whole = device_groups.axes_of(joined, sizes)
-    if not axes:
-        return None
-    moved = _moved(site, computation)
-    full = _full(site, moved, max(map(len, compiled)))
-    return Collective(
-        site.op, axes, whole or is_permute, site.times,
-        round(site.times * _sent(site.op, full, max(map(len, joined)))),
-        "+".join(sorted({leaf.dtype for leaf in moved.leaves})), _scope(instruction, computation) or site.scope,
-        "at least" if site.unknown else "at most" if site.conditional or site.op == "ragged-all-to-all" else "",
-    )  # fmt: skip
-
-
-def _moved(site: Site, computation: parse.Computation) -> parse.HloShape:
-    """Shape of the result; of a ragged all-to-all the operand where that is smaller, with less room for what moves."""
-    result = site.instruction.result
-    source = computation.get(site.instruction.operands[0]) if site.op == "ragged-all-to-all" else None
-    return result if source is None else min(source.shape, result, key=lambda shape: shape.bytes)
-
-
-def _full(site: Site, moved: parse.HloShape, members: int) -> int:
-    """Bytes of the whole tensor of a group: a reduce-scatter's result is one of its shards.
-
-    So is what a `send` gives to a gather.
-    """
+def _expanded_groups(
+    site: CallSite, groups: Groups, pod: Layout, sizes: Mapping[str, int], dcn: Mapping[str, int]
+) -> Groups:
+    """Device groups of a call site of a pod's program, on the larger mesh."""
     if site.instruction.op == "send":
-        return moved.bytes * (members if site.op == "all-gather" else 1)
-    return moved.bytes * (members if site.instruction.collective == "reduce-scatter" else 1)
+        return _groups(site, sizes, dcn)
+    small, large = device_groups.split_dcn_axes(pod.sizes, pod.dcn), device_groups.split_dcn_axes(sizes, dcn)
+    enlarged = [axis for axis in device_groups.group_axes(groups, small)[0] if small[axis] != large[axis]]
+    if site.op == "collective-permute" and enlarged:
+        raise ValueError(f"HLO: a permute along {'+'.join(enlarged)}")
+    return device_groups.expand_groups(groups, small, large)
 
 
-def _sent(op: str, full: int, members: int) -> float:
+def _tensor(site: CallSite, computation: parse.Computation, members: int) -> tuple[int, str]:
+    """Bytes of a group's full tensor, and its element types.
+
+    The result of a reduce-scatter is one of its shards, and so is the operand of a gather's `send`. Of a ragged
+    all-to-all the smaller of operand and result counts, which has less unused room.
+    """
+    instruction = site.instruction
+    shape = instruction.result
+    if site.op == "ragged-all-to-all" and (source := computation.get(instruction.operands[0])):
+        shape = min(source.shape, shape, key=lambda one: one.bytes)
+    sharded_op = "all-gather" if instruction.op == "send" else "reduce-scatter"
+    is_shard = instruction.collective == sharded_op
+    return shape.bytes * (members if is_shard else 1), "+".join(sorted({leaf.dtype for leaf in shape.leaves}))
+
+
+def _sent_bytes(op: str, size: int, members: int) -> float:
     """Bytes that a device sends around a ring."""
-    share = (members - 1) / members
-    return full * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(op, share)
+    fraction = (members - 1) / members
+    return size * {"all-reduce": 2 * fraction, "collective-permute": 1.0}.get(op, fraction)
+
+
+def _note(site: CallSite) -> str:
+    if site.is_unbounded:
+        return "at least"
+    return "at most" if site.is_conditional or site.op == "ragged-all-to-all" else ""
 
 
 def _scope(instruction: parse.Instruction, computation: parse.Computation, depth: int = 8) -> str:
-    """The scope of a collective, or of what it moves: the compiler drops it where it combines several."""
-    near = [instruction]
+    """Scope of a collective, or of its operands: the compiler drops it from combined collectives."""
+    level = [instruction]
     for _ in range(depth):
-        if found := next((one.scope for one in near if one.scope), ""):
-            return found
-        near = list({name: computation[name] for one in near for name in one.operands if name in computation}.values())
+        if scope := next((one.scope for one in level if one.scope), ""):
+            return scope
+        names = dict.fromkeys(name for one in level for name in one.operands if name in computation)
+        level = [computation[name] for name in names]
     return ""
 
 
 def divergent_permutes(text: str) -> list[str]:
-    """Collective-permutes that not every device may reach, one line each: in a branch of a conditional, or in a loop of
-    unknown length. There must be none on CPU.
+    """Collective-permutes that only some devices may reach, one line each: in a branch or a loop of unknown length.
 
-    There a permute waits for every device, also for those that took another branch: the program hangs.
+    On CPU a permute waits for every device, also for those that took another branch: the program hangs.
     """
-    module = parse.parse(text)
     return [
         f"{site.instruction.name} in computation {site.computation}"
         + (f" ({site.instruction.scope})" if site.instruction.scope else "")
-        for site in sites(module)
-        if (site.conditional or site.unknown) and site.op == "collective-permute"
+        for site in call_sites(parse.parse(text))
+        if (site.is_conditional or site.is_unbounded) and site.op == "collective-permute"
     ]
 
 
-def summary(rows: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+def totals_by_axes(rows: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
     """(axes, op) -> (count, bytes) per step, most bytes first."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for row in rows:
-        count, size = totals.get((row.where, row.op), (0, 0))
-        totals[row.where, row.op] = count + row.count, size + row.bytes
+        count, size = totals.get((row.axes_text, row.op), (0, 0))
+        totals[row.axes_text, row.op] = count + row.count, size + row.bytes
     return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
 
-def as_dict(rows: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Rows for JSON."""
-    return [{**asdict(row), "axes": list(row.axes)} for row in rows]
-
-
-def from_dict(rows: Iterable[Mapping[str, Any]]) -> list[Collective]:
-    """The inverse of `as_dict`."""
-    return [Collective(**{**row, "axes": tuple(row["axes"])}) for row in rows]
-
-
 def table(rows: Sequence[Collective], scopes: bool = True) -> Table:
-    """The report for a screen: by axes and op, or one line for every scope; a total below."""
+    """Table for a terminal: a line for every scope, or for every (axes, op); totals below."""
     out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True, footer_style="bold")
-    least = {"axes": max((len(row.where) for row in rows), default=5), "operation": 18, "count": 7, "GB sent": 10}
+    widths = {"axes": max((len(row.axes_text) for row in rows), default=5), "operation": 18, "count": 7, "GB sent": 10}
     footers = ("total", "", f"{sum(row.count for row in rows):,}", _gigabytes(sum(row.bytes for row in rows)))
-    for (title, width), footer in zip(least.items(), footers):  # numbers are never cut
-        right = "right" if title in ("count", "GB sent") else "left"
-        out.add_column(title, footer=footer, justify=right, min_width=width, no_wrap=True)
+    for (title, width), footer in zip(widths.items(), footers):  # numbers are never cut
+        justify = "right" if title in ("count", "GB sent") else "left"
+        out.add_column(title, footer=footer, justify=justify, min_width=width, no_wrap=True)
     if not scopes:
-        for (where, op), (count, size) in summary(rows).items():
-            out.add_row(where, op, f"{count:,}", _gigabytes(size))
+        for (axes, op), (count, size) in totals_by_axes(rows).items():
+            out.add_row(axes, op, f"{count:,}", _gigabytes(size))
         return out
     out.add_column("type", no_wrap=True, min_width=8)
     out.add_column("scope", overflow="ellipsis", no_wrap=True)
     for row in rows:
-        scope = " ".join(filter(None, (short(row.scope), f"({row.note})" if row.note else "")))
-        out.add_row(row.where, row.op, f"{row.count:,}", _gigabytes(row.bytes), row.dtype, scope)
+        scope = " ".join(filter(None, (shorten_scope(row.scope), f"({row.note})" if row.note else "")))
+        out.add_row(row.axes_text, row.op, f"{row.count:,}", _gigabytes(row.bytes), row.dtype, scope)
     return out
 
 
-def short(scope: str) -> str:
-    """A scope without what every scope has: `jit(step)/jvp()/while/body/closed_call/x` is `jvp()/x`."""
+def shorten_scope(scope: str) -> str:
+    """Drops the parts that every scope has: `jit(step)/jvp()/while/body/closed_call/x` becomes `jvp()/x`."""
     common = ("while", "body", "closed_call", "cond", "branch_1_fun", "sharding_constraint")
     parts = scope.split("/")
-    kept = [part for part in parts if part not in common and not part.startswith("jit(step")]
-    text = "/".join(kept) or parts[-1]
+    text = "/".join(part for part in parts if part not in common and not part.startswith("jit(step")) or parts[-1]
     return text if len(text) <= 72 else text[:69] + "..."
 
 

@@ -1,13 +1,13 @@
-"""Device groups of collectives, and the mesh axes along which they lie."""
+"""Device groups of collectives, and the mesh axes along which their members differ."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
 from math import prod
-from operator import mul
+
+import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -18,13 +18,13 @@ _AXIS = re.compile(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?")
 
 @lru_cache(maxsize=256)
 def replica_groups(text: str, devices: int) -> Groups:
-    """The groups of the text after `replica_groups=`.
+    """Parses the text after `replica_groups=`.
 
     Args:
-        text: `{{0,1},{2,3}}`; `{}`, all devices; `[8,8]<=[64]` and `[4,2]<=[2,4]T(1,0)`, rows of a transposed
-            count; `mesh['a'=2,'b'=4] {'b'}`, the devices of a mesh along some of its axes (`'b':(2)2` is a part of
-            one), with `device_ids=([2,4]T(1,0))` where the mesh does not count in order.
-        devices: of the program.
+        text: `{{0,1},{2,3}}`; `{}` for all devices; `[8,8]<=[64]` and `[4,2]<=[2,4]T(1,0)`, rows of a transposed
+            iota; `mesh['a'=2,'b'=4] {'b'}`, the devices of a mesh along some of its axes (`'b':(2)2` is a part of
+            one), with `device_ids=([2,4]T(1,0))` if the mesh does not count in order.
+        devices: number of devices of the program.
 
     Raises:
         ValueError: another form.
@@ -32,183 +32,172 @@ def replica_groups(text: str, devices: int) -> Groups:
     if text.startswith("mesh"):
         return _mesh_groups(text)
     if text.startswith("["):
-        shape, _, count = text.partition("<=")
-        ids, size = _iota(count), _numbers(shape.strip("[]"))[-1]
-        return tuple(tuple(ids[at : at + size]) for at in range(0, len(ids), size))
+        shape, _, order = text.partition("<=")
+        return _as_groups(_iota(order).reshape(-1, _numbers(shape.strip("[]"))[-1]))
     if text.startswith("{"):
-        listed = tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
-        return listed or (tuple(range(devices)),)
+        groups = tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]+)\}", text))
+        return groups or (tuple(range(devices)),)
     raise ValueError(f"HLO: replica groups of unknown form `{text[:60]}`")
 
 
-def pairs(attributes: str) -> Groups:
-    """(source, target) of every move of a collective-permute; a device that keeps its own is left out."""
-    found = re.search(r"source_target_pairs=\{((?:\{[^}]*\},?\s*)*)\}", attributes)
-    listed = (tuple(_numbers(pair)) for pair in re.findall(r"\{([^}]*)\}", found[1] if found else ""))
-    return tuple(pair for pair in listed if len(set(pair)) == 2)
+def source_target_pairs(attributes: str) -> Groups:
+    """(source, target) of every move of a collective-permute; a device that sends to itself is left out."""
+    match = re.search(r"source_target_pairs=\{((?:\{[^}]*\},?\s*)*)\}", attributes)
+    pairs = (tuple(_numbers(pair)) for pair in re.findall(r"\{([^}]*)\}", match[1] if match else ""))
+    return tuple(pair for pair in pairs if len(set(pair)) == 2)
 
 
-def groups_text(attributes: str) -> str:
-    """The text after `replica_groups=` in an instruction's attributes; `{}` where there is none."""
+def replica_groups_text(attributes: str) -> str:
+    """Text after `replica_groups=` in an instruction's attributes; `{}` if absent."""
     forms = r"mesh\[[^{]*\{[^}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{(?:\{[^}]*\},?\s*)*\}"
-    found = re.search(rf"\breplica_groups=({forms})", attributes)
-    if not found and "replica_groups=" in attributes:
+    match = re.search(rf"\breplica_groups=({forms})", attributes)
+    if not match and "replica_groups=" in attributes:
         raise ValueError(f"HLO: replica groups of unknown form in `{attributes[:120]}`")
-    return found[1] if found else "{}"
+    return match[1] if match else "{}"
 
 
-def axes_of(groups: Iterable[Sequence[int]], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
-    """Axes along which members of a group differ, and whether the groups are the whole product of these axes.
+def group_axes(groups: Iterable[Sequence[int]], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
+    """Axes along which members of a group differ, and whether each group is the full product of these axes.
 
     Args:
-        groups: device numbers; a device's number is its place in the flat mesh, as in `Mesh.devices.flat`.
-        sizes: of all mesh axes in order, such as `Mesh.shape`.
+        groups: device numbers; a device's number is its index in `Mesh.devices.flat`.
+        sizes: size of every mesh axis, in order, such as `Mesh.shape`.
     """
-    return _axes_of(tuple(map(tuple, groups)), tuple(sizes.items()))
+    return _group_axes(tuple(map(tuple, groups)), tuple(sizes.items()))
 
 
 @lru_cache(maxsize=256)  # a program has few different groups, each of all devices
-def _axes_of(groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], bool]:
-    names, lengths = [name for name, _ in sizes], [size for _, size in sizes]
-    differ: set[str] = set()
-    counts = set()
-    for group in groups:
-        places = [_place(device, lengths) for device in group]
-        differ |= {name for name, along in zip(names, zip(*places)) if len(set(along)) > 1}
-        counts.add(len(group))
-    axes = tuple(name for name in names if name in differ)
-    return axes, counts == {prod(size for name, size in sizes if name in differ)}
+def _group_axes(groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], bool]:
+    if not groups:
+        return (), False
+    lengths, counts = [size for _, size in sizes], [len(group) for group in groups]
+    coordinates = np.unravel_index(np.concatenate(groups), lengths)
+    first = np.unravel_index(np.repeat([group[0] for group in groups], counts), lengths)
+    differ = {name: size for (name, size), a, b in zip(sizes, coordinates, first) if np.any(a != b)}
+    return tuple(differ), set(counts) == {prod(differ.values())}
 
 
-def split(sizes: Mapping[str, int], across: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of all axes, in order, with those that span slices cut in the part that does and the rest."""
-    parts = ({f"{axis} across": across.get(axis, 1), axis: size // across.get(axis, 1)} for axis, size in sizes.items())
-    return {name: size for part in parts for name, size in part.items()}
+def split_dcn_axes(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> dict[str, int]:
+    """Splits every axis into the factor that spans slices (`AXIS dcn`) and the rest, in order."""
+    factors = ({f"{axis} dcn": dcn.get(axis, 1), axis: size // dcn.get(axis, 1)} for axis, size in sizes.items())
+    return {name: size for pair in factors for name, size in pair.items()}
 
 
-def of_slices(groups: Groups, sizes: Mapping[str, int], across: Mapping[str, int]) -> Groups:
-    """Groups of all devices where a program lists those of one slice, which it counts by themselves.
+def expand_slice_groups(groups: Groups, sizes: Mapping[str, int], dcn: Mapping[str, int]) -> Groups:
+    """Groups of all devices, from those of a program of several TPU slices, which numbers the devices of one slice.
 
-    So does that of several TPU slices: each runs the same, and what leaves a slice is a `send`.
+    Every slice runs the same program; a `send` leaves the slice.
 
     Args:
-        sizes, across: as in `spanning`.
+        groups: device numbers within a slice, or of all devices already.
+        sizes: size of every mesh axis, in order.
+        dcn: factor of each axis that spans slices, as in `mesh.dcn`; others are 1.
     """
-    all_devices = prod(sizes.values())
-    inside = all_devices // prod(across.values())
-    if inside == all_devices or any(device >= inside for group in groups for device in group):
+    devices = prod(sizes.values())
+    per_slice = devices // prod(dcn.values())
+    if per_slice == devices or any(device >= per_slice for group in groups for device in group):
         return groups
-    return grown(
-        groups, split({axis: size // across.get(axis, 1) for axis, size in sizes.items()}, {}), split(sizes, across)
-    )
+    slice_sizes = split_dcn_axes({axis: size // dcn.get(axis, 1) for axis, size in sizes.items()}, {})
+    return expand_groups(groups, slice_sizes, split_dcn_axes(sizes, dcn))
 
 
-def grown(groups: Groups, pod: Mapping[str, int], sizes: Mapping[str, int]) -> Groups:
-    """The groups that a program's collective joins on a mesh of which it was compiled for a smaller one.
+def expand_groups(groups: Groups, small: Mapping[str, int], large: Mapping[str, int]) -> Groups:
+    """Groups of a collective on a large mesh, from those of a program that was compiled for a smaller mesh.
 
-    A group that joins one place of an axis is there once for each place; one that joins all places joins them all.
+    A group that joins all positions of an axis joins all of the larger axis; a group at one position of an axis is
+    repeated at each position.
 
     Args:
         groups: device numbers in the smaller mesh.
-        pod: sizes of its axes, all of them in order.
-        sizes: of the axes of the larger one; the same names.
+        small: size of every axis of the smaller mesh, in order.
+        large: the same for the larger mesh; same names.
 
     Raises:
-        ValueError: groups that join some places of an axis that is larger, or not the same devices at each of them.
+        ValueError: groups that join only some positions of an enlarged axis, or differ from position to position.
     """
-    if pod == sizes:
-        return groups
-    return _grown(groups, tuple(pod.items()), tuple(sizes.values()))
+    return groups if small == large else _expand_groups(groups, tuple(small.items()), tuple(large.values()))
 
 
 @lru_cache(maxsize=256)
-def _grown(groups: Groups, pod: tuple[tuple[str, int], ...], lengths: tuple[int, ...]) -> Groups:
-    names, small = [name for name, _ in pod], [size for _, size in pod]
-    strides = [prod(lengths[at + 1 :]) for at in range(len(lengths))]
-    larger = [at for at in range(len(lengths)) if small[at] != lengths[at]]
-    joined = [at for at in larger if names[at] in axes_of(groups, dict(pod))[0]]
-    apart = [at for at in larger if at not in joined]
+def _expand_groups(groups: Groups, small: tuple[tuple[str, int], ...], large: tuple[int, ...]) -> Groups:
+    names, sizes = [name for name, _ in small], [size for _, size in small]
+    enlarged = [axis for axis, size in enumerate(sizes) if size != large[axis]]
+    joined = [axis for axis in enlarged if names[axis] in group_axes(groups, dict(small))[0]]
+    repeated = [axis for axis in enlarged if axis not in joined]
+    numbers = np.arange(prod(large)).reshape(large)
+    strides = [prod(large[axis + 1 :]) for axis in range(len(large))]
 
     def offsets(axes: Sequence[int]) -> list[int]:
-        return [sum(map(mul, at, (strides[a] for a in axes))) for at in product(*(range(lengths[a]) for a in axes))]
+        return numbers[tuple(slice(None) if axis in axes else 0 for axis in range(len(large)))].ravel().tolist()
 
-    inside, between = offsets(joined), offsets(apart)
+    members, copies = offsets(joined), offsets(repeated)
     out: list[tuple[int, ...]] = []
     for group in groups:
-        places = [_place(device, small) for device in group]
-        if any(place[at] for place in places for at in apart):
-            continue  # the same as the one at their first place
-        origins = dict.fromkeys(
-            sum(0 if at in joined else index * strides[at] for at, index in enumerate(place)) for place in places
-        )
-        if len(origins) * prod(small[at] for at in joined) != len(group):
-            raise ValueError(f"HLO: groups join a part of {'+'.join(names[at] for at in joined)}")
-        members = [origin + offset for origin in origins for offset in inside]
-        out += [tuple(member + offset for member in members) for offset in between]
-    if len(out) * prod(small[at] for at in apart) != len(groups) * len(between):
-        raise ValueError(f"HLO: groups are not the same all along {'+'.join(names[at] for at in apart)}")
+        coordinates = np.stack(np.unravel_index(group, sizes), axis=-1)
+        if coordinates[:, repeated].any():
+            continue  # a copy of the group at position 0
+        coordinates[:, joined] = 0
+        origins = dict.fromkeys((coordinates @ strides).tolist())
+        if len(origins) * prod(sizes[axis] for axis in joined) != len(group):
+            raise ValueError(f"HLO: groups join a part of {'+'.join(names[axis] for axis in joined)}")
+        whole = [origin + offset for origin in origins for offset in members]
+        out += [tuple(member + offset for member in whole) for offset in copies]
+    if len(out) * prod(sizes[axis] for axis in repeated) != len(groups) * len(copies):
+        raise ValueError(f"HLO: groups differ along {'+'.join(names[axis] for axis in repeated)}")
     return tuple(out)
 
 
-def spanning(sizes: Mapping[str, int], across: Mapping[str, int]) -> Groups:
-    """Groups of the devices that differ only in the outer factor of axes which span slices.
+def dcn_groups(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> Groups:
+    """Groups of the devices that differ only in the factors that span slices.
 
     Args:
-        sizes: of all mesh axes in order.
-        across: that factor of each axis, as in `mesh.dcn`; others are 1.
+        sizes: size of every mesh axis, in order.
+        dcn: factor of each axis that spans slices, as in `mesh.dcn`; others are 1.
     """
-    found: dict[tuple[int, ...], list[int]] = {}
-    inner = [size // across.get(axis, 1) for axis, size in sizes.items()]
-    for index in range(prod(sizes.values())):
-        place = _place(index, list(sizes.values()))
-        found.setdefault(tuple(at % size for at, size in zip(place, inner)), []).append(index)
-    return tuple(map(tuple, found.values()))
+    lengths = list(split_dcn_axes(sizes, dcn).values())
+    return _groups_along(np.arange(prod(lengths)).reshape(lengths), range(0, len(lengths), 2))
 
 
-def _place(index: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Coordinates of a flat index."""
-    place = []
-    for length in reversed(lengths):
-        index, at = divmod(index, length)
-        place.append(at)
-    return tuple(reversed(place))
+def _groups_along(devices: np.ndarray, joined: Sequence[int]) -> Groups:
+    """Groups of a mesh of devices along the joined dims."""
+    others = [dim for dim in range(devices.ndim) if dim not in joined]
+    return _as_groups(devices.transpose(*others, *joined).reshape(-1, prod(devices.shape[dim] for dim in joined)))
+
+
+def _as_groups(rows: np.ndarray) -> Groups:
+    return tuple(map(tuple, rows.tolist()))
 
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part.strip()]
 
 
-def _iota(text: str) -> list[int]:
-    """`[2,4]T(1,0)`: counting in rows of the first shape, read in the transposed order."""
-    found = _IOTA.fullmatch(text.strip())
-    if not found:
-        return _numbers(text)
-    dims = _numbers(found[1])
-    order = _numbers(found[2]) if found[2] else list(range(len(dims)))
-    strides = [prod(dims[at + 1 :]) for at in range(len(dims))]
-    return [sum(i * strides[dim] for i, dim in zip(at, order)) for at in product(*(range(dims[dim]) for dim in order))]
+def _iota(text: str) -> np.ndarray:
+    """Parses `[2,4]T(1,0)`, an iota of the shape with its dims transposed, or a list of numbers."""
+    match = _IOTA.fullmatch(text.strip())
+    if not match:
+        return np.array(_numbers(text))
+    dims = _numbers(match[1])
+    return np.arange(prod(dims)).reshape(dims).transpose(_numbers(match[2]) if match[2] else None).ravel()
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Groups of a mesh along some axes; each axis is cut in three, so that a part of it can be chosen."""
-    found = _MESH.match(text)
-    if not found:
+    """Groups of a mesh along some axes. An axis of which only a factor is joined is split into its factors."""
+    match = _MESH.match(text)
+    if not match:
         raise ValueError(f"HLO: replica groups of unknown form `{text[:60]}`")
-    sizes = {name: int(size) for name, size in re.findall(r"'?([A-Za-z_][\w.]*)'?=(\d+)", found[1])}
-    ids = _iota(found[2]) if found[2] else list(range(prod(sizes.values())))
-    cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
+    sizes = {name: int(size) for name, size in re.findall(r"'?([A-Za-z_][\w.]*)'?=(\d+)", match[1])}
+    devices = _iota(match[2]) if match[2] else np.arange(prod(sizes.values()))
+    edges: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
     chosen: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
-    for name, before, part in _AXIS.findall(found[3]):
+    for name, before, part in _AXIS.findall(match[3]):
         start, size = (int(before), int(part)) if part else (1, sizes[name])
-        cuts[name] |= {start, start * size}
+        edges[name] |= {start, start * size}
         chosen[name].append((start, start * size))
     lengths, joined = [], []
-    for name, edges in cuts.items():
-        for start, end in zip(sorted(edges), sorted(edges)[1:]):
+    for name, cuts in edges.items():
+        for start, end in zip(sorted(cuts), sorted(cuts)[1:]):
+            if any(low <= start and end <= high for low, high in chosen[name]):
+                joined.append(len(lengths))
             lengths.append(end // start)
-            joined.append(any(low <= start and end <= high for low, high in chosen[name]))
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, device in enumerate(ids):
-        place = _place(index, lengths)
-        groups.setdefault(tuple(at for at, join in zip(place, joined) if not join), []).append(device)
-    return tuple(map(tuple, groups.values()))
+    return _groups_along(devices.reshape(lengths), joined)

@@ -1,145 +1,143 @@
-"""Assessment of a compiled step: reads, counts and prices it, and returns a `Plan`."""
+"""Assessment of a compiled step: counts and prices its operations and transfers, and returns a `Plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxtrain.config.schema import Config
-from jaxtrain.hlo import collectives, parse
+from jaxtrain.hlo import parse
+from jaxtrain.hlo.collectives import shorten_scope
+from jaxtrain.hlo.memory_traffic import HOST
 from jaxtrain.hlo.parse import Instruction, Module
 from jaxtrain.models.flops import decoder_flops, mean_attended
 from jaxtrain.models.spec import has_token_rows, is_decoder
 from jaxtrain.pipeline.schedules.table import Table
 from jaxtrain.planning import advice
-from jaxtrain.planning.compile import Report
+from jaxtrain.planning.compile import CompileReport
 from jaxtrain.planning.cost import memory, pipeline_bubble, transfers
-from jaxtrain.planning.cost.roofline import Cost, Operation, analyse
-from jaxtrain.planning.hardware import calibration, chips, network, targets
-from jaxtrain.planning.hardware.calibration import Achieved, Calibration
+from jaxtrain.planning.cost.roofline import Operation, StepCost, analyze
+from jaxtrain.planning.hardware import calibration, chips, targets
 from jaxtrain.planning.hardware.chips import Chip, Figure
+from jaxtrain.planning.hardware.network import Fabric, axes_crossing_domains
 from jaxtrain.planning.result import Plan
 
-LARGEST = 8  # tensors and buffers that a plan names
-HOST = 5  # memory space
-KEPT = 2**25  # bytes of the largest block that glibc's malloc keeps when it is freed (DEFAULT_MMAP_THRESHOLD_MAX)
-KEYS = ("phase", "part", "kind")  # of operations
+MAX_ROWS = 8  # tensors and buffers that a plan names
+MALLOC_KEEPS = 2**25  # bytes of the largest block that glibc keeps after free (DEFAULT_MMAP_THRESHOLD_MAX)
+GROUPINGS = ("phase", "part", "kind")  # of operations
+NOT_ALLOCATED = (
+    "parameter", "get-tuple-element", "tuple", "while", "bitcast", "conditional", "copy-done", "constant"
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The chip of a report, None of one that nobody knows, and the shares of its figures that programs achieve."""
-
-    chip: Chip | None
-    shares: Calibration
-    torus: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, report: Report) -> Hardware:
-        """Returns the hardware of a target, of the devices that JAX found, or of a CPU as measured."""
-        where = targets.parse(report.target)
-        if report.measured:
-            return cls(
-                _cpu(report.measured, len(report.places)),
-                replace(calibration.MEASURED, launch=report.measured["launch"]),
-            )
-        chip = where.chip or chips.of_device(report.device_kind)
-        return cls(chip, calibration.of_kind(chips.kind_of(chip)), where.shape if where.platform == "tpu" else ())
+def _fabric(report: CompileReport) -> Fabric:
+    """Network, chip and calibration of the target, of JAX's devices, or of a CPU as measured."""
+    if rates := report.cpu_rates:
+        measured = replace(calibration.MEASURED, launch=rates["launch"])
+        return Fabric(_cpu_chip(rates, len(report.positions)), measured, (), report.positions)
+    target = targets.parse(report.target)
+    chip = target.chip or chips.chip_of_device(report.device_kind)
+    torus = target.shape if target.platform == "tpu" else ()
+    return Fabric(chip, calibration.calibration_of(chips.chip_kind(chip)), torus, report.positions)
 
 
-def _cpu(measured: Mapping[str, float], devices: int) -> Chip:
-    figures = {key: Figure(value, "measured on this host") for key, value in measured.items()}
+def _cpu_chip(rates: Mapping[str, float], devices: int) -> Chip:
+    figures = {key: Figure(value, "measured on this host") for key, value in rates.items()}
     unknown = Figure(0, "unknown")
-    network = None if "copy" not in figures else chips.SharedMemory(
-        figures["copy"], figures["reduce"], figures["meeting"], devices
-    )  # fmt: skip
+    network = None
+    if "copy" in figures:
+        network = chips.SharedMemory(figures["copy"], figures["reduce"], figures["barrier"], devices)
     peak = {"bf16": figures["flops"], "fp32": figures["flops"]}
     return Chip("cpu", peak, unknown, unknown, figures["memory"], network)
 
 
-def assess(config: Config, report: Report) -> Plan:
-    """The plan that a compiled step amounts to."""
-    hardware, module = Hardware.of(report), parse.parse(report.text)
-    schedule = pipeline_bubble.table(config, report.sizes["pipeline"])
-    cost = _with_pages(_cost(config, module, hardware, schedule), report)
-    chip = hardware.chip
-    fabric = network.Fabric(chip, hardware.shares, hardware.torus, report.places)
-    rows = transfers.rows(module, report, cost, fabric, config.mesh.dcn, schedule)
+def assess(config: Config, report: CompileReport) -> Plan:
+    """Makes the plan of a compiled step."""
+    fabric, module = _fabric(report), parse.parse(report.text)
+    chip = fabric.chip
+    schedule = pipeline_bubble.schedule_table(config.pipeline, report.sizes["pipeline"], config.step.microbatches)
+    cost = _add_page_allocation(_step_cost(config, module, fabric, schedule), report)
+    traffic = transfers.traffic_rows(module, report, cost, fabric, config.mesh.dcn, schedule)
     # Simulated stages that wait leave the cores to the others.
-    waiting = pipeline_bubble.bubble(schedule, cost).seconds if schedule and not report.measured else 0.0
-    computing = cost.seconds if chip else None
-    known = computing is not None and all(row.seconds is not None for row in rows)
-    exposed = sum(row.exposed for row in rows) if known else None
-    step = computing + exposed + waiting if computing is not None and exposed is not None else None
-    flops = _flops(config, report)
+    bubble = pipeline_bubble.bubble_seconds(schedule, cost) if schedule and chip and not report.cpu_rates else 0.0
+    compute = exposed = step = None
+    if chip:
+        compute = cost.seconds
+        if all(row.seconds is not None for row in traffic):
+            exposed = sum(row.exposed for row in traffic)
+            step = compute + exposed + bubble
+    model_flops, hardware_flops = _flops(config, report)
     plan = Plan(
-        report.target, report.device_kind, len(report.places), report.layout, report.sizes,
-        crosses=network.crosses(report.places, report.sizes), **_memory(report, chip, memory.workspace(module)),
-        buffers=tuple(buffers(module)), tensors=tuple(report.tensors[:LARGEST]), traffic=tuple(rows),
-        flops_model=flops[0], flops_hardware=flops[1], flops_compiled=cost.flops(),
-        compute_seconds=computing, exposed_seconds=exposed, bubble_seconds=waiting if chip else 0.0,
-        seconds_by={key: cost.by(key) for key in KEYS} if chip else {},
-        flops_by={key: cost.by(key, value="flops") for key in KEYS},
-        bytes_by={key: cost.by(key, value="bytes") for key in KEYS},
-        step_seconds=step, mfu=_rate(flops[0], step, chip), hfu=_rate(flops[1], step, chip),
+        report.target, report.device_kind, len(report.positions), report.layout, report.sizes,
+        crosses=axes_crossing_domains(report.positions, report.sizes),
+        **_memory(report, chip, memory.attention_workspace(module)),
+        buffers=tuple(largest_buffers(module)), tensors=tuple(report.tensors[:MAX_ROWS]), traffic=tuple(traffic),
+        flops_model=model_flops, flops_hardware=hardware_flops, flops_compiled=cost.flops(),
+        compute_seconds=compute, exposed_seconds=exposed, bubble_seconds=bubble,
+        seconds_by={key: cost.by(key) for key in GROUPINGS} if chip else {},
+        flops_by={key: cost.by(key, value="flops") for key in GROUPINGS},
+        bytes_by={key: cost.by(key, value="bytes") for key in GROUPINGS},
+        step_seconds=step, mfu=_utilization(model_flops, step, chip), hfu=_utilization(hardware_flops, step, chip),
         tokens=tokens_of(config), steps=config.steps,
-        notes=tuple(_notes(report, hardware, cost, schedule)), compile_seconds=report.seconds,
+        notes=tuple(_notes(report, chip, cost, schedule)), compile_seconds=report.seconds,
     )  # fmt: skip
-    return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)))
+    return advice.with_advice(config, plan)
 
 
 def tokens_of(config: Config) -> int:
-    """Tokens, or rows of a user's own data, of a global batch."""
+    """Tokens of a global batch, or its rows for a user's own data."""
     return config.data.global_batch * (config.data.sequence if has_token_rows(config.model, config.data) else 1)
 
 
-def _rate(flops: float | None, step: float | None, chip: Chip | None) -> float | None:
+def _utilization(flops: float | None, step: float | None, chip: Chip | None) -> float | None:
     """Share of the bfloat16 peak, as runs report it."""
     return flops / step / chip.flops("bf16") if flops and step and chip else None
 
 
-def _cost(config: Config, module: Module, hardware: Hardware, schedule: Table | None) -> Cost:
-    def choose(conditional: Instruction, seconds: Sequence[float]) -> Sequence[float] | None:
-        if schedule and (weights := pipeline_bubble.choose(schedule, conditional)):
+def _step_cost(config: Config, module: Module, fabric: Fabric, schedule: Table | None) -> StepCost:
+    def branch_weights(instruction: Instruction, seconds: Sequence[float]) -> Sequence[float] | None:
+        if schedule and (weights := pipeline_bubble.branch_weights(schedule, instruction)):
             return weights
-        if "attention_cudnn" in conditional.scope:  # few enough documents in a row for the packed kernel, the fast one
-            return [float(at == seconds.index(min(seconds))) for at in range(len(seconds))]
+        if "attention_cudnn" in instruction.scope:  # assumes few enough documents in a row for the fast packed kernel
+            return [float(index == seconds.index(min(seconds))) for index in range(len(seconds))]
         return None
 
-    rates = Achieved(hardware.chip, hardware.shares) if hardware.chip else None
+    rates = calibration.achieved_rates(fabric.chip, fabric.calibration) if fabric.chip else None
     sequence = config.data.sequence
-    return analyse(module, rates, choose=choose, visible=mean_attended(config.model, sequence) / sequence)
+    visible = mean_attended(config.model, sequence) / sequence
+    return analyze(module, rates, branch_weights=branch_weights, visible=visible)
 
 
-def _with_pages(cost: Cost, report: Report) -> Cost:
-    """Adds the cost of temporaries that malloc returns to the system after every step on simulated devices."""
-    if not report.measured or report.memory.temporaries <= KEPT:
+def _add_page_allocation(cost: StepCost, report: CompileReport) -> StepCost:
+    """Adds the time to allocate temporaries that malloc returns to the system after every step on CPU."""
+    if not report.cpu_rates or report.memory.temporaries <= MALLOC_KEEPS:
         return cost
-    seconds = report.memory.temporaries / report.measured["pages"]
+    seconds = report.memory.temporaries / report.cpu_rates["pages"]
     return replace(cost, operations=[*cost.operations, Operation("pages", "pages", "pages", seconds=seconds)])
 
 
-def _flops(config: Config, report: Report) -> tuple[float | None, float | None]:
-    """FLOPs of a step on one device: of the model, and of the hardware."""
-    devices = max(1, len(report.places))
-    tokens = tokens_of(config) / devices
+def _flops(config: Config, report: CompileReport) -> tuple[float | None, float | None]:
+    """FLOPs of a step on one device: of the model, and of the hardware (with rematerialisation)."""
+    devices = max(1, len(report.positions))
     if not is_decoder(config.model):
         return (report.user_flops / devices if report.user_flops else None), None
-    vocab = report.vocab
-    if vocab is None:
+    if report.vocab is None:
         return None, None
-    found = decoder_flops(config.model, vocab, config.data.sequence, config.step.kept, report.head_again)
-    return found.model * tokens, None if found.hardware is None else found.hardware * tokens
+    flops = decoder_flops(
+        config.model, report.vocab, config.data.sequence, config.step.kept, report.recomputes_logits
+    )  # fmt: skip
+    tokens = tokens_of(config) / devices
+    return flops.model * tokens, None if flops.hardware is None else flops.hardware * tokens
 
 
-def _memory(report: Report, chip: Chip | None, workspace: int) -> dict[str, Any]:
-    """`fits`, `reason`, `needs`, `usable` and `memory` of a plan. `workspace` comes to what the compiler says."""
-    planned, held, state = report.memory, report.held, report.state
+def _memory(report: CompileReport, chip: Chip | None, workspace: int) -> dict[str, Any]:
+    """`fits`, `reason`, `needs`, `usable` and `memory` of a plan; the compiler's memory excludes `workspace`."""
+    planned, held, state = report.memory, report.held_bytes, report.state_bytes
     is_tpu, usable = _is_tpu(report), int(chip.usable.value) if chip and chip.usable.value else None
     compiled = planned.total
-    if is_tpu and usable:  # its temporaries count holes between buffers; where it compiles, it fits
-        compiled = min(compiled, usable) if planned.peak_is_the_hosts else planned.peak
+    if is_tpu and usable:  # temporaries include holes between buffers; what compiles fits
+        compiled = min(compiled, usable) if planned.is_host_peak else planned.peak
     temporaries = max(0, compiled - planned.arguments - max(0, planned.outputs - planned.aliased))
     gradients = min(temporaries, held.get("gradients", 0))
     gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
@@ -159,49 +157,48 @@ def _memory(report: Report, chip: Chip | None, workspace: int) -> dict[str, Any]
     return {"fits": fits, "reason": reason, "needs": needs, "usable": usable, "memory": kinds}
 
 
-def _is_tpu(report: Report) -> bool:
+def _is_tpu(report: CompileReport) -> bool:
     return targets.parse(report.target).platform == "tpu"
 
 
-def buffers(module: Module, count: int = LARGEST) -> list[tuple[str, str, int]]:
-    """The largest arrays that a program makes on the device, (shape, scope, bytes), each shape and scope once."""
-    found: dict[tuple[str, str], int] = {}
-    passed = ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "conditional", "copy-done", "constant")
-    for name in _run(module, module.entry, set()):
+def largest_buffers(module: Module, count: int = MAX_ROWS) -> list[tuple[str, str, int]]:
+    """Largest arrays that a program allocates on the device, (shape, scope, bytes), each shape and scope once."""
+    sizes: dict[tuple[str, str], int] = {}
+    for name in _running_computations(module, module.entry, set()):
         for one in module.computations[name].values():
-            if one.op in passed or one.op.endswith("-done"):
+            if one.op in NOT_ALLOCATED or one.op.endswith("-done"):
                 continue
             for leaf in one.result.leaves:
-                if leaf.space != HOST:
+                if leaf.memory_space != HOST:
                     shape = f"{leaf.dtype}[{','.join(map(str, leaf.dims))}]"
-                    found[shape, collectives.short(one.scope)] = leaf.bytes
-    ordered = sorted(found.items(), key=lambda item: -item[1])
+                    sizes[shape, shorten_scope(one.scope)] = leaf.bytes
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
     return [(shape, scope, size) for (shape, scope), size in ordered[:count]]
 
 
-def _run(module: Module, name: str, seen: set[str]) -> set[str]:
-    """Computations that run, not inside of fusions."""
+def _running_computations(module: Module, name: str, seen: set[str]) -> set[str]:
+    """Computations that run outside of fusions."""
     if name not in seen and name in module.computations:
         seen.add(name)
         for one in module.computations[name].values():
             inside = [*one.branches, *(one.called if one.op in ("call", "async-start") else [])]
             for part in (*inside, *([one.attribute("body")] if one.op == "while" else [])):
-                _run(module, part, seen)
+                _running_computations(module, part, seen)
     return seen
 
 
-def _notes(report: Report, hardware: Hardware, cost: Cost, schedule: Table | None) -> list[str]:
-    out = []
-    if unknown := cost.unknown:
-        out.append(f"kernels whose FLOPs nothing tells are priced by their memory traffic: {', '.join(unknown[:4])}")
-    if any(one.unknown for one in cost.operations):
-        out.append("a loop of unknown length counts once")
-    if _is_tpu(report) and report.memory.host and report.memory.peak_is_the_hosts:
-        out.append("the host keeps more than a device does, whose memory libtpu then does not tell: it is at most this")
-    if schedule and not report.measured:
-        out.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
-    if hardware.chip is None:
-        out.append(f"nothing is known of {report.device_kind}: no times")
-    elif report.measured:
-        out.append("simulated devices share this host: rates are what all of them achieve at once, measured just now")
-    return out
+def _notes(report: CompileReport, chip: Chip | None, cost: StepCost, schedule: Table | None) -> list[str]:
+    notes = []
+    if names := cost.unknown_kernels:
+        notes.append(f"kernels of unknown FLOPs are priced by their memory traffic: {', '.join(names[:4])}")
+    if any(one.is_unbounded for one in cost.operations):
+        notes.append("a loop of unknown length counts once")
+    if _is_tpu(report) and report.memory.host and report.memory.is_host_peak:
+        notes.append("offloaded memory exceeds the device's temporaries, so device memory is an upper bound")
+    if schedule and not report.cpu_rates:
+        notes.append("pipeline stages are priced in lockstep, each tick as long as its costliest action")
+    if chip is None:
+        notes.append(f"{report.device_kind} is not in the table of chips: no times")
+    elif report.cpu_rates:
+        notes.append("simulated devices share this host: rates were measured just now, with all of them busy")
+    return notes

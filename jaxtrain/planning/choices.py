@@ -1,13 +1,14 @@
-"""Layout choices for a config on a number of devices; none changes its results.
+"""Layout choices for a config on a number of devices; all give the same result.
 
-Meshes x ZeRO stage x sequence parallelism x how attention crosses shards x pipeline schedule x microbatches x what is
-computed again. Rules are those of the shipped layouts, all of them together: an axis of one device has no effect.
-The model, the data, the global batch and the numerics are the config's own.
+A choice is a mesh, a ZeRO stage, sequence parallelism, the form of context parallelism, a pipeline schedule, a number
+of microbatches, and a rematerialisation policy. Rules are those of all shipped layouts together: an axis of one device
+has no effect. Model, data, global batch and numerics are the config's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -15,74 +16,74 @@ from typing import Any
 
 from jaxtrain.config.checks import divisors
 from jaxtrain.config.load import load
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig
 from jaxtrain.config.show import text
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.pipeline.schedules.files import load as load_table
 from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Table
-from jaxtrain.planning.legal import factorisations
 from jaxtrain.sharding.axes import AXES, shape_text
 from jaxtrain.sharding.rules import CONTEXT, DATA_AXIS, PIPELINE_AXIS, SEQUENCE, Rules
 
-SHIPPED = ("3d", "cp_ulysses", "ep_tp", "pp", "pp_fsdp")  # whose rules, together, are those of all shipped layouts
-ISLANDS = "replica"
-CHUNKS = (2, 4)  # of interleaved_1f1b
-ROUNDS = 8  # microbatches are at most so many a stage
+SHIPPED = ("3d", "cp_ulysses", "ep_tp", "pp", "pp_fsdp")  # their rules together are those of all shipped layouts
+VIRTUAL_STAGES = (2, 4)  # for interleaved_1f1b
+MICROBATCHES_PER_STAGE = 8  # at most
 REMAT: tuple[str | tuple[str, ...], ...] = ("none", "dots", "full", ("attention",))
-OFFLOAD = (("attention",), ("input",))  # beside full: what is dearest to compute again, for its size; all that is kept
+# With remat full: the most expensive values to recompute for their size, and all that full keeps.
+OFFLOAD = (("attention",), ("input",))
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way.
+class LayoutChoice:
+    """One layout with its step options.
 
     Args:
-        sizes: of all mesh axes.
-        sequence: sequence parallelism, where `model` is above 1.
-        zero, context, schedule, chunks, accumulate, remat, offload: as the config's keys.
+        sizes: of all mesh axes, in the order of AXES.
+        sequence_parallel: the model axis also shards the sequence outside of matmuls.
+        zero, context_parallel, schedule, virtual_stages, microbatches: as the config's keys.
+        remat: policy, or names of the values that stay on the device.
+        offload: names of the values that are offloaded to the host.
     """
 
     sizes: tuple[int, ...]
-    sequence: bool = True
+    sequence_parallel: bool = True
     zero: int = 0
-    context: str = "auto"
+    context_parallel: str = "auto"
     schedule: str = "1f1b_aligned"
-    chunks: int | None = None
-    accumulate: int = 1
+    virtual_stages: int | None = None
+    microbatches: int = 1
     remat: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, sizes: Mapping[str, int]) -> Choice:
-        """Returns the choice that the layout of a config is, with these mesh sizes."""
+    def from_config(cls, config: Config, sizes: Mapping[str, int]) -> LayoutChoice:
+        """Returns the choice of a config's layout, with these mesh sizes."""
         pipeline, step = config.pipeline, config.step
         return cls(
             tuple(sizes[axis] for axis in AXES), "model" in config.rules.get(SEQUENCE, ()), config.zero,
             config.context_parallel if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.virtual_stages,
-            step.microbatches,
-            step.remat_policy, step.offloaded,
+            step.microbatches, step.remat_policy, step.offloaded,
         )  # fmt: skip
 
     @cached_property
-    def by_axis(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """Axis -> size."""
         return dict(zip(AXES, self.sizes))
 
     def size(self, *axes: str) -> int:
-        """Devices along some axes together."""
+        """Product of the sizes of some axes."""
         count = 1
         for axis in axes:
-            count *= self.by_axis[axis]
+            count *= self.axis_sizes[axis]
         return count
 
     @property
-    def twin(self) -> tuple[int, ...]:
-        """Sizes of the mesh that does the same without ZeRO stage 3: its replicas along `fsdp`."""
+    def fsdp_sizes(self) -> tuple[int, ...]:
+        """Sizes of the equivalent mesh without ZeRO stage 3, whose replicas shard along `fsdp`."""
         if self.zero < 3:
             return self.sizes
-        moved = {**self.by_axis, "fsdp": self.size(DATA_AXIS, "fsdp"), DATA_AXIS: 1}
+        moved = {**self.axis_sizes, "fsdp": self.size(DATA_AXIS, "fsdp"), DATA_AXIS: 1}
         return tuple(moved[axis] for axis in AXES)
 
     @property
@@ -92,36 +93,25 @@ class Choice:
     @property
     def mesh(self) -> str:
         """`data 2 x fsdp 8`."""
-        return shape_text(self.by_axis)
+        return shape_text(self.axis_sizes)
 
     @property
-    def layout(self) -> dict[str, Any]:
-        """Keys of a layout besides mesh and rules that are not the default's."""
-        out: dict[str, Any] = {}
-        if self.zero:
-            out["zero"] = self.zero
-        if self.context != "auto":
-            out["context_parallel"] = self.context
-        if self.size(PIPELINE_AXIS) > 1:
-            out["pipeline"] = {"schedule": self.schedule} | ({"virtual_stages": self.chunks} if self.chunks else {})
-        return out
-
-    @property
-    def step(self) -> dict[str, Any]:
-        """Keys of `step` that go with it."""
+    def step_keys(self) -> dict[str, Any]:
+        """Keys of the config's `step` section."""
         names = () if isinstance(self.remat, str) else self.remat
         saved = {**dict.fromkeys(names, "device"), **dict.fromkeys(self.offload, "host")}
         remat = self.remat if isinstance(self.remat, str) else "full"
-        return {"microbatches": self.accumulate, "remat": remat, "remat_save": saved}
+        return {"microbatches": self.microbatches, "remat": remat, "remat_save": saved}
 
     @property
     def options(self) -> str:
-        """Options beside the mesh, in words: `zero 1, tp without sp, 4 microbatches, remat full`."""
+        """Options besides the mesh: `zero 1, no sequence parallelism, 4 microbatches, remat full`."""
         out = [f"zero {self.zero}"] if self.zero else []
-        out += ["no sequence parallelism"] if self.size("model") > 1 and not self.sequence else []
-        out += [self.context] if self.size(CONTEXT) > 1 else []
-        out += [self.schedule + (f" x {self.chunks}" if self.chunks else "")] if self.size(PIPELINE_AXIS) > 1 else []
-        out += [f"{self.accumulate} microbatches"] if self.accumulate > 1 else []
+        out += ["no sequence parallelism"] if self.size("model") > 1 and not self.sequence_parallel else []
+        out += [self.context_parallel] if self.size(CONTEXT) > 1 else []
+        virtual = f" x {self.virtual_stages}" if self.virtual_stages else ""
+        out += [self.schedule + virtual] if self.size(PIPELINE_AXIS) > 1 else []
+        out += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         out.append(f"remat {self.remat if isinstance(self.remat, str) else text(list(self.remat))}")
         out += [f"offload {text(list(self.offload))}"] if self.offload else []
         return ", ".join(out)
@@ -131,162 +121,194 @@ class Choice:
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Sort key of equally good choices: the one with fewer axes and options is preferred."""
+        """Sort key that prefers fewer axes and options among equally good choices."""
         axes, remat = sum(size > 1 for size in self.sizes), [*REMAT, self.remat].index(self.remat)
-        return axes, self.zero, bool(self.offload), self.accumulate, remat, self.sizes[-1]
+        return axes, self.zero, bool(self.offload), self.microbatches, remat, self.sizes[-1]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sections and values of a config that all its layout choices share."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    precision: str
+    attention: str
+    vocab: int
+    vocab_chunks: int
 
 
 @dataclass(eq=False)
-class Space:
-    """The choices for a config.
+class SearchSpace:
+    """Legal choices for a config.
 
     Args:
         config: whose model, data, optimizer, precision and `mesh.replica` all choices share.
-        devices: to share out.
-        vocab: size of the vocabulary.
-        slices: that the data center's network joins; an axis must span them.
+        devices: number of devices.
+        vocab: vocabulary size.
+        slices: TPU slices on the data center's network; an axis must span them.
+        refused: problem -> number of meshes that have it.
     """
 
     config: Config
     devices: int
     vocab: int
     slices: int = 1
-    refused: dict[str, int] = field(default_factory=dict)  # problem -> meshes that have it
+    refused: Counter[str] = field(default_factory=Counter)
     _tables: dict[tuple, Table | None] = field(default_factory=dict)
 
     @cached_property
-    def rules(self) -> Rules:
-        """Rules of the shipped layouts together, axes in the order of the mesh."""
-        found: dict[str, set[str]] = {}
+    def workload(self) -> Workload:
+        """Sections and values of the config that all choices share."""
+        config = self.config
+        return Workload(
+            config.model, config.data, config.optimizer, config.precision, config.step.attention, self.vocab,
+            config.loss.vocab_chunks,
+        )  # fmt: skip
+
+    @cached_property
+    def shipped_rules(self) -> Rules:
+        """Rules of all shipped layouts together, axes in the order of the mesh."""
+        merged: dict[str, set[str]] = {}
         for name in SHIPPED:
             for dim, axes in load(None, f"layout={name}").rules.items():
-                found.setdefault(dim, set()).update(axes)
-        return {dim: tuple(axis for axis in AXES if axis in axes) for dim, axes in found.items()}
+                merged.setdefault(dim, set()).update(axes)
+        return {dim: tuple(axis for axis in AXES if axis in axes) for dim, axes in merged.items()}
 
-    def configured(self, choice: Choice, layout: str = "search") -> Config:
-        """The config of a choice; its rules name the axes larger than one."""
-        sizes = choice.by_axis
-        rules = {dim: tuple(a for a in axes if sizes[a] > 1) for dim, axes in self.rules.items()}
-        if not choice.sequence:
+    def rules(self, choice: LayoutChoice) -> Rules:
+        """Rules of a choice; they name only axes larger than one."""
+        sizes = choice.axis_sizes
+        rules = {dim: tuple(a for a in axes if sizes[a] > 1) for dim, axes in self.shipped_rules.items()}
+        if not choice.sequence_parallel:
             rules[SEQUENCE] = tuple(a for a in rules[SEQUENCE] if a != "model")
-        base = self.config
-        step = base.step.model_copy(update=choice.step)
-        mesh = type(base.mesh)(**sizes, dcn=self._dcn(sizes))
-        pipeline = base.pipeline.model_copy(update={"schedule": choice.schedule, "virtual_stages": choice.chunks})
+        return {dim: axes for dim, axes in rules.items() if axes}
+
+    def to_config(self, choice: LayoutChoice, layout: str = "search") -> Config:
+        """The config of a choice."""
+        base, sizes = self.config, choice.axis_sizes
+        pipeline = {"schedule": choice.schedule, "virtual_stages": choice.virtual_stages}
         return base.model_copy(update={
-            "layout": layout, "mesh": mesh, "rules": {dim: axes for dim, axes in rules.items() if axes},
-            "zero": choice.zero, "context_parallel": choice.context, "pipeline": pipeline, "step": step,
+            "layout": layout, "mesh": type(base.mesh)(**sizes, dcn=self._dcn(sizes)), "rules": self.rules(choice),
+            "zero": choice.zero, "context_parallel": choice.context_parallel,
+            "pipeline": base.pipeline.model_copy(update=pipeline),
+            "step": base.step.model_copy(update=choice.step_keys),
         })  # fmt: skip
 
     def _dcn(self, sizes: dict[str, int]) -> dict[str, int]:
-        """The outermost axis that can span the slices; {} where none can, which the doctor of targets refuses."""
+        """Lets the outermost possible axis span the slices; {} if none can, which the layout check refuses."""
         if self.slices == 1:
             return {}
         return next(({axis: self.slices} for axis, size in sizes.items() if size % self.slices == 0), {})
 
-    def __iter__(self) -> Iterator[Choice]:
-        for place in self.places():
-            yield from self.variants(place)
+    def __iter__(self) -> Iterator[LayoutChoice]:
+        for choice in self.mesh_choices():
+            yield from self.variants(choice)
 
-    def places(self) -> Iterator[Choice]:
-        """Every choice of mesh, rules, ZeRO stage and microbatches that the mesh doctor passes."""
+    def mesh_choices(self) -> Iterator[LayoutChoice]:
+        """Every choice of mesh, rules, ZeRO stage and microbatches that passes the layout check."""
         for sizes in self._meshes():
-            for place in self._on(Choice(sizes)):
-                known: dict[tuple, bool] = {}
-                for zero in self._zeros(place):
-                    key = (zero == 3,)
-                    if key not in known:
-                        known[key] = self._passes(replace(place, zero=zero))
-                    # One microbatch a step: stage 2 is stage 1.
-                    if known[key] and not (zero == 2 and place.accumulate == 1):
-                        yield replace(place, zero=zero)
+            for choice in self._mesh_variants(LayoutChoice(sizes)):
+                is_legal: dict[bool, bool] = {}  # by whether the stage is 3
+                for zero in self._zero_stages(choice):
+                    if (zero == 3) not in is_legal:
+                        is_legal[zero == 3] = self._is_legal(replace(choice, zero=zero))
+                    # With one microbatch, stage 2 equals stage 1.
+                    if is_legal[zero == 3] and not (zero == 2 and choice.microbatches == 1):
+                        yield replace(choice, zero=zero)
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
-        model, islands = self.config.model, max(1, self.config.mesh.replica)
-        if self.devices % islands:
+        model, replicas = self.config.model, max(1, self.config.mesh.replica)
+        if self.devices % replicas:
             return
-        axes = [a for a in AXES if a != ISLANDS and (a != "expert" or model.moe)]
-        for sizes in factorisations(axes, self.devices // islands):
-            everything = {ISLANDS: islands, **sizes}
-            if model.layers % everything[PIPELINE_AXIS] == 0:
-                yield tuple(everything.get(axis, 1) for axis in AXES)
+        axes = [a for a in AXES if a != "replica" and (a != "expert" or model.moe)]
+        for sizes in factorisations(axes, self.devices // replicas):
+            if model.layers % sizes[PIPELINE_AXIS] == 0:
+                yield tuple({"replica": replicas, **sizes}.get(axis, 1) for axis in AXES)
 
-    def _on(self, place: Choice) -> Iterator[Choice]:
-        """Yields a mesh with and without sequence parallelism, with every context formulation and number of
-        microbatches.
-        """
-        own = self.config.context_parallel if self.config.context_parallel != "auto" else "ulysses"
-        contexts = ("auto",) if place.size(CONTEXT) == 1 else tuple(dict.fromkeys((own, "ulysses", "ring", "gather")))
-        rows, shards = self.config.data.global_batch, place.size("data", "fsdp", "expert")
+    def _mesh_variants(self, choice: LayoutChoice) -> Iterator[LayoutChoice]:
+        """A mesh with each option of sequence parallelism, context parallelism and microbatches."""
+        preferred = self.config.context_parallel if self.config.context_parallel != "auto" else "ulysses"
+        contexts = ("auto",)
+        if choice.size(CONTEXT) > 1:
+            contexts = tuple(dict.fromkeys((preferred, "ulysses", "ring", "gather")))
+        rows, shards = self.config.data.global_batch, choice.size("data", "fsdp", "expert")
         if rows % shards:
-            reason = f"{rows} sequences of a step cannot be split over {shards} devices"
-            self.refused[reason] = self.refused.get(reason, 0) + 1
+            self.refused[f"data.global_batch of {rows} sequences can not be split over {shards} devices"] += 1
             return
-        counts = microbatches(rows // shards, place.size(PIPELINE_AXIS))
-        for sequence in (True, False) if place.size("model") > 1 and place.size(CONTEXT) == 1 else (True,):
+        counts = microbatch_counts(rows // shards, choice.size(PIPELINE_AXIS))
+        for sequence in (True, False) if choice.size("model") > 1 and choice.size(CONTEXT) == 1 else (True,):
             for context in contexts:
                 for count in counts:
-                    yield replace(place, sequence=sequence, context=context, accumulate=count)
+                    yield replace(choice, sequence_parallel=sequence, context_parallel=context, microbatches=count)
 
-    def _zeros(self, place: Choice) -> tuple[int, ...]:
-        if place.size(DATA_AXIS) == 1:
+    def _zero_stages(self, choice: LayoutChoice) -> tuple[int, ...]:
+        if choice.size(DATA_AXIS) == 1:
             return (0,)
-        # Stage 3 is what `fsdp` does: it has no meshes of its own but the purest one.
-        return (0, 1, 2, 3) if place.size(DATA_AXIS) == place.devices else (0, 1, 2)
+        # Stage 3 equals `fsdp`, so it is tried only on the mesh of replicas alone.
+        return (0, 1, 2, 3) if choice.size(DATA_AXIS) == choice.devices else (0, 1, 2)
 
-    def _passes(self, place: Choice) -> bool:
-        config = self.configured(place)
-        found = check_config(config, self.devices, self.vocab)
-        if found:
-            self.refused[str(found[0])] = self.refused.get(str(found[0]), 0) + 1
-        return not found
+    def _is_legal(self, choice: LayoutChoice) -> bool:
+        problems = check_config(self.to_config(choice), self.devices, self.vocab)
+        if problems:
+            self.refused[str(problems[0])] += 1
+        return not problems
 
-    def variants(self, place: Choice) -> Iterator[Choice]:
-        """A place with every schedule, rematerialisation and offload."""
-        remats = tuple(dict.fromkeys((*REMAT, self.config.step.remat_policy)))
-        for schedule, chunks in self._schedules(place):
-            for remat in remats:
-                yield Choice(
-                    place.sizes, place.sequence, place.zero, place.context, schedule, chunks, place.accumulate, remat
-                )
-            if place.size(PIPELINE_AXIS) == 1:
-                yield from (replace(place, remat="full", offload=names) for names in OFFLOAD)
+    def variants(self, choice: LayoutChoice) -> Iterator[LayoutChoice]:
+        """A mesh choice with every schedule, rematerialisation policy and offload."""
+        for schedule, virtual_stages in self._schedules(choice):
+            scheduled = replace(choice, schedule=schedule, virtual_stages=virtual_stages)
+            for remat in dict.fromkeys((*REMAT, self.config.step.remat_policy)):
+                yield replace(scheduled, remat=remat)
+            if choice.size(PIPELINE_AXIS) == 1:
+                yield from (replace(scheduled, remat="full", offload=names) for names in OFFLOAD)
 
-    def _schedules(self, place: Choice) -> Iterator[tuple[str, int | None]]:
-        """Whose parts the layers can be shared out to; `table` has the last word."""
-        stages, layers = place.size(PIPELINE_AXIS), self.config.model.layers
+    def _schedules(self, choice: LayoutChoice) -> Iterator[tuple[str, int | None]]:
+        """Schedules whose virtual stages divide the layers; `schedule_table` makes the final check."""
+        stages, layers = choice.size(PIPELINE_AXIS), self.config.model.layers
         if stages == 1:
-            yield Choice.schedule, None
+            yield LayoutChoice.schedule, None
             return
         for name, schedule in SCHEDULES.items():
-            for chunks in CHUNKS if not schedule.chunks else (None,):
-                if layers % (stages * (chunks or schedule.chunks[0])) == 0:
-                    yield name, chunks
+            for virtual_stages in VIRTUAL_STAGES if not schedule.chunks else (None,):
+                if layers % (stages * (virtual_stages or schedule.chunks[0])) == 0:
+                    yield name, virtual_stages
 
-    def table(self, choice: Choice) -> Table | None:
-        """The table of a choice's schedule; None without stages, or where the stages cannot run it."""
+    def schedule_table(self, choice: LayoutChoice) -> Table | None:
+        """Table of a choice's schedule; None for one stage, or if the stages can not run it."""
         stages = choice.size(PIPELINE_AXIS)
         if stages == 1:
             return None
-        crosses = choice.context if choice.size(CONTEXT) > 1 else ""
-        key = choice.schedule, choice.chunks, stages, choice.accumulate, crosses
+        context = choice.context_parallel if choice.size(CONTEXT) > 1 else ""
+        key = choice.schedule, choice.virtual_stages, stages, choice.microbatches, context
         if key not in self._tables:
-            made = None
-            if not check_pipeline(self.configured(choice), self.devices):
-                made = load_table(choice.schedule, stages, choice.accumulate, choice.chunks)
-            self._tables[key] = made
+            table = None
+            if not check_pipeline(self.to_config(choice), self.devices):
+                table = load_table(choice.schedule, stages, choice.microbatches, choice.virtual_stages)
+            self._tables[key] = table
         return self._tables[key]
 
 
-def microbatches(rows: int, stages: int) -> list[int]:
-    """Numbers of microbatches that a device's rows of a step can be cut into, each twice the one before or more.
+def microbatch_counts(rows: int, stages: int) -> list[int]:
+    """Numbers of microbatches into which a device's rows of a step can be split, each at least twice the last.
 
-    Stages want as many as they are, or more, up to ROUNDS times that.
+    Stages need at least as many microbatches as stages, and at most MICROBATCHES_PER_STAGE times that.
     """
     out: list[int] = []
     for count in divisors(rows, 1, count=rows):
-        if stages > 1 and not stages <= count <= ROUNDS * stages:
+        if stages > 1 and not stages <= count <= MICROBATCHES_PER_STAGE * stages:
             continue
         if not out or count >= 2 * out[-1]:
             out.append(count)
     return out
+
+
+def factorisations(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
+    """Yields every way to write `devices` as a product of the sizes of these axes."""
+    if not axes:
+        if devices == 1:
+            yield {}
+        return
+    for size in divisors(devices, devices, count=devices):
+        for rest in factorisations(axes[1:], devices // size):
+            yield {axes[0]: size, **rest}

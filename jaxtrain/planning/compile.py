@@ -1,6 +1,6 @@
-"""Compiles a config's train step for absent devices in a process of its own, and reports what it needs.
+"""Compiles a config's train step for absent devices in a child process, and reports its resources.
 
-What a target wants must be set before JAX starts, and JAX starts once in a process: hence the child. No JAX here.
+A child, since the environment of a target must be set before JAX starts, and JAX starts once in a process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError
-from jaxtrain.hlo import collectives
-from jaxtrain.hlo.collectives import Collective
+from jaxtrain.hlo.collectives import Collective, count_collectives
 from jaxtrain.io.system import exit_with_parent
 from jaxtrain.planning.cost import memory
 from jaxtrain.planning.cost.memory import Memory
@@ -33,145 +34,153 @@ from jaxtrain.planning.pods import Pod
 from jaxtrain.sharding.axes import shape_text
 from jaxtrain.sharding.layout import Layout
 
-SECONDS = 1800.0  # the largest models compile in minutes
+TIMEOUT = 1800.0  # seconds; the largest models compile in minutes
 POLL = 0.05  # seconds
 
 
 @dataclass(frozen=True)
-class Report:
-    """Resources that one step needs on a target.
+class CompileReport:
+    """Resources of one compiled step on a target.
 
     Args:
         sizes: of all mesh axes.
-        rows: collectives.
-        state: bytes per device of each part of the state.
+        collectives: of the step.
+        state_bytes: bytes per device of each part of the train state.
         memory: bytes per device that the compiler plans.
-        seconds: that tracing and compiling took.
-        held: bytes per device besides the state, see `step.held_bytes`.
-        tensors: the largest of the state, with their bytes per device.
-        places: of the devices, in the order of the mesh.
-        device_kind: as JAX names it.
-        head_again: the loss computes its logits again in the backward pass.
+        seconds: for tracing and compiling.
+        held_bytes: bytes per device besides the train state, see `step_program.held_bytes`.
+        tensors: largest tensors of the train state, with their bytes per device.
+        positions: of the devices, in the order of the mesh.
+        device_kind: JAX's name of the device.
+        recomputes_logits: the loss recomputes its logits in the backward pass.
         vocab: rows of the decoder's embedding table.
-        user_flops: of a step of a user's own model, where it counts them.
-        measured: rates of a CPU device, see `host.measure`.
-        pod: the smaller mesh that the step was compiled for; None where it was compiled for this one.
+        user_flops: of a step of a user's own model that counts them.
+        cpu_rates: of CPU devices, see `hardware.simulated.measure_rates`.
+        pod: smaller mesh for which the step was compiled; None if compiled for this one.
         text: of the compiled program; not in `as_dict`.
     """
 
     target: str
     layout: str
     sizes: dict[str, int]
-    rows: list[Collective]
-    state: dict[str, int]
+    collectives: list[Collective]
+    state_bytes: dict[str, int]
     memory: Memory
     seconds: float
-    held: dict[str, int] = field(default_factory=dict)
+    held_bytes: dict[str, int] = field(default_factory=dict)
     tensors: list[tuple[str, int]] = field(default_factory=list)
-    places: list[DevicePosition] = field(default_factory=list)
+    positions: list[DevicePosition] = field(default_factory=list)
     device_kind: str = ""
-    head_again: bool = True
+    recomputes_logits: bool = True
     vocab: int | None = None
     user_flops: float | None = None
-    measured: dict[str, float] | None = None
+    cpu_rates: dict[str, float] | None = None
     pod: Layout | None = None
     text: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
-        places = [[place.domain, *place.coords, place.core] for place in self.places]
-        return {**asdict(self), "rows": collectives.as_dict(self.rows), "places": places, "text": ""}
+        """Converts the report for JSON."""
+        return {**asdict(self), "text": ""}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], text: str) -> CompileReport:
+        """Inverse of `as_dict` after JSON, with the program's text."""
+        return TypeAdapter(cls).validate_python({**values, "text": text})
 
 
-class Crashed(RuntimeError):
-    """The process that compiles broke down: its compiler, or the user's own model. In one line."""
+class CompileCrashed(RuntimeError):
+    """The compiling process crashed, in its compiler or in the user's own model; a message of one line."""
 
 
-class Unlike(RuntimeError):
-    """A smaller pod whose program does not tell that of the whole. Why, in one line."""
+class PodMismatch(RuntimeError):
+    """The program of a smaller pod does not represent that of the full cluster; a message of one line."""
 
 
-class TimedOut(UserError):
-    """The time to compile was up."""
+class CompileTimeout(UserError):
+    """The step was not compiled in time."""
 
 
-class TooLarge(UserError):
-    """A step that needs more memory than a device has. `needs`: bytes, None where the compiler does not say."""
+class StepTooLarge(UserError):
+    """The step needs more memory than a device has. `needs`: bytes, None if the compiler does not report them."""
 
     def __init__(self, message: str, needs: int | None) -> None:
         super().__init__(message)
         self.needs = needs
 
 
-def measure(
-    config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, timeout: float = SECONDS,
+def compile_report(
+    config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, timeout: float = TIMEOUT,
     pod: Pod | None = None,
-) -> Report:  # fmt: skip
-    """The report of a config's real train step on absent devices such as `h100:2x8`, `v5p:2x2x2` or `cpu:8`.
+) -> CompileReport:  # fmt: skip
+    """Compiles a config's train step for devices, present or not, such as `h100:2x8`, `v5p:2x2x2` or `cpu:8`.
 
     Args:
-        vocab: of the tokenizer; None takes `model.vocab`, which a user's own model need not have.
-        hlo: file to write the compiled program's text to.
-        pod: to compile for instead, see `pods.pods`: the program, and the memory it takes besides the state, are its,
-            all else is that of the config on the target.
+        config: to compile.
+        vocab: vocabulary size of the tokenizer; None for `model.vocab`, which a user's own model need not have.
+        target: devices to compile for.
+        hlo: file to which the text of the compiled program is written.
+        timeout: seconds.
+        pod: smaller config and target to compile instead, see `pods.smaller_pods`. The program and its memory besides
+            the train state are the pod's, all else is that of the config on the target.
 
     Raises:
         UserError: an unknown target, a package that is not installed, or a layout that does not fit the target;
-            TooLarge for a step that needs more memory than the device has, TimedOut where the time is up.
-        Unlike: the pod's program would not be that of the whole.
-        Crashed: the compiler or the model broke down.
+            StepTooLarge, CompileTimeout.
+        PodMismatch: the pod's program does not represent that of the full cluster.
+        CompileCrashed: the compiler or the model crashed.
     """
-    return together(config, vocab, target, (pod,), hlo=hlo, timeout=timeout)[0]
+    return compile_reports(config, vocab, target, (pod,), hlo=hlo, timeout=timeout)[0]
 
 
-def together(
+def compile_reports(
     config: Config, vocab: int | None, target: str, pods: Sequence[Pod | None], *, hlo: Path | None = None,
-    timeout: float = SECONDS,
-) -> list[Report]:  # fmt: skip
-    """`measure` of several pods, compiled side by side; `hlo` is of the first. No process outlives the call."""
-    where, deadline = targets.parse(target), time.monotonic() + timeout
-    if problem := targets.missing(where, config.step.attention):
+    timeout: float = TIMEOUT,
+) -> list[CompileReport]:  # fmt: skip
+    """`compile_report` of several pods, compiled in parallel; `hlo` is of the first. No process outlives the call."""
+    parsed, deadline = targets.parse(target), time.monotonic() + timeout
+    problem = targets.missing_packages(parsed, config.step.attention) or dcn_problem(config.mesh.dcn, parsed)
+    if problem:
         raise UserError(problem)
-    if problem := across_slices(config, where):
-        raise UserError(problem)
-    asked = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(where), "parent": os.getpid()}
+    request = {"config": config.model_dump(mode="json"), "vocab": vocab, "target": str(parsed), "parent": os.getpid()}
     with ExitStack() as stack:
-        started = []
+        children = []
         for pod in pods:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            file = hlo if hlo and not started else folder / "step.hlo"
+            file = hlo if hlo and not children else folder / "step.hlo"
             small = {"config": pod.config.model_dump(mode="json"), "target": str(pod.target)} if pod else None
-            process = stack.enter_context(_running({**asked, "hlo": str(file), "pod": small}, where, folder))
-            started.append((process, folder, file))
-        while any(process.poll() is None for process, *_ in started):
-            if any(process.returncode for process, *_ in started):
-                break  # one broke down
+            child = _compile_process({**request, "hlo": str(file), "pod": small}, parsed, folder)
+            children.append((stack.enter_context(child), folder, file))
+        while any(process.poll() is None for process, *_ in children):
+            if any(process.returncode for process, *_ in children):
+                break  # a process failed
             if time.monotonic() >= deadline:
-                raise TimedOut(f"target {where}: not compiled after {timeout:.0f} s")
+                raise CompileTimeout(f"target {parsed}: not compiled after {timeout:.0f} s")
             time.sleep(POLL)
-        started.sort(key=lambda one: not one[0].returncode)  # stable: what broke down says so first
-        return [_report(_answer(p.returncode, folder), file.read_text(encoding="utf-8")) for p, folder, file in started]
+        children.sort(key=lambda one: not one[0].returncode)  # raises the error of a failed process first
+        return [
+            CompileReport.from_dict(_read_answer(process.returncode, folder), file.read_text(encoding="utf-8"))
+            for process, folder, file in children
+        ]
 
 
-def across_slices(config: Config, where: targets.Target) -> str | None:
-    """Returns the problem of a mesh on a target of slices: only `mesh.dcn` says which axes span them. In one line."""
-    factors = config.mesh.dcn
-    if where.slices == 1 or prod(factors.values()) == where.slices:
+def dcn_problem(dcn: Mapping[str, int], target: targets.Target) -> str | None:
+    """Describes a mismatch of `mesh.dcn` and the slices of a target, in one line; None if they match."""
+    spanned = prod(dcn.values())
+    if target.slices in (1, spanned):
         return None
-    expected = f"expected factors whose product is {where.slices}, such as mesh.dcn={{data: {where.slices}}}"
-    return f"mesh.dcn: target {where} has {where.slices} slices, and the axes span {prod(factors.values())}; {expected}"
+    expected = f"expected factors whose product is {target.slices}, such as mesh.dcn={{data: {target.slices}}}"
+    return f"mesh.dcn: target {target} has {target.slices} slices, but the axes span {spanned}; {expected}"
 
 
 @contextmanager
-def _running(asked: Mapping[str, Any], where: targets.Target, folder: Path) -> Iterator[subprocess.Popen]:
-    """The process that compiles: it writes `out` and `err` in the folder, and is ended with the block."""
-    path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # a user's own model is found
-    env = os.environ | {"PYTHONPATH": path} | targets.environment(where)
-    (folder / "asked").write_text(json.dumps(asked), encoding="utf-8")
-    with (folder / "asked").open() as asks, (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxtrain.planning.compile"], stdin=asks, stdout=out, stderr=err, env=env
-        )
+def _compile_process(request: Mapping[str, Any], target: targets.Target, folder: Path) -> Iterator[subprocess.Popen]:
+    """Starts a process that compiles and writes `out` and `err` in the folder; kills it when the block ends."""
+    path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # for a user's own model
+    env = os.environ | {"PYTHONPATH": path} | targets.environment(target)
+    (folder / "request").write_text(json.dumps(request), encoding="utf-8")
+    command = [sys.executable, "-m", "jaxtrain.planning.compile"]
+    with (folder / "request").open() as stdin, (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(command, stdin=stdin, stdout=out, stderr=err, env=env)
     try:
         yield process
     finally:
@@ -179,130 +188,118 @@ def _running(asked: Mapping[str, Any], where: targets.Target, folder: Path) -> I
         process.wait()
 
 
-def _answer(status: int, folder: Path) -> dict[str, Any]:
-    """Reads the answer of a compiling process from its exit status and output."""
+def _read_answer(status: int, folder: Path) -> dict[str, Any]:
+    """Reads a compiling process's answer from its exit status and output, and raises its errors."""
     texts = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
     out, err = ([line.strip() for line in text.splitlines() if line.strip()] for text in texts)
+    if status == -signal.SIGKILL:
+        raise CompileCrashed("the compiling process was killed; this machine is probably out of memory")
     if status or not out:
-        ended = f"ended with status {status}{f': {err[-1][:300]}' if err else ''}"
-        killed = "was killed, as a system does that has no memory left: of this machine, not of the target"
-        raise Crashed(f"compiling {killed if status == -signal.SIGKILL else ended}")
+        message = f": {err[-1][:300]}" if err else ""
+        raise CompileCrashed(f"the compiling process exited with status {status}{message}")
     answer = json.loads(out[-1])
-    if "unlike" in answer:
-        raise Unlike(answer["unlike"])
-    if "needs" in answer:
-        raise TooLarge(answer["error"], answer["needs"])
     if "error" in answer:
-        raise UserError(answer["error"])
+        errors = {"UserError": UserError, "StepTooLarge": StepTooLarge, "PodMismatch": PodMismatch}
+        raise errors[answer["error"]](*answer["args"])
     return answer
 
 
-def _report(answer: Mapping[str, Any], text: str) -> Report:
-    return Report(**{
-        **answer, "rows": collectives.from_dict(answer["rows"]), "memory": Memory(**answer["memory"]), "text": text,
-        "places": [DevicePosition(domain, tuple(coords), core) for domain, *coords, core in answer["places"]],
-        "tensors": [(name, size) for name, size in answer["tensors"]],
-        "pod": Layout(**answer["pod"]) if answer["pod"] else None,
-    })  # fmt: skip
-
-
-def _child(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The report, in the process that compiles; a problem of the user's as {"error": line}."""
+def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiles in the child process; returns the report, or an error as {"error": class, "args": arguments}."""
     from jaxtrain.core.program import build_program
     from jaxtrain.data.dataset import open_dataset
     from jaxtrain.models.spec import vocabulary_size
     from jaxtrain.planning import step_program
 
-    start = time.perf_counter()
+    start, target = time.perf_counter(), request["target"]
     try:
-        config = Config(**asked["config"])
-        devices = targets.devices(asked["target"], attention=config.step.attention)
-        # The shapes of a user's own data are those of a row of theirs.
+        config = Config(**request["config"])
+        devices = targets.devices(target, config.step.attention)
+        # A row of a user's own dataset gives the shapes of the batch.
         data = None if config.data.is_text else open_dataset(config.data, config.seed)
-        vocab = asked["vocab"] or vocabulary_size(config.model, getattr(data, "vocab", None))
+        vocab = request["vocab"] or vocabulary_size(config.model, getattr(data, "vocab", None))
         program = build_program(config, vocab, devices)
-        pod = _pod(asked["pod"], vocab, program, asked["target"]) if asked["pod"] else None
-        compiled = step_program.compiled_step(pod or program, None if data is None else data.batch(0, slice(0, 1)))
-    except Unlike as error:
-        return {"unlike": str(error)}
+        pod = _build_pod(request["pod"], vocab, program, target) if request["pod"] else None
+        compiled = step_program.compile_step(pod or program, None if data is None else data.batch(0, slice(0, 1)))
+    except PodMismatch as error:
+        return {"error": "PodMismatch", "args": [str(error)]}
     except UserError as error:
-        return {"error": str(error)}
+        return {"error": "UserError", "args": [str(error)]}
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        message = f"target {asked['target']}: the step needs more memory than a device has: {_line(error)}"
-        return {"error": message, "needs": needed(str(error))}
+        line = str(error).strip().splitlines()[0][:300]
+        message = f"target {target}: the step needs more memory than a device has: {line}"
+        return {"error": "StepTooLarge", "args": [message, out_of_memory_bytes(str(error))]}
     seconds = time.perf_counter() - start
-    measured = step_program.measured(devices, config.precision)
+    rates = step_program.cpu_rates(devices, config.precision)
     kind = devices[0].device_kind
     try:
-        report = of_program(program, compiled, asked["target"], kind, seconds=seconds, measured=measured, pod=pod)
+        report = report_program(program, compiled, target, kind, seconds=seconds, cpu_rates=rates, pod=pod)
     except ValueError as error:
         if pod is None:
             raise
-        return {"unlike": str(error)}
-    Path(asked["hlo"]).write_text(report.text, encoding="utf-8")
+        return {"error": "PodMismatch", "args": [str(error)]}
+    Path(request["hlo"]).write_text(report.text, encoding="utf-8")
     return report.as_dict()
 
 
-def _pod(asked: Mapping[str, Any], vocab: int | None, whole: Any, target: str) -> Any:
-    """The program of a pod. Raises Unlike where it would not be that of the whole."""
+def _build_pod(request: Mapping[str, Any], vocab: int | None, program: Any, target: str) -> Any:
+    """Builds the program of a pod. Raises PodMismatch if its axes cross nodes or slices differently."""
     from jaxtrain.core.program import build_program
     from jaxtrain.planning import step_program
 
-    config = Config(**asked["config"])
-    pod = build_program(config, vocab, targets.devices(asked["target"], attention=config.step.attention))
-    found, wanted = (
-        network.crosses(step_program.places(program, on), dict(program.layout.sizes))
-        for program, on in ((pod, asked["target"]), (whole, target))
+    config = Config(**request["config"])
+    pod = build_program(config, vocab, targets.devices(request["target"], config.step.attention))
+    crossing, expected = (
+        network.axes_crossing_domains(step_program.device_positions(one, name), dict(one.layout.sizes))
+        for one, name in ((pod, request["target"]), (program, target))
     )
-    if found != wanted:
-        raise Unlike(f"mesh {shape_text(pod.layout.sizes)} does not lie across {asked['target']} as the whole does")
+    if crossing != expected:
+        mesh = shape_text(pod.layout.sizes)
+        raise PodMismatch(f"axes of mesh {mesh} on {request['target']} cross other nodes or slices than on {target}")
     return pod
 
 
-def of_program(
+def report_program(
     program: Any, compiled: Any, target: str, device_kind: str, *, seconds: float = 0.0,
-    measured: dict[str, float] | None = None, pod: Any = None,
-) -> Report:  # fmt: skip
-    """The report of a step that is compiled already, e.g. to predict one that is to be run as well.
+    cpu_rates: dict[str, float] | None = None, pod: Any = None,
+) -> CompileReport:  # fmt: skip
+    """Reports a step that is compiled already, for example one that is also run.
 
     Args:
         program: `jaxtrain.core.program.Program`.
-        compiled: `step.compiled_step(program)`, or of the pod.
-        device_kind, seconds, measured: as in `Report`.
-        pod: the program of a smaller pod, which was compiled.
+        compiled: `step_program.compile_step` of the program, or of the pod.
+        target, device_kind, seconds, cpu_rates: as in `CompileReport`.
+        pod: program of the smaller pod that was compiled.
 
     Raises:
-        ValueError: the pod's collectives do not tell those of the whole.
+        ValueError: collectives of the pod can not be expanded to the full mesh.
     """
     from jaxtrain.planning import step_program
 
     text, sizes, layout = compiled.as_text() or "", dict(program.layout.sizes), pod and pod.layout
     state, needs = memory.state_bytes(program.state), memory.compiled_memory(compiled)
     if pod is not None:
-        needs = needs.with_state(sum(state.values()) - sum(memory.state_bytes(pod.state).values()))
-    return Report(
-        target, str(program.layout), sizes, collectives.report(text, sizes, program.config.mesh.dcn, layout),
-        state, needs, seconds, step_program.held_bytes(program), memory.largest(program.state),
-        step_program.places(program, target),
-        device_kind, step_program.head_again(program), step_program.vocabulary(program),
-        step_program.counted_by_model(program), measured, layout, text,
+        needs = needs.add_state(sum(state.values()) - sum(memory.state_bytes(pod.state).values()))
+    return CompileReport(
+        target, str(program.layout), sizes,
+        count_collectives(text, sizes, program.config.mesh.dcn, layout), state, needs, seconds,
+        held_bytes=step_program.held_bytes(program), tensors=memory.largest_tensors(program.state),
+        positions=step_program.device_positions(program, target), device_kind=device_kind,
+        recomputes_logits=step_program.recomputes_logits(program), vocab=step_program.embedding_rows(program),
+        user_flops=step_program.user_step_flops(program), cpu_rates=cpu_rates, pod=layout, text=text,
     )  # fmt: skip
 
 
-def needed(message: str) -> int | None:
-    """Bytes that a step needs, from what a compiler says when it runs out of memory; None where it does not say."""
+def out_of_memory_bytes(message: str) -> int | None:
+    """Bytes that a step needs, from a compiler's out-of-memory message; None if it has none."""
     units = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    found = re.search(r"(?:Used|Total hbm usage >=|temporaries \(|allocate) ?([\d.]+)\s?([BKMGT])", message)
-    return round(float(found[1]) * units[found[2]]) if found else None
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300]
+    match = re.search(r"(?:Used|Total hbm usage >=|temporaries \(|allocate) ?([\d.]+)\s?([BKMGT])", message)
+    return round(float(match[1]) * units[match[2]]) if match else None
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    exit_with_parent(asked["parent"])
-    print(json.dumps(_child(asked)))
+    request = json.load(sys.stdin)
+    exit_with_parent(request["parent"])
+    print(json.dumps(_compile(request)))

@@ -1,9 +1,14 @@
-"""Prediction of a `Plan` for a config on a target, compiled in child processes, as it is or in smaller pods."""
+"""Prediction of a `Plan` for a config on a target, compiled in child processes, as it is or in smaller pods.
+
+A pod has fewer shards than the full cluster (`planning.pods`), and each is larger. The bytes that a device holds, reads
+and writes are linear in 1 / shards; a second pod with fewer shards gives the slope. Collectives are priced for the full
+cluster already; their slope is only that of the size of the shards.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,71 +16,130 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.planning import advice, compile, pods
 from jaxtrain.planning.assess import assess, tokens_of
-from jaxtrain.planning.extrapolate import extrapolated
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.pods import Pod
-from jaxtrain.planning.result import Plan
+from jaxtrain.planning.result import Plan, Traffic
 from jaxtrain.sharding.layout import resolve_layout
+
+EXTRAPOLATED = (
+    "memory", "needs", "flops_compiled", "compute_seconds", "bubble_seconds", "seconds_by", "flops_by", "bytes_by",
+)  # fmt: skip
 
 
 def predict(
     config: Config, vocab: int | None, target: str, *, slices: int | None = None, hlo: Path | None = None,
-    timeout: float = compile.SECONDS, largest: int | None = pods.LARGEST,
+    timeout: float = compile.TIMEOUT, max_devices: int | None = pods.MAX_DEVICES,
 ) -> Plan:  # fmt: skip
-    """The plan of a config's real train step on devices that need not be there.
+    """Plans a config's train step on devices that need not be present.
 
-    A step that needs more memory than a device has is a plan that does not fit; one that the compiler or the model's
-    own code breaks down on is a plan that was not compiled. Both have the reason.
+    A step that needs more memory than a device has gives a plan that does not fit; one on which the compiler or the
+    model's code crashes gives a plan that was not compiled. Both have the reason.
 
     Args:
-        vocab: of the tokenizer; None takes `model.vocab`.
+        config: to plan.
+        vocab: vocabulary size of the tokenizer; None for `model.vocab`.
         target: as `targets.parse` takes it.
-        slices: of TPUs.
-        hlo: file to write the compiled program's text to; of smaller pods, the larger one's.
+        slices: number of TPU slices.
+        hlo: file to which the text of the compiled program is written; of smaller pods, the larger one's.
         timeout: seconds to compile in.
-        largest: number of devices above which smaller pods are compiled instead, where these can tell (`pods.pods`);
-            None: never.
+        max_devices: number of devices above which smaller pods are compiled instead, if possible
+            (`pods.smaller_pods`); None: never.
 
     Raises:
         UserError: an unknown target, a package that is not installed, or a layout that does not fit.
     """
-    where, deadline = targets.parse(target, slices), time.monotonic() + timeout
-    found, notes = () if largest is None else pods.pods(config, where, largest), ()
+    parsed, deadline = targets.parse(target, slices), time.monotonic() + timeout
+    smaller, notes = () if max_devices is None else pods.smaller_pods(config, parsed, max_devices), ()
     try:
-        if found:
-            return _of_pods(config, vocab, where, found, hlo, timeout)
-    except (compile.Unlike, compile.TooLarge, compile.Crashed) as error:
-        if isinstance(error, compile.TooLarge) and len(found) == 1:  # as the whole is: its shards are no larger
-            refused = _refused(config, where, fits=False, reason=str(error), needs=error.needs or 0)
-            return replace(refused, pods=tuple(map(str, found)))
-        notes = (f"no smaller pod tells it, so that it was compiled as it is: {error}",)
+        if smaller:
+            return _predict_from_pods(config, vocab, parsed, smaller, hlo, timeout)
+    except (compile.PodMismatch, compile.StepTooLarge, compile.CompileCrashed) as error:
+        if isinstance(error, compile.StepTooLarge) and len(smaller) == 1:  # its shards are as large as the cluster's
+            plan = _failed_plan(config, parsed, fits=False, reason=str(error), needs=error.needs or 0)
+            return replace(plan, pods=tuple(map(str, smaller)))
+        notes = (f"compiled as it is, since no smaller pod represents it: {error}",)
+    timeout = max(1.0, deadline - time.monotonic())
     try:
-        report = compile.measure(config, vocab, str(where), hlo=hlo, timeout=max(1.0, deadline - time.monotonic()))
-    except compile.TooLarge as error:
-        return _refused(config, where, fits=False, reason=str(error), needs=error.needs or 0)
-    except compile.Crashed as error:
-        return _refused(config, where, fits=None, compiled=False, reason=str(error))
+        report = compile.compile_report(config, vocab, str(parsed), hlo=hlo, timeout=timeout)
+    except compile.StepTooLarge as error:
+        return _failed_plan(config, parsed, fits=False, reason=str(error), needs=error.needs or 0)
+    except compile.CompileCrashed as error:
+        return _failed_plan(config, parsed, fits=None, compiled=False, reason=str(error))
     plan = assess(config, report)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
-def _of_pods(
-    config: Config, vocab: int | None, where: targets.Target, found: Sequence[Pod], hlo: Path | None, timeout: float
+def _predict_from_pods(
+    config: Config, vocab: int | None, target: targets.Target, smaller: Sequence[Pod], hlo: Path | None, timeout: float
 ) -> Plan:
-    """The plan that one or two smaller pods tell, compiled side by side."""
-    reports = compile.together(config, vocab, str(where), found, hlo=hlo, timeout=timeout)
+    """Plans from one or two smaller pods, compiled in parallel."""
+    reports = compile.compile_reports(config, vocab, str(target), smaller, hlo=hlo, timeout=timeout)
     plans = [assess(config, report) for report in reports]
-    plan = plans[0] if len(plans) == 1 else extrapolated(config, *plans, shards=pods.shards(*found))
-    return replace(plan, pods=tuple(map(str, found)))
+    plan = plans[0] if len(plans) == 1 else extrapolate(config, *plans, shards=pods.shard_counts(*smaller))
+    return replace(plan, pods=tuple(map(str, smaller)))
 
 
-def _refused(config: Config, where: targets.Target, **said: Any) -> Plan:
-    """The plan of a step that is not to be had."""
-    count = where.devices or 0
-    layout = resolve_layout(config.layout, config.mesh, config.rules, count) if count else None
+def _failed_plan(config: Config, target: targets.Target, **fields: Any) -> Plan:
+    """The plan of a step that does not fit or does not compile."""
+    layout = None
+    if target.devices:
+        layout = resolve_layout(config.layout, config.mesh, config.rules, target.devices)
     plan = Plan(
-        str(where), where.kind, count, str(layout or config.layout), dict(layout.sizes) if layout else {},
-        usable=int(where.chip.usable.value) if where.chip else None,
-        tokens=tokens_of(config), steps=config.steps, **said,
+        str(target), target.kind, target.devices or 0, str(layout or config.layout),
+        dict(layout.sizes) if layout else {}, usable=int(target.chip.usable.value) if target.chip else None,
+        tokens=tokens_of(config), steps=config.steps, **fields,
     )  # fmt: skip
-    return replace(plan, limit=advice.limit(plan), advice=tuple(advice.changes(config, plan)) if layout else ())
+    return advice.with_advice(config, plan) if layout else replace(plan, bottleneck=advice.bottleneck(plan))
+
+
+def extrapolate(config: Config, near: Plan, far: Plan, shards: tuple[int, int, int]) -> Plan:
+    """Extrapolates the plan of the full cluster from those of two pods.
+
+    Args:
+        config: of the full cluster.
+        near: plan of the larger pod.
+        far: plan of the smaller pod.
+        shards: numbers of shards of the cluster, of `near` and of `far`; decreasing.
+    """
+    full, more, fewer = (1 / count for count in shards)
+    slope = (more - full) / (fewer - more)
+    values: dict[str, Any] = {
+        name: _extrapolate(getattr(near, name), getattr(far, name), slope) for name in EXTRAPOLATED
+    }
+    values["traffic"], step = _traffic(near, far, slope), None
+    if values["compute_seconds"] is not None and near.exposed_seconds is not None:
+        values["exposed_seconds"] = sum(row.exposed for row in values["traffic"])
+        step = values["compute_seconds"] + values["exposed_seconds"] + values["bubble_seconds"]
+    ratio = near.step_seconds / step if near.step_seconds and step else None
+    for rate in ("mfu", "hfu"):
+        value = getattr(near, rate)
+        values[rate] = value * ratio if value and ratio else None
+    seconds = max(near.compile_seconds, far.compile_seconds)
+    return advice.with_advice(config, replace(near, step_seconds=step, compile_seconds=seconds, **values))
+
+
+def _extrapolate(near: Any, far: Any, slope: float) -> Any:
+    """Extrapolates numbers, or those in mappings; at least 0."""
+    if isinstance(near, Mapping):
+        names = dict.fromkeys((*near, *far))
+        return {name: _extrapolate(near.get(name, 0), far.get(name, 0), slope) for name in names}
+    if near is None or far is None:
+        return None
+    value = max(0.0, near + slope * (near - far))
+    return round(value) if isinstance(near, int) and isinstance(far, int) else value
+
+
+def _traffic(near: Plan, far: Plan, slope: float) -> tuple[Traffic, ...]:
+    """Traffic of the full cluster, longest first.
+
+    The hidden fraction is that of the larger pod: the compiler's order of starts changes in steps with the group size.
+    """
+    others = {(row.axes, row.op, row.network): row for row in far.traffic}
+    rows = []
+    for row in near.traffic:
+        other = others.get((row.axes, row.op, row.network), row)
+        seconds, hidden = _extrapolate(row.seconds, other.seconds, slope), row.hidden
+        if hidden is not None and row.seconds:
+            hidden *= seconds / row.seconds
+        rows.append(replace(row, bytes=_extrapolate(row.bytes, other.bytes, slope), seconds=seconds, hidden=hidden))
+    return tuple(sorted(rows, key=lambda row: (-(row.seconds or 0.0), -row.bytes)))

@@ -1,4 +1,4 @@
-"""Plan of a step: if it fits, what it sends, how long it takes, and what would help."""
+"""Plan of a step: memory, communication, time, and advice."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 
 @dataclass(frozen=True)
 class Traffic:
     """Collectives of one kind over the same mesh axes, or copies to or from the host, in one step of a device.
 
     Args:
-        axes: mesh axes joined by `+`.
-        network: that carries them, e.g. `NVLink`, `ICI`, `NVLink+InfiniBand`, `PCIe`.
-        bytes: that a device sends.
-        seconds: on the network; None where nobody knows it.
-        hidden: seconds of these that pass while the device computes.
+        axes: mesh axes joined by `+`; `host` for copies to and from the host.
+        op: operation.
+        network: that it uses, e.g. `NVLink`, `ICI`, `NVLink+InfiniBand`, `PCIe`.
+        count: runs.
+        bytes: bytes that a device sends.
+        seconds: on the network; None if unknown.
+        hidden: seconds that overlap with computation.
     """
 
     axes: str
@@ -29,18 +33,18 @@ class Traffic:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the device waits."""
+        """Seconds for which the device waits."""
         return max(0.0, (self.seconds or 0.0) - (self.hidden or 0.0))
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change to the config or the environment, and what it would gain.
+    """A change to the config or the environment, and its estimated gain.
 
     Args:
-        change: as it would be written, e.g. `step.remat=dots`.
-        gain: share by which tokens/s would rise; 0 where it is about memory.
-        why: in a sentence, with its figures.
+        change: as typed, e.g. `step.remat=dots`.
+        gain: relative rise of tokens/s; 0 if the change is about memory.
+        why: in a sentence, with figures.
     """
 
     change: str
@@ -50,41 +54,40 @@ class Advice:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of a config on a target, predicted. Bytes, FLOPs and seconds are of one device and one step.
+    """Prediction of one step of a config on a target. Bytes, FLOPs and seconds are of one device and one step.
 
     Args:
         target: as `targets.parse` takes it.
         device: JAX's name of the chip, or its kind.
-        devices: number of them.
+        devices: number of devices.
         layout: its name and mesh.
         sizes: of all mesh axes.
-        crosses: of the mesh axes larger than one, whether they leave a node or slice.
-        fits: None where the memory of the device is not known, or the step was not compiled.
-        compiled: the compiler came to an end: it made the step, or found that it does not fit.
-        reason: why it does not fit, or was not compiled; else empty.
-        needs: bytes; 0 where the compiler does not say.
-        usable: bytes that a program may take.
+        fits: None if the memory of the device is unknown or the step was not compiled.
+        compiled: the compiler finished: it compiled the step, or found that it does not fit.
+        reason: why it does not fit or was not compiled; else empty.
+        needs: bytes of memory; 0 if the compiler does not report them.
+        usable: bytes that a program may allocate.
+        crosses: mesh axis larger than one -> whether it leaves a node or slice.
         memory: bytes by kind: `params`, `gradients`, `optimizer`, `gathered` (weights), `activations` (and other
-            temporaries), `workspace` (of kernels, where the compiler leaves it to the GPU), `batch`; and `host`, which
-            is not the device's.
-        tensors: the largest of the train state, (path, bytes).
-        buffers: the largest that the step makes, (shape, scope, bytes).
-        traffic: by axes and operation, longest first; the axes of copies to and from the host are `host`.
-        flops_model, flops_hardware: by `jaxtrain.models.flops`; None of a model that nobody counts.
+            temporaries), `workspace` (of kernels, which the compiler does not count), `batch`; and `host`, of the host.
+        tensors: largest of the train state, (path, bytes).
+        buffers: largest that the step allocates, (shape, scope, bytes).
+        traffic: by axes and operation, longest first.
+        flops_model, flops_hardware: by `jaxtrain.models.flops`; None for a model without a count.
         flops_compiled: of the compiled program.
-        compute_seconds: None where nobody knows the chip.
-        exposed_seconds: of communication, the pipeline's included.
-        bubble_seconds: that pipeline stages wait for one another.
+        compute_seconds: None if the chip is unknown.
+        exposed_seconds: of communication that does not overlap, the pipeline's included.
+        bubble_seconds: for which pipeline stages wait for one another.
         seconds_by: compute seconds by (`phase`, `part` and `kind`) of `jaxtrain.planning.cost.roofline`.
-        flops_by, bytes_by: FLOPs, and bytes read and written of the device's memory, by the same.
-        step_seconds, tokens_per_second, mfu, hfu: predicted; rates are of all devices.
+        flops_by, bytes_by: FLOPs, and bytes of device memory read and written, by the same.
+        step_seconds, tokens_per_second, mfu, hfu: predictions; rates are of all devices.
         tokens: of a global batch.
         steps: of the run.
-        limit: what takes most of the step, in a sentence.
-        advice: the changes that would help most.
-        notes: assumptions that bear on this plan.
-        pods: the smaller ones that were compiled instead, and from which this plan is extrapolated; else empty.
-        compile_seconds: that tracing and compiling took.
+        bottleneck: largest part of the step time, in a sentence.
+        advice: the most useful changes.
+        notes: assumptions of this plan.
+        pods: smaller pods that were compiled and from which this plan is extrapolated; else empty.
+        compile_seconds: for tracing and compiling.
     """
 
     target: str
@@ -116,7 +119,7 @@ class Plan:
     hfu: float | None = None
     tokens: int = 0
     steps: int = 0
-    limit: str = ""
+    bottleneck: str = ""
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
@@ -124,7 +127,7 @@ class Plan:
 
     @property
     def can_run(self) -> bool:
-        """True if the step can run, as far as is known; else there are no figures of a step."""
+        """True if the step compiles and is not known to exceed the memory; else there are no figures of a step."""
         return self.compiled and self.fits is not False
 
     @property
@@ -134,12 +137,12 @@ class Plan:
 
     @property
     def days(self) -> float | None:
-        """Days of the whole run, `config.steps` steps."""
+        """Days of the run of `config.steps` steps."""
         return self.steps * self.step_seconds / 86400 if self.step_seconds else None
 
     @property
     def device_hours(self) -> float | None:
-        """Device-hours of the whole run."""
+        """Device-hours of the run."""
         return None if self.days is None else self.days * 24 * self.devices
 
     @property
@@ -148,19 +151,13 @@ class Plan:
         return sum(row.bytes for row in self.traffic)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the plan for JSON, with derived figures."""
+        """Converts the plan for JSON, with derived figures."""
         derived = ("tokens_per_second", "days", "device_hours", "wire_bytes")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """The inverse of `as_dict`, also after JSON."""
-        known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-        return cls(**{
-            **known,
-            "tensors": tuple((name, size) for name, size in known.get("tensors", ())),
-            "buffers": tuple((shape, scope, size) for shape, scope, size in known.get("buffers", ())),
-            "traffic": tuple(Traffic(**row) for row in known.get("traffic", ())),
-            "advice": tuple(Advice(**row) for row in known.get("advice", ())),
-            "notes": tuple(known.get("notes", ())), "pods": tuple(known.get("pods", ())),
-        })  # fmt: skip
+        """Inverse of `as_dict`, also after JSON. Raises ValueError for other values."""
+        return TypeAdapter(cls).validate_python(
+            {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        )

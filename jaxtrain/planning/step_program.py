@@ -1,4 +1,4 @@
-"""The real train step, compiled but not run."""
+"""Train step of a config, compiled but not run, and figures of its program."""
 
 from __future__ import annotations
 
@@ -28,92 +28,92 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
     """Shapes, dtypes and shardings of a global batch.
 
     Args:
-        example: arrays as the data give them, of any number of rows; default: packed tokens of the config's length.
+        program: of the config.
+        example: a batch of the dataset, of any number of rows; default: packed tokens of the config's length.
 
     Raises:
-        UserError: a user's own data without an example.
+        UserError: a user's own dataset without an example.
     """
     data = program.config.data
     if example is None:
         if not data.is_text:
-            raise UserError(f"data.type {data.type}: the step of a user's own data is compiled from an example batch")
-        shapes = {name: ((data.sequence,), kind) for name, kind in (TOKENS | {"weights": jnp.float32}).items()}
+            raise UserError(f"data.type {data.type}: expected an example batch to compile the step of a user's dataset")
+        shapes = {name: ((data.sequence,), dtype) for name, dtype in (TOKENS | {"weights": jnp.float32}).items()}
     else:
         shapes = {name: (rows.shape[1:], rows.dtype) for name, rows in example.items()}
-    has_sequence = has_token_rows(program.config.model, data)
     return {
         name: jax.ShapeDtypeStruct(
-            (data.global_batch, *shape), kind,
-            sharding=batch_sharding(program.sharder, 1 + len(shape), has_sequence),
+            (data.global_batch, *shape), dtype,
+            sharding=batch_sharding(program.sharder, 1 + len(shape), has_token_rows(program.config.model, data)),
         )
-        for name, (shape, kind) in shapes.items()
+        for name, (shape, dtype) in shapes.items()
     }  # fmt: skip
 
 
 def held_bytes(program: Program) -> dict[str, int]:
-    """Bytes per device that a step keeps besides the train state and activations.
+    """Bytes per device that a step holds besides the train state and activations.
 
-    weights: copies gathered over the replicas for the whole step (ZeRO 1 and 2). gathered: the copies of one layer that
-    its computation gathers. gradients: of the step, float32 where several are added up.
+    Returns:
+        `weights`: copies gathered over the replicas for the whole step (ZeRO 1 and 2). `gathered`: one layer's weights,
+        gathered for its computation. `gradients`: of the step, float32 if accumulated.
     """
     sharder, model_def, gradients = program.sharder, program.model_def, program.gradients
     sizes = {} if sharder.mesh is None else dict(sharder.mesh.shape)
     inner = sharder if gradients.replica_model_def is None else sharder.without_axis(DATA_AXIS)
-
     rules = sharder.rules or {}
     out = {"weights": 0, "gathered": 0, "gradients": 0}
 
-    def count(param: Any, names: Any, travels: Any, gradient: Any) -> None:
+    def count(param: Any, names: Any, gather_dtype: Any, gradient: Any) -> None:
         def elements(dims: Dims) -> int:
             return shard_size(param.shape, [prod(sizes[axis] for axis in axes) for axes in dims])
 
         placed = sharder.compute_dims(names, param.shape)
         is_gathered = sharder.storage_dims(names, param.shape) != placed
-        out["weights"] += jnp.dtype(travels).itemsize * elements(placed) * is_gathered
+        out["weights"] += jnp.dtype(gather_dtype).itemsize * elements(placed) * is_gathered
         if names[:1] == (LAYERS,) and (over := storage_axes(rules, names) & set(sum(placed, ()))):
-            one = elements(dims_without_axes(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
-            out["gathered"] += jnp.dtype(travels).itemsize * one
-        wide = gradient.dtype.itemsize if gradients.is_one_pass else 4
-        out["gradients"] += wide * elements(inner.storage_dims(names, param.shape))
+            layer = elements(dims_without_axes(names, over, rules)) // param.shape[0] * max(1, sharder.size(LAYERS))
+            out["gathered"] += jnp.dtype(gather_dtype).itemsize * layer
+        itemsize = gradient.dtype.itemsize if gradients.is_one_pass else 4
+        out["gradients"] += itemsize * elements(inner.storage_dims(names, param.shape))
 
-    made = jax.eval_shape(gradients.grad_proxies, model_def.params)
-    jax.tree.map(count, model_def.params, model_def.names, model_def.gather_dtypes, made)
+    proxies = jax.eval_shape(gradients.grad_proxies, model_def.params)
+    jax.tree.map(count, model_def.params, model_def.names, model_def.gather_dtypes, proxies)
     return out
 
 
-def places(program: Program, target: str) -> list[network.DevicePosition]:
-    """Returns the position of each device of the mesh."""
+def device_positions(program: Program, target: str) -> list[network.DevicePosition]:
+    """Positions of the devices of the mesh on a target."""
     mesh = program.sharder.mesh
-    return [] if mesh is None else network.places(targets.parse(target), list(mesh.devices.flat))
+    return [] if mesh is None else network.device_positions(targets.parse(target), list(mesh.devices.flat))
 
 
-def head_again(program: Program) -> bool:
-    """Returns whether the decoder's loss computes its logits again in the backward pass."""
-    config, vocab = program.config, vocabulary(program)
+def recomputes_logits(program: Program) -> bool:
+    """Returns whether the decoder's loss recomputes its logits in the backward pass."""
+    config, vocab = program.config, embedding_rows(program)
     return vocab is not None and recomputes(vocab, config.loss.vocab_chunks, program.sharder)
 
 
-def vocabulary(program: Program) -> int | None:
-    """Rows of the decoder's embedding table; None of a user's own model."""
+def embedding_rows(program: Program) -> int | None:
+    """Rows of the decoder's embedding table; None for a user's own model."""
     return program.model_def.params["embed"]["table"].shape[0] if is_decoder(program.config.model) else None
 
 
-def counted_by_model(program: Program) -> float | None:
-    """FLOPs of a step of a user's own model on text, where it counts them itself."""
+def user_step_flops(program: Program) -> float | None:
+    """FLOPs of a step of a user's own model on text, if the model counts them; else None."""
     data = program.config.data
     if is_decoder(program.config.model) or not data.is_text:
         return None
     shapes = dict.fromkeys((*TOKENS, "weights"), (data.global_batch, data.sequence))
-    found = user_flops(program.model_def.bind(program.model_def.params), shapes, 1)
-    return None if found is None else found.model
+    flops = user_flops(program.model_def.bind(program.model_def.params), shapes, 1)
+    return None if flops is None else flops.model
 
 
-def measured(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
+def cpu_rates(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
     """Measured rates of CPU devices, see `hardware.simulated`; None for other chips."""
-    return simulated.measure(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None
+    return simulated.measure_rates(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None
 
 
-def compiled_step(program: Program, example: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """`program.step` compiled for the program's devices, which need not be there."""
+def compile_step(program: Program, example: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compiles `program.step` for the program's devices, present or not; `example` as in `abstract_batch`."""
     step: Any = program.step  # jitted
     return step.lower(program.state, abstract_batch(program, example)).compile()

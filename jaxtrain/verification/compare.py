@@ -1,4 +1,4 @@
-"""Two observations compared, and a guess at what went wrong where they differ."""
+"""Comparison of two recordings, and a diagnosis of wrong gradients."""
 
 from __future__ import annotations
 
@@ -9,17 +9,41 @@ from math import prod, sqrt
 
 import numpy as np
 
-Flat = Mapping[str, np.ndarray]
+Flat = dict[str, np.ndarray]  # by path
 
-LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative; an update divides by small numbers
-# Of the median tensor's norm: a tensor with less is compared with this. A bias of keys has no gradient but roundings.
+LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative limits; an update divides by small numbers
+# Fraction of the median tensor's norm: smaller tensors are compared with this. The bias of keys, for example, has a
+# gradient of rounding errors only.
 FLOOR = 1e-3
-MATCH = 1e-3  # a broken gradient is explained by a cause to this, relative
+MATCH = 1e-3  # relative difference up to which a fault explains a wrong gradient
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Result of some training steps.
+
+    Args:
+        losses: one per step.
+        gradients, updates: of step 0, by path, float64.
+        text: of the compiled program.
+    """
+
+    losses: list[float]
+    gradients: Flat
+    updates: Flat
+    text: str
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Worst differences of one layout: relative, with the tensor's path; `first` is the first that is off."""
+    """Worst relative differences of one layout.
+
+    Args:
+        loss, gradient, update: worst differences.
+        tensor: path of the tensor with the worst gradient.
+        first: the first loss, gradient or update that differs; None if all are equal.
+        cause: diagnosis; empty if unknown.
+    """
 
     loss: float
     gradient: float
@@ -34,66 +58,68 @@ class Verdict:
         return self.first is None
 
 
-def differences(got: Flat, want: Flat) -> dict[str, float]:
-    """Path -> ||got - want|| / ||want||; infinite where it is not finite."""
-    floor = FLOOR * float(np.median([np.linalg.norm(value) for value in want.values()]))
-    found = {}
-    for path, value in want.items():
-        off = float(np.linalg.norm(got[path] - value)) / max(float(np.linalg.norm(value)), floor, 1e-30)
-        found[path] = off if np.isfinite(off) else float("inf")
-    return found
+def relative_differences(actual: Flat, expected: Flat) -> dict[str, float]:
+    """Path -> ||actual - expected|| / ||expected||; infinite if it is not finite."""
+    floor = FLOOR * float(np.median([np.linalg.norm(value) for value in expected.values()]))
+    differences = {}
+    for path, value in expected.items():
+        scale = max(float(np.linalg.norm(value)), floor, 1e-30)
+        difference = float(np.linalg.norm(actual[path] - value)) / scale
+        differences[path] = difference if np.isfinite(difference) else float("inf")
+    return differences
 
 
-def norm(tree: Flat) -> float:
-    """The global norm."""
+def global_norm(tree: Flat) -> float:
+    """Global norm of a tree of arrays."""
     return sqrt(sum(float(np.sum(value**2)) for value in tree.values()))
 
 
-def compare(
-    losses: tuple[list[float], list[float]], gradients: tuple[Flat, Flat], updates: tuple[Flat, Flat]
-) -> Verdict:
-    """The verdict on (got, want) pairs. Tensors are taken in the model's order; a loss comes before them."""
-    off = [abs(a / b - 1) if np.isfinite(a) else float("inf") for a, b in zip(*losses)]
-    by_gradient, by_update = differences(*gradients), differences(*updates)
+def compare(actual: Recording, expected: Recording) -> Verdict:
+    """Compares two recordings; tensors are in the order of the model."""
+    losses = zip(actual.losses, expected.losses)
+    by_step = [abs(a / b - 1) if np.isfinite(a) else float("inf") for a, b in losses]
+    by_gradient = relative_differences(actual.gradients, expected.gradients)
+    by_update = relative_differences(actual.updates, expected.updates)
     tensor = max(by_gradient, key=lambda path: by_gradient[path])
     wrong = [path for path, value in by_gradient.items() if value > GRADIENT]
     wrong += [f"the update of {path}" for path, value in by_update.items() if value > UPDATE]
-    wrong += [f"the loss of step {step}" for step, value in enumerate(off) if value > LOSS]
-    first = wrong[0] if wrong else None
-    return Verdict(max(off), by_gradient[tensor], tensor, max(by_update.values()), first)
+    wrong += [f"the loss of step {step}" for step, value in enumerate(by_step) if value > LOSS]
+    return Verdict(max(by_step), by_gradient[tensor], tensor, max(by_update.values()), wrong[0] if wrong else None)
 
 
-def cause(got: Flat, want: Flat, variants: Mapping[str, Flat], sizes: Mapping[str, int]) -> str:
-    """Returns an explanation of wrong gradients: a variant of the reference that they equal, or a tensor counted twice.
+def diagnose(actual: Flat, expected: Flat, variants: Mapping[str, Flat], sizes: Mapping[str, int]) -> str:
+    """Diagnoses wrong gradients: a fault that gives the same ones, or a tensor summed too often; else empty.
 
     Args:
-        got, want: gradients by path.
-        variants: name of a fault -> the gradients one device gives with it.
-        sizes: of the mesh axes, to name the one that a factor points to.
+        actual: gradients by path.
+        expected: gradients of one device.
+        variants: fault -> gradients of one device with it.
+        sizes: of the mesh axes, to name the axis of a factor.
     """
-    for name, variant in variants.items():
-        difference = norm({path: got[path] - value for path, value in variant.items()})
-        if difference <= MATCH * norm(variant) and norm({p: variant[p] - want[p] for p in want}) > MATCH * norm(want):
-            return name
-    for path, value in want.items():
+    for fault, variant in variants.items():
+        difference = global_norm({path: actual[path] - value for path, value in variant.items()})
+        change = global_norm({path: variant[path] - expected[path] for path in expected})
+        if difference <= MATCH * global_norm(variant) and change > MATCH * global_norm(expected):
+            return fault
+    for path, value in expected.items():
         square = float(np.sum(value**2))
-        if square == 0 or np.allclose(got[path], value, rtol=GRADIENT, atol=GRADIENT * sqrt(square)):
+        if square == 0 or np.allclose(actual[path], value, rtol=GRADIENT, atol=GRADIENT * sqrt(square)):
             continue
-        factor = float(np.sum(got[path] * value)) / square
-        if np.linalg.norm(got[path] - factor * value) > MATCH * sqrt(square):
+        factor = float(np.sum(actual[path] * value)) / square
+        if np.linalg.norm(actual[path] - factor * value) > MATCH * sqrt(square):
             return ""
-        return f"{path} is {factor:.4g} times the reference{_axis(factor, sizes)}"
+        return f"{path} is {factor:.4g} times the reference{_explain_factor(factor, sizes)}"
     return ""
 
 
-def _axis(factor: float, sizes: Mapping[str, int]) -> str:
-    """The axes whose size a factor is."""
-    real = [axis for axis, size in sizes.items() if size > 1]
-    for count in range(1, len(real) + 1):
-        for axes in combinations(real, count):
-            size = prod(sizes[axis] for axis in axes)
+def _explain_factor(factor: float, sizes: Mapping[str, int]) -> str:
+    """Names the axes whose size equals a factor."""
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    for count in range(1, len(axes) + 1):
+        for names in combinations(axes, count):
+            size = prod(sizes[axis] for axis in names)
             if abs(factor / size - 1) < MATCH:
-                return f": summed {size} times, over {' x '.join(axes)}?"
+                return f": summed {size} times, over {' x '.join(names)}?"
             if abs(factor * size - 1) < MATCH:
-                return f": divided by {size}, over {' x '.join(axes)}?"
+                return f": divided by {size}, over {' x '.join(names)}?"
     return ""

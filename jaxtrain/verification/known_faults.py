@@ -1,6 +1,6 @@
-"""Faults that real trainers had: as variants of the reference, to recognise them, and to be put in, for tests.
+"""Faults that real trainers had, as variants of the reference to recognise them, and as injections for tests.
 
-The two sides are independent: a variant changes the batch that one device sees; an injected fault breaks a part of the
+The two sides are independent: a variant changes the batch that one device sees; an injection breaks a part of the
 program that runs on a layout.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -19,138 +19,111 @@ from jaxtrain.core.gradients import Gradients, split_microbatches
 from jaxtrain.core.placement import Placer
 from jaxtrain.nn import attention
 from jaxtrain.sharding.rules import BATCH
-from jaxtrain.verification.test_batch import Batch, kept_rows, merged_documents
-
-Flat = dict[str, np.ndarray]
+from jaxtrain.verification.compare import Flat
+from jaxtrain.verification.packed_batch import Batch, merge_documents, weight_rows
 
 MISSING, DOUBLED, SCALED = "missing-reduction", "doubled-reduction", "microbatch-scaling"
 MASK, TAIL = "segment-mask", "dropped-tail"
 
 
 def variants(
-    gradients: Callable[[Batch], Flat], batch: Batch, shards: Mapping[str, int], accumulate: int
+    gradients: Callable[[Batch], Flat], batch: Batch, shards: Mapping[str, int], microbatch_count: int
 ) -> dict[str, Flat]:
-    """Name -> gradients of one device under a fault; only for batches that have weights.
+    """Returns fault -> gradients of one device with it; empty for batches without weights.
 
     Args:
-        gradients: of a batch on one device.
-        batch: the first step's.
-        shards: axis -> size of the axes that shard rows, in order.
-        accumulate: microbatches.
+        gradients: returns those of a batch on one device.
+        batch: of the first step.
+        shards: size of each axis that shards rows, in order.
+        microbatch_count: number of microbatches.
     """
     if "weights" not in batch:
         return {}
     rows = len(batch["weights"])
-    found = {TAIL + ": rows at the end of the batch do not count": gradients(kept_rows(batch, np.arange(rows - 1)))}
+    out = {TAIL + ": rows at the end of the batch do not count": gradients(weight_rows(batch, np.arange(rows - 1)))}
     if "segments" in batch:
-        found[MASK + ": attention crosses documents"] = gradients(merged_documents(batch))
+        out[MASK + ": attention crosses documents"] = gradients(merge_documents(batch))
     grid = np.arange(rows).reshape(*shards.values(), -1)
     for dim, (axis, size) in enumerate(shards.items()):
         if size > 1:
-            own = np.take(grid, 0, dim).reshape(-1)
-            share = batch["weights"][own].sum() / batch["weights"].sum()
-            part = {path: share * value for path, value in gradients(kept_rows(batch, own)).items()}
-            found[f"{MISSING}: gradients are not summed over {axis}"] = part
-    if accumulate > 1:
-        parts = [gradients(kept_rows(batch, np.arange(start, rows, accumulate))) for start in range(accumulate)]
+            shard = np.take(grid, 0, dim).reshape(-1)
+            share = batch["weights"][shard].sum() / batch["weights"].sum()
+            part = {path: share * value for path, value in gradients(weight_rows(batch, shard)).items()}
+            out[f"{MISSING}: gradients are not summed over {axis}"] = part
+    if microbatch_count > 1:
+        starts = range(microbatch_count)
+        parts = [gradients(weight_rows(batch, np.arange(start, rows, microbatch_count))) for start in starts]
         mean = {path: np.mean([part[path] for part in parts], axis=0) for path in parts[0]}
-        found[f"{SCALED}: each microbatch is normalised by itself"] = mean
-    return found
+        out[f"{SCALED}: each microbatch is normalised separately"] = mean
+    return out
 
 
-def broken(name: str | None) -> Any:
-    """A context in which one part of the program is wrong; what is traced inside stays so."""
-    return nullcontext() if name is None else INJECTIONS[name]()
+# Each of these replaces a method or function `real` of the program.
 
 
-def _missing_reduction() -> Any:
-    """The first shard of rows sees only its own gradients."""
-
-    def change(real: Any) -> Any:
-        def call(self: Gradients, params: Any, batch: Any, *rest: Any) -> Any:
-            axes = self.sharder.axes(BATCH)
-            count = self.sharder.mesh.shape[axes[0]] if self.sharder.mesh is not None and axes else 1
-            own = jnp.arange(len(batch["weights"])) < len(batch["weights"]) // count
-            weights = batch["weights"] * own[:, None]
-            grads = real(self, params, {**batch, "weights": weights}, *rest).grads
-            share = weights.sum() / batch["weights"].sum()
-            return real(self, params, batch, *rest)._replace(grads=jax.tree.map(lambda g: share * g, grads))
-
-        return call
-
-    return mock.patch.object(Gradients, "__call__", change(Gradients.__call__))
+def _missing_reduction(real: Any, self: Gradients, params: Any, batch: Any, *rest: Any) -> Any:
+    """Gradients are those of the first shard of rows."""
+    axes = self.sharder.axes(BATCH)
+    count = self.sharder.mesh.shape[axes[0]] if self.sharder.mesh is not None and axes else 1
+    is_first = jnp.arange(len(batch["weights"])) < len(batch["weights"]) // count
+    weights = batch["weights"] * is_first[:, None]
+    grads = real(self, params, {**batch, "weights": weights}, *rest).grads
+    share = weights.sum() / batch["weights"].sum()
+    return real(self, params, batch, *rest)._replace(grads=jax.tree.map(lambda g: share * g, grads))
 
 
-def _doubled_reduction() -> Any:
-    """A tensor that every member of `model` holds whole is summed over them once too often."""
+def _doubled_reduction(real: Any, self: Gradients, params: Any, *rest: Any) -> Any:
+    """Gradients of tensors that are replicated along `model` are summed over it once too often."""
+    output = real(self, params, *rest)
+    count = 1 if self.sharder.mesh is None else self.sharder.mesh.shape["model"]
 
-    def change(real: Any) -> Any:
-        def call(self: Gradients, params: Any, *rest: Any) -> Any:
-            found = real(self, params, *rest)
-            count = 1 if self.sharder.mesh is None else self.sharder.mesh.shape["model"]
+    def scale(g: jax.Array, names: Any) -> jax.Array:
+        is_replicated = not any("model" in axes for axes in self.sharder.storage_dims(names, g.shape))
+        return count * g if is_replicated else g
 
-            def more(g: jax.Array, names: Any) -> jax.Array:
-                is_shared = not any("model" in axes for axes in self.sharder.storage_dims(names, g.shape))
-                return count * g if is_shared else g
-
-            return found._replace(grads=jax.tree.map(more, found.grads, self.model_def.names))
-
-        return call
-
-    return mock.patch.object(Gradients, "__call__", change(Gradients.__call__))
+    return output._replace(grads=jax.tree.map(scale, output.grads, self.model_def.names))
 
 
-def _microbatch_scaling() -> Any:
-    """Every microbatch's loss is a mean of its own."""
-
-    def change(real: Any) -> Any:
-        del real
-
-        def call(self: Gradients, params: Any, batch: Any, key: jax.Array, loss_scale: Any) -> Any:
-            whole = Gradients(self.model_def, self.sharder)
-            micro = jax.tree.map(lambda x: split_microbatches(self.sharder, x, self.microbatches), dict(batch))
-            parts = [
-                whole(params, jax.tree.map(lambda x, i=index: x[i], micro), key, loss_scale)
-                for index in range(self.microbatches)
-            ]
-            mean = jax.tree.map(lambda *g: sum(g) / self.microbatches, *(part.grads for part in parts))
-            return whole(params, batch, key, loss_scale)._replace(grads=mean)
-
-        return call
-
-    return mock.patch.object(Gradients, "_accumulated", change(Gradients._accumulated))
+def _microbatch_scaling(real: Any, self: Gradients, params: Any, batch: Any, key: jax.Array, loss_scale: Any) -> Any:
+    """Every microbatch's loss is normalised separately."""
+    del real
+    gradients = Gradients(self.model_def, self.sharder)
+    micro = jax.tree.map(lambda x: split_microbatches(self.sharder, x, self.microbatches), dict(batch))
+    parts = [
+        gradients(params, jax.tree.map(lambda x, i=index: x[i], micro), key, loss_scale)
+        for index in range(self.microbatches)
+    ]
+    mean = jax.tree.map(lambda *g: sum(g) / self.microbatches, *(part.grads for part in parts))
+    return gradients(params, batch, key, loss_scale)._replace(grads=mean)
 
 
-def _segment_mask() -> Any:
+def _segment_mask(real: Any, *args: Any, segments_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
     """Attention crosses the documents of a row."""
-
-    def change(real: Any) -> Any:
-        def call(*args: Any, segments_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:
-            merged = None if segments_BT is None else (segments_BT > 0).astype(segments_BT.dtype)
-            return real(*args, segments_BT=merged, **kwargs)
-
-        return call
-
-    return mock.patch.object(attention, "attention", change(attention.attention))
+    merged = None if segments_BT is None else (segments_BT > 0).astype(segments_BT.dtype)
+    return real(*args, segments_BT=merged, **kwargs)
 
 
-def _dropped_tail() -> Any:
-    """The last row of a batch is lost on its way to the device."""
-
-    def change(real: Any) -> Any:
-        def call(self: Placer, step: int) -> Any:
-            batch = dict(real(self, step))
-            return {**batch, "weights": batch["weights"].at[-1].set(0.0)}
-
-        return call
-
-    return mock.patch.object(Placer, "__call__", change(Placer.__call__))
+def _dropped_tail(real: Any, self: Placer, step: int) -> Any:
+    """The last row of a batch does not count."""
+    batch = dict(real(self, step))
+    return {**batch, "weights": batch["weights"].at[-1].set(0.0)}
 
 
-INJECTIONS: dict[str, Callable[[], Any]] = {
-    MISSING: _missing_reduction,
-    DOUBLED: _doubled_reduction,
-    SCALED: _microbatch_scaling,
-    MASK: _segment_mask,
-    TAIL: _dropped_tail,
+# Fault -> (owner and name of what it replaces, replacement)
+INJECTIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    MISSING: (Gradients, "__call__", _missing_reduction),
+    DOUBLED: (Gradients, "__call__", _doubled_reduction),
+    SCALED: (Gradients, "_accumulated", _microbatch_scaling),
+    MASK: (attention, "attention", _segment_mask),
+    TAIL: (Placer, "__call__", _dropped_tail),
 }
+
+
+def injected(fault: str | None) -> Any:
+    """Context in which programs are traced with a fault; None: without."""
+    if fault is None:
+        return nullcontext()
+    owner, name, replacement = INJECTIONS[fault]
+    real = getattr(owner, name)
+    # A function, not a partial: as an attribute of a class it must bind `self`.
+    return patch.object(owner, name, lambda *args, **kwargs: replacement(real, *args, **kwargs))

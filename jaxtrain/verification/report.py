@@ -1,4 +1,4 @@
-"""The outcome of a verification as a table and a last line."""
+"""Report of a verification: a table, details, and the verdict."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from rich.table import Table
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE
 from jaxtrain.verification.verify import LayoutResult, Outcome
 
-WIDE, WIDEST = 110, 140  # columns from which on there is room for the worst tensor, and for the collectives
+WIDE, WIDEST = 110, 140  # columns from which the worst tensor, and the collectives, are in the table
 
 
 def table(outcome: Outcome, width: int) -> Table:
-    """A line per layout and mesh, worst differences relative to one device; `lines` says what is wrong.
+    """Builds a line per layout and mesh: worst differences relative to one device.
 
-    The worst tensor and the collectives go to `details` where the screen has fewer columns than these take.
+    On terminals narrower than WIDE or WIDEST, `details` has the worst tensor and the collectives.
     """
     gap = 2 if width >= WIDE else 1
     out = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -23,49 +23,50 @@ def table(outcome: Outcome, width: int) -> Table:
     if width >= WIDEST:
         out.add_column("collectives per step", overflow="fold", style="dim")
     for row in outcome.rows:
-        seen = row.verdict
-        head = (row.candidate.layout, row.candidate.mesh, _micro(row))
-        if seen is None:
+        verdict = row.verdict
+        head = (row.candidate.layout, row.candidate.mesh, _microbatches(row))
+        if verdict is None:
             out.add_row(*head, "", "", "", "[red]failed[/red]")
             continue
-        numbers = (f"{seen.loss:.1e}", f"{seen.gradient:.1e}", f"{seen.update:.1e}")
-        said = "[green]equal[/green]" if seen.is_equal else "[red]differs[/red]"
-        out.add_row(*head, *numbers, said, *(seen.tensor, row.collectives)[: (width >= WIDE) + (width >= WIDEST)])
+        numbers = (f"{verdict.loss:.1e}", f"{verdict.gradient:.1e}", f"{verdict.update:.1e}")
+        text = "[green]equal[/green]" if verdict.is_equal else "[red]differs[/red]"
+        more = (verdict.tensor, row.collectives)[: (width >= WIDE) + (width >= WIDEST)]
+        out.add_row(*head, *numbers, text, *more)
     return out
 
 
 def details(outcome: Outcome, width: int) -> list[str]:
-    """A line per layout and mesh of what `table` had no room for."""
+    """Lines per layout and mesh for what a narrow `table` leaves out."""
     if width >= WIDEST:
         return []
-    said = []
+    lines = []
     for row in outcome.rows:
         if row.verdict is not None:
             worst = f"{row.verdict.tensor}; " * (width < WIDE)
-            said.append(f"{row.candidate.layout} {row.candidate.mesh} {_micro(row)}: {worst}{row.collectives}")
-    return ["", f"{'worst tensor; ' * (width < WIDE)}collectives per step", *said, ""]
+            lines.append(f"{row.candidate.layout} {row.candidate.mesh} {_microbatches(row)}: {worst}{row.collectives}")
+    return ["", f"{'worst tensor; ' * (width < WIDE)}collectives per step", *lines, ""]
 
 
-def lines(outcome: Outcome) -> list[str]:
-    """Returns the failures and their causes, the layouts not tried, and the verdict."""
-    wrong = [row for row in outcome.rows if not row.is_equal]
-    said = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]
-    said += [f"{row.candidate.layout} on {row.candidate.mesh}: {_fault(row)}" for row in wrong]
+def conclusion(outcome: Outcome) -> list[str]:
+    """Lines for the failures and their causes, the layouts that were not tried, and the verdict."""
+    different = [row for row in outcome.rows if not row.is_equal]
+    lines = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]
+    lines += [f"{row.candidate.layout} on {row.candidate.mesh}: {_failure(row)}" for row in different]
     if not outcome.rows:
-        return [*said, f"NOTHING COMPARED: no layout was tried on {outcome.devices} devices"]
+        return [*lines, f"NOTHING COMPARED: no layout was tried on {outcome.devices} devices"]
     tried = f"{len(outcome.rows)} layouts and meshes of {outcome.devices} devices, {outcome.steps} steps"
     limits = f"loss {LOSS:g}, gradient {GRADIENT:g} of its norm, update {UPDATE:g}"
-    if wrong:
-        return [*said, f"DIFFERENT: {len(wrong)} of {tried} differ from one device ({limits})"]
-    return [*said, f"EQUAL: {tried} equal one device ({limits})"]
+    if different:
+        return [*lines, f"DIFFERENT: {len(different)} of {tried} differ from one device ({limits})"]
+    return [*lines, f"EQUAL: {tried} equal one device ({limits})"]
 
 
-def _micro(row: LayoutResult) -> str:
+def _microbatches(row: LayoutResult) -> str:
     return str(row.candidate.config.step.microbatches)
 
 
-def _fault(row: LayoutResult) -> str:
+def _failure(row: LayoutResult) -> str:
     if row.verdict is None:
         return f"failed: {row.error}"
     cause = f"; {row.verdict.cause}" if row.verdict.cause else ""
-    return f"first wrong: {row.verdict.first}{cause}"
+    return f"first difference: {row.verdict.first}{cause}"

@@ -1,4 +1,4 @@
-"""A config made small enough to compile on every layout in seconds, and the list of what was changed."""
+"""Shrinks a config until it compiles on every layout in seconds, and lists the changes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LAYERS = 4  # two for each of two pipeline stages
 EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
 
 
-def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
-    """The config in float32 with sizes that eight devices can split many ways; ratios and options stay.
+def shrink(config: Config, devices: int) -> tuple[Config, list[str]]:
+    """Returns the config in float32 with sizes that eight devices can split in many ways; ratios and options stay.
 
-    A user's own model keeps its options: only its batch shrinks.
+    A user's own model keeps its options; only its batch shrinks.
 
     Returns:
-        The small config, and `key: old -> new` of every change.
+        The small config, and `key: old -> new` for every change.
     """
     values = as_dict(config)
     if is_decoder(config.model):
@@ -34,13 +34,13 @@ def shrunk(config: Config, devices: int) -> tuple[Config, list[str]]:
     values["checkpoint"]["keep_best"] = 0
     small = Config(**values)
     before, after = flatten(config), flatten(small)
-    quiet = ("eval.", "checkpoint.", "steps", "simulate")
-    changes = [key for key in after if before.get(key) != after[key] and not key.startswith(quiet)]
+    unlisted = ("eval.", "checkpoint.", "steps", "simulate")
+    changes = [key for key in after if before.get(key) != after[key] and not key.startswith(unlisted)]
     return small, [f"{key}: {before.get(key)} -> {after[key]}" for key in changes]
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:
-    """Sizes of the small decoder: as many query heads per key/value head where that divides."""
+    """Sizes of the small decoder; it keeps the number of query heads per key/value head if that divides."""
     group = model.heads // (model.kv_heads or model.heads)
     heads = HEADS if model.heads > HEADS else model.heads
     kv_heads = max(1, heads // group)
@@ -61,10 +61,9 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _moe(moe: MoeConfig) -> dict[str, Any]:
-    """A small mixture. Of fewer experts a token visits at most half, so that there still is something to select."""
+    """Options of a small mixture. A token visits at most half of fewer experts, so that some are not selected."""
     experts, capacity = min(moe.num_experts, EXPERTS), moe.capacity_factor
     top_k = moe.top_k if experts == moe.num_experts else min(moe.top_k, experts // 2)
     if capacity is not None:
-        capacity = min(capacity, experts / top_k)  # more places than a sequence has tokens are refused
-    few = {"num_experts": experts, "top_k": top_k, "capacity_factor": capacity}
-    return moe.model_dump() | few
+        capacity = min(capacity, experts / top_k)  # capacity above the tokens of a sequence is refused
+    return moe.model_dump() | {"num_experts": experts, "top_k": top_k, "capacity_factor": capacity}

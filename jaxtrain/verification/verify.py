@@ -1,9 +1,9 @@
-"""Runs a config on one device and on every layout, and compares."""
+"""Runs a config on one device and on every layout, and compares them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,17 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.data.dataset import open_datasets
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
-from jaxtrain.hlo.collectives import report, summary
+from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.verification.candidates import Candidate, candidates
-from jaxtrain.verification.compare import Verdict, cause, compare
-from jaxtrain.verification.known_faults import INJECTIONS, broken, variants
-from jaxtrain.verification.recording import Flat, Runner, Seen
-from jaxtrain.verification.shrink import shrunk
-from jaxtrain.verification.test_batch import Batch, packed
+from jaxtrain.verification.compare import Flat, Verdict, compare, diagnose
+from jaxtrain.verification.known_faults import INJECTIONS, injected, variants
+from jaxtrain.verification.packed_batch import Batch, packed_batch
+from jaxtrain.verification.recording import Recorder
+from jaxtrain.verification.shrink import shrink
 
-SHORT = {
+ABBREVIATIONS = {
     "all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "all-to-all": "A2A", "ragged-all-to-all": "RA2A",
     "collective-permute": "CP", "collective-broadcast": "CB",
 }  # fmt: skip
@@ -35,7 +35,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """One layout on one mesh: its verdict, or why it could not run; `collectives` per step by axis."""
+    """Result of one layout on one mesh: its verdict and its collectives per step, or the error."""
 
     candidate: Candidate
     verdict: Verdict | None
@@ -50,7 +50,15 @@ class LayoutResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """changes: what was made smaller. refused: layout -> why no mesh of these devices fits it."""
+    """Outcome of a verification.
+
+    Args:
+        rows: one per layout and mesh.
+        changes: `key: old -> new` of the shrunk config.
+        refused: layout -> why no mesh of these devices fits it.
+        devices: number of devices.
+        steps: number of steps.
+    """
 
     rows: list[LayoutResult]
     changes: list[str]
@@ -59,15 +67,15 @@ class Outcome:
     steps: int
 
 
-class Rows:
-    """Packed random documents for the decoder, as a dataset."""
+class PackedDataset:
+    """Dataset of packed random documents for the decoder."""
 
     def __init__(self, config: Config):
         self._size = (config.data.global_batch, config.data.sequence, config.model.vocab or 0)
 
     def batch(self, step: int, rows: Any) -> Batch:
-        """The rows of a step's batch."""
-        return {name: value[rows] for name, value in packed(step, *self._size).items()}
+        """Returns rows of a step's batch."""
+        return {name: value[rows] for name, value in packed_batch(step, *self._size).items()}
 
 
 def verify(
@@ -80,38 +88,42 @@ def verify(
     inject: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
-    """Losses, gradients and updates of the user's own model, shrunk, on every layout against one device, in float32.
+    """Compares losses, gradients and updates of the user's model, shrunk, on every layout with one device, in float32.
 
     Args:
-        path, overrides: the config, as for `jaxtrain train`.
-        layouts: names, or `all`: every shipped layout, those beside the config, and the config's own.
-        devices: simulated devices.
-        steps: of training whose losses are compared.
-        inject: a fault of `verify.faults` to put into every layout, for tests.
+        path: the config, as for `jaxtrain train`.
+        overrides: `key=value`.
+        layouts: names, or `all`: every shipped layout, those in the config's folder, and the config's own.
+        devices: number of simulated devices.
+        steps: of training.
+        inject: a fault of `known_faults` to inject into every layout, for tests.
+        progress: called with the number of layouts that are done, and of all.
 
     Raises:
-        UserError: a config or a layout that is wrong.
+        UserError: an invalid config or layout.
     """
     if inject is not None and inject not in INJECTIONS:
         raise UserError(f"--inject: no fault `{inject}`; expected {join_words(INJECTIONS)}")
     config, _ = resolve(path, *overrides, paths=False, checks=())
-    small, changes = shrunk(config, devices)
-    kept = [text for text in overrides if not text.startswith(("layout", *LAYOUT_KEYS))]
-    found, refused = candidates(
+    small, changes = shrink(config, devices)
+    others = [text for text in overrides if not text.startswith(("layout", *LAYOUT_KEYS))]
+    accepted, refused = candidates(
         small, layouts, devices, folder=Path(path).parent,
-        load_layout=lambda name: resolve(path, *kept, f"layout={name}", paths=False, checks=())[0],
+        load_layout=lambda name: resolve(path, *others, f"layout={name}", paths=False, checks=())[0],
     )  # fmt: skip
-    every = runtime.start(small)
-    split = Rows(small) if is_decoder(small.model) else open_datasets(small.data, small.seed, progress)[0]
-    hosts = [dict(split.batch(step, slice(None))) for step in range(steps)]
-    alone = small.model_copy(
+    all_devices = runtime.start(small)
+    dataset = PackedDataset(small)
+    if not is_decoder(small.model):
+        dataset = open_datasets(small.data, small.seed, progress)[0]
+    batches = [dict(dataset.batch(step, slice(None))) for step in range(steps)]
+    unsharded = small.model_copy(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     )
-    runner = Reference(build_program(alone, small.model.vocab, every[:1]), hosts)
+    reference = Reference(build_program(unsharded, small.model.vocab, all_devices[:1]), batches)
     rows: list[LayoutResult] = []
-    for index, candidate in enumerate(found):
-        progress(index, len(found))
-        row = check_one(candidate, split, hosts, runner, every, inject)
+    for index, candidate in enumerate(accepted):
+        progress(index, len(accepted))
+        row = verify_layout(candidate, dataset, batches, reference, all_devices, inject)
         if isinstance(row, LayoutResult):
             rows.append(row)
         else:
@@ -120,49 +132,45 @@ def verify(
 
 
 class Reference:
-    """One device, and what it gives for any batch."""
+    """Recording on one device, and its gradients for other batches."""
 
-    def __init__(self, program: Program, hosts: list[Batch]):
-        self._runner, self._state = Runner(program, hosts[0]), program.init()
-        self.seen = self._runner.observe(hosts)
+    def __init__(self, program: Program, batches: list[Batch]):
+        self._recorder, self._state = Recorder(program, batches[0]), program.init()
+        self.recording = self._recorder.record(batches)
 
-    def gradients(self, host: Batch) -> Flat:
+    def gradients(self, batch: Batch) -> Flat:
         """Gradients of the first step on another batch."""
-        return self._runner.gradients(self._state, host)
+        return self._recorder.gradients(self._state, batch)
 
 
-def check_one(
-    candidate: Candidate, split: Any, hosts: list[Batch], reference: Reference, devices: list[Any], inject: str | None
-) -> LayoutResult | str:
-    """The comparison of one layout, or the mesh doctor's reason against it, seen in the model's own tensors."""
+def verify_layout(
+    candidate: Candidate, dataset: Any, host_batches: list[Batch], reference: Reference, devices: list[Any],
+    inject: str | None,
+) -> LayoutResult | str:  # fmt: skip
+    """Compares one layout with the reference, or returns why the layout check refuses it for the model's tensors."""
     config = candidate.config
     try:
-        with broken(inject):
+        with injected(inject):
             program = build_program(config, config.model.vocab, devices)
-            place = placer(split, program)
-            batches = [place(step) for step in range(len(hosts))]
-            seen = Runner(program, batches[0]).observe(batches)
+            place = placer(dataset, program)
+            batches = [place(step) for step in range(len(host_batches))]
+            actual = Recorder(program, batches[0]).record(batches)
     except ConfigError as error:
         return str(error.problems[0])
-    except (UserError, jax.errors.JaxRuntimeError) as error:  # what only tracing or compiling shows
+    except (UserError, jax.errors.JaxRuntimeError) as error:  # found in tracing or compiling
         return LayoutResult(candidate, None, error=" ".join(str(error).split())[:200])
-    want = reference.seen
-    verdict = compare((seen.losses, want.losses), (seen.gradients, want.gradients), (seen.updates, want.updates))
+    verdict = compare(actual, reference.recording)
     if not verdict.is_equal:
-        verdict = _explained(verdict, seen, hosts[0], program, reference)
-    return LayoutResult(candidate, verdict, collectives(seen.text, program.layout.sizes))
+        shards = {axis: program.layout.sizes[axis] for axis in program.sharder.axes(BATCH)}
+        faults = variants(reference.gradients, host_batches[0], shards, config.step.microbatches)
+        cause = diagnose(actual.gradients, reference.recording.gradients, faults, program.layout.sizes)
+        verdict = replace(verdict, cause=cause)
+    return LayoutResult(candidate, verdict, collectives_text(actual.text, program.layout.sizes))
 
 
-def _explained(verdict: Verdict, seen: Seen, host: Batch, program: Program, reference: Reference) -> Verdict:
-    """The verdict with a cause, where one is recognised."""
-    sizes = program.layout.sizes
-    shards = {axis: sizes[axis] for axis in program.sharder.axes(BATCH)}
-    faults = variants(reference.gradients, host, shards, program.config.step.microbatches)
-    text = cause(seen.gradients, reference.seen.gradients, faults, sizes)
-    return Verdict(verdict.loss, verdict.gradient, verdict.tensor, verdict.update, verdict.first, text)
-
-
-def collectives(text: str, sizes: Mapping[str, int]) -> str:
-    """`data 12 AR 0.4 MB, model 8 AG 1.2 MB` of a step: runs and bytes per device."""
-    totals = summary(report(text, sizes))
-    return ", ".join(f"{axes} {count} {SHORT[op]} {size / 1e6:.2g} MB" for (axes, op), (count, size) in totals.items())
+def collectives_text(text: str, sizes: Mapping[str, int]) -> str:
+    """`data 12 AR 0.4 MB, model 8 AG 1.2 MB`: runs and bytes per device of a compiled step."""
+    totals = totals_by_axes(count_collectives(text, sizes))
+    return ", ".join(
+        f"{axes} {count} {ABBREVIATIONS[op]} {size / 1e6:.2g} MB" for (axes, op), (count, size) in totals.items()
+    )

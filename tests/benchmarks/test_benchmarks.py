@@ -87,13 +87,13 @@ def test_targets_without_their_compiler(tmp_path, monkeypatch, capsys, name: str
     out = tmp_path / "skipped.json"
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [name, "--quick", "--out", str(out), *options])
-    monkeypatch.setattr(targets, "_installed", lambda package: False)
+    monkeypatch.setattr(targets, "installed_version", lambda package: "")
     with contextlib.suppress(SystemExit):
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     record = json.loads(out.read_text())
-    said = record["skipped"] if "skipped" in record else record["results"]["skipped"]
-    assert said.endswith("pip install 'jaxtrain[plan-gpu]'")
-    assert said in capsys.readouterr().out
+    message = record["skipped"] if "skipped" in record else record["results"]["skipped"]
+    assert message.endswith("pip install 'jaxtrain[plan-gpu]'")
+    assert message in capsys.readouterr().out
 
 
 def test_gpu_mfu_without_a_gpu(tmp_path):
@@ -227,7 +227,7 @@ def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
             str(BENCHMARKS.parent / "configs" / file), *keys, paths=False,
             checks=[lambda config, n=devices: check_config(config, n) + check_pipeline(config, n)],
         )  # fmt: skip
-        found = pods.pods(config, targets.parse(target), largest)
+        found = pods.smaller_pods(config, targets.parse(target), largest)
         assert found, name
         for pod in found:
             assert check_config(pod.config, pod.target.devices) + check_pipeline(pod.config, pod.target.devices) == []

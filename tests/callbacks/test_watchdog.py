@@ -17,7 +17,7 @@ import pytest
 
 from jaxtrain.callbacks import watchdog as watch
 from jaxtrain.exit_codes import HUNG
-from jaxtrain.hlo.collectives import report, summary
+from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
 from jaxtrain.io import watchdog
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.io.watchdog import DEADLINES, MIN_STEP_DEADLINE, Watchdog
@@ -218,8 +218,10 @@ def test_the_collectives_of_the_running_step_are_named(tmp_path):
     jax.block_until_ready(program.step(state, batch))
     found = "\n".join(watch.step_collectives(program))  # and of other tests' steps
     assert "collectives of a step" in found
-    expected = summary(
-        report(program.step.lower(program.init(), batch).compile().as_text(), dict(program.sharder.mesh.shape))
+    expected = totals_by_axes(
+        count_collectives(
+            program.step.lower(program.init(), batch).compile().as_text(), dict(program.sharder.mesh.shape)
+        )
     )
     assert expected
     lines = [f"  {op} over {axes}: {count:,}" for (axes, op), (count, _) in expected.items()]

@@ -21,10 +21,10 @@ from jaxtrain.config.schema import MeshConfig
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import build_program
 from jaxtrain.verification.candidates import Candidate, candidates
-from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, compare
-from jaxtrain.verification.recording import Runner, Seen
-from jaxtrain.verification.shrink import shrunk
-from jaxtrain.verification.verify import Rows
+from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Recording, compare
+from jaxtrain.verification.recording import Recorder
+from jaxtrain.verification.shrink import shrink
+from jaxtrain.verification.verify import PackedDataset
 
 STEPS, DEVICES = 20, 8
 MODELS = {
@@ -64,7 +64,7 @@ MICROBATCHES = ("zero1", "zero2", "zero3", "tp_sp", "cp_ring", "ep")  # with sev
 
 def small(name: str) -> Config:
     base = {"layout": "3d", "optimizer": {"lr": 1e-3}, **MODELS[name]}
-    return shrunk(load(None, base=base), DEVICES)[0]
+    return shrink(load(None, base=base), DEVICES)[0]
 
 
 def wanted() -> list:
@@ -90,15 +90,15 @@ ALL = wanted()
 WANTED = [parameters for parameters in ALL if pytest.mark.matrix not in parameters.marks]  # by `make test`
 
 
-def observed(config: Config, devices: int) -> Seen:
+def observed(config: Config, devices: int) -> Recording:
     program = build_program(config, config.model.vocab, jax.devices()[:devices])
-    place = placer(Rows(config), program)
+    place = placer(PackedDataset(config), program)
     batches = [place(step) for step in range(STEPS)]
-    return Runner(program, batches[0]).observe(batches)
+    return Recorder(program, batches[0]).record(batches)
 
 
 @functools.cache
-def one_device(name: str) -> Seen:
+def one_device(name: str) -> Recording:
     alone = {"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     return observed(small(name).model_copy(update=alone), 1)
 
@@ -106,11 +106,11 @@ def one_device(name: str) -> Seen:
 @pytest.mark.parametrize(("name", "candidate"), ALL)
 def test_a_layout_equals_one_device(name: str, candidate: Candidate):
     want, got = one_device(name), observed(candidate.config, DEVICES)
-    seen = compare((got.losses, want.losses), (got.gradients, want.gradients), (got.updates, want.updates))
-    assert seen.is_equal, seen
-    assert seen.loss <= LOSS == 1e-5
-    assert seen.gradient <= GRADIENT == 1e-5
-    assert seen.update <= UPDATE
+    verdict = compare(got, want)
+    assert verdict.is_equal, verdict
+    assert verdict.loss <= LOSS == 1e-5
+    assert verdict.gradient <= GRADIENT == 1e-5
+    assert verdict.update <= UPDATE
     assert len(got.losses) == STEPS
     assert want.losses[-1] < want.losses[0] - 0.05
     assert all(np.isfinite(got.losses))

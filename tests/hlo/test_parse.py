@@ -21,8 +21,8 @@ def program(*lines: str, more: str = "") -> str:
 
 def rows(*lines: str, more: str = "", sizes: dict[str, int] = MESH) -> list[tuple]:
     """(op, where, count, bytes, dtype) of every row."""
-    found = collectives.report(program(*lines, more=more), sizes)
-    return [(row.op, row.where, row.count, row.bytes, row.dtype) for row in found]
+    found = collectives.count_collectives(program(*lines, more=more), sizes)
+    return [(row.op, row.axes_text, row.count, row.bytes, row.dtype) for row in found]
 
 
 def over(listed: str) -> str:
@@ -50,12 +50,12 @@ OVER_FSDP = "replica_groups=[2,4]<=[8], use_global_device_ids=true"
     ],
 )
 def test_bytes_of_shapes(text: str, expected: int):
-    assert parse.shape(text).bytes == expected
+    assert parse.parse_shape(text).bytes == expected
 
 
 def test_unknown_element_type_is_named():
     with pytest.raises(ValueError, match="unknown element type `weird`"):
-        _ = parse.shape("weird[3]").bytes
+        _ = parse.parse_shape("weird[3]").bytes
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ def test_unknown_element_type_is_named():
 )
 def test_replica_groups(text: str, expected: list[list[int]]):
     line = f", channel_id=1, replica_groups={text}, use_global_device_ids=true"
-    assert device_groups.groups_text(line) == text
+    assert device_groups.replica_groups_text(line) == text
     assert [list(group) for group in device_groups.replica_groups(text, 8)] == expected
 
 
 def test_unknown_replica_groups_are_refused():
     with pytest.raises(ValueError, match="unknown form"):
-        device_groups.groups_text(", replica_groups=<something new>")
+        device_groups.replica_groups_text(", replica_groups=<something new>")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_unknown_replica_groups_are_refused():
     ],
 )
 def test_axes_of_groups(members, axes, whole):
-    assert device_groups.axes_of(members, MESH) == (axes, whole)
+    assert device_groups.group_axes(members, MESH) == (axes, whole)
 
 
 def test_ring_bytes_of_every_operation():
@@ -197,17 +197,17 @@ INNER = f"""
 
 def test_loops_multiply_and_calls_are_followed():
     loop = f"%w = f32[4]{{0}} while(%p), condition=%inner_condition, body=%body, {known(5)}"
-    found = collectives.report(program(loop, more=INNER), MESH)
+    found = collectives.count_collectives(program(loop, more=INNER), MESH)
     assert [(row.scope.rsplit("/")[-1], row.count, row.bytes, row.note) for row in found] == [
         ("inner", 15, 15 * 48, ""),
         ("called", 5, 5 * 48, ""),
         ("fused", 5, 5 * 48, ""),
     ]
-    assert collectives.summary(found) == {("fsdp", "all-gather"): (25, 25 * 48)}
+    assert collectives.totals_by_axes(found) == {("fsdp", "all-gather"): (25, 25 * 48)}
 
 
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
-    (row,) = collectives.report(
+    (row,) = collectives.count_collectives(
         program("%w = f32[4]{0} while(%p), condition=%inner_condition, body=%inner_body", more=INNER), MESH
     )
     assert (row.count, row.note) == (1, "at least")
@@ -248,12 +248,12 @@ def counted(limit: int, step: int, first: int, direction: str = "LT") -> str:
     [(4, 1, 0, "LT", 4), (8, 2, 0, "LT", 4), (7, 2, 0, "LT", 4), (8, 1, 3, "LT", 5), (4, 1, 0, "LE", 5)],
 )
 def test_trip_count_from_condition_step_and_start(limit, step, first, direction, trips):
-    (row,) = collectives.report(counted(limit, step, first, direction), MESH)
+    (row,) = collectives.count_collectives(counted(limit, step, first, direction), MESH)
     assert (row.count, row.note) == (trips, "")
 
 
 def test_a_counter_that_goes_down_is_unknown():
-    (row,) = collectives.report(counted(4, -1, 0), MESH)
+    (row,) = collectives.count_collectives(counted(4, -1, 0), MESH)
     assert (row.count, row.note) == (1, "at least")
 
 
@@ -301,7 +301,7 @@ BRANCHES = """
 def test_divergent_permutes_are_found(branches: str):
     text = program(f"%c = f32[4]{{0}} conditional(%i, %p, %p), {branches}", more=BRANCHES)
     assert collectives.divergent_permutes(text) == ["hop in computation shift (jit(step)/cond/roll)"]
-    assert [(row.op, row.note) for row in collectives.report(text, MESH)] == [
+    assert [(row.op, row.note) for row in collectives.count_collectives(text, MESH)] == [
         ("all-reduce", "at most"),
         ("collective-permute", "at most"),
     ]
@@ -333,7 +333,7 @@ def test_permutes_elsewhere_are_fine():
 
 
 def test_scope_of_what_was_combined_comes_from_its_operands():
-    (row,) = collectives.report(
+    (row,) = collectives.count_collectives(
         program(
             '%dot = f32[16]{0} dot(%p, %p), metadata={op_name="jit(step)/transpose(jvp())/while/body/dot_general"}',
             "%joined = f32[16]{0} bitcast(%dot)",
@@ -342,12 +342,12 @@ def test_scope_of_what_was_combined_comes_from_its_operands():
         MESH,
     )
     assert row.scope.endswith("dot_general")
-    assert collectives.short(row.scope) == "transpose(jvp())/dot_general"
+    assert collectives.shorten_scope(row.scope) == "transpose(jvp())/dot_general"
 
 
 def test_text_of_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        collectives.report("nothing", MESH)
+        collectives.count_collectives("nothing", MESH)
 
 
 def test_a_collective_between_slices_is_a_send_that_says_so():
@@ -356,11 +356,11 @@ def test_a_collective_between_slices_is_a_send_that_says_so():
         ' frontend_attributes={_xla_megascale_transfer_type="KIND"}'
     )
     text = program("%t = token[] after-all()", send.replace("KIND", "ALL_REDUCE"))
-    (row,) = collectives.report(text, MESH, {"data": 2})
-    assert (row.op, row.axes, row.whole, row.bytes) == ("all-reduce", ("data",), True, 64 * 8 * 2)
-    (part,) = collectives.report(text, MESH, {"fsdp": 2})
-    assert (part.where, part.bytes) == ("part of fsdp", 64 * 8 * 2)
-    (gather,) = collectives.report(text.replace("ALL_REDUCE", "ALL_GATHER"), MESH, {"data": 2})
+    (row,) = collectives.count_collectives(text, MESH, {"data": 2})
+    assert (row.op, row.axes, row.spans_axes, row.bytes) == ("all-reduce", ("data",), True, 64 * 8 * 2)
+    (part,) = collectives.count_collectives(text, MESH, {"fsdp": 2})
+    assert (part.axes_text, part.bytes) == ("part of fsdp", 64 * 8 * 2)
+    (gather,) = collectives.count_collectives(text.replace("ALL_REDUCE", "ALL_GATHER"), MESH, {"data": 2})
     assert (gather.op, gather.bytes) == ("all-gather", 64 * 8 * 2)  # half of two shards
     assert rows("%t = token[] after-all()", "%s = (f32[8]{0}, u32[], token[]) send(%p, %t)") == []
 
@@ -369,14 +369,14 @@ def test_a_program_of_slices_counts_the_devices_of_one():
     """Two slices of 4: `data` inside, `fsdp` of 4 over both. Devices 0, 1, 4 and 5 of the mesh are the first slice."""
     across = {"fsdp": 2}
     inside = f"%a = f32[16]{{0}} all-reduce(%p), {over('{{0,2},{1,3}}')}, to_apply=%add"
-    (row,) = collectives.report(program(inside), MESH, across)
-    assert (row.axes, row.whole, row.bytes) == (("data",), True, 64)
-    (found,) = collectives.located(parse.parse(program(inside)), MESH, across)
-    assert set(found.joined) == {(0, 4), (1, 5), (2, 6), (3, 7)}
-    (row,) = collectives.report(program(inside.replace("{{0,2},{1,3}}", "{{0,1},{2,3}}")), MESH, across)
-    assert row.where == "part of fsdp"
-    (row,) = collectives.report(program(inside.replace("{{0,2},{1,3}}", "{{0,1,2,3}}")), MESH, across)
-    assert row.where == "part of data+fsdp"
+    (row,) = collectives.count_collectives(program(inside), MESH, across)
+    assert (row.axes, row.spans_axes, row.bytes) == (("data",), True, 64)
+    (found,) = collectives.locate_collectives(parse.parse(program(inside)), MESH, across)
+    assert set(found.groups) == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    (row,) = collectives.count_collectives(program(inside.replace("{{0,2},{1,3}}", "{{0,1},{2,3}}")), MESH, across)
+    assert row.axes_text == "part of fsdp"
+    (row,) = collectives.count_collectives(program(inside.replace("{{0,2},{1,3}}", "{{0,1,2,3}}")), MESH, across)
+    assert row.axes_text == "part of data+fsdp"
 
 
 def test_a_pods_program_on_the_mesh_it_stands_for():
@@ -392,21 +392,23 @@ def test_a_pods_program_on_the_mesh_it_stands_for():
         (scatter, replicas): (("data",), 16 * 4 * 5 / 6),  # the whole is two results of the pod
     }  # fmt: skip
     for (line, groups_of), (axes, size) in expected.items():
-        (row,) = collectives.report(program(line.replace("OVER", groups_of)), whole, None, pod)
-        assert (row.axes, row.whole, row.bytes) == (axes, True, round(size)), line
-    (found,) = collectives.located(parse.parse(program(reduce.replace("OVER", replicas))), whole, None, pod)
-    assert set(found.joined) == {tuple(range(shard, 24, 4)) for shard in range(4)}
+        (row,) = collectives.count_collectives(program(line.replace("OVER", groups_of)), whole, None, pod)
+        assert (row.axes, row.spans_axes, row.bytes) == (axes, True, round(size)), line
+    (found,) = collectives.locate_collectives(parse.parse(program(reduce.replace("OVER", replicas))), whole, None, pod)
+    assert set(found.groups) == {tuple(range(shard, 24, 4)) for shard in range(4)}
 
     sliced, across = Layout("hsdp", MESH, {}, {"data": 2}), {"data": 6}
     inside = over("{{0,1,2,3}}")  # of a slice
-    (found,) = collectives.located(parse.parse(program(gather.replace("OVER", inside))), whole, across, sliced)
-    assert set(found.joined) == {tuple(range(first, first + 4)) for first in range(0, 24, 4)}
+    (found,) = collectives.locate_collectives(
+        parse.parse(program(gather.replace("OVER", inside))), whole, across, sliced
+    )
+    assert set(found.groups) == {tuple(range(first, first + 4)) for first in range(0, 24, 4)}
 
     hop = "%a = f32[64]{0} collective-permute(%p), channel_id=1, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}"
     with pytest.raises(ValueError, match="a permute along data"):
-        collectives.report(program(hop), whole, None, pod)
+        collectives.count_collectives(program(hop), whole, None, pod)
 
 
 def test_devices_that_differ_in_the_outer_part_of_an_axis():
-    assert device_groups.spanning(MESH, {"data": 2}) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert device_groups.spanning(MESH, {"fsdp": 2}) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert device_groups.dcn_groups(MESH, {"data": 2}) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert device_groups.dcn_groups(MESH, {"fsdp": 2}) == ((0, 2), (1, 3), (4, 6), (5, 7))

@@ -11,10 +11,10 @@ from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.planning import compile
 from jaxtrain.planning.hardware import targets
-from jaxtrain.verification.test_batch import packed
+from jaxtrain.verification.packed_batch import packed_batch
 
 H100 = "h100:1x8"
-NO_COMPILER = targets.missing(targets.parse(H100), "xla")
+NO_COMPILER = targets.missing_packages(targets.parse(H100), "xla")
 VOCAB = 256
 SIZES = {"embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "mlp": 96}
 LAYOUTS = {
@@ -41,7 +41,7 @@ def gradients(fused: bool, layout: str | None, params: dict | None = None) -> tu
     held = program.init()["params"]
     if params is not None:
         held = jax.tree.map(lambda p, old: jax.device_put(np.asarray(p), old.sharding), params, held)
-    grads = jax.jit(program.gradients)(held, packed(0, 8, 32, VOCAB), jax.random.key(0)).grads
+    grads = jax.jit(program.gradients)(held, packed_batch(0, 8, 32, VOCAB), jax.random.key(0)).grads
     return jax.device_get(held), jax.device_get(grads)
 
 
@@ -93,7 +93,7 @@ def test_sends_what_the_decoder_sends(layout: str):
     )
 
     def sent(fused: bool) -> dict:
-        rows = compile.measure(config(fused, layout, sizes, 1024, *keys), 1024, H100).rows
+        rows = compile.compile_report(config(fused, layout, sizes, 1024, *keys), 1024, H100).rows
         out: dict = {}
         for row in rows:
             count, size = out.get((row.op, row.where), (0, 0))

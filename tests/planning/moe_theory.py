@@ -20,7 +20,7 @@ from jaxtrain.kernels.moe.routing import places
 
 def layers(capacity: float | None) -> dict[str, object]:
     """Changes to the config for experts with a capacity, or None: dropless."""
-    moe = f"{{experts: 8, top_k: 2, capacity: {'null' if capacity is None else capacity}}}"
+    moe = f"{{num_experts: 8, top_k: 2, capacity_factor: {'null' if capacity is None else capacity}}}"
     return {
         "model__moe": moe,
         "model__mlp": 1408,

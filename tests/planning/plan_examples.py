@@ -29,7 +29,7 @@ FITTING: dict[str, Any] = {
         "kind": {"matmul": 0.5, "elementwise": 0.2},
     },
     "step_seconds": 1.0, "mfu": 0.3, "hfu": 0.4, "tokens": 500_000, "steps": 172_800,
-    "limit": "matrix multiplications: 50% of the step",
+    "bottleneck": "matrix multiplications: 50% of the step",
     "advice": (Advice("step.remat=none", 0.16, "39 GB are left"), Advice("mesh.model=4", 0.04, "less is sent")),
     "notes": ("a loop of unknown length counts once",), "compile_seconds": 12.3,
 }  # fmt: skip
@@ -44,7 +44,7 @@ def simulated() -> Plan:
     """A step on CPU devices: no capacity, no network, no step time."""
     rows = tuple(Traffic(row.axes, row.op, "host", row.count, row.bytes, None, None) for row in FITTING["traffic"])
     unknown = dict.fromkeys(("usable", "fits", "exposed_seconds", "step_seconds", "mfu", "hfu"))
-    host = {"target": "simulate:16", "device": "cpu", "advice": (), "limit": "no step time is known"}
+    host = {"target": "simulate:16", "device": "cpu", "advice": (), "bottleneck": "the step time is unknown"}
     return fitting(**unknown, **host, traffic=rows)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.planning.hardware import chips
 from jaxtrain.planning.hardware.chips import CHIPS, GPUS, TPUS, Figure, Switch, Torus
-from jaxtrain.planning.hardware.peak import known_peak
+from jaxtrain.planning.hardware.peak import published_peak
 
 # As JAX names them.
 KINDS = {
@@ -42,15 +42,15 @@ def test_every_figure_has_a_source(kind: str):
 
 @pytest.mark.parametrize("kind", CHIPS)
 def test_peaks_are_those_that_runs_are_measured_by(kind: str):
-    peak = known_peak(KINDS[kind])
+    peak = published_peak(KINDS[kind])
     assert peak is not None
     assert CHIPS[kind].flops("bf16") == pytest.approx(peak.flops, rel=0.001)
-    assert chips.of_device(KINDS[kind]) is CHIPS[kind]
+    assert chips.chip_of_device(KINDS[kind]) is CHIPS[kind]
 
 
 def test_other_devices_are_in_no_row():
     for name in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA L4", "TPU v3"):
-        assert chips.of_device(name) is None
+        assert chips.chip_of_device(name) is None
 
 
 def test_dtypes_run_on_the_units_they_have():
@@ -78,4 +78,4 @@ def test_torus_dims_that_are_rings():
 def test_a_rack_of_gb200_is_one_domain():
     rack, node = GPUS["gb200"].inside, GPUS["h100"].inside
     assert isinstance(rack, Switch) and isinstance(node, Switch)  # noqa: PT018 narrows the types
-    assert (rack.domain(4), node.domain(4), node.domain(8)) == (72, 4, 8)
+    assert (rack.domain_size(4), node.domain_size(4), node.domain_size(8)) == (72, 4, 8)

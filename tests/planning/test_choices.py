@@ -1,4 +1,4 @@
-"""The ways that a search looks at: legal, each once, all kinds of them, and none that changes results."""
+"""Layout choices of a search: legal, each once, of all kinds, and none changes the result."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from jaxtrain.config.schema import Config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.planning import legal
-from jaxtrain.planning.choices import Choice, Space, microbatches
+from jaxtrain.planning.choices import LayoutChoice, SearchSpace, microbatch_counts
 from jaxtrain.sharding.axes import AXES
+from jaxtrain.verification.candidates import layout_key, layout_problems
 
 VOCAB = 1024
 TINY = (
@@ -24,34 +24,34 @@ def tiny(*changes: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def space() -> Space:
-    return Space(tiny(), 8, VOCAB)
+def space() -> SearchSpace:
+    return SearchSpace(tiny(), 8, VOCAB)
 
 
 @pytest.fixture(scope="module")
-def choices(space: Space) -> list[Choice]:
+def choices(space: SearchSpace) -> list[LayoutChoice]:
     return list(space)
 
 
-def test_what_is_looked_at_is_legal(space: Space, choices: list[Choice]):
+def test_choices_are_legal(space: SearchSpace, choices: list[LayoutChoice]):
     assert len(choices) > 1000
-    with_tables = [one for one in choices if one.size("pipeline") == 1 or space.table(one) is not None]
+    with_tables = [one for one in choices if one.size("pipeline") == 1 or space.schedule_table(one) is not None]
     for choice in random.Random(0).sample(with_tables, 60):
-        assert legal.problems(space.configured(choice), 8, VOCAB) == [], choice
+        assert layout_problems(space.to_config(choice), 8, VOCAB) == [], choice
 
 
-def test_nothing_is_looked_at_twice(space: Space, choices: list[Choice]):
+def test_choices_are_unique(space: SearchSpace, choices: list[LayoutChoice]):
     assert len(set(choices)) == len(choices)
     some = [one for one in choices if one.remat == "full" and not one.offload]
-    seen = {f"{legal.effect(config)} {config.pipeline if config.mesh.pipeline > 1 else ''}"
-            for config in map(space.configured, some)}  # fmt: skip
+    seen = {f"{layout_key(config)} {config.pipeline if config.mesh.pipeline > 1 else ''}"
+            for config in map(space.to_config, some)}  # fmt: skip
     assert len(seen) == len(some)
 
 
-def test_nothing_changes_results(space: Space, choices: list[Choice]):
+def test_choices_keep_what_determines_the_result(space: SearchSpace, choices: list[LayoutChoice]):
     kept = ("model", "data", "optimizer", "loss", "precision", "seed", "steps")
     for choice in random.Random(1).sample(choices, 40):
-        config = space.configured(choice)
+        config = space.to_config(choice)
         assert all(getattr(config, key) == getattr(space.config, key) for key in kept)
         assert config.step.attention == space.config.step.attention
 
@@ -61,54 +61,60 @@ def test_nothing_changes_results(space: Space, choices: list[Choice]):
     [
         ({"data": 8}, {}),
         ({"data": 8}, {"zero": 1}),
-        ({"data": 8}, {"zero": 2, "accumulate": 2}),
+        ({"data": 8}, {"zero": 2, "microbatches": 2}),
         ({"data": 8}, {"zero": 3}),
         ({"fsdp": 8}, {"remat": "full", "offload": ("attention",)}),
         ({"fsdp": 8}, {"remat": "full", "offload": ("input",)}),
         ({"data": 2, "fsdp": 4}, {"zero": 1}),
-        ({"model": 8}, {"sequence": False}),
-        ({"fsdp": 2, "model": 4}, {"accumulate": 4, "remat": ("attention",)}),
+        ({"model": 8}, {"sequence_parallel": False}),
+        ({"fsdp": 2, "model": 4}, {"microbatches": 4, "remat": ("attention",)}),
         ({"fsdp": 2, "context": 4}, {"context_parallel": "ring"}),
         ({"context": 2, "model": 4}, {"context_parallel": "ulysses"}),
-        ({"pipeline": 4, "fsdp": 2}, {"schedule": "zb_h1", "accumulate": 8}),
-        ({"pipeline": 2, "data": 2, "model": 2}, {"schedule": "interleaved_1f1b", "chunks": 2, "accumulate": 4}),
+        ({"pipeline": 4, "fsdp": 2}, {"schedule": "zb_h1", "microbatches": 8}),
+        (
+            {"pipeline": 2, "data": 2, "model": 2},
+            {"schedule": "interleaved_1f1b", "virtual_stages": 2, "microbatches": 4},
+        ),
     ],
 )
-def test_all_kinds_are_looked_at(choices: list[Choice], sizes: dict, options: dict):
+def test_choices_of_all_kinds_are_listed(choices: list[LayoutChoice], sizes: dict, options: dict):
     mesh = tuple(sizes.get(axis, 1) for axis in AXES)
-    assert Choice(mesh, **{"context_parallel": "auto", **options}) in choices
+    assert LayoutChoice(mesh, **{"context_parallel": "auto", **options}) in choices
 
 
-def test_what_cannot_be_is_not_looked_at(space: Space, choices: list[Choice]):
+def test_impossible_choices_are_not_listed(space: SearchSpace, choices: list[LayoutChoice]):
     # Rings wait for all devices; 4 layers do not make 8 stages; one microbatch more than a stage's rows.
-    assert not any(one.context == "ring" and one.size("pipeline") > 1 and space.table(one) for one in choices[:4000])
+    assert not any(
+        one.context_parallel == "ring" and one.size("pipeline") > 1 and space.schedule_table(one)
+        for one in choices[:4000]
+    )
     assert max(one.size("pipeline") for one in choices) == 4
-    assert {one.accumulate for one in choices if one.sizes == (1, 1, 8, 1, 1, 1, 1)} == {1, 2, 4}
+    assert {one.microbatches for one in choices if one.sizes == (1, 1, 8, 1, 1, 1, 1)} == {1, 2, 4}
     assert not any(one.size("expert") > 1 for one in choices)
 
 
-def test_experts_and_islands():
+def test_experts_and_replicas():
     moe = tiny("model.moe={num_experts: 4, top_k: 2}", "model.moe.load_balance_loss=0.01")
-    found = {one.mesh for one in Space(moe, 8, VOCAB).places()}
+    found = {one.mesh for one in SearchSpace(moe, 8, VOCAB).mesh_choices()}
     assert {"fsdp 2 x expert 4", "fsdp 4 x expert 2", "fsdp 2 x expert 2 x model 2"} <= found
-    islands = Space(tiny().model_copy(update={"mesh": tiny().mesh.model_copy(update={"replica": 2})}), 8, VOCAB)
-    assert {sizes[0] for sizes in islands._meshes()} == {2}
+    replicas = SearchSpace(tiny().model_copy(update={"mesh": tiny().mesh.model_copy(update={"replica": 2})}), 8, VOCAB)
+    assert {sizes[0] for sizes in replicas._meshes()} == {2}
 
 
-def test_what_a_search_does_not_choose_of_a_pipeline_stays():
-    space = Space(tiny("pipeline.virtual_stages=2"), 8, VOCAB)
-    pipeline = space.configured(Choice((1, 2, 1, 4, 1, 1, 1), schedule="gpipe")).pipeline
+def test_an_unset_number_of_virtual_stages_stays_unset():
+    space = SearchSpace(tiny("pipeline.virtual_stages=2"), 8, VOCAB)
+    pipeline = space.to_config(LayoutChoice((1, 2, 1, 4, 1, 1, 1), schedule="gpipe")).pipeline
     assert (pipeline.schedule, pipeline.virtual_stages) == ("gpipe", None)
 
 
 def test_slices_are_spanned_by_an_outer_axis():
-    space = Space(tiny(), 8, VOCAB, slices=2)
-    choice = Choice((1, 1, 1, 4, 1, 1, 2))
-    assert space.configured(choice).mesh.dcn == {"fsdp": 2}
+    space = SearchSpace(tiny(), 8, VOCAB, slices=2)
+    choice = LayoutChoice((1, 1, 1, 4, 1, 1, 2))
+    assert space.to_config(choice).mesh.dcn == {"fsdp": 2}
 
 
 def test_microbatches_double():
-    assert microbatches(16, 1) == [1, 2, 4, 8, 16]
-    assert microbatches(12, 1) == [1, 2, 4, 12]
-    assert microbatches(64, 4) == [4, 8, 16, 32]
-    assert microbatches(3, 4) == []
+    assert microbatch_counts(16, 1) == [1, 2, 4, 8, 16]
+    assert microbatch_counts(12, 1) == [1, 2, 4, 12]
+    assert microbatch_counts(64, 4) == [4, 8, 16, 32]
+    assert microbatch_counts(3, 4) == []

@@ -16,7 +16,9 @@ from jaxtrain.planning.hardware import targets
 
 H100 = "h100:2x8"
 V5P = "v5p:2x2x1"
-NO_COMPILER, NO_TPU = (targets.missing(targets.parse(target), LLAMA["step.attention"]) for target in (H100, V5P))
+NO_COMPILER, NO_TPU = (
+    targets.missing_packages(targets.parse(target), LLAMA["step.attention"]) for target in (H100, V5P)
+)
 
 
 def differences(measured: dict, expected: dict) -> list[str]:
@@ -35,7 +37,7 @@ def test_every_collective_on_16_absent_h100(layout: str):
     rows = communication(layout, H100)
     assert differences(totals(rows), theory(layout, H100)) == []
     for row in rows:
-        assert row.whole, row
+        assert row.spans_axes, row
         assert row.note == "", row
         assert part(row) == "edges" or row.scope, row
 
@@ -97,7 +99,7 @@ def test_a_real_permute_in_a_branch_is_found(inside: bool):
     mapped = jax.jit(jax.shard_map(stage, mesh=mesh, in_specs=P("pipeline", "model"), out_specs=P("pipeline", "model")))
     text = mapped.lower(jax.ShapeDtypeStruct((4, 6), jnp.float32)).compile().as_text()
     assert len(wire.divergent_permutes(text)) == inside
-    (row,) = wire.report(text, mesh.shape)
+    (row,) = wire.count_collectives(text, mesh.shape)
     assert (row.op, row.axes, row.bytes, row.note) == (
         "collective-permute",
         ("model",),

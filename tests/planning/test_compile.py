@@ -1,4 +1,4 @@
-"""The report of a config from a process of its own, and memory against the arrays themselves."""
+"""Report of a config from a child process, and memory against the arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wire_theory import communication, configured
 
 from jaxtrain.core.program import build_program
 from jaxtrain.errors import UserError
-from jaxtrain.hlo.collectives import divergent_permutes, from_dict
+from jaxtrain.hlo.collectives import divergent_permutes
 from jaxtrain.planning import compile, step_program
 from jaxtrain.planning.cost import memory
 from jaxtrain.planning.hardware import targets
@@ -27,17 +27,17 @@ from jaxtrain.planning.pods import Pod
 KEYS = {key.replace("__", "."): value for key, value in TINY.items()}
 
 
-def test_a_process_of_its_own_reports_the_same(tmp_path):
+def test_a_child_process_reports_the_same(tmp_path):
     config = configured("fsdp", {"fsdp": 4}, KEYS)
-    report = compile.measure(config, None, "cpu:4", hlo=tmp_path / "step.hlo")
-    assert report.rows == communication("fsdp", **TINY)
+    report = compile.compile_report(config, None, "cpu:4", hlo=tmp_path / "step.hlo")
+    assert report.collectives == communication("fsdp", **TINY)
     assert report.sizes == {"replica": 1, "pipeline": 1, "data": 1, "fsdp": 4, "expert": 1, "context": 1, "model": 1}
     assert divergent_permutes((tmp_path / "step.hlo").read_text()) == []
     written = json.loads(json.dumps(report.as_dict()))
-    assert from_dict(written["rows"]) == report.rows
+    assert compile.CompileReport.from_dict(written, report.text) == report
     assert dataclasses.asdict(report.memory) == written["memory"]
     batch = 5 * 8 // 4 * 64 * 4  # five arrays of 8 rows of 64 numbers, over 4 devices
-    assert sum(report.state.values()) + batch == pytest.approx(report.memory.arguments, abs=64)
+    assert sum(report.state_bytes.values()) + batch == pytest.approx(report.memory.arguments, abs=64)
 
 
 def test_memory_of_the_host_is_not_the_devices():
@@ -49,18 +49,18 @@ def test_memory_of_the_host_is_not_the_devices():
 
 def test_slices_need_axes_that_span_them():
     config = configured("hsdp", {"data": 2, "fsdp": 4}, KEYS)
-    message = r"mesh\.dcn: target v5p:2x2x1\*2 has 2 slices, and the axes span 1; .* mesh\.dcn=\{data: 2\}"
+    message = r"mesh\.dcn: target v5p:2x2x1\*2 has 2 slices, but the axes span 1; .* mesh\.dcn=\{data: 2\}"
     target = targets.parse("v5p:2x2x1", slices=2)
-    assert re.match(message, compile.across_slices(config, target) or "")
+    assert re.match(message, compile.dcn_problem(config.mesh.dcn, target) or "")
     spanned = config.model_copy(update={"mesh": config.mesh.model_copy(update={"dcn": {"data": 2}})})
-    assert compile.across_slices(spanned, target) is None
-    assert compile.across_slices(config, targets.parse("v5p:2x2x2")) is None
+    assert compile.dcn_problem(spanned.mesh.dcn, target) is None
+    assert compile.dcn_problem(config.mesh.dcn, targets.parse("v5p:2x2x2")) is None
 
 
 def test_problems_in_the_other_process_are_one_line():
-    config = configured("fsdp", {"fsdp": 3}, KEYS)
+    config = configured("fsdp", {"fsdp": 3}, {**KEYS, "model.embed": 96})
     with pytest.raises(UserError, match="has 3 places for 4 devices") as caught:
-        compile.measure(config, None, "cpu:4")
+        compile.compile_report(config, None, "cpu:4")
     assert "\n" not in str(caught.value)
 
 
@@ -79,13 +79,13 @@ def compiler(monkeypatch, tmp_path: Path) -> Callable[[str], None]:
 
 @pytest.mark.parametrize(
     ("ending", "said"),
-    [("kill -9 $$", "was killed, as a system does that has no memory left"),
-     ("exit 1", "ended with status 1: Error: x"), ("", "ended with status 0: Error: x")],
+    [("kill -9 $$", "was killed; this machine is probably out of memory"),
+     ("exit 1", "exited with status 1: Error: x"), ("", "exited with status 0: Error: x")],
 )  # fmt: skip
-def test_a_child_that_breaks_down_says_how(compiler, ending: str, said: str):
+def test_a_crashed_child_reports_how(compiler, ending: str, said: str):
     compiler(f"echo Traceback >&2\necho Error: x >&2\n{ending}")
-    with pytest.raises(compile.Crashed, match=f"^compiling {said}"):
-        compile.measure(configured("fsdp", {"fsdp": 4}, KEYS), None, "cpu:4")
+    with pytest.raises(compile.CompileCrashed, match=f"^the compiling process {said}"):
+        compile.compile_report(configured("fsdp", {"fsdp": 4}, KEYS), None, "cpu:4")
 
 
 def test_no_compiler_outlives_the_call(compiler, tmp_path: Path):
@@ -93,12 +93,12 @@ def test_no_compiler_outlives_the_call(compiler, tmp_path: Path):
     config, alive = configured("hsdp", {"data": 4, "fsdp": 2}, KEYS), tmp_path / "alive"
     compiler(f"mkdir {tmp_path}/first 2>/dev/null && exit 1\necho $$ > {alive}\nexec sleep 60")
     pods = [Pod(config, targets.parse("cpu:4"), {})] * 2
-    with pytest.raises(compile.Crashed, match="ended with status 1"):
-        compile.together(config, None, "cpu:8", pods)
+    with pytest.raises(compile.CompileCrashed, match="exited with status 1"):
+        compile.compile_reports(config, None, "cpu:8", pods)
     if alive.exists() and (number := alive.read_text().strip()):
         assert not Path(f"/proc/{number}").exists()
-    with pytest.raises(compile.TimedOut, match="target cpu:8: not compiled after 1 s"):
-        compile.measure(config, None, "cpu:8", timeout=1.0)
+    with pytest.raises(compile.CompileTimeout, match="target cpu:8: not compiled after 1 s"):
+        compile.compile_report(config, None, "cpu:8", timeout=1.0)
     assert not Path(f"/proc/{alive.read_text().strip()}").exists()
 
 

@@ -1,4 +1,4 @@
-"""Two plans side by side: signed changes, what is unknown, the terminal and JSON."""
+"""Comparison of two plans: signed changes, unknown figures, the terminal and JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shown(a: Plan, b: Plan) -> str:
     return capture.get()
 
 
-def test_what_smaller_pods_tell_is_marked():
+def test_plans_from_smaller_pods_are_marked():
     pods = ("h100:1024x8 (fsdp 64 instead of 128)", "h100:512x8 (fsdp 32 instead of 128)")
     told = fitting(pods=pods)
     assert f"extrapolated from two smaller pods: {' and '.join(pods)}" in " ".join(shown(fitting(), told).split())
@@ -48,16 +48,16 @@ def test_changes_are_signed():
     assert row("fsdp reduce-scatter").relative == pytest.approx(2.0)
     assert not row("fsdp reduce-scatter").is_better
     assert (row("model all-gather").b, row("model all-gather").change) == (0, -90_000_000_000)
-    assert row("in all", "communication").change == -86_000_000_000
+    assert row("total", "communication").change == -86_000_000_000
     assert row("fsdp", "communication, waiting").change == pytest.approx(0.02)
     assert row("pipeline bubble").change == pytest.approx(-0.1)
 
 
-def test_what_one_plan_does_not_know_is_unknown():
+def test_figures_that_one_plan_lacks_are_unknown():
     for b in (simulated(), refused()):
         assert (row("step time", b=b).b, row("step time", b=b).change) == (None, None)
     assert row("parameters", b=refused()).b is None
-    assert row("in all", "memory", b=refused()).change == 89_000_000_000
+    assert row("total", "memory", b=refused()).change == 89_000_000_000
     assert row("model", "communication, waiting", b=simulated()).b is None
     assert row("model all-gather", b=simulated()).change == 0
     assert "unknown" in shown(fitting(), refused())
@@ -90,7 +90,7 @@ def test_the_terminal_and_json():
     assert step["relative"] == pytest.approx(-0.2)
 
 
-def test_what_is_negligible_in_both_is_left_out_of_the_terminal_alone():
+def test_negligible_figures_are_left_out_of_the_terminal_only():
     tiny = Traffic("data", "all-reduce", "InfiniBand", 1, 4, 1e-6, 0.0)
     a = fitting(traffic=(*FITTING["traffic"], tiny))
     assert "data all-reduce" not in shown(a, a)

@@ -1,4 +1,4 @@
-"""Formulas against compiled steps: bytes of the state exactly, bytes on the wire, and the order of layouts."""
+"""Estimates against compiled steps: bytes of the state exactly, communication, and the order of layouts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from jaxtrain.errors import UserError
 from jaxtrain.hlo import parse
 from jaxtrain.kernels.attention import cudnn
 from jaxtrain.planning import compile, step_program
-from jaxtrain.planning.choices import Choice, Space
+from jaxtrain.planning.choices import LayoutChoice, SearchSpace
 from jaxtrain.planning.cost import estimate as formulas
 from jaxtrain.planning.cost import memory
-from jaxtrain.planning.cost.communication import LayoutSizes
-from jaxtrain.planning.cost.estimate import Formula, Order
-from jaxtrain.planning.cost.parameters import weigh
+from jaxtrain.planning.cost.estimate import CostModel, ScheduleEffect
+from jaxtrain.planning.cost.parameters import ParameterSharding
 from jaxtrain.planning.hardware import targets
 from jaxtrain.sharding.axes import AXES
 from jaxtrain.sharding.layout import resolve_layout
 
 H100 = "h100:2x8"
-NO_COMPILER = targets.missing(targets.parse(H100), "xla")
-NO_CUDNN = targets.missing(targets.parse(H100), "auto")
+NO_COMPILER = targets.missing_packages(targets.parse(H100), "xla")
+NO_CUDNN = targets.missing_packages(targets.parse(H100), "auto")
 SCALARS = 64  # bytes: counters of steps
 SMALL = {
     "model.embed": 64, "model.layers": 4, "model.heads": 8, "model.kv_heads": 4, "model.mlp": 128, "model.vocab": 1024,
@@ -34,10 +33,10 @@ SMALL = {
 }  # fmt: skip
 
 
-def formula(config: Config, target: str) -> Formula:
+def formula(config: Config, target: str) -> CostModel:
     where = targets.parse(target)
     assert config.model.vocab is not None
-    return Formula(Space(config, where.devices or 1, config.model.vocab), where)
+    return CostModel(SearchSpace(config, where.devices or 1, config.model.vocab), where)
 
 
 GPT2 = {
@@ -55,7 +54,8 @@ STATES = [
     ("hsdp", {"data": 2, "fsdp": 4}, {"step.microbatches": 2}),
     ("fsdp_tp", {"fsdp": 2, "model": 4}, {"optimizer.ema_decay": 0.9}),
     ("cp_ulysses", {"fsdp": 2, "context": 4}, {"model.tie_embeddings": True}),
-    ("ep_tp", {"fsdp": 2, "expert": 2, "model": 2}, {"model.moe": "{experts: 4, top_k: 2, shared: 1, bias_rate: 0.1}"}),
+    ("ep_tp", {"fsdp": 2, "expert": 2, "model": 2},
+     {"model.moe": "{num_experts: 4, top_k: 2, shared_experts: 1, bias_update_rate: 0.1}"}),
     ("pp_fsdp", {"pipeline": 2, "fsdp": 4}, {"step.microbatches": 4, "optimizer.name": "muon"}),
 ]  # fmt: skip
 
@@ -67,7 +67,8 @@ def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes
     state, held = memory.state_bytes(program.state), step_program.held_bytes(program)
     sizes = {axis: resolve_layout(config.layout, config.mesh, config.rules, 8).sizes[axis] for axis in AXES}
     assert config.model.vocab is not None
-    found = weigh(config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)}), config.model.vocab)
+    workload = SearchSpace(config, 8, config.model.vocab).workload
+    found = ParameterSharding(workload, sizes, config.rules, config.zero, config.step.microbatches).sizes()
     assert found.params == state["params"]
     rest = sum(size for part, size in state.items() if part != "params")
     assert 0 <= rest - found.optimizer <= SCALARS
@@ -80,10 +81,10 @@ def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes
 @pytest.mark.parametrize("layout", together(["ddp", "fsdp", "tp_sp", "cp_ulysses"]))
 def test_bytes_on_the_wire_are_the_compiled_step_s(layout: str):
     config, sizes, rows = measured(layout, H100)
-    found = formula(config, H100).exact(Choice.of(config, sizes))
+    found = formula(config, H100).estimate(LayoutChoice.from_config(config, sizes))
     assert found is not None
     assert found.wire_bytes == pytest.approx(sum(row.bytes for row in rows), rel=0.02)
-    by_axes = {row.where for row in rows if row.bytes > 1e6}
+    by_axes = {row.axes_text for row in rows if row.bytes > 1e6}
     assert by_axes <= {row.axes for row in found.traffic}
 
 
@@ -95,7 +96,7 @@ def test_learned_positions_send_their_rows(layout: str):
 
     def both(more: dict) -> tuple[float, float]:
         config, sizes, rows = measured(layout, H100, **more)
-        found = formula(config, H100).exact(Choice.of(config, sizes))
+        found = formula(config, H100).estimate(LayoutChoice.from_config(config, sizes))
         assert found is not None
         return found.wire_bytes, sum(row.bytes for row in rows)
 
@@ -117,8 +118,8 @@ def test_what_layers_keep_is_about_what_a_compiled_step_does(layout: str, mesh: 
     config = configured(layout, {"fsdp": 1, **mesh}, {**MEDIUM, **changes, "step.remat": "none"})
     devices = prod(mesh.values())
     program = build_program(config, config.model.vocab, jax.devices()[:devices])
-    made = memory.compiled_memory(step_program.compiled_step(program)).temporaries
-    found = formula(config, f"simulate:{devices}").exact(Choice.of(config, program.layout.sizes))
+    made = memory.compiled_memory(step_program.compile_step(program)).temporaries
+    found = formula(config, f"simulate:{devices}").estimate(LayoutChoice.from_config(config, program.layout.sizes))
     assert found is not None
     assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.2)
 
@@ -129,16 +130,16 @@ def test_what_stages_keep_is_about_what_is_compiled_for_gpus(schedule: str, rema
     sizes = {"model.embed": 1024, "model.layers": 8, "model.mlp": 4096, "model.vocab": 32000, "data.sequence": 2048}
     own = {"step.microbatches": 8, "data.global_batch": 16, "step.remat": remat, "pipeline.schedule": schedule}
     config = configured("pp_fsdp", {"pipeline": 4, "fsdp": 1}, {**SMALL, **sizes, **own, "step.attention": "auto"})
-    report = compile.measure(config, None, "h100:1x4")
-    known, choice = formula(config, "h100:1x4"), Choice.of(config, report.sizes)
-    found, wanted = known.exact(choice), memory.workspace(parse.parse(report.text))
+    report = compile.compile_report(config, None, "h100:1x4")
+    known, choice = formula(config, "h100:1x4"), LayoutChoice.from_config(config, report.sizes)
+    found, wanted = known.estimate(choice), memory.attention_workspace(parse.parse(report.text))
     assert found is not None
-    assert known.workspace(choice, LayoutSizes.of(config, choice)) == wanted > 0
+    assert known.workspace(choice, known.sizes(choice)) == wanted > 0
     made = report.memory.temporaries
     assert sum(found.memory[kind] for kind in ("gradients", "gathered", "activations")) == pytest.approx(made, rel=0.1)
 
 
-def llama(**changes) -> Formula:
+def llama(**changes) -> CostModel:
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     model = {
         "model.embed": 4096, "model.layers": 32, "model.heads": 32, "model.kv_heads": 8, "model.mlp": 14336,
@@ -154,17 +155,15 @@ def sized(**sizes: int) -> tuple[int, ...]:
 
 def test_places_of_documents_are_the_kernel_s():
     for time in (1024, 8192, 65536):
-        assert max(formulas.PLACES, time // formulas.TOKENS_PER_PLACE) == cudnn._places(time)[-1]
+        assert max(formulas.MIN_DOCUMENTS, time // formulas.TOKENS_PER_DOCUMENT) == cudnn._places(time)[-1]
     assert cudnn.HOPPER[0] == formulas.HOPPER
 
 
 def test_figures_of_llama_3_8b_on_64_gpus():
-    known, choice = llama(), Choice(sized(fsdp=64), remat="full")
-    found = known.exact(choice)
+    known, choice = llama(), LayoutChoice(sized(fsdp=64), remat="full")
+    found = known.estimate(choice)
     assert found is not None
-    assert (
-        known.workspace(choice, LayoutSizes.of(known.config, choice)) == 4 * 16 * 2 * 4096 * 4096
-    )  # 16 documents a row
+    assert known.workspace(choice, known.sizes(choice)) == 4 * 16 * 2 * 4096 * 4096  # 16 documents a row
     assert found.memory["params"] + found.memory["optimizer"] == pytest.approx(1.509e9, rel=0.001)
     assert found.wire_bytes == pytest.approx(44.6e9, rel=0.01)  # as pinned of the compiled step
     assert 0.4 < 8.03e9 * 6 * 128 * 4096 / 64 / 989.4e12 / found.step_seconds < 0.6
@@ -174,7 +173,7 @@ def test_the_order_of_layouts_is_sane():
     seconds = llama()
 
     def step_seconds(*args, **kwargs) -> float:
-        found = seconds.exact(Choice(*args, **kwargs))
+        found = seconds.estimate(LayoutChoice(*args, **kwargs))
         assert found is not None
         return found.step_seconds
 
@@ -183,9 +182,9 @@ def test_the_order_of_layouts_is_sane():
     assert fsdp < step_seconds(sized(fsdp=64), remat="full") < step_seconds(sized(fsdp=8, model=8), remat="full")
     assert 1.4 * step_seconds(sized(fsdp=8, model=8)) < step_seconds(sized(fsdp=4, model=16))
     # Every microbatch gathers all weights anew.
-    assert fsdp < step_seconds(sized(fsdp=64), accumulate=2)
+    assert fsdp < step_seconds(sized(fsdp=64), microbatches=2)
     # 1F1B waits longer than its aligned form in lockstep, gathers apart.
-    stages = {"sizes": sized(pipeline=4, fsdp=16), "accumulate": 8, "remat": "full"}
+    stages = {"sizes": sized(pipeline=4, fsdp=16), "microbatches": 8, "remat": "full"}
     assert step_seconds(**stages, schedule="1f1b_aligned") < step_seconds(**stages, schedule="1f1b")
 
 
@@ -193,7 +192,7 @@ def test_memory_falls_with_remat_stages_and_zero():
     known = llama()
 
     def needs(*args, **kwargs) -> float:
-        found = known.exact(Choice(*args, **kwargs))
+        found = known.estimate(LayoutChoice(*args, **kwargs))
         assert found is not None
         return found.needs
 
@@ -204,7 +203,7 @@ def test_memory_falls_with_remat_stages_and_zero():
     assert away == pytest.approx(stream)
     replicas = sized(data=64)
     assert needs(replicas, zero=3) < needs(replicas, zero=1) < needs(replicas)
-    stages = {"sizes": sized(pipeline=4, fsdp=16), "accumulate": 8}
+    stages = {"sizes": sized(pipeline=4, fsdp=16), "microbatches": 8}
     assert needs(**stages, schedule="1f1b") < needs(**stages, schedule="gpipe")
 
 
@@ -212,16 +211,16 @@ def test_bounds_are_below_what_they_bound():
     known = llama()
     choices = [one for one in known.space if one.size("pipeline") in (2, 4) and one.size("fsdp") == 16]
     for choice in choices[::37]:
-        exact = known.exact(choice)
+        exact = known.estimate(choice)
         if exact is not None:
-            bound = known.bound(choice)
+            bound = known.lower_bound(choice)
             assert bound.step_seconds <= exact.step_seconds * (1 + 1e-9), choice
             assert bound.needs <= exact.needs * (1 + 1e-9), choice
-    assert Order.least(Choice(mesh := sized(fsdp=64))).ticks == 0, mesh
+    assert ScheduleEffect.lower_bound(LayoutChoice(mesh := sized(fsdp=64))).ticks == 0, mesh
 
 
 def test_other_models_have_no_formulas():
     config = configured("ddp", {"data": 8}, {"data.sequence": 64})
     own = config.model_copy(update={"model": type(config.model)(type="package.module:Class")})
     with pytest.raises(UserError, match="built-in decoder"):
-        Formula(Space(own, 8, 1024), targets.parse("simulate:8"))
+        CostModel(SearchSpace(own, 8, 1024), targets.parse("simulate:8"))

@@ -15,4 +15,4 @@ def test_every_collective_of_experts_on_16_absent_h100(name: str):
     config, axes, rows = measured(layout, H100, **layers(capacity))
     expected = {key: row for key, row in theory(Experts.of(config, axes)).items() if row[1]}
     assert moe_differences(merged(totals(rows)), expected) == []
-    assert all(row.whole and (row.note == "" or row.op == "ragged-all-to-all") for row in rows)
+    assert all(row.spans_axes and (row.note == "" or row.op == "ragged-all-to-all") for row in rows)

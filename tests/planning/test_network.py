@@ -23,7 +23,7 @@ H100 = {"nvlink": 450e9, "card": 50e9}
 def nodes(count: int, per_node: int = 8, kind: str = "h100") -> Fabric:
     target = targets.parse(f"{kind}:{count}x{per_node}")
     devices = [SimpleNamespace(id=i, process_index=i // per_node) for i in range(count * per_node)]
-    return Fabric(target.chip, ALL, (), network.places(target, devices))
+    return Fabric(target.chip, ALL, (), network.device_positions(target, devices))
 
 
 def torus(*sizes: int, kind: str = "v5p", slices: int = 1) -> Fabric:
@@ -37,7 +37,7 @@ def torus(*sizes: int, kind: str = "v5p", slices: int = 1) -> Fabric:
 
 def seconds(fabric: Fabric, op: str, group: list[int], full: float = BIG) -> tuple[float, str]:
     share = (len(group) - 1) / len(group) * (2 if op == "all-reduce" else 1)
-    price = fabric.price(op, [group], full * share)
+    price = fabric.collective_time(op, [group], full * share)
     assert price.seconds is not None
     return price.seconds, price.network
 
@@ -120,19 +120,19 @@ def test_two_devices_of_a_chip_share_its_links():
 def test_permutes_pay_for_hops_and_for_leaving():
     ring = torus(1, 1, 8)
     around = [(i, (i + 1) % 8) for i in range(8)]
-    assert ring.price("collective-permute", around, BIG).seconds == pytest.approx(BIG / 100e9, rel=1e-3)
+    assert ring.collective_time("collective-permute", around, BIG).seconds == pytest.approx(BIG / 100e9, rel=1e-3)
     line = torus(1, 1, 2, kind="v5p")
-    assert line.price("collective-permute", [(0, 1)], BIG).network == "ICI"
-    assert nodes(2).price("collective-permute", [(0, 1), (7, 8)], BIG).network == "InfiniBand"
+    assert line.collective_time("collective-permute", [(0, 1)], BIG).network == "ICI"
+    assert nodes(2).collective_time("collective-permute", [(0, 1), (7, 8)], BIG).network == "InfiniBand"
 
 
 def test_what_is_achieved_and_what_nobody_knows():
-    slower = dataclasses.replace(nodes(1), shares=HALF)
+    slower = dataclasses.replace(nodes(1), calibration=HALF)
     assert seconds(slower, "all-gather", [0, 1])[0] == pytest.approx(
         2 * seconds(nodes(1), "all-gather", [0, 1])[0], rel=1e-3
     )
     unknown = Fabric(None, ALL, (), [DevicePosition(0), DevicePosition(0)])
-    assert unknown.price("all-gather", [[0, 1]], 8.0) == network.CollectiveTime(None, "host")
+    assert unknown.collective_time("all-gather", [[0, 1]], 8.0) == network.CollectiveTime(None, "host")
     assert GPUS["h100"].inside is not None
 
 
@@ -143,13 +143,16 @@ def test_simulated_devices_meet_and_copy_through_the_host_s_memory():
     assert seconds(fabric, "all-gather", [0, 1, 2, 3], 1e6) == (pytest.approx(4e-5 + 2e6 / 4e9), "host")
     assert seconds(fabric, "all-reduce", [0, 1], 1e6) == (pytest.approx(2e-5 + 2e6 / 1e9), "host")
     # A permute waits for all devices, whoever takes part.
-    assert fabric.price("collective-permute", [(0, 1)], 1e6).seconds == pytest.approx(8e-5 + 2e6 / 4e9)
+    assert fabric.collective_time("collective-permute", [(0, 1)], 1e6).seconds == pytest.approx(8e-5 + 2e6 / 4e9)
 
 
 def test_axes_that_leave_a_node():
     fabric = nodes(2)
-    assert network.crosses(fabric.places, {"data": 2, "fsdp": 1, "model": 8}) == {"data": True, "model": False}
-    assert network.crosses(fabric.places, {"fsdp": 16}) == {"fsdp": True}
+    assert network.axes_crossing_domains(fabric.positions, {"data": 2, "fsdp": 1, "model": 8}) == {
+        "data": True,
+        "model": False,
+    }
+    assert network.axes_crossing_domains(fabric.positions, {"fsdp": 16}) == {"fsdp": True}
 
 
 LINES = """HloModule m, is_scheduled=true
@@ -186,10 +189,10 @@ class Second:
 
 def test_what_is_between_start_and_done_runs_at_the_same_time():
     module = parse.parse(LINES)
-    found = roofline.analyse(module, Second())
+    found = roofline.analyze(module, Second())
     assert found.seconds == pytest.approx(3.0)
-    moving = {("body", "g"): overlap.Move(1.5), ("body", "r"): overlap.Move(0.25)}
-    assert overlap.waits(module, found, moving) == {
+    moving = {("body", "g"): overlap.TransferTime(1.5), ("body", "r"): overlap.TransferTime(0.25)}
+    assert overlap.exposed_seconds(module, found, moving) == {
         ("body", "g"): pytest.approx(0.5), ("body", "r"): 0.25,
     }  # fmt: skip
     line = overlap.Timeline(module, {("body", "a"): 1.0}, moving)
@@ -232,14 +235,14 @@ ENTRY %main (x: f32[2,8], y: f32[8,8]) -> f32[8,8] {
 
 
 def test_a_collective_that_a_tpu_carries_through_fusions_runs_once_and_beside_them():
-    (row,) = collectives.report(CARRIED, {"fsdp": 4})
+    (row,) = collectives.count_collectives(CARRIED, {"fsdp": 4})
     assert (row.op, row.count, row.bytes) == ("all-gather", 1, 8 * 8 * 4 * 3 // 4)
     module = parse.parse(CARRIED)
-    found = roofline.analyse(module, Second())
+    found = roofline.analyze(module, Second())
     assert found.seconds == pytest.approx(2.0)  # the dot inside of the fusion computes as well
     for takes, waits in ((1.5, 0.0), (2.5, 0.5)):
-        moving = {("begin", "gather.1"): overlap.Move(takes)}
-        assert overlap.waits(module, found, moving) == {("begin", "gather.1"): pytest.approx(waits)}
+        moving = {("begin", "gather.1"): overlap.TransferTime(takes)}
+        assert overlap.exposed_seconds(module, found, moving) == {("begin", "gather.1"): pytest.approx(waits)}
     line = overlap.Timeline(module, {("main", "f"): 1.0, ("main", "a"): 1.0}, moving)
     assert line.run("main") == pytest.approx(2.5)
 
@@ -262,8 +265,10 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 def test_what_slices_send_each_other_ends_where_it_is_received():
     module = parse.parse(BETWEEN)
-    moving = {("main", "s"): overlap.Move(1.5)}
-    assert overlap.waits(module, roofline.analyse(module, Second()), moving) == {("main", "s"): pytest.approx(0.5)}
+    moving = {("main", "s"): overlap.TransferTime(1.5)}
+    assert overlap.exposed_seconds(module, roofline.analyze(module, Second()), moving) == {
+        ("main", "s"): pytest.approx(0.5)
+    }
 
 
 def test_other_wires_do_not_wait_for_each_other():
@@ -273,18 +278,25 @@ def test_other_wires_do_not_wait_for_each_other():
         "  %h = (f32[8,8]{1,0:S(5)}, f32[8,8]{1,0}, u32[]) copy-start(%x)\n  %a = f32", 1,
     ).replace("  %r = f32", "  %hd = f32[8,8]{1,0:S(5)} copy-done(%h)\n  %r = f32", 1)  # fmt: skip
     module = parse.parse(lines)
-    found = roofline.analyse(module, Second())
+    found = roofline.analyze(module, Second())
     keys = [("body", name) for name in ("g", "h", "r")]
-    assert [one.kind for one in found.operations if one.host] == ["to host"]
+    assert [one.kind for one in found.operations if one.host_bytes] == ["to host"]
     for wires, waits in (("to host", 0.5), ("network", 2.0)):
         moving = dict(
-            zip(keys, (overlap.Move(1.5, "network"), overlap.Move(1.5, wires), overlap.Move(0.25, "network")))
+            zip(
+                keys,
+                (
+                    overlap.TransferTime(1.5, "network"),
+                    overlap.TransferTime(1.5, wires),
+                    overlap.TransferTime(0.25, "network"),
+                ),
+            )
         )
-        assert sum(overlap.waits(module, found, moving).values()) == pytest.approx(waits + 0.25)
+        assert sum(overlap.exposed_seconds(module, found, moving).values()) == pytest.approx(waits + 0.25)
 
 
 def test_a_copy_to_the_host_takes_the_bus():
     h100, nobody = nodes(1), Fabric(None, ALL, (), ())
-    assert h100.to_host(64e9).seconds == pytest.approx(1.0, rel=1e-3)
-    assert h100.to_host(64e9).network == "PCIe"
-    assert nobody.to_host(1.0).seconds is None
+    assert h100.host_copy_time(64e9).seconds == pytest.approx(1.0, rel=1e-3)
+    assert h100.host_copy_time(64e9).network == "PCIe"
+    assert nobody.host_copy_time(1.0).seconds is None

@@ -51,7 +51,7 @@ def test_a_page_has_the_figures():
 
 def test_text_of_others_is_escaped():
     hostile = fitting(
-        device=HOSTILE, layout=HOSTILE, limit=HOSTILE, notes=(HOSTILE,), tensors=((HOSTILE, 5),),
+        device=HOSTILE, layout=HOSTILE, bottleneck=HOSTILE, notes=(HOSTILE,), tensors=((HOSTILE, 5),),
         buffers=((HOSTILE, HOSTILE, 5),), advice=(Advice(HOSTILE, 0.1, HOSTILE),),
         seconds_by={"kind": {HOSTILE: 0.5}, "phase": {HOSTILE: 0.5}},
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_memory_is_drawn_to_scale():
 
 
 def test_times_follow_one_another_and_add_up():
-    bars = rectangles(plots.times(fitting()))
+    bars = rectangles(plots.time(fitting()))
     assert [bar["class"] for bar in bars] == ["compute", "compute", "communication", "bubble"]
     for bar, following in pairwise(bars):
         assert float(bar["x"]) + float(bar["width"]) == pytest.approx(float(following["x"]), abs=0.2)
@@ -89,7 +89,7 @@ def test_a_roofline_is_flat_from_the_ridge_on():
     assert y1 == y2
     assert x0 < x1 < x2
     assert y0 > y1
-    field = plots.Field(1.0, 10**4, 989.4e12 / 1000, 4 * 989.4e12)
+    field = plots.LogAxes(1.0, 10**4, 989.4e12 / 1000, 4 * 989.4e12)
     assert x1 == pytest.approx(field.x(989.4e12 / 3.35232e12), abs=0.1)
     assert "computing: 573 TFLOP/s" in svg  # 401 TFLOP in 0.7 s
     assert "the whole step: 401 TFLOP/s" in svg
@@ -98,7 +98,7 @@ def test_a_roofline_is_flat_from_the_ridge_on():
 
 def test_labels_stay_on_the_plot():
     for plan in (fitting(), simulated()):
-        for svg in filter(None, (plots.memory(plan), plots.times(plan), plots.roofline(plan))):
+        for svg in filter(None, (plots.memory(plan), plots.time(plan), plots.roofline(plan))):
             for node in ElementTree.fromstring(svg).iter():
                 if node.tag.endswith("text"):
                     wide, x = plots.LETTER_WIDTH * len(node.text or ""), float(node.attrib["x"])
@@ -110,7 +110,7 @@ def test_labels_stay_on_the_plot():
 def test_parts_of_a_step_stand_where_their_flops_and_bytes_say():
     work = {"flops_by": {"part": {"layers": 3e14, "loss": 1e12}}, "bytes_by": {"part": {"layers": 1e12, "loss": 1e9}}}
     svg = plots.roofline(fitting(**work))
-    field = plots.Field(1.0, 10**4, 989.4e12 / 1000, 4 * 989.4e12)
+    field = plots.LogAxes(1.0, 10**4, 989.4e12 / 1000, 4 * 989.4e12)
     found = [tuple(map(float, point)) for point in re.findall(r'class="point" cx="([\d.]+)" cy="([\d.]+)"', svg)]
     assert len(found) == 2
     assert (pytest.approx(field.x(300), abs=0.1), pytest.approx(field.y(3e14 / 0.6), abs=0.1)) in found

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.planning.hardware.peak import device_peak, known_peak, measure_cpu
+from jaxtrain.planning.hardware.peak import device_peak, measure_cpu, published_peak
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,12 @@ from jaxtrain.planning.hardware.peak import device_peak, known_peak, measure_cpu
     ],
 )
 def test_known_chips(kind, tflops):
-    assert known_peak(kind).flops == pytest.approx(tflops * 1e12)
+    assert published_peak(kind).flops == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "Tesla T4", "NVIDIA RTX A1000", "TPU v4 lite", "AMD Instinct MI300X"])
 def test_unknown_chips_have_no_peak(kind):
-    assert known_peak(kind) is None
+    assert published_peak(kind) is None
     assert device_peak(SimpleNamespace(platform="gpu", device_kind=kind), 1, jnp.bfloat16) is None
 
 

@@ -12,7 +12,7 @@ from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.result import Plan
 
 GPUS, TPUS = "h100:8x8", "v5p:4x4x4"
-NO_CUDNN, NO_LIBTPU = (targets.missing(targets.parse(target)) for target in (GPUS, TPUS))
+NO_CUDNN, NO_LIBTPU = (targets.missing_packages(targets.parse(target)) for target in (GPUS, TPUS))
 
 
 @functools.cache

@@ -28,7 +28,7 @@ def compiled(schedule: str, microbatches: int) -> jax.stages.Compiled:
         f"data.global_batch={8 * microbatches}",
     )
     config = resolve(None, "layout=pp_fsdp", *SIZES, *own, paths=False)[0]
-    return step_program.compiled_step(build_program(config, 256, jax.devices()[:4]))
+    return step_program.compile_step(build_program(config, 256, jax.devices()[:4]))
 
 
 def temporaries(schedule: str, microbatches: int) -> int:

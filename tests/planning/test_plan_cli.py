@@ -20,7 +20,7 @@ from jaxtrain.cli.main import main
 from jaxtrain.config.schema import Config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.planning import predict
-from jaxtrain.planning.choices import Space
+from jaxtrain.planning.choices import SearchSpace
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.result import Plan
 
@@ -41,16 +41,16 @@ def config(tmp_path: Path) -> str:
 
 
 class Compiler:
-    """Stands in for `predict`: gives its plans one after the other and keeps what it was asked."""
+    """Replaces `predict`: returns its plans one after the other and records its calls."""
 
     def __init__(self, *plans: Plan):
         self.plans, self.asked = list(plans), []
 
     def __call__(
-        self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, largest: int | None = None
+        self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, max_devices: int | None = None
     ) -> Plan:
         self.asked.append((config, vocab, target))
-        self.largest = largest
+        self.max_devices = max_devices
         return self.plans.pop(0)
 
 
@@ -59,7 +59,7 @@ def compiler(monkeypatch) -> Compiler:
     made = Compiler()
     monkeypatch.setattr(predict, "predict", made)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(targets, "missing", lambda *_: None)
+    monkeypatch.setattr(targets, "missing_packages", lambda *_: None)
     return made
 
 
@@ -70,9 +70,9 @@ def compiler(monkeypatch) -> Compiler:
         ([], "expected a config, or --diff A B"),
         (["CONFIG", "--target", "v5x:8x8x8"], "target v5x:8x8x8: no such device (did you mean `v5p` or `v5e`?)"),
         (["CONFIG", "--target", "v5p:8x8"], "target v5p:8x8: v5p has 3 sizes, not 2"),
-        (["CONFIG", "--target", "v5p:64x64x64"], "262144 chips, and the largest slice of v5p has 6144"),
-        (["CONFIG", "--target", "h100:4x16"], "a node of h100 has at most 8 GPUs; expected such as h100:8x8"),
-        (["CONFIG", "--target", "h100:4x8", "--slices", "2"], "slices are of TPUs"),
+        (["CONFIG", "--target", "v5p:64x64x64"], "262144 chips; the largest slice of v5p has 6144"),
+        (["CONFIG", "--target", "h100:4x16"], "a node of h100 has at most 8 GPUs; expected e.g. h100:8x8"),
+        (["CONFIG", "--target", "h100:4x8", "--slices", "2"], "only TPUs have slices"),
         (["CONFIG", "--target", "h100:2x2", "mesh.fsdp=8"], "mesh: fsdp 8 needs 8 devices, and there are 4"),
         (
             ["CONFIG", "--target", "h100:3", "layout=tp", "mesh.model=3", "model.mlp=129"],
@@ -103,17 +103,17 @@ def compiler(monkeypatch) -> Compiler:
             "--whole and --diff do not go with --search",
         ),
         (["CONFIG", "--target", "h100:2", "--search", "--out", "best"], "--out best: a layout file ends in .yaml"),
-        (["CONFIG", "--target", "h100:2", "--search", "--jobs", "0"], "jobs: expected 1 or more; found 0"),
-        (["CONFIG", "--target", "h100:2", "--search", "--devices", "-2"], "devices: expected 1 or more; found -2"),
-        (["CONFIG", "--target", "h100:2", "--search", "--top", "-1"], "top: expected 0 or more; found -1"),
-        (["CONFIG", "--target", "v5p:2x2x1*2", "--slices", "4"], "has 2 slices, and --slices says 4"),
+        (["CONFIG", "--target", "h100:2", "--search", "--jobs", "0"], "jobs: expected at least 1, not 0"),
+        (["CONFIG", "--target", "h100:2", "--search", "--devices", "-2"], "devices: expected at least 1, not -2"),
+        (["CONFIG", "--target", "h100:2", "--search", "--top", "-1"], "top: expected at least 0, not -1"),
+        (["CONFIG", "--target", "v5p:2x2x1*2", "--slices", "4"], "has 2 slices, but --slices is 4"),
         (
             ["CONFIG", "--target", "h100:2", "--search", "--budget", "soon"],
             "--budget soon: expected a time such as 90s",
         ),
         (["CONFIG", "--target", "h100:2", "--search", "--objective", "tiem"], "did you mean `time`"),
-        (["CONFIG", "--target", "local", "--search"], "target local: how many devices there are is not known"),
-        (["CONFIG", "--target", "h100:2x8", "--search", "--devices", "12"], "devices: 12 are no whole nodes of 8"),
+        (["CONFIG", "--target", "local", "--search"], "target local: the number of devices is unknown"),
+        (["CONFIG", "--target", "h100:2x8", "--search", "--devices", "12"], "devices: 12 are not whole nodes of 8"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_compiled(
@@ -131,7 +131,7 @@ def test_a_missing_extra_is_one_line(compiler, config, capsys, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(predict, "predict", compiler)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    monkeypatch.setattr(targets, "installed_version", lambda package: "")
     for target, extra in (("h100:2", "plan-gpu"), ("v5p:2x1x1", "plan-tpu")):
         assert main(["plan", config, "--target", target]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -152,7 +152,7 @@ def test_the_exit_code_says_whether_it_fits(compiler, config, capsys, plan, code
     assert err == ""
 
 
-def test_the_target_says_which_devices_there_are(compiler, config, capsys):
+def test_the_target_determines_the_devices(compiler, config, capsys):
     compiler.plans = [fitting(), fitting(), fitting()]
     # Not the config's two simulated devices; and neither its data nor a token cache need be there.
     assert main(["plan", config, "mesh.fsdp=8", "--target", "h100:8"]) == 0
@@ -167,16 +167,16 @@ def test_the_target_says_which_devices_there_are(compiler, config, capsys):
     capsys.readouterr()
 
 
-def test_what_smaller_pods_tell_is_marked(compiler, config, capsys, tmp_path):
+def test_plans_from_smaller_pods_are_marked(compiler, config, capsys, tmp_path):
     pod, page = "h100:4096x8 (data 2 instead of 8)", tmp_path / "plan.html"
     compiler.plans = [fitting(pods=(pod,)), fitting()]
     assert main(["plan", config, "--target", "h100:8", "--html", str(page)]) == 0
-    assert compiler.largest == 2**15
+    assert compiler.max_devices == 2**15
     marked = f"extrapolated from a smaller pod: {pod}"
     assert marked in capsys.readouterr().out
     assert marked in page.read_text()
     assert main(["plan", config, "--target", "h100:8", "--whole"]) == 0
-    assert compiler.largest is None
+    assert compiler.max_devices is None
     assert "extrapolated" not in capsys.readouterr().out
 
 
@@ -262,10 +262,10 @@ def test_a_search_prints_the_ranking_and_writes_a_layout_to_use(
     assert "tensor parallel" in out  # a family that lost
     assert err.splitlines()[-1] == "written: h100-1x4.yaml"
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ranking"][0]["source"] == "formula"
+    assert found["ranking"][0]["source"] == "estimate"
     (command,) = (line for line in "".join(out.splitlines(True)).splitlines() if line.startswith("use it: "))
     words = shlex.split(command.removeprefix("use it: jaxtrain train "))
-    used, _ = resolve(words[0], *words[1:], paths=False, checks=())
+    used, _ = resolve(words[0], *words[1:], "simulate=4", paths=False, checks=())
     assert {axis: size for axis, size in used.mesh if axis != "dcn" and size > 1} == found["ranking"][0]["mesh"]
     layout = found["ranking"][0]["layout"]
     assert {name: list(axes) for name, axes in used.rules.items()} == layout["rules"]
@@ -284,21 +284,21 @@ def test_a_search_overwrites_its_own_files_alone(compiler, config, capsys, tmp_p
     assert (tmp_path / "h100-1x4.yaml").read_text() == "mine: 1\n"
 
 
-def test_what_a_search_says_is_no_markup(compiler, config, capsys, tmp_path, monkeypatch):
+def test_search_output_is_not_markup(compiler, config, capsys, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    monkeypatch.setattr(targets, "installed_version", lambda package: "")
     assert search(config, "--top", "1") == 0
     assert "[plan-gpu]" in capsys.readouterr().out
 
 
 def test_an_early_ctrl_c_is_one_line(compiler, config, capsys, tmp_path, monkeypatch):
-    def interrupted(self: Space) -> None:
+    def interrupted(self: SearchSpace) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Space, "__iter__", interrupted)
+    monkeypatch.setattr(SearchSpace, "__iter__", interrupted)
     assert search(config) == 130
     assert capsys.readouterr() == ("", "jaxtrain: interrupted before the first layout was estimated\n")
 

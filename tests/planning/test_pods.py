@@ -1,4 +1,4 @@
-"""Smaller pods stand for the whole: what is chosen, its collectives on the larger mesh, and what is extrapolated."""
+"""Smaller pods compiled instead of a cluster: their choice, collectives on the large mesh, and extrapolation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jaxtrain.config.schema import Config
 from jaxtrain.core.program import build_program
 from jaxtrain.hlo import device_groups
 from jaxtrain.planning import advice, compile, pods, predict, step_program
-from jaxtrain.planning.extrapolate import extrapolated
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.pods import Pod
 from jaxtrain.planning.result import Plan, Traffic
@@ -29,10 +28,10 @@ KEYS = {key.replace("__", "."): value for key, value in TINY.items()}
 
 def chosen(layout: str, mesh: dict[str, int], target: str, largest: int, **changes: Any) -> list[str]:
     config = configured(layout, mesh, {key.replace("__", "."): value for key, value in changes.items()})
-    return [str(pod) for pod in pods.pods(config, targets.parse(target), largest)]
+    return [str(pod) for pod in pods.smaller_pods(config, targets.parse(target), largest)]
 
 
-def test_what_is_small_enough_is_compiled_as_it_is():
+def test_small_targets_are_compiled_as_they_are():
     assert chosen("hsdp", {"data": 4, "fsdp": 8}, "h100:4x8", 32) == []
     assert chosen("hsdp", {"data": 4, "fsdp": 8}, "h100:4x8", 31) == ["h100:2x8 (data 2 instead of 4)"]
 
@@ -56,10 +55,10 @@ def test_state_spread_over_replicas_takes_two_pods():
 
 def test_axes_that_are_neither_replicas_nor_shards_stay():
     assert chosen("tp", {"data": 2, "model": 8}, "h100:2x8", 8) == []
-    assert chosen("ep", {"expert": 16}, "h100:2x8", 8, model__moe="{experts: 16}") == []
-    found = chosen("ep", {"fsdp": 4, "expert": 4}, "h100:2x8", 8, model__moe="{experts: 4}")
+    assert chosen("ep", {"expert": 16}, "h100:2x8", 8, model__moe="{num_experts: 16}") == []
+    found = chosen("ep", {"fsdp": 4, "expert": 4}, "h100:2x8", 8, model__moe="{num_experts: 4}")
     assert found == []  # 2 and 1 shards: a second pod would have none
-    found = chosen("ep", {"fsdp": 8, "expert": 4}, "h100:4x8", 16, model__moe="{experts: 4}")
+    found = chosen("ep", {"fsdp": 8, "expert": 4}, "h100:4x8", 16, model__moe="{num_experts: 4}")
     assert found == ["h100:2x8 (fsdp 4 instead of 8)", "h100:1x8 (fsdp 2 instead of 8)"]
 
 
@@ -73,7 +72,7 @@ def test_whole_slices_are_left_out_where_axes_span_them():
 
 def test_a_pod_keeps_rows_and_microbatches_of_a_device():
     config = configured("hsdp", {"data": 8, "fsdp": 8}, {"step.microbatches": 4})
-    (pod,) = pods.pods(config, targets.parse("h100:8x8"), 16)
+    (pod,) = pods.smaller_pods(config, targets.parse("h100:8x8"), 16)
     assert pod.config.mesh.data == 2
     assert pod.config.data.global_batch * 4 == config.data.global_batch
     assert pod.config.step == config.step
@@ -87,7 +86,7 @@ def test_groups_of_a_larger_mesh(seed: int):
     larger = {name: size * int(rng.choice([1, 2, 3])) if size > 1 else 1 for name, size in small.items()}
     for count in range(1, 5):
         for joined in itertools.combinations(range(4), count):
-            made = device_groups.grown(along(joined, small), small, larger)
+            made = device_groups.expand_groups(along(joined, small), small, larger)
             assert {frozenset(group) for group in made} == {frozenset(group) for group in along(joined, larger)}
 
 
@@ -101,28 +100,28 @@ def along(joined: tuple[int, ...], sizes: dict[str, int]) -> device_groups.Group
 
 def test_moves_between_devices_keep_their_direction():
     pairs = ((0, 4), (1, 5), (4, 0), (5, 1), (2, 6), (3, 7), (6, 2), (7, 3))  # along a; 2 of b, 2 of c
-    made = device_groups.grown(pairs, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 6, "c": 2})
+    made = device_groups.expand_groups(pairs, {"a": 2, "b": 2, "c": 2}, {"a": 2, "b": 6, "c": 2})
     assert sorted(made) == sorted((i, (i + 12) % 24) for i in range(24))
 
 
-def test_groups_that_tell_nothing_of_a_larger_mesh():
+def test_groups_that_can_not_be_expanded():
     sizes, larger = {"a": 4, "b": 2}, {"a": 8, "b": 2}
     with pytest.raises(ValueError, match="join a part of a"):
-        device_groups.grown(((0, 2), (1, 3), (4, 6), (5, 7)), sizes, larger)
-    with pytest.raises(ValueError, match="not the same all along a"):
-        device_groups.grown(((0, 1), (2,), (3,), (4, 5), (6, 7)), sizes, larger)
+        device_groups.expand_groups(((0, 2), (1, 3), (4, 6), (5, 7)), sizes, larger)
+    with pytest.raises(ValueError, match="groups differ along a"):
+        device_groups.expand_groups(((0, 1), (2,), (3,), (4, 5), (6, 7)), sizes, larger)
 
 
-def reports(whole: Config, small: Config) -> tuple[compile.Report, compile.Report]:
+def reports(whole: Config, small: Config) -> tuple[compile.CompileReport, compile.CompileReport]:
     """Of a config compiled as it is, and from a pod."""
     count = prod(getattr(small.mesh, axis) for axis in AXES)
     programs = [
         build_program(config, config.model.vocab, jax.devices()[:n]) for config, n in ((whole, 8), (small, count))
     ]
-    own, pod = (step_program.compiled_step(program) for program in programs)
+    own, pod = (step_program.compile_step(program) for program in programs)
     return (
-        compile.of_program(programs[0], own, "simulate:8", "cpu"),
-        compile.of_program(programs[0], pod, "simulate:8", "cpu", pod=programs[1]),
+        compile.report_program(programs[0], own, "simulate:8", "cpu"),
+        compile.report_program(programs[0], pod, "simulate:8", "cpu", pod=programs[1]),
     )
 
 
@@ -132,7 +131,7 @@ LAYOUTS = {
     "hsdp": ("hsdp", {"data": 4, "fsdp": 2}, {}),
     "tensor parallel": ("tp", {"data": 4, "model": 2}, {}),
     "pipeline": ("pp", {"pipeline": 2, "data": 4}, {"step.microbatches": 4}),
-    "num_experts": ("ep", {"data": 4, "expert": 2}, {"model.moe": "{experts: 4}", "rules.batch": "[data, expert]"}),
+    "num_experts": ("ep", {"data": 4, "expert": 2}, {"model.moe": "{num_experts: 4}", "rules.batch": "[data, expert]"}),
     "fsdp": ("fsdp", {"fsdp": 8}, {}),
     "ZeRO 1": ("ddp", {"data": 8}, {"zero": 1}),
     "ZeRO 2": ("ddp", {"data": 8}, {"zero": 2}),
@@ -143,9 +142,10 @@ LAYOUTS = {
 def test_a_pods_collectives_are_those_of_the_whole(name: str):
     layout, mesh, changes = LAYOUTS[name]
     config = configured(layout, mesh, {**KEYS, **changes})
-    pod = pods.pods(config, targets.parse("simulate:8"), 4)[0]
+    pod = pods.smaller_pods(config, targets.parse("simulate:8"), 4)[0]
     whole, told = reports(config, pod.config)
-    assert (told.sizes, told.layout, told.state, told.held) == (whole.sizes, whole.layout, whole.state, whole.held)
+    assert (told.sizes, told.layout, told.state_bytes) == (whole.sizes, whole.layout, whole.state_bytes)
+    assert told.held_bytes == whole.held_bytes
     assert told.memory.arguments == whole.memory.arguments
     assert {key: count for key, (count, _) in by_kind(told).items()} == {
         key: n for key, (n, _) in by_kind(whole).items()
@@ -153,27 +153,27 @@ def test_a_pods_collectives_are_those_of_the_whole(name: str):
     for key, (_, size) in by_kind(whole).items():
         assert by_kind(told)[key][1] == pytest.approx(size, rel=0.005), key  # what is cut twice is a part of a shard
     if not pod.sharded:
-        assert told.rows == whole.rows
+        assert told.collectives == whole.collectives
         assert dataclasses.replace(told.memory, peak=whole.memory.peak) == whole.memory
 
 
-def by_kind(report: compile.Report) -> dict[tuple, tuple[int, int]]:
+def by_kind(report: compile.CompileReport) -> dict[tuple, tuple[int, int]]:
     out: dict[tuple, tuple[int, int]] = {}
-    for row in report.rows:
+    for row in report.collectives:
         count, size = out.get((row.op, row.axes), (0, 0))
         out[row.op, row.axes] = count + row.count, size + row.bytes
     return out
 
 
-def test_a_pod_that_does_not_lie_across_nodes_as_the_whole_does_tells_nothing(monkeypatch):
+def test_a_pod_whose_axes_cross_other_nodes_is_refused(monkeypatch):
     config = configured("hsdp", {"data": 4, "fsdp": 2}, KEYS)
-    (pod,) = pods.pods(config, targets.parse("simulate:8"), 4)
+    (pod,) = pods.smaller_pods(config, targets.parse("simulate:8"), 4)
     elsewhere = {"config": pod.config.model_dump(mode="json"), "target": "simulate:4"}
     whole = build_program(config, config.model.vocab, jax.devices())
-    assert compile._pod(elsewhere, config.model.vocab, whole, "simulate:8").layout.sizes["data"] == 2
-    monkeypatch.setattr(compile.network, "crosses", lambda places, sizes: {"data": sizes["data"] == 4})
-    with pytest.raises(compile.Unlike, match="does not lie across simulate:4 as the whole does"):
-        compile._pod(elsewhere, config.model.vocab, whole, "simulate:8")
+    assert compile._build_pod(elsewhere, config.model.vocab, whole, "simulate:8").layout.sizes["data"] == 2
+    monkeypatch.setattr(compile.network, "axes_crossing_domains", lambda positions, sizes: {"data": sizes["data"] == 4})
+    with pytest.raises(compile.PodMismatch, match="on simulate:4 cross other nodes or slices than on simulate:8"):
+        compile._build_pod(elsewhere, config.model.vocab, whole, "simulate:8")
 
 
 def made(shards: int, **known: Any) -> Plan:
@@ -191,10 +191,10 @@ def made(shards: int, **known: Any) -> Plan:
     )  # fmt: skip
 
 
-def test_a_line_over_shards_is_told_by_two_pods(monkeypatch):
-    monkeypatch.setattr(advice, "changes", lambda config, plan: [])
+def test_two_pods_extrapolate_a_line_over_shards(monkeypatch):
+    monkeypatch.setattr(advice, "suggest", lambda config, plan: [])
     config = configured("fsdp", {"fsdp": 64}, KEYS)
-    told, whole = extrapolated(config, made(16), made(8), (64, 16, 8)), made(64)
+    told, whole = predict.extrapolate(config, made(16), made(8), (64, 16, 8)), made(64)
     for name in ("needs", "memory", "compute_seconds", "exposed_seconds", "step_seconds", "mfu"):
         assert getattr(told, name) == pytest.approx(getattr(whole, name)), name
     assert told.seconds_by["kind"] == pytest.approx(whole.seconds_by["kind"])
@@ -202,7 +202,7 @@ def test_a_line_over_shards_is_told_by_two_pods(monkeypatch):
     assert told.traffic[0].bytes == whole.traffic[0].bytes
 
 
-def test_a_search_or_a_plan_takes_a_pod_and_says_so(monkeypatch):
+def test_a_plan_from_a_pod_says_so(monkeypatch):
     config = configured("hsdp", {"data": 8, "fsdp": 8}, KEYS)
     asked = []
 
@@ -213,29 +213,29 @@ def test_a_search_or_a_plan_takes_a_pod_and_says_so(monkeypatch):
     def together(config: Config, vocab, target: str, found: Sequence[Pod], **kwargs) -> list[str]:
         asked.extend((target, str(pod)) for pod in found)
         if "4x8" in str(found[0]):
-            raise compile.Unlike("its groups differ")
+            raise compile.PodMismatch("its groups differ")
         return [target for _ in found]
 
-    monkeypatch.setattr(compile, "measure", measured)
-    monkeypatch.setattr(compile, "together", together)
+    monkeypatch.setattr(compile, "compile_report", measured)
+    monkeypatch.setattr(compile, "compile_reports", together)
     monkeypatch.setattr(predict, "assess", lambda config, report: made(8))
-    plan = predict.predict(config, None, "h100:8x8", largest=16)
+    plan = predict.predict(config, None, "h100:8x8", max_devices=16)
     assert asked == [("h100:8x8", "h100:2x8 (data 2 instead of 8)")]
     assert plan.pods == ("h100:2x8 (data 2 instead of 8)",)
     assert Plan.from_dict(plan.as_dict()).pods == plan.pods
 
     asked.clear()
-    plan = predict.predict(config, None, "h100:8x8", largest=32)
+    plan = predict.predict(config, None, "h100:8x8", max_devices=32)
     assert asked == [("h100:8x8", "h100:4x8 (data 4 instead of 8)"), ("h100:8x8", None)]
     assert plan.pods == ()
-    assert plan.notes[-1].endswith("compiled as it is: its groups differ")
+    assert plan.notes[-1] == "compiled as it is, since no smaller pod represents it: its groups differ"
 
     asked.clear()
-    assert predict.predict(config, None, "h100:8x8", largest=None).pods == ()
+    assert predict.predict(config, None, "h100:8x8", max_devices=None).pods == ()
     assert asked == [("h100:8x8", None)]
 
 
-def test_what_does_not_fit_a_pod_of_the_same_shards_does_not_fit_the_whole(monkeypatch):
+def test_a_step_that_does_not_fit_a_pod_of_equal_shards_does_not_fit(monkeypatch):
     asked = []
 
     def measured(config: Config, vocab, target: str, **kwargs) -> str:
@@ -244,14 +244,14 @@ def test_what_does_not_fit_a_pod_of_the_same_shards_does_not_fit_the_whole(monke
 
     def together(config: Config, vocab, target: str, found: Sequence[Pod], **kwargs) -> list[str]:
         asked.append(found)
-        raise compile.TooLarge("needs more", 10**12)
+        raise compile.StepTooLarge("needs more", 10**12)
 
-    monkeypatch.setattr(compile, "measure", measured)
-    monkeypatch.setattr(compile, "together", together)
+    monkeypatch.setattr(compile, "compile_report", measured)
+    monkeypatch.setattr(compile, "compile_reports", together)
     monkeypatch.setattr(predict, "assess", lambda config, report: made(64))
-    plan = predict.predict(configured("hsdp", {"data": 8, "fsdp": 8}, KEYS), None, "h100:8x8", largest=32)
+    plan = predict.predict(configured("hsdp", {"data": 8, "fsdp": 8}, KEYS), None, "h100:8x8", max_devices=32)
     assert (plan.fits, plan.needs, plan.devices, len(plan.pods), len(asked)) == (False, 10**12, 64, 1, 1)
-    plan = predict.predict(configured("fsdp", {"fsdp": 64}, KEYS), None, "h100:8x8", largest=32)
+    plan = predict.predict(configured("fsdp", {"fsdp": 64}, KEYS), None, "h100:8x8", max_devices=32)
     assert (plan.fits, plan.pods, asked[-1]) == (True, (), None)  # whose shards are smaller
 
 
@@ -262,7 +262,7 @@ def test_what_does_not_fit_a_pod_of_the_same_shards_does_not_fit_the_whole(monke
 )
 def test_plans_of_absent_gpus_from_pods(layout: str, mesh: dict[str, int], changes: dict[str, Any]):
     config = configured(layout, mesh, changes)
-    whole, told = (predict.predict(config, None, "h100:8x8", largest=largest) for largest in (None, 32))
+    whole, told = (predict.predict(config, None, "h100:8x8", max_devices=count) for count in (None, 32))
     assert told.pods
     assert told.needs == pytest.approx(whole.needs, rel=0.02)
     assert told.compute_seconds == pytest.approx(whole.compute_seconds, rel=0.01)

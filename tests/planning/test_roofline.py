@@ -15,7 +15,7 @@ from jaxtrain.planning.cost import memory, roofline
 from jaxtrain.planning.hardware import targets
 
 H100 = "h100:1x4"
-NO_COMPILER = targets.missing(targets.parse(H100), "xla")
+NO_COMPILER = targets.missing_packages(targets.parse(H100), "xla")
 
 
 def module(*lines: str, more: str = "") -> parse.Module:
@@ -23,9 +23,9 @@ def module(*lines: str, more: str = "") -> parse.Module:
     return parse.parse(f"HloModule jit_step\n\n{more}\n\nENTRY %main (p: f32[8]) -> f32[] {{\n{body}\n}}\n")
 
 
-def work(*lines: str, visible: float = 0.5) -> matmuls.Work:
+def work(*lines: str, visible: float = 0.5) -> matmuls.MatmulWork:
     computation = module(*lines).computations["main"]
-    found = [matmuls.work(one, computation, visible) for one in computation.values()]
+    found = [matmuls.matmul_work(one, computation, visible) for one in computation.values()]
     (only,) = [one for one in found if one is not None]
     return only
 
@@ -37,7 +37,7 @@ def test_flops_of_dots():
         "ROOT %d = f32[4,128,32]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0},"
         " rhs_contracting_dims={1}",
     )
-    assert found == matmuls.Work("bf16", 2 * 4 * 128 * 64 * 32)
+    assert found == matmuls.MatmulWork("bf16", 2 * 4 * 128 * 64 * 32)
 
 
 @pytest.mark.parametrize(("more", "dtype"), [("", "tf32"), (", operand_precision={highest,highest}", "f32")])
@@ -68,7 +68,7 @@ def test_flops_of_a_strided_and_a_dilated_convolution():
     assert dilated.flops == 2 * 3 * 5 * (8 + 7 * 2)  # even outputs meet the middle of the kernel, odd ones its ends
 
 
-def fmha(target: str, mask: str, window: int = 0) -> matmuls.Work:
+def fmha(target: str, mask: str, window: int = 0) -> matmuls.MatmulWork:
     config = (
         '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": '
         f'["2", "8", "1024", "1024"]}}, "mask_type": "{mask}", "sliding_window_length": {window}}}}}'
@@ -82,11 +82,11 @@ def fmha(target: str, mask: str, window: int = 0) -> matmuls.Work:
 
 def test_flops_of_cudnn_attention():
     scores = 2 * 2 * 8 * 1024 * 128
-    assert fmha("__cudnn$fmhaSoftmax", "NO_MASK") == matmuls.Work("bf16", 2 * scores * 1024, 0.0, True)
+    assert fmha("__cudnn$fmhaSoftmax", "NO_MASK") == matmuls.MatmulWork("bf16", 2 * scores * 1024, 0.0, True)
     causal = fmha("__cudnn$fmhaSoftmax", "PADDING_CAUSAL")
     assert causal.flops == 2 * scores * 512.5
     backward = fmha("__cudnn$fmhaSoftmaxBackward", "CAUSAL")
-    assert (backward.flops, backward.inside) == (2 * causal.flops, causal.flops / 2)
+    assert (backward.flops, backward.recomputed) == (2 * causal.flops, causal.flops / 2)
     near = fmha("__cudnn$fmhaSoftmax", "CAUSAL", window=256)
     assert near.flops == 2 * scores * (256 * 257 / 2 + 768 * 256) / 1024
 
@@ -107,7 +107,7 @@ def test_workspace_of_cudnn_attention(target, scratch, slots, bytes_):
         f'custom_call_target="{target}", '
         f'backend_config={{"cudnn_fmha_backend_config": {{"max_seg_per_batch": {slots}}}}}',
     )
-    assert memory.workspace(found) == bytes_
+    assert memory.attention_workspace(found) == bytes_
 
 
 def test_flops_of_splash_and_of_cublas():
@@ -120,7 +120,7 @@ def test_flops_of_splash_and_of_cublas():
         visible=0.25,
     )
     product = 2 * 2 * 8 * 1024 * 1024 * 128 * 0.25
-    assert splash == matmuls.Work("bf16", 2 * product, 2 * product, True)
+    assert splash == matmuls.MatmulWork("bf16", 2 * product, 2 * product, True)
     gemm = work(
         "%a = bf16[64,32]{1,0} parameter(0)",
         "%b = bf16[64,16]{1,0} parameter(1)",
@@ -158,7 +158,7 @@ def test_a_fusion_reads_the_slice_and_writes_the_update(line):
         more=FUSION,
     )
     computation = fused.computations["main"]
-    assert memory_traffic.moved(fused, computation["f"], computation) == 128 * 4 + 4 + 128 * 4
+    assert memory_traffic.hbm_bytes(fused, computation["f"], computation) == 128 * 4 + 4 + 128 * 4
 
 
 def test_what_lies_on_the_chip_costs_no_traffic():
@@ -169,8 +169,8 @@ def test_what_lies_on_the_chip_costs_no_traffic():
         "ROOT %s = (bf16[256]{0:S(5)}, bf16[256]{0}, u32[]) copy-start(%b)",
     )
     computation = found.computations["main"]
-    assert memory_traffic.moved(found, computation["c"], computation) == 512
-    assert memory_traffic.moved(found, computation["s"], computation) == 512
+    assert memory_traffic.hbm_bytes(found, computation["c"], computation) == 512
+    assert memory_traffic.hbm_bytes(found, computation["s"], computation) == 512
 
 
 def test_an_asynchronous_slice_reads_its_part_alone():
@@ -179,7 +179,7 @@ def test_an_asynchronous_slice_reads_its_part_alone():
         "ROOT %s = ((bf16[4096]{0}), bf16[256]{0:S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:256]}",
     )
     computation = found.computations["main"]
-    assert memory_traffic.moved(found, computation["s"], computation) == 2 * 256
+    assert memory_traffic.hbm_bytes(found, computation["s"], computation) == 2 * 256
 
 
 KEPT, LAYER = "bf16[8,4,16]{2,1,0:S(5)}", "bf16[1,4,16]{2,1,0}"  # of 8 layers on the host, of one on the device
@@ -218,9 +218,9 @@ def test_bytes_between_device_and_host(line, expected):
         "%all = bf16[8,4,16]{2,1,0} parameter(3)", f"ROOT %r = {line}", more=WRITES,
     )  # fmt: skip
     computation = found.computations["main"]
-    assert memory_traffic.with_host(found, computation["r"], computation) == expected
-    (moved,) = [one for one in roofline.analyse(found).operations if one.host] or [None]
-    assert (moved.kind if moved else "", moved.host if moved else 0) == expected
+    assert memory_traffic.host_transfer(found, computation["r"], computation) == expected
+    (moved,) = [one for one in roofline.analyze(found).operations if one.host_bytes] or [None]
+    assert (moved.kind if moved else "", moved.host_bytes if moved else 0) == expected
 
 
 LOOP = """
@@ -255,10 +255,10 @@ def looped() -> parse.Module:
 
 
 def test_loops_multiply_and_one_branch_runs():
-    found = roofline.analyse(looped())
+    found = roofline.analyze(looped())
     assert found.flops() == (5 + 1) * 2 * 8**3
     assert found.by("phase", value="flops") == {"remat": 5 * 2 * 8**3, "forward": 2 * 8**3}
-    quarter = roofline.analyse(looped(), choose=lambda conditional, seconds: [0.75, 0.25])
+    quarter = roofline.analyze(looped(), branch_weights=lambda conditional, seconds: [0.75, 0.25])
     assert quarter.flops() == (5 + 0.25) * 2 * 8**3
 
 
@@ -269,7 +269,7 @@ def test_an_operation_takes_the_longer_of_computing_and_moving():
         def compute(self, kind: str, dtype: str) -> float:
             return {"tf32": 1e3}[dtype]
 
-    found = roofline.analyse(looped(), Rates())
+    found = roofline.analyze(looped(), Rates())
     assert found.seconds == pytest.approx(6 * (2 * 8**3 / 1e3 + 0.5))
     assert found.by("kind") == {"matmul": pytest.approx(found.seconds)}
 
@@ -299,10 +299,10 @@ def expected(config: Config, devices: int) -> float:
 def test_flops_of_steps_on_simulated_devices(layout: str, mesh: dict, remat: str, accumulate: int):
     changes = {**TINY, "precision": "fp32", "step.remat": remat, "step.microbatches": accumulate}
     config = configured(layout, mesh, {**changes, "step.attention": "reference"})
-    text = step_program.compiled_step(build_program(config, config.model.vocab, jax.devices()[:4])).as_text() or ""
-    found = roofline.analyse(text)
+    text = step_program.compile_step(build_program(config, config.model.vocab, jax.devices()[:4])).as_text() or ""
+    found = roofline.analyze(text)
     assert found.flops() == pytest.approx(expected(config, 4), rel=0.01)
-    assert not any(one.unknown for one in found.operations)
+    assert not any(one.is_unbounded for one in found.operations)
     assert ("remat" in found.by("phase", value="flops")) == (remat == "full")
 
 
@@ -311,6 +311,6 @@ def test_flops_of_steps_on_simulated_devices(layout: str, mesh: dict, remat: str
 def test_flops_of_steps_on_absent_h100(layout: str, mesh: dict, remat: str, accumulate: int):
     assert LLAMA["step.attention"] == "xla"
     config = configured(layout, mesh, {**TINY, "step.remat": remat, "step.microbatches": accumulate})
-    found = roofline.analyse(compile.measure(config, None, H100).text)
+    found = roofline.analyze(compile.compile_report(config, None, H100).text)
     assert found.flops() == pytest.approx(expected(config, 4), rel=0.01)
     assert found.by("dtype", value="flops").keys() <= {"bf16", "tf32"}

@@ -1,4 +1,4 @@
-"""The search: what it compiles, in what order and for how long, what it keeps, says and writes."""
+"""Layout search: what it compiles, in what order and for how long, what it caches, reports and writes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,24 @@ from jaxtrain import load
 from jaxtrain.config.schema import Config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import UserError
-from jaxtrain.planning.choices import Choice, Space
-from jaxtrain.planning.compile import TimedOut
-from jaxtrain.planning.cost.estimate import Estimate, Formula
+from jaxtrain.planning.choices import LayoutChoice, SearchSpace
+from jaxtrain.planning.compile import CompileTimeout
+from jaxtrain.planning.cost.estimate import CostModel, Estimate
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.result import Plan
-from jaxtrain.planning.search import families
 from jaxtrain.planning.search import search as module
-from jaxtrain.planning.search.candidates import OBJECTIVES, Objective, Survey
-from jaxtrain.planning.search.plan_cache import Results
-from jaxtrain.planning.search.ranking import layout_text, losers_table, table, write_layout
-from jaxtrain.planning.search.search import SearchResult, resized, search, smaller
+from jaxtrain.planning.search.candidates import CandidateSet
+from jaxtrain.planning.search.families import explain_estimate
+from jaxtrain.planning.search.plan_cache import PlanCache
+from jaxtrain.planning.search.ranking import (
+    OBJECTIVES,
+    Objective,
+    families_table,
+    layout_text,
+    ranking_table,
+    write_layout,
+)
+from jaxtrain.planning.search.search import SearchResult, resize, search, smaller_targets
 from jaxtrain.sharding.axes import AXES
 
 H100 = "h100:2x4"
@@ -38,13 +45,13 @@ SMALL = tiny("precision=bf16", "data.sequence=512")
 
 
 class Compiler:
-    """Made up: plans whose seconds and bytes are those of the formulas, wrong by up to 5%. Counts what it is asked."""
+    """Fake compiler: plans are the estimates with errors up to 5%. Records its calls."""
 
     def __init__(self, target: str = H100, needs: float = 1.0) -> None:
         where = targets.parse(target)
-        self.space = Space(SMALL, where.devices or 1, VOCAB)
-        self.formula, self.needs = Formula(self.space, where), needs
-        self.truth = {self.key(self.space.configured(one)): one for one in self.space}
+        self.space = SearchSpace(SMALL, where.devices or 1, VOCAB)
+        self.cost_model, self.needs = CostModel(self.space, where), needs
+        self.truth = {self.key(self.space.to_config(one)): one for one in self.space}
         self.asked: list[str] = []
         self.lock = threading.Lock()
 
@@ -53,7 +60,7 @@ class Compiler:
         return json.dumps(config.model_dump(mode="json"))
 
     def seconds(self, config: Config) -> float | None:
-        exact = self.formula.exact(self.truth[self.key(config)])
+        exact = self.cost_model.estimate(self.truth[self.key(config)])
         if exact is None or not exact.fits():
             return None
         noise = int(hashlib.sha256(self.key(config).encode()).hexdigest()[:8], 16) / 2**32
@@ -62,14 +69,14 @@ class Compiler:
     def __call__(self, config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         with self.lock:
             self.asked.append(self.key(config))
-        exact = self.formula.exact(self.truth[self.key(config)])
+        exact = self.cost_model.estimate(self.truth[self.key(config)])
         assert exact is not None
         sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
         needs, usable = round(exact.needs * self.needs), round(exact.usable or 0)
         return Plan(
             target, "chip", 8, "search", sizes, fits=needs <= usable, needs=needs, usable=usable,
             reason="" if needs <= usable else "too large", memory={"activations": needs},
-            step_seconds=self.seconds(config), compute_seconds=1.0, limit="made up", mfu=0.4,
+            step_seconds=self.seconds(config), compute_seconds=1.0, bottleneck="made up", mfu=0.4,
         )  # fmt: skip
 
 
@@ -87,16 +94,16 @@ def found(compiler: Compiler, tmp_path_factory) -> SearchResult:
     return run(compiler, tmp_path_factory.mktemp("plans"))
 
 
-def test_the_true_winner_is_kept(compiler: Compiler, found: SearchResult):
-    exact = [compiler.seconds(compiler.space.configured(one)) for one in compiler.space
-             if one.size("pipeline") == 1 and one.context != "gather"]  # fmt: skip
+def test_the_true_winner_is_found(compiler: Compiler, found: SearchResult):
+    exact = [compiler.seconds(compiler.space.to_config(one)) for one in compiler.space
+             if one.size("pipeline") == 1 and one.context_parallel != "gather"]  # fmt: skip
     assert found.winner is not None
     assert found.winner.step_seconds is not None
     # The formulas are wrong by 5% at most, so what they think best is no worse than this.
     assert found.winner.step_seconds <= 1.05 / 0.95 * min(one for one in exact if one is not None)
 
 
-def test_the_ranking_is_by_what_was_compiled(found: SearchResult):
+def test_compiled_layouts_are_ranked_by_their_step_time(found: SearchResult):
     compiled = [one for one in found.ranking if one.plan is not None]
     assert len(compiled) == 6
     seconds = [one.step_seconds for one in compiled]
@@ -107,14 +114,14 @@ def test_the_ranking_is_by_what_was_compiled(found: SearchResult):
     assert len({one.estimate.choice.sizes for one in compiled}) >= 3  # of different kinds
 
 
-def test_what_a_smaller_pod_tells_is_marked(found: SearchResult):
+def test_plans_of_smaller_pods_are_marked(found: SearchResult):
     first, *others = found.ranking
     assert first.plan is not None
     told = dataclasses.replace(first, plan=dataclasses.replace(first.plan, pods=("h100:4096x8 (data 2 instead of 8)",)))
     marked = dataclasses.replace(found, ranking=(told, *others))
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(table(marked))
+        console.print(ranking_table(marked))
     assert capture.get().count("compiled, as a pod") == 1
     line = "# Predicted (extrapolated from a smaller pod: h100:4096x8 (data 2 instead of 8)): "
     assert line in layout_text(marked, told)
@@ -127,12 +134,12 @@ def test_a_second_search_compiles_nothing(tmp_path: Path, compiler: Compiler):
     again = run(compiler, tmp_path)
     assert len(compiler.asked) == before
     assert [one.source for one in again.ranking if one.plan] == ["cached"] * 6
-    assert "6 of them earlier" in again.summary()
+    assert "6 of them in an earlier search" in again.summary()
     run(compiler, tmp_path, top=7)
     assert len(compiler.asked) == before + 1
 
 
-def test_a_broken_file_is_made_again_and_nothing_else_is_left(tmp_path: Path, compiler: Compiler):
+def test_a_broken_cache_file_is_replaced_and_no_other_file_remains(tmp_path: Path, compiler: Compiler):
     run(compiler, tmp_path, top=2)
     first, *_ = sorted(tmp_path.iterdir())
     first.write_text(first.read_text()[:50])
@@ -142,7 +149,7 @@ def test_a_broken_file_is_made_again_and_nothing_else_is_left(tmp_path: Path, co
     assert all(Plan.from_dict(json.loads(file.read_text())).fits for file in tmp_path.iterdir())
 
 
-def test_ctrl_c_keeps_what_was_compiled(tmp_path: Path, compiler: Compiler):
+def test_ctrl_c_keeps_compiled_plans(tmp_path: Path, compiler: Compiler):
     def interrupt(stage: str, done: int, of: int, what: str) -> None:
         if stage == "compile" and done == 2:
             raise KeyboardInterrupt
@@ -156,28 +163,28 @@ def test_ctrl_c_keeps_what_was_compiled(tmp_path: Path, compiler: Compiler):
     assert len(compiler.asked) == before + 4
 
 
-def test_the_budget_ends_it(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(module, "LEAST", 0.2)
+def test_the_time_budget_ends_a_search(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(module, "MIN_SECONDS", 0.2)
 
     def slow(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         time.sleep(timeout)
-        raise TimedOut(f"target {target}: not compiled after {timeout:.0f} s")
+        raise CompileTimeout(f"target {target}: not compiled after {timeout:.0f} s")
 
     start = time.monotonic()
     late = run(slow, tmp_path, budget=6.0)  # the formulas, also on a busy machine, take less
     assert time.monotonic() - start < 12
     assert late.stopped == "the time was up"
-    assert {one.source for one in late.ranking} == {"formula"}
+    assert {one.source for one in late.ranking} == {"estimate"}
     # What was begun comes first, as good as it was before, and says why there is no plan of it.
     assert len(late.ranking) > 2
     assert all(one.fits and one.reason.startswith("not compiled: the time was up") for one in late.ranking[:2])
     assert not any("time was up" in one.reason for one in late.ranking[2:])
-    assert len(late.untried) == len(late.ranking)
-    assert "more were worth compiling" in late.summary()
+    assert len(late.not_compiled) == len(late.ranking)
+    assert "more layouts were to be compiled" in late.summary()
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_compile_ends_no_search(tmp_path: Path, compiler: Compiler):
+def test_a_layout_that_does_not_compile_does_not_end_the_search(tmp_path: Path, compiler: Compiler):
     def broken(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         if config.mesh.fsdp == 8:
             raise UserError("mesh: breaks\nmore")
@@ -189,7 +196,7 @@ def test_what_does_not_compile_ends_no_search(tmp_path: Path, compiler: Compiler
     assert {(one.reason, one.source) for one in found.ranking if one.error} == {("mesh: breaks", "not compiled")}
 
 
-def test_what_the_compiler_breaks_down_on_is_a_row_and_not_kept(tmp_path: Path, compiler: Compiler):
+def test_a_crashed_compile_is_a_row_and_not_cached(tmp_path: Path, compiler: Compiler):
     def crashes(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         plan = compiler(config, vocab, target, timeout=timeout)
         if config.mesh.fsdp == 8:
@@ -204,7 +211,7 @@ def test_what_the_compiler_breaks_down_on_is_a_row_and_not_kept(tmp_path: Path, 
     assert len(list(tmp_path.iterdir())) == sum(one.plan is not None for one in found.ranking) == 6
 
 
-def test_a_tpu_that_refuses_every_step_is_ranked_too(tmp_path: Path):
+def test_steps_that_exceed_tpu_memory_are_ranked_too(tmp_path: Path):
     def refuses(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
         return Plan(target, "v5p", 8, "search", sizes, fits=False, reason="RESOURCE_EXHAUSTED", usable=10**9)
@@ -217,64 +224,64 @@ def test_a_tpu_that_refuses_every_step_is_ranked_too(tmp_path: Path):
         assert {(one.fits, one.reason) for one in tried} == {(False, "RESOURCE_EXHAUSTED")}
 
 
-def test_a_folder_that_cannot_be_written_costs_no_plan(tmp_path: Path, compiler: Compiler):
+def test_an_unwritable_cache_folder_loses_no_plan(tmp_path: Path, compiler: Compiler):
     folder = tmp_path / "file"
     folder.write_text("")
     found = run(compiler, folder, top=2)
     assert sum(one.source == "compiled" for one in found.ranking) == 2
-    assert found.summary().count(f"not kept for another search: {folder}") == 1
+    assert found.summary().count(f"plans could not be cached: {folder}") == 1
 
 
-def test_no_part_of_a_file_is_left_where_it_cannot_be_written(tmp_path: Path, monkeypatch):
+def test_a_failed_write_leaves_no_partial_file(tmp_path: Path, monkeypatch):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("jaxtrain.io.atomic.os.replace", full)
     with pytest.raises(OSError, match="No space"):
-        Results(tmp_path).write("key", Plan(H100, "chip", 8, "x", {}, fits=True))
+        PlanCache(tmp_path).write("key", Plan(H100, "chip", 8, "x", {}, fits=True))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"target": 3}', '{"tensors": [[1]]}', '{"traffic": [3]}', "\udcff"])
-def test_a_kept_file_that_is_no_plan_counts_as_absent(tmp_path: Path, text: str):
+def test_an_invalid_cache_file_counts_as_absent(tmp_path: Path, text: str):
     (tmp_path / "key.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert Results(tmp_path).read("key") is None
+    assert PlanCache(tmp_path).read("key") is None
 
 
-def test_measured_plans_are_not_kept(tmp_path: Path):
+def test_measured_plans_are_not_cached(tmp_path: Path):
     def measured(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         return Plan(target, "cpu", 4, "search", dict.fromkeys(AXES, 1), fits=None, needs=1, step_seconds=1.0)
 
     found = search(SMALL, VOCAB, "simulate:4", predict=measured, cache=tmp_path, budget=60.0, top=2)
     assert [one.source for one in found.ranking if one.plan] == ["compiled"] * 2
     assert list(tmp_path.iterdir()) == []
-    assert found.unkept == ""
+    assert found.cache_error == ""
 
 
-def test_ctrl_c_among_the_formulas_gives_what_there_is(tmp_path: Path, compiler: Compiler):
+def test_ctrl_c_while_estimating_gives_a_result(tmp_path: Path, compiler: Compiler):
     def interrupt(stage: str, done: int, of: int, what: str) -> None:
-        if stage == "formula" and done >= 512:
+        if stage == "estimate" and done >= 512:
             raise KeyboardInterrupt
 
     before = len(compiler.asked)
     found = run(compiler, tmp_path, progress=interrupt)
     assert (found.counted, found.stopped, len(compiler.asked)) == (512, "interrupted", before)
     assert "interrupted" in found.summary()
-    assert "worth compiling" not in found.summary()  # nothing was to be compiled
+    assert "were to be compiled" not in found.summary()  # nothing was to be compiled
     assert found.winner is not None
     assert [one.counted for one in [run(compiler, tmp_path, progress=interrupt, objective="cost")]] == [512]
 
 
-def test_ctrl_c_before_any_formula_ends_it(tmp_path: Path, compiler: Compiler, monkeypatch):
-    def interrupted(self: Space) -> None:
+def test_ctrl_c_before_the_first_estimate_ends_the_search(tmp_path: Path, compiler: Compiler, monkeypatch):
+    def interrupted(self: SearchSpace) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Space, "__iter__", interrupted)
+    monkeypatch.setattr(SearchSpace, "__iter__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(compiler, tmp_path)
 
 
-def test_what_does_not_fit_is_no_winner_and_teaches(tmp_path: Path):
+def test_a_mesh_that_does_not_fit_is_not_tried_again(tmp_path: Path):
     large = Compiler(needs=1e9)
     found = run(large, tmp_path, top=2, jobs=1)
     tried = {one.estimate.choice.sizes for one in found.ranking if one.plan}
@@ -283,26 +290,26 @@ def test_what_does_not_fit_is_no_winner_and_teaches(tmp_path: Path):
     assert all("does not fit" in one.reason for one in found.ranking if one.plan)
 
 
-def test_where_nothing_fits_all_families_say_why():
+def test_if_nothing_fits_all_families_have_a_reason():
     config, _ = resolve("configs/models/llama3_70b.yaml", "data.global_batch=64", paths=False)
     found = search(config, None, "h100:1x8", top=0)
     assert found.winner is None
     assert found.ranking == ()
-    reasons = {one.family: one.reason for one in found.losers}
+    reasons = {one.family: one.reason for one in found.families}
     assert reasons["fsdp over everything"].startswith("does not fit: ")
     assert "nothing fits" in found.summary()
 
 
-def test_a_family_that_is_not_legal_says_so_of_all_devices():
+def test_the_reason_of_an_illegal_family_names_all_devices():
     config, _ = resolve("configs/models/llama3_8b.yaml", "data.global_batch=8", paths=False)
-    reasons = {one.family: one.reason for one in search(config, None, "h100:4x8", top=0).losers}
-    assert reasons["ddp"] == "8 sequences of a step cannot be split over 32 devices"
+    reasons = {one.family: one.reason for one in search(config, None, "h100:4x8", top=0).families}
+    assert reasons["ddp"] == "data.global_batch of 8 sequences can not be split over 32 devices"
 
 
-def test_losers_say_why():
+def test_families_have_reasons():
     config, _ = resolve("configs/models/llama3_8b.yaml", "data.sequence=8192", "data.global_batch=32", paths=False)
     found = search(config, None, "h100:4x8", top=0)
-    reasons = {one.family: one.reason for one in found.losers}
+    reasons = {one.family: one.reason for one in found.families}
     assert reasons["ddp"].startswith("does not fit: 1")
     assert "optimizer state" in reasons["ddp"]
     assert "tensor parallel 16 leaves the node" in reasons["tensor parallel across 8"]
@@ -329,16 +336,16 @@ def test_a_layout_file_loads_to_the_same_config(tmp_path: Path, found: SearchRes
 
 @pytest.mark.parametrize("wanted", ["pipeline 2 x fsdp 4", "fsdp 2 x context 4", "data 2 x fsdp 2 x model 2", "data 8"])
 def test_layouts_of_all_kinds_load_again(tmp_path: Path, found: SearchResult, wanted: str):
-    space = Space(SMALL, 8, VOCAB, slices=2)
+    space = SearchSpace(SMALL, 8, VOCAB, slices=2)
     choices = [one for one in space if one.mesh == wanted and one.zero in (0, 2)]
     one = found.ranking[0]
     for choice in choices[:: max(1, len(choices) // 6)]:
-        config = space.configured(choice)
+        config = space.to_config(choice)
         other = type(one)(one.estimate, config, H100)
         file = tmp_path / "layout.yaml"
         file.write_text(layout_text(found, other))
         loaded = load(None, f"layout={file}")
-        for key in ("mesh", "rules", "context", "zero"):
+        for key in ("mesh", "rules", "context_parallel", "zero"):
             assert getattr(loaded, key) == getattr(config, key)
         if config.mesh.pipeline > 1:
             assert loaded.pipeline == config.pipeline
@@ -346,13 +353,13 @@ def test_layouts_of_all_kinds_load_again(tmp_path: Path, found: SearchResult, wa
 
 def test_tables_and_json(found: SearchResult):
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table(found))
-    console.print(losers_table(found))
+    console.print(ranking_table(found))
+    console.print(families_table(found))
     text = console.export_text()
     assert "compiled" in text
     assert "remat [attention]" in text or "remat none" in text
     values = json.loads(json.dumps(found.as_dict()))
-    assert values["ranking"][0]["plan"]["limit"] == "made up"
+    assert values["ranking"][0]["plan"]["bottleneck"] == "made up"
     assert values["ranking"][0]["keys"][0].startswith("step.microbatches=")
 
 
@@ -362,7 +369,7 @@ def test_objectives(tmp_path: Path, compiler: Compiler):
     fast = run(compiler, tmp_path, objective="time", top=0)
     cheap = run(compiler, tmp_path, objective="cost", top=0)
     assert len(compiler.asked) == before
-    assert not any("worth compiling" in one.summary() for one in (small, fast, cheap))
+    assert not any("were to be compiled" in one.summary() for one in (small, fast, cheap))
     assert small.winner is not None
     assert fast.winner is not None
     assert cheap.winner is not None
@@ -373,16 +380,16 @@ def test_objectives(tmp_path: Path, compiler: Compiler):
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
-def test_what_is_better_by_formula_alone_says_so(found: SearchResult, objective: Objective):
+def test_a_layout_that_is_better_by_estimate_only_says_so(found: SearchResult, objective: Objective):
     one = found.ranking[0].estimate
     better = dataclasses.replace(one, step_seconds=0.8 * one.step_seconds, needs=0.8 * one.needs)
     word = {"time": "faster", "memory": "smaller"}[objective]
-    assert families.against(better, one, objective) == f"20% {word} by formula, but not compiled"
-    assert "within 1%" in families.against(one, one, objective)
-    assert "by formula" not in families.against(one, better, objective)
+    assert explain_estimate(better, one, objective) == f"20% {word} by estimate, but not compiled"
+    assert "within 1%" in explain_estimate(one, one, objective)
+    assert "by estimate" not in explain_estimate(one, better, objective)
 
 
-def test_compiled_steps_are_compared_by_what_was_compiled(tmp_path: Path):
+def test_compiled_steps_are_compared_by_their_plans(tmp_path: Path):
     def small(config: Config, vocab: int | None, target: str, *, timeout: float) -> Plan:
         sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
         needs = 10**9 * (1 + len(asked))
@@ -395,16 +402,20 @@ def test_compiled_steps_are_compared_by_what_was_compiled(tmp_path: Path):
     assert found.ranking[1].reason == "2.00 GB, 1.00 GB more activations, temporaries"
 
 
-def test_a_schedule_that_does_not_fit_says_nothing_of_its_other_chunks():
-    choices = [Choice((1, 2, 1, 1, 1, 1, 1), schedule="interleaved_1f1b", chunks=chunks, accumulate=4, remat=remat)
-               for chunks in (2, 4) for remat in ("full", "dots")]  # fmt: skip
+def test_schedules_of_other_virtual_stages_are_tried_if_one_does_not_fit():
+    options: dict[str, Any] = {"schedule": "interleaved_1f1b", "microbatches": 4}
+    choices = [
+        LayoutChoice((1, 2, 1, 1, 1, 1, 1), virtual_stages=count, remat=remat, **options)
+        for count in (2, 4)
+        for remat in ("full", "dots")
+    ]
 
-    def bound(choice: Choice) -> Estimate:
-        return Estimate(choice, 10.0 if choice.chunks == 2 else 1.0, 5.0, {}, {}, 0.0, 0.0, 1.0)
+    def bound(choice: LayoutChoice) -> Estimate:
+        return Estimate(choice, 10.0 if choice.virtual_stages == 2 else 1.0, 5.0, {}, {}, 0.0, 0.0, 1.0)
 
     chip = SimpleNamespace(inside=None)
-    known: Any = SimpleNamespace(space=FakeSpace(choices), bound=bound, chip=chip, target=targets.parse(H100))
-    assert Survey(known, "time").run(time.monotonic() + 60).fitting == 2
+    known: Any = SimpleNamespace(space=FakeSpace(choices), lower_bound=bound, chip=chip, target=targets.parse(H100))
+    assert CandidateSet(known, "time").run(time.monotonic() + 60).fitting == 2
 
 
 class FakeSpace(list):
@@ -413,21 +424,21 @@ class FakeSpace(list):
 
 def test_numbers_of_devices():
     h100, v5p = targets.parse("h100:8x8"), targets.parse("v5p:4x4x4*2")
-    assert str(resized(h100, 256)) == "h100:32x8"
-    assert str(resized(h100, 4)) == "h100:1x4"
-    assert str(resized(v5p, 64)) == "v5p:4x4x4"
-    assert [str(one) for one in smaller(targets.parse("h100:2x4"))] == ["h100:1x4", "h100:1x2", "h100:1x1"]
-    shapes = [str(one) for one in smaller(targets.parse("v5p:16x16x24"))]
+    assert str(resize(h100, 256)) == "h100:32x8"
+    assert str(resize(h100, 4)) == "h100:1x4"
+    assert str(resize(v5p, 64)) == "v5p:4x4x4"
+    assert [str(one) for one in smaller_targets(targets.parse("h100:2x4"))] == ["h100:1x4", "h100:1x2", "h100:1x1"]
+    shapes = [str(one) for one in smaller_targets(targets.parse("v5p:16x16x24"))]
     assert shapes[:3] == ["v5p:16x16x12", "v5p:8x16x12", "v5p:8x8x12"]
     assert [str(targets.parse(shape)) for shape in shapes] == shapes  # 8x8x6 would not be one
-    assert str(resized(targets.parse("simulate:8"), 4)) == "simulate:4"
-    with pytest.raises(UserError, match="no whole nodes of 8"):
-        resized(h100, 12)
+    assert str(resize(targets.parse("simulate:8"), 4)) == "simulate:4"
+    with pytest.raises(UserError, match="not whole nodes of 8"):
+        resize(h100, 12)
     with pytest.raises(UserError, match="expected simulate:N"):
-        resized(targets.parse("local"), 4)
+        resize(targets.parse("local"), 4)
 
 
-def test_wrong_questions(compiler: Compiler, tmp_path: Path):
+def test_wrong_options(compiler: Compiler, tmp_path: Path):
     with pytest.raises(UserError, match="did you mean `time`"):
         run(compiler, tmp_path, objective="tim")
     free = SMALL.model_copy(update={"model": SMALL.model.model_copy(update={"vocab": None})})
@@ -438,27 +449,27 @@ def test_wrong_questions(compiler: Compiler, tmp_path: Path):
         search(odd, VOCAB, "h100:1x7", top=0)
     for wrong in ({"jobs": 0}, {"jobs": -1}, {"top": -1}, {"devices": 0}, {"devices": -2, "objective": "cost"}):
         (name, value), *_ = wrong.items()
-        with pytest.raises(UserError, match=f"^{name}: expected [01] or more; found {value}$"):
+        with pytest.raises(UserError, match=f"^{name}: expected at least [01], not {value}$"):
             run(compiler, tmp_path, **wrong)
 
 
-def test_what_a_kept_plan_depends_on(tmp_path: Path):
-    results = Results.of(SMALL, tmp_path)
-    key = results.key(SMALL, VOCAB, H100)
-    assert results.key(SMALL.model_copy(update={"name": "other", "dir": "elsewhere"}), VOCAB, H100) == key
+def test_inputs_of_a_cache_key(tmp_path: Path):
+    cache = PlanCache(tmp_path)
+    key = cache.key(SMALL, VOCAB, H100)
+    assert cache.key(SMALL.model_copy(update={"name": "other", "dir": "elsewhere"}), VOCAB, H100) == key
     others = [
-        results.key(SMALL.model_copy(update={"zero": 1}), VOCAB, H100), results.key(SMALL, VOCAB, "h100:1x8"),
-        results.key(SMALL, 7, H100),
+        cache.key(SMALL.model_copy(update={"zero": 1}), VOCAB, H100), cache.key(SMALL, VOCAB, "h100:1x8"),
+        cache.key(SMALL, 7, H100),
     ]  # fmt: skip
     assert len({key, *others}) == 4
-    assert Results.open().folder == Path("~/.cache/jaxtrain/plan").expanduser()
+    assert PlanCache().folder == Path("~/.cache/jaxtrain/plan").expanduser()
 
 
-def test_the_best_come_first_pipelines_among_them(compiler: Compiler):
-    survey = Survey(compiler.formula, "time").run(time.monotonic() + 60)
-    ordered = list(islice(survey.best_first(), 400))
+def test_best_first_orders_pipelines_too(compiler: Compiler):
+    candidates = CandidateSet(compiler.cost_model, "time").run(time.monotonic() + 60)
+    ordered = list(islice(candidates.best_first(), 400))
     assert any(one.choice.size("pipeline") > 1 for one in ordered)
     seconds = [one.step_seconds for one in ordered]
     assert seconds == sorted(seconds)
-    exact = [one.step_seconds for choice in list(compiler.space)[::11] if (one := compiler.formula.exact(choice))]
+    exact = [one.step_seconds for choice in list(compiler.space)[::11] if (one := compiler.cost_model.estimate(choice))]
     assert seconds[0] <= min(exact)

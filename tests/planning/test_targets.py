@@ -59,16 +59,16 @@ def test_a_stand_in_for_the_assembler_of_cuda(tmp_path):
         ("h100:8x", "expected a shape"),
         ("v5p:8x8", "v5p has 3 sizes, not 2"),
         ("cpu:2x2", "cpu has 1 sizes, not 2"),
-        ("v6e:2x2x2", "v6e has 2 sizes, not 3; expected such as v6e:4x4"),
-        ("v6e:16x32", "512 chips, and the largest slice of v6e has 256"),
+        ("v6e:2x2x2", "v6e has 2 sizes, not 3; expected e.g. v6e:4x4"),
+        ("v6e:16x32", "512 chips; the largest slice of v6e has 256"),
         ("v5p:3x5x7", "no slice of v5p has this shape; expected sizes of 1, 2 or 4, or multiples of 4$"),
         ("v4:4x4x6", "no slice of v4 has this shape"),
         ("v6e:4x16", "no slice of v6e has this shape; expected 1x1, 2x2, .* 8x16 or 16x16$"),
         ("v5e:1x2", "no slice of v5e has this shape"),
-        ("h100:1x16", "at most 8 GPUs; expected such as h100:2x8"),
-        ("h100:2x8*2", "slices are of TPUs"),
+        ("h100:1x16", "at most 8 GPUs; expected e.g. h100:2x8"),
+        ("h100:2x8*2", "only TPUs have slices"),
         ("v5p:2x2x2*x", "expected a shape"),
-        ("local:2", "local is what JAX finds"),
+        ("local:2", "local has no shape"),
         ("simulat:2", "did you mean `simulate`"),
         ("gb20", "did you mean `gb200`"),
     ],
@@ -81,7 +81,7 @@ def test_wrong_targets_are_one_line(text: str, message: str):
 
 @pytest.mark.parametrize("kind", chips.GPUS)
 def test_the_compiler_takes_every_gpu(kind: str):
-    if problem := targets.missing(targets.parse(kind), "xla"):
+    if problem := targets.missing_packages(targets.parse(kind), "xla"):
         pytest.skip(problem)
     program = (
         "from jaxtrain.planning.hardware import targets; import jax, jax.numpy as jnp; from jax.sharding import *\n"
@@ -96,17 +96,19 @@ def test_the_compiler_takes_every_gpu(kind: str):
 
 @pytest.mark.parametrize(("text", "extra"), [("h100:8", "plan-gpu"), ("v5p:2x2x2", "plan-tpu")])
 def test_a_missing_compiler_is_one_line_that_names_the_extra(monkeypatch, text: str, extra: str):
-    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    monkeypatch.setattr(targets, "installed_version", lambda package: "")
     with pytest.raises(UserError, match=rf"pip install 'jaxtrain\[{extra}\]'$"):
         targets.devices(text)
-    assert targets.missing(targets.parse("cpu:8")) is None
+    assert targets.missing_packages(targets.parse("cpu:8")) is None
 
 
 def test_another_libtpu_than_that_of_jax_is_refused(monkeypatch):
     versions = {"libtpu": "0.0.51", "jax": "0.10.2"}
-    monkeypatch.setattr(targets, "_installed", lambda module: True)
+    monkeypatch.setattr(targets, "installed_version", lambda package: "1")
     monkeypatch.setattr(targets.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(targets.metadata, "requires", lambda name: ["numpy>=2", 'libtpu==0.0.5.*; extra == "tpu"'])
-    assert "libtpu 0.0.51 is not the one of jax 0.10.2, 0.0.5;" in str(targets.missing(targets.parse("v4:2x2x1")))
+    assert "libtpu 0.0.51 is not the one of jax 0.10.2, 0.0.5;" in str(
+        targets.missing_packages(targets.parse("v4:2x2x1"))
+    )
     versions["libtpu"] = "0.0.5.3"
-    assert targets.missing(targets.parse("v4:2x2x1")) is None
+    assert targets.missing_packages(targets.parse("v4:2x2x1")) is None

@@ -1,4 +1,4 @@
-"""The report on a terminal: what it says, that it fits, and that it makes nothing up."""
+"""Plan on a terminal: its text, its width, and unknown figures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_memory_by_kind_against_the_chip():
     assert blocks[1] == pytest.approx(3 * blocks[0], abs=2)
 
 
-def test_communication_time_and_what_would_help():
+def test_communication_time_and_advice():
     text = shown(fitting(), 140)
     assert line_of(text, "model  NVLink") == [
         "model",
@@ -77,25 +77,25 @@ def test_communication_time_and_what_would_help():
     assert line_of(text, "waiting for model")[3:5] == ["0.20", "20.0%"]
     assert line_of(text, "pipeline bubble")[2:4] == ["0.10", "10.0%"]
     assert "waiting for fsdp" not in text  # all of it is hidden
-    assert "+33.3%: what remat computes again" in text
+    assert "+33.3% by recomputation (remat)" in text
     assert "+16% tokens/s  step.remat=none: 39 GB are left" in text
-    assert "limit  matrix multiplications: 50% of the step" in text
-    assert "programs achieve of these: matmuls 62%" in " ".join(text.split())
+    assert "bottleneck  matrix multiplications: 50% of the step" in text
+    assert "programs reach of these: matmuls 62%" in " ".join(text.split())
     assert "a loop of unknown length counts once" in text
 
 
-def test_what_nobody_knows_is_unknown_and_says_why():
+def test_unknown_figures_have_a_reason():
     text = shown(simulated(), 140)
-    assert "FIT UNKNOWN  needs 40.00 GB; the memory of cpu is not known" in text
+    assert "FIT UNKNOWN  needs 40.00 GB; the memory of cpu is unknown" in text
     assert line_of(text, "step time")[2] == "unknown"
-    assert "nothing is known of the network between 16 x cpu" in text
+    assert "the network between 16 x cpu is unknown" in text
     assert line_of(text, "model  host")[-3:] == ["-", "-", "-"]
     assert "days" not in text
     uncounted = shown(fitting(mfu=None, hfu=None, flops_model=None, flops_hardware=None))
-    assert "nobody counts the FLOPs of this model" in " ".join(line_of(uncounted, "MFU"))
+    assert "the FLOPs of this model are unknown" in " ".join(line_of(uncounted, "MFU"))
 
 
-def test_a_step_that_does_not_fit_says_what_it_needs():
+def test_a_step_that_does_not_fit_shows_its_needs():
     text = shown(refused(), 140)
     assert "DOES NOT FIT  needs 129.00 GB of 16.91 GB usable; Ran out of memory on HBM" in text
     assert "tokens/s" not in text
@@ -107,16 +107,16 @@ def test_a_step_that_does_not_fit_says_what_it_needs():
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (values.duration(0.0123), "12.30 ms"),
-        (values.duration(None), "unknown"),
-        (values.volume(5e6), "5.00 MB"),
-        (values.volume(3e8), "0.30 GB"),
+        (values.format_seconds(0.0123), "12.30 ms"),
+        (values.format_seconds(None), "unknown"),
+        (values.format_bytes(5e6), "5.00 MB"),
+        (values.format_bytes(3e8), "0.30 GB"),
         (values.Unit("GB", 1e9).number(7), "<0.01"),
         (values.Unit("GB", 1e9).number(0), "0.00"),
-        (values.prefixed(4.53e15, "FLOP"), "4.53 PFLOP"),
-        (values.count(10.5e9), "10.5B"),
-        (values.span(1.5 / 24), "1.50 hours"),
-        (values.span(10 / 86400), "10.00 s"),
+        (values.format_si(4.53e15, "FLOP"), "4.53 PFLOP"),
+        (values.format_count(10.5e9), "10.5B"),
+        (values.format_days(1.5 / 24), "1.50 hours"),
+        (values.format_days(10 / 86400), "10.00 s"),
     ],
 )
 def test_units(said: str, expected: str):

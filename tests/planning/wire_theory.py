@@ -77,12 +77,12 @@ def _measured(layout: str, target: str | None, changes: tuple) -> tuple[Config, 
     if target:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
-            report = compile.measure(config, None, target)
-        return config, report.sizes, report.rows
+            report = compile.compile_report(config, None, target)
+        return config, report.sizes, report.collectives
     devices = jax.devices()[: prod(mesh.values())]
     program = build_program(config, config.model.vocab, devices)
-    text = step_program.compiled_step(program).as_text() or ""
-    return config, dict(program.layout.sizes), wire.report(text, program.layout.sizes)
+    text = step_program.compile_step(program).as_text() or ""
+    return config, dict(program.layout.sizes), wire.count_collectives(text, program.layout.sizes)
 
 
 def measured(
@@ -123,7 +123,7 @@ def totals(rows: list[wire.Collective]) -> Rows:
     for row in rows:
         if row.op == "all-reduce" and row.bytes <= SCALAR * row.count:
             continue
-        key = (row.op, row.where, part(row))
+        key = (row.op, row.axes_text, part(row))
         count, size = out.get(key, (0, 0))
         out[key] = (count + row.count, size + row.bytes)
     return out

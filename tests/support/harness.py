@@ -8,7 +8,7 @@ import numpy as np
 from jaxtrain.config.schema import Config
 from jaxtrain.core.placement import Placer, row_order
 from jaxtrain.core.program import Program, build_program
-from jaxtrain.verification.test_batch import packed
+from jaxtrain.verification.packed_batch import packed_batch
 
 RULES = {
     "batch": ["data", "fsdp"], "embed": "fsdp", "heads": "model", "kv_heads": "model", "mlp": "model",
@@ -44,7 +44,7 @@ def program(mesh: dict | None = None, rules: dict = RULES, **changes) -> Program
 
 def batch(step: int) -> dict[str, np.ndarray]:
     """Packed documents of random lengths; one row is mostly padding, so that weights differ a lot between rows."""
-    return packed(step, ROWS, LENGTH, 250)
+    return packed_batch(step, ROWS, LENGTH, 250)
 
 
 def placed(program: Program, step: int) -> dict[str, jax.Array]:

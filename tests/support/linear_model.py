@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.nn.env import constant
-from jaxtrain.verification.test_batch import packed
+from jaxtrain.verification.packed_batch import packed_batch
 
 
 class Linear(nnx.Module):
@@ -60,7 +60,7 @@ class Packed:
         self.rows = global_batch
 
     def batch(self, step, rows=None):
-        return {name: value[rows] for name, value in packed(step, self.rows, 64, 256).items()}
+        return {name: value[rows] for name, value in packed_batch(step, self.rows, 64, 256).items()}
 
 
 class Spread(Linear):

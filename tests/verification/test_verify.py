@@ -20,10 +20,17 @@ from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
-from jaxtrain.verification.compare import Verdict, cause, compare
-from jaxtrain.verification.report import details, lines, table
-from jaxtrain.verification.shrink import shrunk
-from jaxtrain.verification.verify import LayoutResult, Outcome, Reference, Rows, check_one, collectives
+from jaxtrain.verification.compare import Recording, Verdict, compare, diagnose
+from jaxtrain.verification.report import conclusion, details, table
+from jaxtrain.verification.shrink import shrink
+from jaxtrain.verification.verify import (
+    LayoutResult,
+    Outcome,
+    PackedDataset,
+    Reference,
+    collectives_text,
+    verify_layout,
+)
 
 CONFIG = """
 layout: 3d
@@ -42,17 +49,17 @@ def path(tmp_path_factory) -> Path:
 @functools.cache
 def reference(path: Path) -> tuple:
     """The small config, its data, one device, and the layout `3d` with two microbatches."""
-    small, _ = shrunk(load(path), 8)
+    small, _ = shrink(load(path), 8)
     small = small.model_copy(update={"model": small.model.model_copy(update={"layers": 1})})
     found, _ = candidates(small, ["3d"], 8)
-    split = Rows(small)
+    split = PackedDataset(small)
     hosts = [split.batch(step, slice(None)) for step in range(2)]
     alone = small.model_copy(update={"mesh": MeshConfig(), "rules": {}, "simulate": None})
     return found[-1], split, hosts, Reference(build_program(alone, small.model.vocab, jax.devices()[:1]), hosts)
 
 
 def test_a_large_config_shrinks_and_says_how(path):
-    small, changes = shrunk(load(path), 8)
+    small, changes = shrink(load(path), 8)
     assert small.precision == "fp32"
     assert (small.model.heads, small.model.kv_heads, small.model.layers) == (8, 2, 4)
     assert small.model.tie_embeddings
@@ -62,20 +69,23 @@ def test_a_large_config_shrinks_and_says_how(path):
 
 def test_experts_shrink_too():
     config = load(None, "model.moe={num_experts: 64, top_k: 6}", "model.mlp=1408", "step.attention=cudnn")
-    small, changes = shrunk(config, 8)
+    small, changes = shrink(config, 8)
     assert (small.model.moe.num_experts, small.model.moe.top_k, small.model.mlp) == (8, 4, 64)
     assert small.step.attention == "auto"
     assert "model.moe.num_experts: 64 -> 8" in changes
     # What was legal stays so: a selection bias needs something to select, and places are no more than tokens.
-    for options in ("experts: 256, top_k: 8, bias_rate: 0.001", "experts: 64, top_k: 6, capacity: 4.0"):
-        small, _ = shrunk(load(None, f"model.moe={{{options}}}"), 8)
+    for options in (
+        "num_experts: 256, top_k: 8, bias_update_rate: 0.001",
+        "num_experts: 64, top_k: 6, capacity_factor: 4.0",
+    ):
+        small, _ = shrink(load(None, f"model.moe={{{options}}}"), 8)
         assert candidates(small, ["ep", "ddp"], 8)[1] == {}
-    small, _ = shrunk(load(None, "model.moe={num_experts: 4, top_k: 4, capacity: 1.0}"), 8)
+    small, _ = shrink(load(None, "model.moe={num_experts: 4, top_k: 4, capacity_factor: 1.0}"), 8)
     assert (small.model.moe.num_experts, small.model.moe.top_k, small.model.moe.capacity_factor) == (4, 4, 1.0)
 
 
 def test_every_legal_mesh_once(path):
-    small, _ = shrunk(load(path), 8)
+    small, _ = shrink(load(path), 8)
     found, refused = candidates(small, ["fsdp_tp", "tp", "(its own)", "fsdp"], 8)
     meshes = [(c.layout, c.mesh, c.config.step.microbatches) for c in found]
     assert ("fsdp_tp", "fsdp 4 x model 2", 1) in meshes
@@ -88,7 +98,7 @@ def test_every_legal_mesh_once(path):
     found, _ = candidates(small, ["cp_ring"], 8)
     assert {"context 8", "context 2 x model 4", "fsdp 2 x context 4"} <= {c.mesh for c in found}
     assert [c.mesh for c in found if c.config.step.microbatches == 2] == ["fsdp 2 x context 2 x model 2"]
-    experts, _ = shrunk(load(None, "model.moe={}"), 8)
+    experts, _ = shrink(load(None, "model.moe={}"), 8)
     assert "expert 4 x model 2" in {c.mesh for c in candidates(experts, ["ep_tp"], 8)[0]}
     _, refused = candidates(small, ["fsdp_tp"], 3)
     assert "fsdp_tp" in refused
@@ -101,14 +111,14 @@ def test_formulations_are_apart_on_whatever_axis_shards_the_context(tmp_path, pa
     for formulation in ("ring", "gather"):
         names.append(str(tmp_path / f"{formulation}.yaml"))
         text = "mesh: {model: -1}\nrules: {batch: data, sequence: model, context: model}\n"
-        Path(names[-1]).write_text(f"{text}context: {formulation}\n")
-    small, _ = shrunk(load(path), 8)
+        Path(names[-1]).write_text(f"{text}context_parallel: {formulation}\n")
+    small, _ = shrink(load(path), 8)
     found, _ = candidates(small, names, 8)
-    assert {c.config.context for c in found if c.mesh == "model 8"} == {"ring", "gather"}
+    assert {c.config.context_parallel for c in found if c.mesh == "model 8"} == {"ring", "gather"}
 
 
 def test_nothing_compared_is_not_called_equal():
-    *_, last = lines(Outcome([], [], {"ep": "no experts"}, 8, 3))
+    *_, last = conclusion(Outcome([], [], {"ep": "no experts"}, 8, 3))
     assert last == "NOTHING COMPARED: no layout was tried on 8 devices"
 
 
@@ -131,7 +141,7 @@ def test_a_row_of_the_table_is_one_line_of_any_screen_and_the_rest_is_said_below
 
 def test_a_right_layout_is_equal(path):
     candidate, split, hosts, alone = reference(path)
-    row = check_one(candidate, split, hosts, alone, jax.devices(), None)
+    row = verify_layout(candidate, split, hosts, alone, jax.devices(), None)
     assert row.is_equal, row
     assert row.verdict.gradient < 1e-5
     assert "model" in row.collectives
@@ -139,21 +149,21 @@ def test_a_right_layout_is_equal(path):
 
 def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
     """Such as a user's model that constrains an activation over one axis twice."""
-    small, _ = shrunk(load(path), 8)
+    small, _ = shrink(load(path), 8)
     (candidate, *_), _ = candidates(small, ["tp"], 8)
 
     def refused(*_):
         raise UserError("axis `model` is used twice on a tensor")
 
-    monkeypatch.setattr("jaxtrain.verification.verify.build", refused)
-    row = check_one(candidate, None, [], None, jax.devices(), None)
+    monkeypatch.setattr("jaxtrain.verification.verify.build_program", refused)
+    row = verify_layout(candidate, None, [], None, jax.devices(), None)
     assert row == LayoutResult(candidate, None, error="axis `model` is used twice on a tensor")
 
 
 @pytest.mark.parametrize("fault", known_faults.INJECTIONS)
 def test_every_fault_is_caught_and_named(path, fault):
     candidate, split, hosts, alone = reference(path)
-    row = check_one(candidate, split, hosts, alone, jax.devices(), fault)
+    row = verify_layout(candidate, split, hosts, alone, jax.devices(), fault)
     assert not row.is_equal
     named = "summed 2 times, over" if fault == known_faults.DOUBLED else fault
     assert named in row.verdict.cause, row.verdict
@@ -173,23 +183,25 @@ def test_a_users_own_model_from_the_command_line(tmp_path, capsys, monkeypatch):
 
 
 def test_compare_by_hand():
-    want = {"a": np.array([3.0, 4.0]), "b": np.array([1.0])}
-    same = compare(([1.0], [1.0]), (want, want), (want, want))
-    assert same.is_equal
-    off = {"a": want["a"], "b": np.array([1.0 + 2e-5])}
-    seen = compare(([1.0], [1.0]), (off, want), (want, want))
-    assert (seen.first, seen.tensor) == ("b", "b")
-    assert seen.gradient == pytest.approx(2e-5, rel=1e-6)
-    assert compare(([1.1], [1.0]), (want, want), (want, want)).first == "the loss of step 0"
-    assert compare(([np.nan], [1.0]), (want, want), (want, want)).first == "the loss of step 0"
-    broken = {"a": want["a"] * np.nan, "b": want["b"]}
-    assert compare(([1.0], [1.0]), (broken, want), (want, want)).first == "a"
-    doubled = {"a": 4 * want["a"], "b": want["b"]}
-    assert cause(doubled, want, {}, {"data": 2, "model": 4}) == (
+    expected = {"a": np.array([3.0, 4.0]), "b": np.array([1.0])}
+
+    def verdict(gradients: dict, loss: float = 1.0) -> Verdict:
+        actual = Recording([loss], gradients, expected, "")
+        return compare(actual, Recording([1.0], expected, expected, ""))
+
+    assert verdict(expected).is_equal
+    different = verdict({"a": expected["a"], "b": np.array([1.0 + 2e-5])})
+    assert (different.first, different.tensor) == ("b", "b")
+    assert different.gradient == pytest.approx(2e-5, rel=1e-6)
+    assert verdict(expected, loss=1.1).first == "the loss of step 0"
+    assert verdict(expected, loss=np.nan).first == "the loss of step 0"
+    assert verdict({"a": expected["a"] * np.nan, "b": expected["b"]}).first == "a"
+    doubled = {"a": 4 * expected["a"], "b": expected["b"]}
+    assert diagnose(doubled, expected, {}, {"data": 2, "model": 4}) == (
         "a is 4 times the reference: summed 4 times, over model?"
     )
-    assert cause(doubled, want, {"known": doubled}, {}) == "known"
-    assert cause({"a": np.array([9.0, 1.0]), "b": want["b"]}, want, {}, {}) == ""
+    assert diagnose(doubled, expected, {"known": doubled}, {}) == "known"
+    assert diagnose({"a": np.array([9.0, 1.0]), "b": expected["b"]}, expected, {}, {}) == ""
 
 
 def test_collectives_in_a_line():
@@ -206,4 +218,4 @@ ENTRY %main (p: f32[250000]) -> f32[250000] {
   ROOT %r = f32[250000]{0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
 }
 """
-    assert collectives(text, {"data": 2}) == "data 1 AR 1 MB"
+    assert collectives_text(text, {"data": 2}) == "data 1 AR 1 MB"

@@ -125,7 +125,7 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
     target = _target(args)
     file = args.out or f"{re.sub(r'[^a-z0-9]+', '-', str(target))}.yaml"
     check_output_files(args.json, file)
-    if not args.out and not ranking.is_free(file):
+    if not args.out and not ranking.can_overwrite(file):
         raise UserError(f"{file}: already exists, and no search wrote it; expected --out FILE")
     config, _ = resolve(path, *overrides, paths=False, checks=())  # its mesh is for this machine, not the target
     given = {name: getattr(args, name) for name in ("objective", "devices", "top", "jobs")}
@@ -134,7 +134,7 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
     with spinner(f"estimating layouts for {target}") as progress:
 
         def report(stage: str, done: int, of: int, text: str) -> None:
-            line = (ESTIMATING if stage == "formula" else COMPILING).format(done=done, of=of, text=text)
+            line = (ESTIMATING if stage == "estimate" else COMPILING).format(done=done, of=of, text=text)
             progress.update(progress.task_ids[0], description=line)
 
         # Ctrl-C ends the search, not the command: the results so far are shown.
@@ -146,7 +146,9 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
             print("jaxtrain: interrupted before the first layout was estimated", file=sys.stderr)
             return INTERRUPTED
     console = Console(highlight=False)
-    console.print(ranking.table(result), "", ranking.losers_table(result), "", Text(result.summary()), sep="\n")
+    console.print(
+        ranking.ranking_table(result), "", ranking.families_table(result), "", Text(result.summary()), sep="\n"
+    )
     if args.json:
         write_file(args.json, json.dumps(result.as_dict(), indent=1))
     if result.winner is None:
@@ -173,11 +175,11 @@ def _plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | No
         UserError: before anything is compiled, if the config does not fit the target or an extra is missing.
     """
     config, vocab = _resolve(path, overrides, target)
-    if problem := targets.missing(target, config.step.attention):
+    if problem := targets.missing_packages(target, config.step.attention):
         raise UserError(problem)
     _add_working_folder()
     with _interruptible(), spinner(f"compiling {path} for {target}"):
-        return predict.predict(config, vocab, str(target), hlo=hlo, largest=None if whole else pods.LARGEST)
+        return predict.predict(config, vocab, str(target), hlo=hlo, max_devices=None if whole else pods.MAX_DEVICES)
 
 
 @contextmanager
@@ -233,7 +235,7 @@ def _resolve(path: str, overrides: Sequence[str], target: Target) -> tuple[Confi
         on_target = config.model_copy(update={"simulate": None})  # the target decides which devices there are
         devices, vocab = target.devices, _vocabulary(config)
         problems = check_config(on_target, devices, vocab) + check_pipeline(on_target, devices)
-        if not problems and (problem := compile.across_slices(config, target)):
+        if not problems and (problem := compile.dcn_problem(config.mesh.dcn, target)):
             problems.append(Problem("", "mesh.dcn", problem.removeprefix("mesh.dcn: ")))
         return problems
 

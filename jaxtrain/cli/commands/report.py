@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.io.jsonl import to_json
-from jaxtrain.planning.report.terminal import bar, plain, section
+from jaxtrain.planning.report.terminal import bar, plain_table, section
 from jaxtrain.reports import tables
 from jaxtrain.reports.history import RunHistory, as_dict, format_seconds, read_history
 from jaxtrain.reports.page import page
@@ -54,7 +54,7 @@ def report(run: RunHistory, width: int) -> RenderableType:
 
 
 def _headline(run: RunHistory) -> RenderableType:
-    table = plain("", "", "", right=())
+    table = plain_table("", "", "", right=())
     for figure in tables.key_figures(run):
         table.add_row(Text(figure.name, style="dim"), Text(figure.value, style="bold", no_wrap=True), Text(figure.note))
     return Group(Text.assemble((run.name, "bold"), f"  {run.directory}"), Text(run.state), table)
@@ -63,7 +63,7 @@ def _headline(run: RunHistory) -> RenderableType:
 def _goodput(run: RunHistory, width: int) -> RenderableType | None:
     if run.goodput is None:
         return Text("goodput unknown: the run recorded no time accounting")
-    table = plain("", "time", "share", "", right=("time", "share"))
+    table = plain_table("", "time", "share", "", right=("time", "share"))
     for name, what, seconds, share in tables.buckets(run):
         drawn = bar(share, STYLES.get(name, "blue"), max(8, min(24, width - 64)))
         table.add_row(Text(what, overflow="ellipsis", no_wrap=True), format_seconds(seconds), percent(share), drawn)
@@ -115,7 +115,7 @@ def _attempts(run: RunHistory) -> RenderableType | None:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
-    table = plain(*columns, right=right)
+    table = plain_table(*columns, right=right)
     for row in rows:
         table.add_row(*map(Text, row))
     return table

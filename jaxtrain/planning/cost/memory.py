@@ -1,4 +1,4 @@
-"""Bytes on a device: the train state by its shardings, and what the compiler plans for a step."""
+"""Memory of a device: bytes of the sharded train state, and of a compiled step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxtrain.hlo.parse import Instruction, Module
 
 
 def state_bytes(state: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes that one device holds of each part of an abstract train state: `params`, `opt_state`, `ema`, ...
+    """Bytes per device of each part of an abstract train state: `params`, `opt_state`, `ema`, ...
 
-    Exact for device 0: a dim that its axes do not divide counts as padded up, which is what the largest shard takes.
+    Exact for device 0: a dim that its axes do not divide is padded up, which gives the largest shard.
 
     Args:
-        state: `Program.state`, nested trees with leaves of shape, dtype and a NamedSharding (or None: replicated).
+        state: `Program.state`, nested trees whose leaves have shape, dtype and a NamedSharding (or None: replicated).
     """
-    return {part: sum(leaf_bytes(leaf) for leaf in _leaves(tree)) for part, tree in state.items()}
+    return {part: sum(leaf_bytes(leaf) for _, leaf in _named_leaves(tree, ())) for part, tree in state.items()}
 
 
 def leaf_bytes(leaf: Any) -> int:
@@ -33,42 +33,30 @@ def leaf_bytes(leaf: Any) -> int:
 
 
 def shard_size(shape: Sequence[int], shards: Sequence[int]) -> int:
-    """Elements of the largest shard of a tensor whose dims are cut into so many."""
+    """Elements of the largest shard of a tensor; `shards` is the number of shards along each dim."""
     return prod(ceil(size / count) for size, count in zip(shape, shards))
 
 
-def largest(state: Mapping[str, Any], count: int = 8) -> list[tuple[str, int]]:
-    """The tensors of an abstract train state of which a device holds most: (`params/layers/mlp/up`, bytes)."""
-    found: dict[str, int] = {}
-    for path, leaf in _named(state, ()):
+def largest_tensors(state: Mapping[str, Any], count: int = 8) -> list[tuple[str, int]]:
+    """Tensors of an abstract train state that take most of a device: (`params/layers/mlp/up`, bytes)."""
+    sizes: dict[str, int] = {}
+    for path, leaf in _named_leaves(state, ()):
         name = "/".join(path)
-        found[name] = found.get(name, 0) + leaf_bytes(leaf)
-    return sorted(found.items(), key=lambda item: -item[1])[:count]
+        sizes[name] = sizes.get(name, 0) + leaf_bytes(leaf)
+    return sorted(sizes.items(), key=lambda item: -item[1])[:count]
 
 
-def _named(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, array) of a tree; what has no name of its own goes by that of its container."""
+def _named_leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, array) of a tree of dicts, lists and (named) tuples; an unnamed array has the path of its container."""
     if hasattr(tree, "dtype"):
         yield path, tree
     elif isinstance(tree, Mapping):
         for name, branch in tree.items():
-            yield from _named(branch, (*path, str(name)))
+            yield from _named_leaves(branch, (*path, str(name)))
     elif isinstance(tree, (tuple, list)):
         names = getattr(tree, "_fields", None) or [""] * len(tree)
         for name, branch in zip(names, tree):
-            yield from _named(branch, (*path, name) if name in ("mu", "nu", "trace") else path)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """Arrays of a tree of dicts, lists and (named) tuples."""
-    if hasattr(tree, "dtype"):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for branch in tree.values():
-            yield from _leaves(branch)
-    elif isinstance(tree, (tuple, list)):
-        for branch in tree:
-            yield from _leaves(branch)
+            yield from _named_leaves(branch, (*path, name) if name in ("mu", "nu", "trace") else path)
 
 
 @dataclass(frozen=True)
@@ -78,11 +66,11 @@ class Memory:
     Args:
         arguments: state and batch.
         outputs: new state and metrics.
-        aliased: outputs that take the place of donated arguments.
-        temporaries: activations, gathered weights, buffers; the most that lives at once, fragmentation included.
-        peak: the most in use at any time, in the compiler's words (CPU leaves temporaries out); beside the arguments
-            that is of the device or of the host, whichever is more. `total` where it does not say.
-        host: bytes of the host's memory that the step keeps values in.
+        aliased: outputs that reuse donated arguments.
+        temporaries: activations, gathered weights, buffers; the most alive at once, fragmentation included.
+        peak: the compiler's peak memory (on CPU without temporaries); besides the arguments it counts device or host
+            memory, whichever is more. `total` if the compiler reports none.
+        host: bytes of host memory that hold offloaded values.
     """
 
     arguments: int
@@ -94,24 +82,24 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Arguments, outputs that take no argument's place, and temporaries: the device must have this much."""
+        """Arguments, outputs that reuse no argument, and temporaries: the memory that the device needs."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
-    def peak_is_the_hosts(self) -> bool:
-        """The host keeps more than temporaries take of the device, of which `peak` then tells nothing."""
+    def is_host_peak(self) -> bool:
+        """True if offloaded values exceed the device's temporaries, so that `peak` is that of the host."""
         return self.peak <= self.arguments + self.host
 
-    def with_state(self, more: int) -> Memory:
-        """Adds bytes (or fewer) of train state, which a step takes and gives back in its place."""
+    def add_state(self, size: int) -> Memory:
+        """Adds bytes of train state (negative to remove), which a step donates and returns."""
         return replace(
-            self, arguments=self.arguments + more, outputs=self.outputs + more, aliased=self.aliased + more,
-            peak=self.peak + more,
+            self, arguments=self.arguments + size, outputs=self.outputs + size, aliased=self.aliased + size,
+            peak=self.peak + size,
         )  # fmt: skip
 
 
 def compiled_memory(compiled: Any) -> Memory:
-    """Memory of a compiled step (`jax.stages.Compiled`). TPU arrays count with the padding of their tiles."""
+    """Memory of a compiled step (`jax.stages.Compiled`). TPU arrays include the padding of their tiles."""
     stats = compiled.memory_analysis()
     fields = ("argument", "output", "alias", "temp")
     arguments, outputs, aliased, temporaries = (int(getattr(stats, f"{name}_size_in_bytes")) for name in fields)
@@ -120,18 +108,19 @@ def compiled_memory(compiled: Any) -> Memory:
     return Memory(arguments, outputs, aliased, temporaries, peak or total, host)
 
 
-def workspace(module: Module) -> int:
-    """Bytes that attention kernels use besides, where the compiler leaves it to the GPU to say: an absent one's.
+def attention_workspace(module: Module) -> int:
+    """Bytes of workspace that cuDNN's attention needs on an absent GPU, which the compiler can not query.
 
-    cuDNN's backward kernel (9.19, Hopper) adds up the gradient of the queries in float32, and a packed row has a place
-    of full length for every document that it may hold. Kernels take turns, so that the largest counts.
+    The backward kernel (9.19, Hopper) accumulates the gradient of the queries in float32, with a buffer of the full
+    length for every document that a packed row may hold. Kernels run one after another, so the largest counts.
     """
-    return max((_workspace(one) for part in module.computations.values() for one in part.values()), default=0)
+    instructions = (one for computation in module.computations.values() for one in computation.values())
+    return max(map(_workspace, instructions), default=0)
 
 
 def _workspace(instruction: Instruction) -> int:
-    is_backward = instruction.op == "custom-call" and re.fullmatch(r"__cudnn\$fmha\w+Backward", instruction.target)
-    if not is_backward or instruction.shape.leaves[-1].bytes:  # of a GPU that is here it is the last result
+    is_backward = re.fullmatch(r"__cudnn\$fmha\w+Backward", instruction.custom_call_target)
+    if not is_backward or instruction.shape.leaves[-1].bytes:  # on a present GPU it is the last result
         return 0
     slots = re.search(r'"max_seg_per_batch":\s*"?(\d+)', instruction.attributes)
     return 4 * instruction.shape.leaves[0].elements * (int(slots[1]) if slots else 1)

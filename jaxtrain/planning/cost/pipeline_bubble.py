@@ -1,70 +1,58 @@
-"""Pipeline bubble: what a schedule adds to the time of a step."""
+"""Pipeline bubble of a compiled step: the time that a schedule adds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.hlo.parse import Instruction
 from jaxtrain.pipeline.schedules.cost import Costs, price
 from jaxtrain.pipeline.schedules.files import load
 from jaxtrain.pipeline.schedules.table import Action, Table
-from jaxtrain.planning.cost.roofline import Cost
+from jaxtrain.planning.cost.roofline import StepCost
 
 
-def table(config: Config, stages: int) -> Table | None:
-    """The schedule's table; None without stages."""
-    if stages == 1:
-        return None
-    return load(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
+def schedule_table(pipeline: PipelineConfig, stages: int, microbatches: int) -> Table | None:
+    """Loads the table of a schedule; None for one stage."""
+    return None if stages == 1 else load(pipeline.schedule, stages, microbatches, pipeline.virtual_stages)
 
 
-def shares(schedule: Table) -> dict[str, float]:
-    """Returns how often a stage does each `Action` in a tick, on average over ticks and stages; and how often an end of
-    the model, which is once a microbatch.
+def loop_runs(schedule: Table) -> dict[str, float]:
+    """Mean runs per tick and stage of each loop that runs at most once: an `Action`, or an end of the model.
+
+    The ends (`begin`, `loss`, `end`) run once a microbatch.
     """
     counts = np.bincount(schedule.action.ravel(), minlength=len(Action)) / schedule.action.size
     ends = dict.fromkeys(("begin", "loss", "end"), schedule.microbatches / schedule.ticks)
     return {action.name: float(counts[action]) for action in Action} | ends
 
 
-def choose(schedule: Table, instruction: Instruction) -> list[float] | None:
-    """`shares` of a loop of one turn or none of the schedule's; None of anything else."""
-    return [shares(schedule)[instruction.turn]] if instruction.turn else None
+def branch_weights(schedule: Table, instruction: Instruction) -> list[float] | None:
+    """`loop_runs` of a loop that runs at most once, as `roofline.BranchWeights`; None for other instructions."""
+    return [loop_runs(schedule)[instruction.once_loop]] if instruction.once_loop else None
 
 
-@dataclass(frozen=True)
-class Bubble:
-    """Seconds of all ticks (`lockstep`: each takes as long as its costliest action) and of a stage's own `work`."""
+def bubble_seconds(schedule: Table, cost: StepCost) -> float:
+    """Seconds that a stage waits when each tick takes as long as its costliest action.
 
-    work: float
-    lockstep: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that a stage waits."""
-        return self.lockstep - self.work
-
-
-def bubble(schedule: Table, cost: Cost) -> Bubble:
-    """Computes the bubble from the seconds of the actions in a compiled step, analysed with `choose`."""
-    seconds = _of_actions(schedule, cost)
-    both = seconds[Action.BW]
-    # A backward in one piece is a B and a W together.
-    costs = [seconds[Action.F], seconds[Action.B] or both / 2, seconds[Action.W] or both / 2]
-    found = price(schedule, Costs(*(one * schedule.chunks for one in costs)))
-    return Bubble(found.work, found.lockstep)
+    Args:
+        schedule: of the step.
+        cost: of the compiled step, analyzed with `branch_weights`.
+    """
+    seconds = _action_seconds(schedule, cost)
+    whole = seconds[Action.BW]
+    # A backward in one piece (BW) counts as a B and a W of half its time.
+    costs = [seconds[Action.F], seconds[Action.B] or whole / 2, seconds[Action.W] or whole / 2]
+    priced = price(schedule, Costs(*(one * schedule.chunks for one in costs)))
+    return priced.lockstep - priced.work
 
 
-def _of_actions(schedule: Table, cost: Cost) -> Sequence[float]:
+def _action_seconds(schedule: Table, cost: StepCost) -> list[float]:
     """Seconds of one action of each kind."""
     counts = np.bincount(schedule.action.ravel(), minlength=len(Action)) / schedule.stages
     totals = np.zeros(len(Action))
     for one in cost.operations:
         if one.kind != "collective":
             for action in Action:
-                totals[action] += one.total * (action.name in one.turns)
+                totals[action] += one.total_seconds * (action.name in one.once_loops)
     return np.divide(totals, counts, out=np.zeros_like(totals), where=counts > 0).tolist()

@@ -1,302 +1,258 @@
-"""Roofline of every operation of a compiled step: FLOPs, bytes, and the time of a chip.
+"""Roofline of every operation of a compiled step: FLOPs, bytes, and seconds on a chip.
 
-Each operation that is not inside of a fusion takes max(FLOPs / rate, bytes / bandwidth) seconds, times the trip counts
-of the loops around it. Of a conditional one branch runs: the costliest, unless the caller knows better.
+Each operation outside of fusions takes max(FLOPs / rate, bytes / bandwidth) seconds, times the trip counts of the
+enclosing loops. Of a conditional the costliest branch counts, unless the caller gives weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jaxtrain.hlo import matmuls, memory_traffic, parse
 from jaxtrain.hlo.call_sites import trip_count
+from jaxtrain.hlo.matmuls import MatmulWork
 from jaxtrain.hlo.parse import Computation, Instruction, Module
+from jaxtrain.planning.hardware.calibration import Rates
 
-Weights = Sequence[float]
-# (conditional or loop of one turn or none, seconds of its branches)
-Choose = Callable[[Instruction, Sequence[float]], "Weights | None"]
-MOVES = ("collective", memory_traffic.TO_HOST, memory_traffic.FROM_HOST)
-KINDS = ("matmul", "attention", "elementwise", "copy", "kernel", "pages", *MOVES)
-
-
-class Rates(Protocol):
-    """Rates of a chip."""
-
-    def compute(self, kind: str, dtype: str) -> float:
-        """FLOP/s of a `matmul` or of `attention`."""
-        ...
-
-    @property
-    def memory(self) -> float:
-        """Bytes/s."""
-        ...
-
-    @property
-    def launch(self) -> float:
-        """Seconds between one operation and the next."""
-        ...
-
-
-@dataclass(frozen=True)
-class Balanced:
-    """A chip of no particular speed, which weighs branches where none is given."""
-
-    memory: float = 1e12
-    launch: float = 0.0
-
-    def compute(self, kind: str, dtype: str) -> float:
-        """200 FLOPs for a byte."""
-        return 2e14
+# (conditional or loop that runs at most once, seconds of its branches) -> runs of each branch for each of its runs
+BranchWeights = Callable[[Instruction, Sequence[float]], Sequence[float] | None]
+TRANSFERS = ("collective", memory_traffic.TO_HOST, memory_traffic.FROM_HOST)
+# (part of a name scope, part of the model); the first match counts.
+SCOPES = (("cross_entropy", "loss"), ("attention_", "attention"), ("moe", "experts"), ("embed", "embed"))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation and how often a step runs it on a device.
+    """One operation of a device, and how often a step runs it.
 
     Args:
-        kind: one of KINDS; `copy` is a move that runs beside others, `kernel` one whose FLOPs nothing tells, `pages`
-            the system's work of handing out memory; those of MOVES take no computing time.
-        scope: JAX's name scopes, of itself or else of what is around it.
-        times: product of trip counts and of the shares of branches.
-        dtype: of what it multiplies, empty where it multiplies nothing.
-        flops, inside: of one run, see `matmuls.Work`.
-        bytes: read and written of the device's memory in one run.
-        host: bytes between device and host in one run.
-        seconds: of one run.
-        where: the computation that holds it.
-        turns: of the loops of one turn or none around it, outermost first (`Instruction.turn`).
-        unknown: a loop around it has no constant trip count, and counts once.
+        kind: `matmul`, `attention`, `elementwise`, `copy` (overlaps with others), `kernel` (of unknown FLOPs), `pages`
+            (allocation of memory by the system), or one of TRANSFERS, which take no compute time.
+        scope: JAX's name scopes, of the operation or of what encloses it.
+        runs: product of trip counts and of the weights of branches.
+        dtype: element type of a matmul; empty for others.
+        flops, recomputed: FLOPs of one run, see `MatmulWork`.
+        bytes: bytes of device memory that one run reads and writes.
+        host_bytes: bytes that one run moves between device and host.
+        seconds: time of one run.
+        computation: name of the computation that holds it.
+        once_loops: enclosing loops that run at most once, outermost first (`Instruction.once_loop`).
+        is_unbounded: an enclosing loop has no constant trip count, and counts as one trip.
     """
 
     name: str
     op: str
     kind: str
     scope: str = ""
-    times: float = 1.0
+    runs: float = 1.0
     dtype: str = ""
     flops: float = 0.0
-    inside: float = 0.0
+    recomputed: float = 0.0
     bytes: int = 0
-    host: int = 0
+    host_bytes: int = 0
     seconds: float = 0.0
-    where: str = ""
-    turns: tuple[str, ...] = ()
-    unknown: bool = False
+    computation: str = ""
+    once_loops: tuple[str, ...] = ()
+    is_unbounded: bool = False
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Seconds of all runs."""
-        return self.times * self.seconds
+        return self.runs * self.seconds
 
     @property
     def phase(self) -> str:
-        """`forward`, `backward`, `remat` or `optimizer`; `pages` of what no pass asks for."""
-        return self.kind if self.kind == "pages" else phase(self.scope)
+        """`forward`, `backward`, `remat`, `optimizer` (all that is not differentiated), or `pages`."""
+        if self.kind == "pages":
+            return self.kind
+        if "rematted_computation" in self.scope:
+            return "remat"
+        if "transpose(" in self.scope:
+            return "backward"
+        return "forward" if "jvp(" in self.scope else "optimizer"
 
     @property
     def part(self) -> str:
-        """`loss`, `attention`, `embed`, `experts`, `layers` or, once a step, `optimizer`, `pages` or `other`."""
-        return part(self)
-
-
-def phase(scope: str) -> str:
-    """Returns the pass of the step that a scope belongs to; operations without derivative are the optimizer's."""
-    if "rematted_computation" in scope:
-        return "remat"
-    if "transpose(" in scope:
-        return "backward"
-    return "forward" if "jvp(" in scope else "optimizer"
-
-
-def part(operation: Operation) -> str:
-    """Returns the part of the model that an operation belongs to."""
-    scope = operation.scope
-    for word, name in (("cross_entropy", "loss"), ("attention_", "attention"), ("moe", "experts"), ("embed", "embed")):
-        if word in scope:
-            return name
-    if operation.kind == "attention":
-        return "attention"
-    if operation.phase in ("optimizer", "pages"):
-        return operation.phase
-    return "layers" if "while" in scope else "other"
+        """Part of the model: `loss`, `attention`, `embed`, `experts`, `layers`, `optimizer`, `pages` or `other`."""
+        if part := next((part for word, part in SCOPES if word in self.scope), ""):
+            return part
+        if self.kind == "attention":
+            return self.kind
+        if self.phase in ("optimizer", "pages"):
+            return self.phase
+        return "layers" if "while" in self.scope else "other"
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Operations of a step on one device."""
+class StepCost:
+    """Operations of a step on one device. `bandwidth` is that of the memory, in bytes/s."""
 
     operations: list[Operation]
-    memory: float = field(default=1e12)
+    bandwidth: float = 1e12
 
-    def flops(self, *, inside: bool = False) -> float:
-        """FLOPs of a step by the convention of `jaxtrain.models.flops`, or also what kernels compute again inside."""
-        return sum(one.times * (one.flops + one.inside * inside) for one in self.operations)
+    def flops(self) -> float:
+        """FLOPs of a step by the convention of `jaxtrain.models.flops`."""
+        return sum(one.runs * one.flops for one in self.operations)
 
     @property
     def bytes(self) -> float:
-        """Read and written of the device's memory."""
-        return sum(one.times * one.bytes for one in self.operations)
+        """Bytes of device memory read and written."""
+        return sum(one.runs * one.bytes for one in self.operations)
 
     @property
     def seconds(self) -> float:
-        """Seconds of computing, without collectives. Copies overlap operations that leave bandwidth unused."""
-        busy = [one for one in self.operations if one.kind not in ("copy", *MOVES)]
-        computing = sum(one.total for one in busy)
-        idle = computing - sum(one.times * one.bytes for one in busy) / self.memory
-        copies = sum(one.total for one in self.operations if one.kind == "copy")
-        return computing + max(0.0, copies - idle)
+        """Compute seconds, without transfers. Copies overlap with operations that leave bandwidth unused."""
+        busy = [one for one in self.operations if one.kind not in ("copy", *TRANSFERS)]
+        compute = sum(one.total_seconds for one in busy)
+        idle = compute - sum(one.runs * one.bytes for one in busy) / self.bandwidth
+        copies = sum(one.total_seconds for one in self.operations if one.kind == "copy")
+        return compute + max(0.0, copies - idle)
 
-    def by(self, *keys: str, value: str = "total") -> dict[Any, float]:
-        """Seconds (or `flops`, `bytes`, of all runs) by attributes such as `phase`, `part`, `kind`, `dtype`."""
+    def by(self, *keys: str, value: str = "seconds") -> dict[Any, float]:
+        """Seconds (or `flops`, `bytes`) of all runs, by attributes such as `phase`, `part`, `kind`, `dtype`."""
         out: dict[Any, float] = {}
         for one in self.operations:
-            if one.kind in MOVES:
-                continue
-            key = tuple(getattr(one, name) for name in keys)
-            key = key[0] if len(key) == 1 else key
-            amount: float = one.total if value == "total" else one.times * getattr(one, value)
-            out[key] = out.get(key, 0.0) + amount
+            if one.kind not in TRANSFERS:
+                group = tuple(getattr(one, name) for name in keys)
+                key = group[0] if len(group) == 1 else group
+                out[key] = out.get(key, 0.0) + one.runs * getattr(one, value)
         return {key: amount for key, amount in sorted(out.items(), key=lambda item: -item[1]) if amount}
 
     @property
-    def unknown(self) -> list[str]:
-        """Kernels whose FLOPs nothing tells."""
+    def unknown_kernels(self) -> list[str]:
+        """Names of the kernels whose FLOPs are not known."""
         return sorted({one.name for one in self.operations if one.kind == "kernel"})
 
 
-def analyse(
-    module: Module | str, rates: Rates | None = None, *, choose: Choose | None = None, visible: float = 0.5
-) -> Cost:
-    """The cost of a compiled step.
+def analyze(
+    module: Module | str, rates: Rates | None = None, *, branch_weights: BranchWeights | None = None,
+    visible: float = 0.5,
+) -> StepCost:  # fmt: skip
+    """Computes the cost of a compiled step.
 
     Args:
-        module: or `compiled.as_text()`.
-        rates: of the chip; default: one that can do 200 FLOPs for a byte.
-        choose: how often each branch of a conditional runs, in shares of the conditional's runs; None for the
-            costliest alone.
-        visible: share of all keys that a query sees in attention kernels that do not say (splash).
+        module: the parsed program, or `compiled.as_text()`.
+        rates: of the chip; default: one of 200 FLOPs per byte.
+        branch_weights: how often each branch of a conditional runs; if it returns None, only the costliest runs.
+        visible: share of all keys that a query attends to, for attention kernels that do not say (splash).
 
     Raises:
         ValueError: the text is no compiled program.
     """
     parsed = parse.parse(module) if isinstance(module, str) else module
-    walk = _Walk(parsed, rates or Balanced(), choose, visible)
-    return Cost(walk.operations(parsed.entry), walk.rates.memory)
+    rates = rates or Rates(lambda kind, dtype: 2e14, 1e12)
+    return StepCost(_Analysis(parsed, rates, branch_weights, visible).operations(parsed.entry), rates.memory)
 
 
 @dataclass
-class _Walk:
-    """One pass over a module; what a computation costs is worked out once."""
+class _Analysis:
+    """One pass over a module, which visits each computation once."""
 
     module: Module
     rates: Rates
-    choose: Choose | None
+    branch_weights: BranchWeights | None
     visible: float
-    known: dict[str, list[Operation]] = field(default_factory=dict)
-    multiplied: dict[str, list[tuple[matmuls.Work, str]]] = field(default_factory=dict)
+    _operations: dict[str, list[Operation]] = field(default_factory=dict)
+    _fused: dict[str, list[tuple[MatmulWork, str]]] = field(default_factory=dict)
 
     def operations(self, name: str) -> list[Operation]:
-        """Yields the operations of a computation that is run, not fused."""
-        if name not in self.known:
+        """Operations of a computation that is run, not fused."""
+        if name not in self._operations:
             computation = self.module.computations.get(name, {})
-            self.known[name] = [
-                one if one.where else replace(one, where=name)
-                for instruction in computation.values() for one in self._of(instruction, computation)
+            self._operations[name] = [
+                one if one.computation else replace(one, computation=name)
+                for instruction in computation.values() for one in self._expand(instruction, computation)
             ]  # fmt: skip
-        return self.known[name]
+        return self._operations[name]
 
-    def _of(self, instruction: Instruction, computation: Computation) -> Iterable[Operation]:
+    def _expand(self, instruction: Instruction, computation: Computation) -> Iterable[Operation]:
+        """Operations that an instruction runs."""
         if instruction.op == "while":
             return self._loop(instruction, computation)
         if instruction.op == "conditional":
             return self._conditional(instruction)
         if instruction.op in ("call", "async-start"):
-            return [_around(one, instruction.scope) for name in instruction.called for one in self.operations(name)]
-        made = self._operation(instruction, computation)
-        return [] if made is None else [made]
+            called = (one for name in instruction.called for one in self.operations(name))
+            return [_with_outer_scope(one, instruction.scope) for one in called]
+        operation = self._operation(instruction, computation)
+        return [] if operation is None else [operation]
 
     def _loop(self, loop: Instruction, computation: Computation) -> list[Operation]:
-        inside = self.operations(loop.attribute("body"))
-        if loop.turn:
-            (share,) = self._weights(loop, [inside])
-            return [
-                replace(_around(one, loop.scope), times=one.times * share, turns=(loop.turn, *one.turns))
-                for one in inside
-            ]
+        body = [_with_outer_scope(one, loop.scope) for one in self.operations(loop.attribute("body"))]
+        if loop.once_loop:
+            (runs,) = self._weights(loop, [body])
+            return [replace(one, runs=one.runs * runs, once_loops=(loop.once_loop, *one.once_loops)) for one in body]
         trips = trip_count(self.module, computation, loop)
-        return [
-            replace(
-                _around(one, loop.scope), times=one.times * (1 if trips is None else trips),
-                unknown=one.unknown or trips is None,
-            )
-            for one in inside
-        ]  # fmt: skip
+        if trips is None:
+            return [replace(one, is_unbounded=True) for one in body]
+        return [replace(one, runs=one.runs * trips) for one in body]
 
     def _conditional(self, instruction: Instruction) -> list[Operation]:
         branches = [self.operations(name) for name in instruction.branches]
         return [
-            replace(_around(one, instruction.scope), times=one.times * weight)
+            replace(_with_outer_scope(one, instruction.scope), runs=one.runs * weight)
             for branch, weight in zip(branches, self._weights(instruction, branches)) if weight
             for one in branch
         ]  # fmt: skip
 
-    def _weights(self, instruction: Instruction, branches: list[list[Operation]]) -> Weights:
-        """Returns how often each branch runs; a loop of at most one turn has one."""
-        seconds = [sum(one.total for one in branch) for branch in branches]
-        weights = self.choose(instruction, seconds) if self.choose else None
-        return weights or [float(at == seconds.index(max(seconds))) for at in range(len(branches))]
+    def _weights(self, instruction: Instruction, branches: list[list[Operation]]) -> Sequence[float]:
+        """Runs of each branch for each run of the instruction."""
+        seconds = [sum(one.total_seconds for one in branch) for branch in branches]
+        weights = self.branch_weights(instruction, seconds) if self.branch_weights else None
+        return weights or [float(index == seconds.index(max(seconds))) for index in range(len(branches))]
 
     def _operation(self, instruction: Instruction, computation: Computation) -> Operation | None:
-        moved = memory_traffic.moved(self.module, instruction, computation)
-        direction, host = memory_traffic.with_host(self.module, instruction, computation)
-        found = self._work(instruction, computation)
-        if not (moved or host or found):
+        hbm_bytes = memory_traffic.hbm_bytes(self.module, instruction, computation)
+        direction, host_bytes = memory_traffic.host_transfer(self.module, instruction, computation)
+        work = self._work(instruction, computation)
+        if not (hbm_bytes or host_bytes or work):
             return None
-        dtype = max(found, key=lambda one: one[0].flops)[0].dtype if found else ""
-        flops, inside = (sum(getattr(one, key) for one, _ in found) for key in ("flops", "inside"))
-        scope = instruction.scope or next((scope for _, scope in found if scope), "")
-        kind = direction if direction and not found else self._kind(instruction, [one for one, _ in found], scope)
-        computing = sum((one.flops + one.inside) / self.rates.compute(kind, one.dtype) for one, _ in found)
+        scope = instruction.scope or next((scope for _, scope in work if scope), "")
+        kind = direction if direction and not work else self._kind(instruction, [one for one, _ in work], scope)
+        compute = sum((one.flops + one.recomputed) / self.rates.compute(kind, one.dtype) for one, _ in work)
         return Operation(
-            instruction.name, instruction.op, kind, scope, 1.0, dtype, flops, inside, moved, host,
-            max(computing, moved / self.rates.memory) + self.rates.launch,
+            instruction.name, instruction.op, kind, scope,
+            dtype=max(work, key=lambda one: one[0].flops)[0].dtype if work else "",
+            flops=sum(one.flops for one, _ in work), recomputed=sum(one.recomputed for one, _ in work),
+            bytes=hbm_bytes, host_bytes=host_bytes,
+            seconds=max(compute, hbm_bytes / self.rates.memory) + self.rates.launch,
         )  # fmt: skip
 
-    def _kind(self, instruction: Instruction, found: list[matmuls.Work], scope: str) -> str:
-        if any(one.attention for one in found) or (found and "attention_" in scope):
+    def _kind(self, instruction: Instruction, work: list[MatmulWork], scope: str) -> str:
+        if any(one.is_attention for one in work) or (work and "attention_" in scope):
             return "attention"
-        if found:  # a TPU multiplies in a fusion that a collective is carried through
+        if work:  # a TPU multiplies in a fusion that carries a collective
             return "matmul"
-        if instruction.collective or self._is_collective(instruction):
+        if instruction.collective or self._is_fused_collective(instruction):
             return "collective"
         if instruction.op.endswith("-start"):
             return "copy"
-        return "kernel" if matmuls.is_unknown(instruction) else "elementwise"
+        return "kernel" if matmuls.is_unknown_kernel(instruction) else "elementwise"
 
-    def _is_collective(self, instruction: Instruction) -> bool:
-        """A fusion around a collective, as TPU writes reduce-scatters."""
+    def _is_fused_collective(self, instruction: Instruction) -> bool:
+        """Returns whether this is a fusion around a collective, as TPU writes reduce-scatters."""
         inner = (self.module.computations.get(name, {}) for name in instruction.called if instruction.op == "fusion")
         return any(one.collective for computation in inner for one in computation.values())
 
-    def _work(self, instruction: Instruction, computation: Computation) -> list[tuple[matmuls.Work, str]]:
-        """(work, scope) of every matrix multiplication of an operation, inside of fusions too."""
-        own = matmuls.work(instruction, computation, self.visible)
-        if own is not None:
-            return [(own, instruction.scope)]
+    def _work(self, instruction: Instruction, computation: Computation) -> list[tuple[MatmulWork, str]]:
+        """(work, scope) of every matrix multiplication of an operation, also inside fusions."""
+        work = matmuls.matmul_work(instruction, computation, self.visible)
+        if work is not None:
+            return [(work, instruction.scope)]
         if instruction.op != "fusion":
             return []
-        return [found for name in instruction.called for found in self._fused(name)]
+        return [one for name in instruction.called for one in self._fused_work(name)]
 
-    def _fused(self, name: str) -> list[tuple[matmuls.Work, str]]:
-        if name not in self.multiplied:
+    def _fused_work(self, name: str) -> list[tuple[MatmulWork, str]]:
+        if name not in self._fused:
             computation = self.module.computations.get(name, {})
-            self.multiplied[name] = [found for one in computation.values() for found in self._work(one, computation)]
-        return self.multiplied[name]
+            self._fused[name] = [work for one in computation.values() for work in self._work(one, computation)]
+        return self._fused[name]
 
 
-def _around(operation: Operation, scope: str) -> Operation:
+def _with_outer_scope(operation: Operation, scope: str) -> Operation:
     """Adds the enclosing scope to an operation that the compiler left without one, or with its last part only."""
     if operation.scope.startswith("jit(") or not scope:
         return operation

@@ -1,14 +1,14 @@
-"""Seconds of a collective on the network that joins its devices.
+"""Seconds of a collective on the network that connects its devices.
 
 Latency and bandwidth (Hockney's alpha and beta) of ring algorithms, as NCCL and the TPU compiler use them:
 
-- GPUs under one switch: what a device sends over its NVLink bandwidth, and a step of latency for each of n - 1.
-- GPUs of several nodes: the ring enters and leaves each node over the network cards of all its members; what takes
-  longer counts, the way inside or the way between.
-- TPU slice: a group that lies along some dims of the torus gathers over all of their links at once, two of a dim that
-  is a ring and one of a line. An all-to-all crosses the middle of its longest dim.
-- several slices: inside of them, then between them, each device with its share.
-- simulated devices: all members of a group meet, then each reads and writes its whole tensor in the host's memory.
+- GPUs under one switch: bytes over the NVLink bandwidth, plus n - 1 steps of latency.
+- GPUs of several nodes: the ring enters and leaves each node over the network cards of all its members; the slower of
+  the two networks counts.
+- TPU slice: a group along some dims of the torus gathers over all of their links at once, two of a ring and one of a
+  line. An all-to-all crosses the middle of its longest dim.
+- several slices: first inside of them, then between them, each device with its shard.
+- simulated devices: all members of a group meet, then each reads and writes its full tensor in the host's memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from jaxtrain.planning.hardware.calibration import Calibration
 from jaxtrain.planning.hardware.chips import Chip, Link, SharedMemory, Switch, Torus
 from jaxtrain.planning.hardware.targets import Target
 
-SAMPLED = 4  # groups of a collective that are priced; the slowest counts
+MAX_GROUPS = 4  # groups of a collective that are priced; the slowest counts
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
 
 
 @dataclass(frozen=True)
 class DevicePosition:
-    """Position of a device: its slice or NVLink domain, the chip's coordinates in the torus, the core on the chip."""
+    """Position of a device: its slice or NVLink domain, its chip's coordinates in the torus, its core on the chip."""
 
     domain: int
     coords: tuple[int, ...] = ()
@@ -37,22 +38,22 @@ class DevicePosition:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """One run of a collective. `seconds` is None where nobody knows the network."""
+    """Time of one run of a collective. `seconds` is None if the network is unknown."""
 
     seconds: float | None
     network: str
 
 
-def places(target: Target, devices: Sequence[Any]) -> list[DevicePosition]:
-    """Returns the positions of JAX devices, in the order of a mesh: `Mesh.devices.flat`."""
-    chip = target.chip
-    if chip is not None and isinstance(chip.inside, Switch):
-        domain = chip.inside.domain(target.shape[1])
-        return [DevicePosition(device.id // domain) for device in devices]
-    if chip is not None and isinstance(chip.inside, Torus):
-        dims = chip.inside.dims
+def device_positions(target: Target, devices: Sequence[Any]) -> list[DevicePosition]:
+    """Positions of JAX devices, in the order of `Mesh.devices.flat`."""
+    network = target.chip.inside if target.chip else None
+    if isinstance(network, Switch):
+        return [DevicePosition(device.id // network.domain_size(target.shape[1])) for device in devices]
+    if isinstance(network, Torus):
         return [
-            DevicePosition(getattr(d, "slice_index", 0) or 0, tuple(d.coords[:dims]), getattr(d, "core_on_chip", 0))
+            DevicePosition(
+                getattr(d, "slice_index", 0) or 0, tuple(d.coords[: network.dims]), getattr(d, "core_on_chip", 0)
+            )
             for d in devices
         ]
     return [DevicePosition(device.process_index) for device in devices]
@@ -60,159 +61,157 @@ def places(target: Target, devices: Sequence[Any]) -> list[DevicePosition]:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The network under a mesh.
+    """Network under a mesh.
 
     Args:
-        chip: None where nothing is known of the network: prices have no seconds then.
-        shares: achieved.
-        torus: sizes of a slice's dims; empty of GPUs.
-        places: of the devices in the order of the mesh.
+        chip: None if unknown: times have no seconds then.
+        calibration: fractions of the bandwidths that programs reach.
+        torus: sizes of a slice's dims; empty for GPUs.
+        positions: of the devices, in the order of the mesh.
     """
 
     chip: Chip | None
-    shares: Calibration
+    calibration: Calibration
     torus: tuple[int, ...]
-    places: Sequence[DevicePosition]
+    positions: Sequence[DevicePosition]
 
-    def price(self, op: str, groups: Sequence[Sequence[int]], sent: float) -> CollectiveTime:
-        """One run of a collective.
+    def collective_time(self, op: str, groups: Sequence[Sequence[int]], sent: float) -> CollectiveTime:
+        """Time of one run of a collective.
 
         Args:
-            op: as in `communication.Collective`.
-            groups: device numbers that take part together; of a permute (source, target).
-            sent: bytes that a device sends around a ring, as in `communication.Collective`.
+            op: as in `hlo.collectives.Collective`.
+            groups: device numbers that take part together; for a permute (source, target).
+            sent: bytes that a device sends around a ring, as in `hlo.collectives.Collective`.
         """
         if op == "collective-permute":
             return self._permute(groups, sent)
         size = max(map(len, groups))
-        full = _full(op, sent, size)
-        step = max(1, len(groups) // SAMPLED)
-        priced = [self._group(op, group, full) for group in groups[::step] if len(group) == size]
-        return max(priced, key=lambda one: one.seconds or 0.0)
+        tensor = _tensor_bytes(op, sent, size)
+        step = max(1, len(groups) // MAX_GROUPS)
+        times = [self._group(op, group, tensor) for group in groups[::step] if len(group) == size]
+        return max(times, key=lambda one: one.seconds or 0.0)
 
-    def to_host(self, size: float) -> CollectiveTime:
-        """One copy of so many bytes between a device and its host."""
-        way = None if self.chip is None else self.chip.host
-        if way is None:
+    def host_copy_time(self, size: float) -> CollectiveTime:
+        """Time of one copy of `size` bytes between a device and its host."""
+        link = None if self.chip is None else self.chip.host
+        if link is None:
             return CollectiveTime(None, "host")
-        return CollectiveTime(float(way.latency) + size / (float(way.bandwidth) * self.shares.host), way.name)
+        return CollectiveTime(float(link.latency) + size / (float(link.bandwidth) * self.calibration.host), link.name)
 
-    def _group(self, op: str, group: Sequence[int], full: float) -> CollectiveTime:
-        members = [self.places[device] for device in group]
+    def _group(self, op: str, group: Sequence[int], tensor: float) -> CollectiveTime:
+        members = [self.positions[device] for device in group]
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
-        domains = len({place.domain for place in members})
+        domains = len({position.domain for position in members})
         if isinstance(inside, SharedMemory):
-            return _shared(op, len(members), full, inside)
+            return _shared_memory(op, len(members), tensor, inside)
         if inside is None or outside is None:
             return CollectiveTime(None, "host" if domains == 1 else "network")
         if isinstance(inside, Switch):
-            return self._switched(op, len(members), domains, full, inside, outside)
-        return self._torus(op, members, domains, full, inside, outside)
+            return self._switched(op, len(members), domains, tensor, inside, outside)
+        return self._slices(op, members, domains, tensor, inside, outside)
 
-    def _switched(self, op: str, n: int, domains: int, full: float, inside: Switch, outside: Link) -> CollectiveTime:
-        nvlink, card = self._inner(inside.bandwidth), self._outer(outside)
-        passes, own = (2 if op == "all-reduce" else 1), n // domains
-        steps = (n - domains) * float(inside.latency) + (domains - 1) * float(outside.latency)
-        delay = float(inside.start) + passes * steps
+    def _switched(self, op: str, n: int, domains: int, tensor: float, inside: Switch, outside: Link) -> CollectiveTime:
+        nvlink, card = self._inside_rate(inside.bandwidth), self._outside_rate(outside)
+        passes, per_domain = (2 if op == "all-reduce" else 1), n // domains
+        latency = (n - domains) * float(inside.latency) + (domains - 1) * float(outside.latency)
+        delay = float(inside.start) + passes * latency
         if domains == 1:
-            return CollectiveTime(delay + passes * full * (n - 1) / n / nvlink, inside.name)
-        if op in ("all-to-all", "ragged-all-to-all"):
-            ways = full * (own - 1) / n / nvlink, full * (n - own) / n / card
+            return CollectiveTime(delay + passes * tensor * (n - 1) / n / nvlink, inside.name)
+        if op in EXCHANGES:
+            seconds = tensor * (per_domain - 1) / n / nvlink, tensor * (n - per_domain) / n / card
         else:
-            ways = full * (n - 1) / n / nvlink, full * (domains - 1) / domains / (own * card)
-        return CollectiveTime(delay + passes * max(ways), outside.name if own == 1 else f"{inside.name}+{outside.name}")
+            seconds = tensor * (n - 1) / n / nvlink, tensor * (domains - 1) / domains / (per_domain * card)
+        network = outside.name if per_domain == 1 else f"{inside.name}+{outside.name}"
+        return CollectiveTime(delay + passes * max(seconds), network)
 
-    def _torus(
-        self, op: str, members: Sequence[DevicePosition], domains: int, full: float, inside: Torus, outside: Link
+    def _slices(
+        self, op: str, members: Sequence[DevicePosition], domains: int, tensor: float, inside: Torus, outside: Link
     ) -> CollectiveTime:
-        passes = 2 if op == "all-reduce" else 1
-        here = [place for place in members if place.domain == members[0].domain]
-        seconds = passes * self._slice(op, here, full * len(here) / len(members) if _is_exchange(op) else full, inside)
+        passes, is_exchange = 2 if op == "all-reduce" else 1, op in EXCHANGES
+        local = [position for position in members if position.domain == members[0].domain]
+        local_tensor = tensor * len(local) / len(members) if is_exchange else tensor
+        seconds = passes * self._slice(local, local_tensor, inside, is_exchange)
         if domains == 1:
             return CollectiveTime(seconds, inside.name)
-        share = full * (len(members) - len(here)) / len(members) if _is_exchange(op) else full / len(here)
-        crossing = share * (1 if _is_exchange(op) else (domains - 1) / domains) / self._outer(outside)
+        shard = tensor * (len(members) - len(local)) / len(members) if is_exchange else tensor / len(local)
+        crossing = shard * (1 if is_exchange else (domains - 1) / domains) / self._outside_rate(outside)
         seconds += passes * (crossing + (domains - 1) * float(outside.latency))
-        return CollectiveTime(seconds, outside.name if len(here) == 1 else f"{inside.name}+{outside.name}")
+        return CollectiveTime(seconds, outside.name if len(local) == 1 else f"{inside.name}+{outside.name}")
 
-    def _slice(self, op: str, members: Sequence[DevicePosition], full: float, torus: Torus) -> float:
-        """Seconds of one pass of a group inside of a slice."""
+    def _slice(self, members: Sequence[DevicePosition], tensor: float, torus: Torus, is_exchange: bool) -> float:
+        """Seconds of one pass of a group inside a slice."""
         if len(members) == 1:
             return 0.0
-        chips = {place.coords for place in members}
+        chips = {position.coords for position in members}
         assert self.chip is not None
-        shared = self.chip.devices // max(1, len(members) // len(chips))  # groups that use a chip's links at once
+        sharing = self.chip.devices // max(1, len(members) // len(chips))  # groups that use a chip's links at once
         if len(chips) == 1:  # the two halves of a chip
-            return full / 2 / (6 * self._inner(torus.link))
-        link, lines = self._inner(torus.link) / shared, self._lines(chips, torus)
-        delay = float(torus.latency) * sum(count // 2 if ring else count - 1 for count, ring, _ in lines)
-        if _is_exchange(op):
-            # All that one half of a dim has for the other crosses its middle, of a ring at two places.
-            return delay + max(full * count / (8 if ring else 4) * apart / link for count, ring, apart in lines)
-        width = sum((2 if ring else 1) / apart for _, ring, apart in lines)
-        return delay + full * (len(chips) - 1) / len(chips) / (width * link)
+            return tensor / 2 / (6 * self._inside_rate(torus.link))
+        link, dims = self._inside_rate(torus.link) / sharing, self._dims(chips, torus)
+        delay = float(torus.latency) * sum(count // 2 if is_ring else count - 1 for count, is_ring, _ in dims)
+        if is_exchange:
+            # All bytes from one half of a dim to the other cross its middle, in a ring at two places.
+            return delay + max(tensor * count / (8 if is_ring else 4) * gap / link for count, is_ring, gap in dims)
+        links = sum((2 if is_ring else 1) / gap for _, is_ring, gap in dims)
+        return delay + tensor * (len(chips) - 1) / len(chips) / (links * link)
 
-    def _lines(self, chips: set[tuple[int, ...]], torus: Torus) -> list[tuple[int, bool, int]]:
-        """(members, whether they form a ring, distance between neighbours) of each dim along which a group lies."""
-        lines = []
-        for size, along in zip(self.torus, zip(*chips)):
-            at = sorted(set(along))
-            if len(at) > 1:
-                apart = min(b - a for a, b in pairwise(at))
-                lines.append((len(at), torus.is_ring(size) and len(at) * apart == size, apart))
-        return lines
+    def _dims(self, chips: set[tuple[int, ...]], torus: Torus) -> list[tuple[int, bool, int]]:
+        """(members, whether they form a ring, distance between neighbours) of each dim along which a group extends."""
+        dims = []
+        for size, coords in zip(self.torus, zip(*chips)):
+            indices = sorted(set(coords))
+            if len(indices) > 1:
+                gap = min(b - a for a, b in pairwise(indices))
+                dims.append((len(indices), torus.is_ring(size) and len(indices) * gap == size, gap))
+        return dims
 
     def _permute(self, pairs: Sequence[Sequence[int]], sent: float) -> CollectiveTime:
-        ends = [(self.places[source], self.places[target]) for source, target in pairs]
-        crosses = any(a.domain != b.domain for a, b in ends)
+        ends = [(self.positions[source], self.positions[target]) for source, target in pairs]
+        is_crossing = any(a.domain != b.domain for a, b in ends)
         inside, outside = (None, None) if self.chip is None else (self.chip.inside, self.chip.outside)
         if isinstance(inside, SharedMemory):
-            return _shared("collective-permute", inside.devices, sent, inside)
+            return _shared_memory("collective-permute", inside.devices, sent, inside)
         if inside is None or outside is None:
-            return CollectiveTime(None, "network" if crosses else "host")
-        if crosses:
-            return CollectiveTime(float(outside.latency) + sent / self._outer(outside), outside.name)
+            return CollectiveTime(None, "network" if is_crossing else "host")
+        if is_crossing:
+            return CollectiveTime(float(outside.latency) + sent / self._outside_rate(outside), outside.name)
         if isinstance(inside, Switch):
-            return CollectiveTime(float(inside.start) + sent / self._inner(inside.bandwidth), inside.name)
+            return CollectiveTime(float(inside.start) + sent / self._inside_rate(inside.bandwidth), inside.name)
         hops = max(self._hops(a.coords, b.coords, inside) for a, b in ends)
         return CollectiveTime(
-            hops * float(inside.latency) + max(1, hops) * sent / self._inner(inside.link), inside.name
+            hops * float(inside.latency) + max(1, hops) * sent / self._inside_rate(inside.link), inside.name
         )
 
     def _hops(self, a: tuple[int, ...], b: tuple[int, ...], torus: Torus) -> int:
         distances = ((abs(x - y), size) for x, y, size in zip(a, b, self.torus))
         return sum(min(d, size - d) if torus.is_ring(size) else d for d, size in distances)
 
-    def _inner(self, bandwidth: Any) -> float:
-        return float(bandwidth) * self.shares.inside
+    def _inside_rate(self, bandwidth: Any) -> float:
+        return float(bandwidth) * self.calibration.inside
 
-    def _outer(self, outside: Link) -> float:
-        return float(outside.bandwidth) * self.shares.outside
-
-
-def _shared(op: str, members: int, full: float, inside: SharedMemory) -> CollectiveTime:
-    rate = inside.reduce if op in ("all-reduce", "reduce-scatter") else inside.copy
-    return CollectiveTime(members * float(inside.meeting) + 2 * full / float(rate), inside.name)
+    def _outside_rate(self, outside: Link) -> float:
+        return float(outside.bandwidth) * self.calibration.outside
 
 
-def _is_exchange(op: str) -> bool:
-    return op in ("all-to-all", "ragged-all-to-all")
+def _shared_memory(op: str, members: int, tensor: float, memory: SharedMemory) -> CollectiveTime:
+    rate = memory.reduce if op in ("all-reduce", "reduce-scatter") else memory.copy
+    return CollectiveTime(members * float(memory.barrier) + 2 * tensor / float(rate), memory.name)
 
 
-def _full(op: str, sent: float, size: int) -> float:
-    """Bytes of the whole tensor of a group, of which a device sends a part around a ring."""
+def _tensor_bytes(op: str, sent: float, size: int) -> float:
+    """Bytes of a group's full tensor, from those that a device sends around a ring."""
     return sent / (2 if op == "all-reduce" else 1) * size / max(1, size - 1)
 
 
-def crosses(places: Sequence[DevicePosition], sizes: dict[str, int]) -> dict[str, bool]:
-    """Returns whether each mesh axis larger than one leaves a node or slice anywhere."""
+def axes_crossing_domains(positions: Sequence[DevicePosition], sizes: dict[str, int]) -> dict[str, bool]:
+    """Returns whether each mesh axis larger than one connects devices of different nodes or slices."""
     lengths, out = list(sizes.values()), {}
-    for at, (axis, size) in enumerate(sizes.items()):
+    for index, (axis, size) in enumerate(sizes.items()):
         if size == 1:
             continue
-        stride = prod(lengths[at + 1 :])
+        stride = prod(lengths[index + 1 :])
         out[axis] = any(
-            places[i].domain != places[i + stride].domain
-            for i in range(len(places) - stride) if i // stride % size < size - 1
+            positions[i].domain != positions[i + stride].domain
+            for i in range(len(positions) - stride) if i // stride % size < size - 1
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Devices to compile for on a machine that has none of them. No JAX at import: some of it is set before JAX starts."""
+"""Targets: hardware to compile for, present or not. Does not import JAX at import: its environment is set first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 from jaxtrain.core import xla_options
 from jaxtrain.errors import UserError, did_you_mean, join_words
+from jaxtrain.io.packages import installed_version
 from jaxtrain.planning.hardware.chips import CHIPS, GPUS, TPUS, Chip, Switch, Torus
 
-# A GPU in XLA's GpuTargetConfig text form, with NVIDIA's public device properties.
-_GPU = """gpu_device_info {{
+# XLA's GpuTargetConfig in text form, with NVIDIA's public device properties.
+_GPU_CONFIG = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {shared_memory_per_core} threads_per_core_limit: 2048 core_count: {core_count}
   fpus_per_core: {fpus_per_core} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -28,19 +29,19 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{name}"
 """
-SIMULATED = ("simulate", "cpu")  # two names of the same
+SIMULATED = ("simulate", "cpu")  # synonyms
 SHAPES = "h100:NODESxGPUS, v5p:4x4x4, simulate:8 or local"
-TOOLKIT = Path(__file__).parent / "toolkit"  # stands in for CUDA's: nothing that is compiled for a target is run
+TOOLKIT = Path(__file__).parent / "toolkit"  # replaces the CUDA toolkit, since compiled programs are not run
 
 
 @dataclass(frozen=True)
 class Target:
-    """Devices, there or not.
+    """Devices to compile for.
 
     Args:
-        kind: a key of `chips.CHIPS`, `simulate` or `cpu` (CPU devices of this machine), or `local` (what JAX finds).
-        shape: (nodes, GPUs per node), the torus of a slice, (devices,), or () of `local`.
-        slices: TPU slices, which the data center's network joins.
+        kind: a key of `chips.CHIPS`, `simulate` or `cpu` (CPU devices of this machine), or `local` (JAX's devices).
+        shape: (nodes, GPUs per node), the torus of a slice, (devices,), or () for `local`.
+        slices: TPU slices, connected by the data center's network.
     """
 
     kind: str
@@ -55,12 +56,12 @@ class Target:
 
     @property
     def chip(self) -> Chip | None:
-        """Chip of the target; None for a CPU, and for `local`, which JAX has to look for."""
+        """Chip of the target; None for a CPU, and for `local`, whose devices only JAX knows."""
         return CHIPS.get(self.kind)
 
     @property
     def devices(self) -> int | None:
-        """JAX devices; None of `local`."""
+        """Number of JAX devices; None for `local`."""
         if self.platform == "local":
             return None
         return prod(self.shape) * self.slices * (self.chip.devices if self.chip else 1)
@@ -71,38 +72,40 @@ class Target:
 
 
 def parse(text: str, slices: int | None = None) -> Target:
-    """`h100:64x8` (64 nodes of 8), `h100:8` (one node), `v5p:8x8x8`, `v5p:4x4x4*2` (2 slices), `simulate:8`, `local`.
+    """Parses a target.
 
     Args:
-        slices: of TPUs, as an alternative to `*2`.
+        text: `h100:64x8` (64 nodes of 8), `h100:8` (one node), `v5p:8x8x8`, `v5p:4x4x4*2` (2 slices), `simulate:8` or
+            `local`.
+        slices: number of TPU slices, as an alternative to `*2`.
 
     Raises:
-        UserError: an unknown kind, or a shape that it does not come in.
+        UserError: an unknown kind, or a shape that does not exist for it.
     """
     kind, _, rest = text.strip().lower().partition(":")
     shape, star, count = rest.partition("*")
     kinds = (*CHIPS, *SIMULATED, "local")
     if kind not in kinds:
         raise UserError(
-            f"target {text}: no such device{did_you_mean(kind, kinds)}; known are {join_words(kinds, 'and')}"
+            f"target {text}: no such device{did_you_mean(kind, kinds)}; expected one of {join_words(kinds)}"
         )
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1") or (star and not re.fullmatch(r"[1-9]\d*", count)):
         raise UserError(f"target {text}: expected a shape such as {SHAPES}")
     if slices is not None and slices < 1:
         raise UserError(f"target {text}: {slices} slices; expected 1 or more")
     if star and slices not in (None, int(count)):
-        raise UserError(f"target {text}: has {count} slices, and --slices says {slices}; expected one of both")
-    several = int(count) if star else slices or 1
-    if several > 1 and kind not in TPUS:
-        raise UserError(f"target {text}: slices are of TPUs; expected such as h100:NODESxGPUS, or v5p:4x4x4*{several}")
-    return Target(kind, _sizes(text, kind, shape), several)
+        raise UserError(f"target {text}: has {count} slices, but --slices is {slices}; expected one of the two")
+    total = int(count) if star else slices or 1
+    if total > 1 and kind not in TPUS:
+        raise UserError(f"target {text}: only TPUs have slices; expected e.g. h100:NODESxGPUS, or v5p:4x4x4*{total}")
+    return Target(kind, _parse_shape(text, kind, shape), total)
 
 
-def _sizes(text: str, kind: str, shape: str) -> tuple[int, ...]:
-    """The shape of a target, checked against what its kind comes in."""
+def _parse_shape(text: str, kind: str, shape: str) -> tuple[int, ...]:
+    """Parses the shape of a target and checks that it exists for its kind."""
     if kind == "local":
         if shape:
-            raise UserError(f"target {text}: local is what JAX finds and has no shape")
+            raise UserError(f"target {text}: local has no shape; expected `local`")
         return ()
     sizes = tuple(int(size) for size in (shape or "1").split("x"))
     if kind in GPUS and len(sizes) == 1:
@@ -110,83 +113,76 @@ def _sizes(text: str, kind: str, shape: str) -> tuple[int, ...]:
     network = CHIPS[kind].inside if kind in CHIPS else None
     dims = network.dims if isinstance(network, Torus) else 2 if kind in GPUS else 1
     if len(sizes) != dims:
-        raise UserError(f"target {text}: {kind} has {dims} sizes, not {len(sizes)}; expected such as {_example(kind)}")
+        example = "v6e:4x4" if dims == 2 and kind in TPUS else SHAPES
+        raise UserError(f"target {text}: {kind} has {dims} sizes, not {len(sizes)}; expected e.g. {example}")
     if isinstance(network, Torus) and prod(sizes) > network.largest:
-        raise UserError(f"target {text}: {prod(sizes)} chips, and the largest slice of {kind} has {network.largest}")
-    if isinstance(network, Torus) and not network.has(sizes):
-        raise UserError(f"target {text}: no slice of {kind} has this shape; expected {network.shapes}")
+        raise UserError(f"target {text}: {prod(sizes)} chips; the largest slice of {kind} has {network.largest}")
+    if isinstance(network, Torus) and not network.is_slice(sizes):
+        raise UserError(f"target {text}: no slice of {kind} has this shape; expected {network.slice_shapes}")
     if isinstance(network, Switch) and sizes[1] > network.size:
-        fits = f"{kind}:{-(-prod(sizes) // network.size)}x{network.size}"
-        raise UserError(f"target {text}: a node of {kind} has at most {network.size} GPUs; expected such as {fits}")
+        example = f"{kind}:{-(-prod(sizes) // network.size)}x{network.size}"
+        raise UserError(f"target {text}: a node of {kind} has at most {network.size} GPUs; expected e.g. {example}")
     return sizes
 
 
-def _example(kind: str) -> str:
-    return "v6e:4x4" if kind in ("v5e", "v6e") else SHAPES
-
-
 def environment(target: Target) -> dict[str, str]:
-    """Variables that must be set before JAX starts in the process that compiles for a target."""
+    """Environment variables of a process that compiles for a target; they must be set before JAX starts."""
     if target.platform == "local":
-        return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leave the memory of a GPU to what runs on it
-    out = {"JAX_PLATFORMS": "cpu"}  # never take, or wait for, the devices of this machine
+        return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory of a GPU to other processes
+    out = {"JAX_PLATFORMS": "cpu"}  # does not occupy or wait for the devices of this machine
     if target.platform == "cuda":
-        out["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # of the CUDA libraries that only running needs
+        out["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # skips CUDA libraries that only running needs
         out["CUDA_ROOT"] = str(TOOLKIT)
     elif target.platform == "tpu":
-        # No look for a TPU host around it; and several processes may compile at the same time.
+        # Does not search for a TPU host; several processes may compile at the same time.
         out |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     else:
         out["JAX_NUM_CPU_DEVICES"] = str(target.shape[0])
     return out
 
 
-def missing(target: Target, attention: str = "auto") -> str | None:
-    """Names what to install before compiling for a target, in one line; None if nothing is missing.
+def missing_packages(target: Target, attention: str = "auto") -> str | None:
+    """Describes the packages to install before compiling for a target, in one line; None if none is missing.
 
-    A GPU's attention is cuDNN's, which compiles against the library, unless the kernel named is another.
+    Args:
+        target: to compile for.
+        attention: kernel (`step.attention`); cuDNN's compiles against the library.
     """
     cudnn = ["nvidia-cudnn-cu13"] if attention in ("auto", "cudnn") else []
     extra, needs = {
         "cuda": ("plan-gpu", ["jax-cuda13-plugin", *cudnn]),
         "tpu": ("plan-tpu", ["libtpu"]),
     }.get(target.platform, ("", []))
-    absent = [package for package in needs if not _installed(package)]
+    absent = [package for package in needs if not installed_version(package)]
     if absent:
         return f"target {target}: compiling for it needs {join_words(absent, 'and')}; pip install 'jaxtrain[{extra}]'"
-    if target.platform == "tpu" and (other := _other_libtpu()):
-        return f"target {target}: {other}; pip install 'jaxtrain[{extra}]'"
+    if target.platform == "tpu" and (problem := _libtpu_mismatch()):
+        return f"target {target}: {problem}; pip install 'jaxtrain[{extra}]'"
     return None
 
 
-def _other_libtpu() -> str | None:
-    """Returns the problem of the installed libtpu: JAX cannot read all programs that a newer one compiles."""
-    wanted = [re.match(r"libtpu==([\d.]+)\.\*", line) for line in metadata.requires("jax") or ()]
-    found = metadata.version("libtpu")
-    for match in filter(None, wanted):
-        if not f"{found}.".startswith(f"{match[1]}."):
-            return f"libtpu {found} is not the one of jax {metadata.version('jax')}, {match[1]}"
+def _libtpu_mismatch() -> str | None:
+    """Describes a libtpu of another version than JAX requires: JAX can not read all programs of a newer one."""
+    required = [re.match(r"libtpu==([\d.]+)\.\*", line) for line in metadata.requires("jax") or ()]
+    installed = metadata.version("libtpu")
+    for match in filter(None, required):
+        if not f"{installed}.".startswith(f"{match[1]}."):
+            return f"libtpu {installed} is not the one of jax {metadata.version('jax')}, {match[1]}"
     return None
 
 
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def devices(text: str, attention: str = "auto") -> list[Any]:
+    """Returns devices to compile for, present or not. The process must run with `environment(target)`.
 
-
-def devices(kind: str, *shape: int, attention: str = "auto") -> list[Any]:
-    """Devices to compile for, absent ones too: `devices("h100", nodes, per_node)`, `devices("v5p:4x4x4*2")`.
-
-    `attention` is the kernel that the program will use. The process must have been started with `environment(target)`.
+    Args:
+        text: a target, such as `h100:2x8` or `v5p:4x4x4*2`.
+        attention: kernel that the program uses (`step.attention`).
 
     Raises:
         UserError: an unknown target, or a package is not installed.
     """
-    target = parse(f"{kind}:{'x'.join(map(str, shape))}" if shape else kind)
-    if problem := missing(target, attention):
+    target = parse(text)
+    if problem := missing_packages(target, attention):
         raise UserError(problem)
     xla_options.prepare()
     import jax
@@ -199,7 +195,7 @@ def devices(kind: str, *shape: int, attention: str = "auto") -> list[Any]:
 
 
 def _tpus(target: Target) -> list[Any]:
-    """One device for each chip (two on TPU v7); v4 too, whose two cores JAX joins on real chips (`megacore`)."""
+    """One device per chip, two on TPU v7. JAX merges the two cores of a v4 chip (`megacore`)."""
     from jax.experimental import topologies
 
     name = f"{target.kind}:{'x'.join(map(str, target.shape))}"
@@ -213,18 +209,13 @@ def _gpus(target: Target) -> list[Any]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.experimental import topologies
 
-    # JAX asks the GPU of this machine, not the one compiled for, whether it can do packed attention.
+    # JAX checks whether the GPU of this machine, not the target, supports packed attention.
     cudnn.check_compute_capability = lambda capability: True
     nodes, per_node = target.shape
     chip = GPUS[target.kind]
-    numbers = {"memory": int(chip.memory.value), "bandwidth": int(chip.bandwidth.value)}
-    made = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=_GPU.format(**chip.compiler, **numbers),
+    figures = {"memory": int(chip.memory.value), "bandwidth": int(chip.bandwidth.value)}
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=_GPU_CONFIG.format(**chip.compiler, **figures),
         topology=f"{nodes}x1x{per_node}",
     )  # fmt: skip
-    return list(made.devices)
-
-
-def capacity(kind: str) -> int:
-    """Bytes of memory that a device has."""
-    return int(CHIPS[kind].memory.value)
+    return list(topology.devices)

@@ -1,4 +1,4 @@
-"""A plan on the terminal, from 80 columns on."""
+"""Plan on a terminal of 80 columns or more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from jaxtrain.planning.report import values
 from jaxtrain.planning.result import Plan
 
-WIDE = 120  # columns from which on tables stand side by side
+WIDE = 120  # columns from which tables are side by side
 BAR = 24  # columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉"
 STYLES = {
@@ -25,18 +25,20 @@ VERDICTS = {
 
 
 def report(plan: Plan, title: str, width: int) -> RenderableType:
-    """Prints a plan, for a terminal of `width` columns.
+    """Builds the report of a plan.
 
     Args:
-        title: what was planned, e.g. the config's file.
+        plan: to show.
+        title: name of the config.
+        width: columns of the terminal.
     """
     parts = [_headline(plan, title), _memory(plan), _largest(plan, width), _traffic(plan, width), _times(plan, width)]
     parts += [_conclusion(plan), _assumptions(plan)]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1] if part), *filter(None, parts[-1:]))
 
 
-def plain(*columns: str, right: Sequence[str] = (), gap: int = 2) -> Table:
-    """An empty table without lines; the columns named in `right` hold numbers, which are never cut."""
+def plain_table(*columns: str, right: Sequence[str] = (), gap: int = 2) -> Table:
+    """Empty table without lines; the columns named in `right` hold numbers, which are never cut."""
     out = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", show_header=any(columns))
     for name in columns:
         out.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
@@ -44,19 +46,19 @@ def plain(*columns: str, right: Sequence[str] = (), gap: int = 2) -> Table:
 
 
 def bar(share: float, style: str, width: int = BAR) -> Text:
-    """A bar of `share` (0 to 1) of `width` columns, to an eighth of a column."""
+    """Bar for a share from 0 to 1 of `width` columns, in eighths of a column."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     text = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
     return Text(text or ("▏" if share > 0 else ""), style=style)
 
 
 def section(title: str, note: str, *body: RenderableType) -> RenderableType:
-    """A bold title, what there is to say of it, and what is below."""
+    """Section with a bold title, a note, and its contents."""
     return Group(Text.assemble((title, "bold"), ("  " if note else "", ""), (note, "dim")), *body)
 
 
-def _facts(facts: Sequence[values.Fact]) -> Table:
-    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+def _facts(facts: Sequence[values.PlanFact]) -> Table:
+    out = plain_table()
     out.add_column(no_wrap=True, style="dim")
     out.add_column(no_wrap=True, style="bold", justify="right")
     out.add_column(overflow="fold")
@@ -65,121 +67,105 @@ def _facts(facts: Sequence[values.Fact]) -> Table:
     return out
 
 
-def _headline(plan: Plan, title: str) -> RenderableType:
-    devices = f"{plan.devices:,} x {plan.device}" if plan.devices else plan.device
-    said, figures = values.verdict(plan)
-    lines = [Text.assemble((title, "bold"), f"  on {plan.target} ({devices})")]
-    lines += [
-        Text(f"layout {plan.layout}"),
-        *([Text(origin, style="yellow")] if (origin := values.origin(plan)) else []),
-    ]
-    lines += [Text.assemble((said.upper(), VERDICTS[said]), "  ", figures)]
-    return Group(*lines, *([_facts(values.headline(plan))] if plan.can_run else []))
-
-
-def _memory(plan: Plan) -> RenderableType | None:
-    rows = values.memory(plan)
-    if not rows:
-        return None
-    whole = plan.usable or plan.needs
-    free = max(0, whole - plan.needs)
-    host = plan.memory.get("host", 0)
-    unit = values.byte_scale(size for *_, size in rows)
-    table = plain("of a device", unit.name, "share", "", right=(unit.name, "share"))
-    for kind, name, size in rows:
-        table.add_row(name, unit.number(size), f"{size / whole:.1%}", bar(size / whole, STYLES[kind]))
-    if plan.usable:
-        table.add_row("free", unit.number(free), f"{free / whole:.1%}", bar(free / whole, "bright_black"))
-    if host:
-        table.add_row("offloaded to the host", unit.number(host), "-", "not of the device")
-    return section("memory", values.capacity(plan), table)
-
-
-def _largest(plan: Plan, width: int) -> RenderableType | None:
-    if not plan.tensors and not plan.buffers:
-        return None
-    unit = values.byte_scale([size for _, size in plan.tensors] + [size for *_, size in plan.buffers])
-    state = plain(unit.name, "largest tensors of the train state", right=(unit.name,))
-    for name, size in plan.tensors:
-        state.add_row(unit.number(size), Text(name, overflow="ellipsis", no_wrap=True))
-    made = plain(unit.name, "largest buffers of a step", "made by", right=(unit.name,))
-    made.columns[1].no_wrap = True
-    for shape, scope, size in plan.buffers:
-        made.add_row(unit.number(size), Text(shape), Text(scope or "-", overflow="ellipsis", no_wrap=True))
+def _side_by_side(width: int, left: RenderableType, right: RenderableType) -> RenderableType:
+    """Puts two renderables side by side, or one below the other on a narrow terminal."""
     if width < WIDE:
-        return Group(state, Text(), made)
-    both = Table.grid(padding=(0, 4, 0, 0), expand=False)
-    both.add_row(state, made)
-    return both
-
-
-def _traffic(plan: Plan, width: int) -> RenderableType | None:
-    if not plan.traffic:
-        return None if plan.devices > 1 else Text("communication: none, there is one device", style="dim")
-    size = values.byte_scale(row.bytes for row in plan.traffic)
-    time = values.time_scale(row.seconds or 0.0 for row in plan.traffic)
-    titles = ("axes", "network", "operation", "count", size.name, time.name, "hidden", f"waits {time.name}")
-    table = plain(*titles, right=titles[3:], gap=2 if width >= WIDE else 1)
-    table.columns[2].no_wrap = True
-    for row in plan.traffic:
-        known = row.seconds is not None
-        table.add_row(
-            row.axes, row.network, row.op, f"{row.count:,}", size.number(row.bytes), time.number(row.seconds),
-            values.hidden(row), time.number(row.exposed if known else None),
-        )  # fmt: skip
-    if len(plan.traffic) > 1:
-        waits, whole = time.number(plan.exposed_seconds), sum(row.seconds or 0.0 for row in plan.traffic)
-        known = plan.exposed_seconds is not None
-        share = 1 - plan.exposed_seconds / whole if plan.exposed_seconds is not None and whole else None
-        cells = ("total", "", "", f"{sum(row.count for row in plan.traffic):,}", size.number(plan.wire_bytes))
-        hides = "-" if share is None else f"{share:.0%}"
-        table.add_row(*cells, time.number(whole if known else None), hides, waits, style="bold")
-    note = "what a device sends in a step; hidden: while it computes"
-    return section("communication", note, table)
-
-
-def _times(plan: Plan, width: int) -> RenderableType | None:
-    parts = values.times(plan)
-    if not parts:
-        return None
-    whole = plan.step_seconds or sum(part.seconds for part in parts)
-    unit = values.time_scale([whole])
-    table = plain("", unit.name, "share", "", right=(unit.name, "share"))
-    for part in parts:
-        share = part.seconds / whole
-        table.add_row(part.name, unit.number(part.seconds), f"{share:.1%}", bar(share, STYLES[part.group]))
-    why = values.why_no_time(plan)
-    note = f"{unit(plan.step_seconds)} a step" if not why else f"computing alone: {why}"
-    split = Table.grid(padding=(0, 2, 0, 0))
-    for name in ("phase", "part"):
-        shares = (f"{part} {unit.number(seconds)}" for part, seconds in plan.seconds_by.get(name, {}).items())
-        split.add_row(Text(f"computing by {name}", style="dim"), ", ".join(shares))
-    work = section("FLOPs", "of a device and step", _facts(values.flops(plan)))
-    body = section("time", note, table, split)
-    return Group(body, Text(), work) if width < WIDE else _beside(body, work)
-
-
-def _beside(left: RenderableType, right: RenderableType) -> Table:
+        return Group(left, Text(), right)
     both = Table.grid(padding=(0, 4, 0, 0))
     both.add_row(left, right)
     return both
 
 
+def _headline(plan: Plan, title: str) -> RenderableType:
+    devices = f"{plan.devices:,} x {plan.device}" if plan.devices else plan.device
+    verdict, figures = values.verdict(plan)
+    lines = [Text.assemble((title, "bold"), f"  on {plan.target} ({devices})"), Text(f"layout {plan.layout}")]
+    if pods := values.pods_text(plan):
+        lines.append(Text(pods, style="yellow"))
+    lines.append(Text.assemble((verdict.upper(), VERDICTS[verdict]), "  ", figures))
+    return Group(*lines, *([_facts(values.headline(plan))] if plan.can_run else []))
+
+
+def _memory(plan: Plan) -> RenderableType | None:
+    rows = values.memory_rows(plan)
+    if not rows:
+        return None
+    total = plan.usable or plan.needs
+    unit = values.byte_unit(size for *_, size in rows)
+    table = plain_table("of a device", unit.name, "share", "", right=(unit.name, "share"))
+    bars = [(name, size, STYLES[kind]) for kind, name, size in rows]
+    bars += [("free", max(0, total - plan.needs), "bright_black")] if plan.usable else []
+    for name, size, style in bars:
+        table.add_row(name, unit.number(size), f"{size / total:.1%}", bar(size / total, style))
+    if host := plan.memory.get("host", 0):
+        table.add_row("offloaded to the host", unit.number(host), "-", "not of the device")
+    return section("memory", values.memory_note(plan), table)
+
+
+def _largest(plan: Plan, width: int) -> RenderableType | None:
+    if not plan.tensors and not plan.buffers:
+        return None
+    unit = values.byte_unit([size for *_, size in (*plan.tensors, *plan.buffers)])
+    tensors = plain_table(unit.name, "largest tensors of the train state", right=(unit.name,))
+    for name, size in plan.tensors:
+        tensors.add_row(unit.number(size), Text(name, overflow="ellipsis", no_wrap=True))
+    buffers = plain_table(unit.name, "largest buffers of a step", "allocated in", right=(unit.name,))
+    buffers.columns[1].no_wrap = True
+    for shape, scope, size in plan.buffers:
+        buffers.add_row(unit.number(size), Text(shape), Text(scope or "-", overflow="ellipsis", no_wrap=True))
+    return _side_by_side(width, tensors, buffers)
+
+
+def _traffic(plan: Plan, width: int) -> RenderableType | None:
+    if not plan.traffic:
+        return None if plan.devices > 1 else Text("communication: none, there is one device", style="dim")
+    size = values.byte_unit(row.bytes for row in plan.traffic)
+    time = values.time_unit(row.seconds or 0.0 for row in plan.traffic)
+    titles = ("axes", "network", "operation", "count", size.name, time.name, "hidden", f"waits {time.name}")
+    table = plain_table(*titles, right=titles[3:], gap=2 if width >= WIDE else 1)
+    table.columns[2].no_wrap = True
+    for row in plan.traffic:
+        table.add_row(*values.traffic_cells(row, size, time))
+    if len(plan.traffic) > 1:
+        table.add_row(*values.traffic_cells(values.traffic_total(plan), size, time), style="bold")
+    return section("communication", "sent by a device in a step; hidden: while it computes", table)
+
+
+def _times(plan: Plan, width: int) -> RenderableType | None:
+    parts = values.time_parts(plan)
+    if not parts:
+        return None
+    total = plan.step_seconds or sum(part.seconds for part in parts)
+    unit = values.time_unit([total])
+    table = plain_table("", unit.name, "share", "", right=(unit.name, "share"))
+    for part in parts:
+        share = part.seconds / total
+        table.add_row(part.name, unit.number(part.seconds), f"{share:.1%}", bar(share, STYLES[part.group]))
+    why = values.why_no_time(plan)
+    note = f"computation only: {why}" if why else f"{unit(plan.step_seconds)} a step"
+    split = Table.grid(padding=(0, 2, 0, 0))
+    for name in ("phase", "part"):
+        shares = (f"{part} {unit.number(seconds)}" for part, seconds in plan.seconds_by.get(name, {}).items())
+        split.add_row(Text(f"computing by {name}", style="dim"), ", ".join(shares))
+    flops = section("FLOPs", "of a device and step", _facts(values.flops_facts(plan)))
+    return _side_by_side(width, section("time", note, table, split), flops)
+
+
 def _conclusion(plan: Plan) -> RenderableType:
     body: list[RenderableType] = []
     if plan.advice:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        table = plain_table()
         table.add_column(no_wrap=True, style="bold green", justify="right")
         table.add_column(overflow="fold")
         for one in plan.advice:
-            table.add_row(values.gain(one), Text.assemble((one.change, "bold"), f": {one.why}"))
-        body = [Text("what would help most:", style="dim"), table]
-    return Group(Text.assemble(("limit", "bold"), f"  {plan.limit or values.why_no_time(plan)}"), *body)
+            table.add_row(values.gain_text(one), Text.assemble((one.change, "bold"), f": {one.why}"))
+        body = [Text("changes that would help most:", style="dim"), table]
+    return Group(Text.assemble(("bottleneck", "bold"), f"  {plan.bottleneck or values.why_no_time(plan)}"), *body)
 
 
 def _assumptions(plan: Plan) -> RenderableType:
     seconds = f"compiled in {plan.compile_seconds:,.0f} s; " if plan.compile_seconds else ""
-    lines = [f"{seconds}1 GB is 1e9 bytes; nothing was run", *values.assumptions(plan)]
+    lines = [f"{seconds}1 GB is 1e9 bytes; the step was not run", *values.assumptions(plan)]
     table = Table.grid(padding=(0, 1, 0, 0))
     for line in lines:
         table.add_row(Text("-", style="dim"), Text(line, style="dim"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -15,42 +14,49 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.show import text
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.planning.cost.estimate import Estimate
-from jaxtrain.planning.report import values as view
-from jaxtrain.planning.report.terminal import plain, section
-from jaxtrain.planning.report.values import byte_scale, duration, percent, volume
+from jaxtrain.planning.report import values
+from jaxtrain.planning.report.terminal import plain_table, section
 from jaxtrain.planning.result import Plan
-from jaxtrain.planning.search import families
-from jaxtrain.planning.search.families import Loser
+from jaxtrain.planning.search.families import FamilyResult, explain_estimate, explain_plan
 from jaxtrain.sharding.axes import AXES
 
-SIGN = "found by `jaxtrain plan --search`"
+Objective = Literal["time", "memory", "cost"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost")
+Value = tuple[float, float]  # the objective, then step seconds
+SIGNATURE = "found by `jaxtrain plan --search`"  # in the first line of a layout file
+
+
+def objective_value(objective: Objective, needs: float, step_seconds: float, devices: int) -> Value:
+    """Value that a search minimises: seconds of a step, bytes of a device, or device-seconds of a step."""
+    first = {"time": step_seconds, "memory": needs, "cost": step_seconds * devices}[objective]
+    return first, step_seconds
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """One layout of the ranking.
+class RankedLayout:
+    """One layout of a ranking.
 
     Args:
         config: with this layout.
-        plan: of the compiled step; None where only the formulas judged it.
-        cached: the plan is of an earlier search.
-        error: what broke down when it was compiled; else empty.
-        late: why it was begun to be compiled and not ended; else empty.
-        reason: why it is not the first; of the first, what limits it.
+        plan: of the compiled step; None if only estimated.
+        is_cached: the plan was compiled by an earlier search.
+        error: message if compiling failed; else empty.
+        unfinished: why compiling started but did not finish; else empty.
+        reason: why it is not the first; for the first, its bottleneck.
     """
 
     estimate: Estimate
     config: Config
     target: str
     plan: Plan | None = None
-    cached: bool = False
+    is_cached: bool = False
     error: str = ""
-    late: str = ""
+    unfinished: str = ""
     reason: str = ""
 
     @property
     def fits(self) -> bool:
-        """True if the step fits, as compiled or else by the formulas; False if it could not be compiled."""
+        """True if the step fits, as compiled or else as estimated; False if it could not be compiled."""
         if self.error:
             return False
         return self.estimate.fits() if self.plan is None else self.plan.fits is not False
@@ -62,47 +68,47 @@ class Ranked:
 
     @property
     def needs(self) -> float:
-        """Bytes of a device."""
+        """Bytes of memory of a device."""
         return self.estimate.needs if self.plan is None or not self.plan.needs else self.plan.needs
 
     @property
     def source(self) -> str:
-        """`compiled`, `cached`, `formula`, or `not compiled` of what broke down."""
+        """`compiled`, `cached`, `estimate` or `not compiled`."""
         if self.plan is None:
-            return "not compiled" if self.error else "formula"
-        return "cached" if self.cached else "compiled"
+            return "not compiled" if self.error else "estimate"
+        return "cached" if self.is_cached else "compiled"
 
     @property
     def figures(self) -> tuple[str, str, str]:
-        """Step time, tokens/s and MFU as texts; empty where they are not known."""
+        """Step time, tokens/s and MFU as texts; empty if unknown."""
         seconds, mfu = self.step_seconds, self.plan.mfu if self.plan else None
-        rate = f"{self.config.data.global_batch * self.config.data.sequence / seconds:,.0f}" if seconds else ""
-        return duration(seconds) if seconds else "", rate, "" if mfu is None else percent(mfu)
+        tokens = self.config.data.global_batch * self.config.data.sequence
+        rate = f"{tokens / seconds:,.0f}" if seconds else ""
+        step = values.format_seconds(seconds) if seconds else ""
+        return step, rate, "" if mfu is None else values.format_percent(mfu)
 
     @property
     def keys(self) -> list[str]:
-        """`key=value` of what goes with the layout: microbatches, remat and offload."""
-        return [f"step.{name}={text(_plain(value))}" for name, value in self.estimate.choice.step.items()]
+        """`key=value` words that belong to the layout: microbatches, remat and offload."""
+        return [f"step.{name}={text(value)}" for name, value in self.estimate.choice.step_keys.items()]
 
-    def explained(self, winner: Ranked | None, objective: str, assumed: bool) -> Ranked:
-        """Name with its reason."""
-        return replace(
-            self, reason=self.error or "; ".join(filter(None, (self.late, self._why(winner, objective, assumed))))
-        )
+    def with_reason(self, winner: RankedLayout | None, objective: str, is_assumed: bool) -> RankedLayout:
+        """Adds the reason; arguments are as in `explain_estimate`."""
+        reasons = (self.unfinished, self._why(winner or self, objective, is_assumed))
+        return replace(self, reason=self.error or "; ".join(filter(None, reasons)))
 
-    def _why(self, winner: Ranked | None, objective: str, assumed: bool) -> str:
-        first = winner or self
+    def _why(self, first: RankedLayout, objective: str, is_assumed: bool) -> str:
         if self is first and self.fits:
-            return self.plan.limit if self.plan else ""
+            return self.plan.bottleneck if self.plan else ""
         if self.plan and (first.plan or not self.fits):
-            return families.of_plans(self.plan, first.plan or self.plan, objective)
-        return families.against(self.estimate, first.estimate, objective, assumed)
+            return explain_plan(self.plan, first.plan or self.plan, objective)
+        return explain_estimate(self.estimate, first.estimate, objective, is_assumed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the entry for JSON."""
+        """Converts the layout for JSON."""
         return {
-            "mesh": {axis: size for axis, size in self.estimate.choice.by_axis.items() if size > 1},
-            "options": self.estimate.choice.options, "keys": self.keys, "layout": layout(self.config),
+            "mesh": {axis: size for axis, size in self.estimate.choice.axis_sizes.items() if size > 1},
+            "options": self.estimate.choice.options, "keys": self.keys, "layout": layout_values(self.config),
             "target": self.target, "source": self.source, "fits": self.fits, "needs": round(self.needs),
             "step_seconds": self.step_seconds, "reason": self.reason, "estimate": self.estimate.as_dict(),
             "plan": self.plan.as_dict() if self.plan else None,
@@ -111,107 +117,108 @@ class Ranked:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The outcome of a search.
+    """Outcome of a search.
 
     Args:
-        config: that was asked about.
-        ranking: best first; what does not fit or compile last.
-        top: how many were to be compiled.
-        losers: the best of each family that people know, by the formulas.
-        counted, fitting: numbers of layouts looked at, and of those that may fit.
-        stopped: why not all was compiled; else empty.
-        unkept: why what was compiled is not kept for another search; else empty.
-        assumed: the formulas' seconds mean nothing but an order.
+        config: whose layout was searched.
+        ranking: best first; layouts that do not fit or compile last.
+        top: number of layouts to compile.
+        families: best of each family, by estimate.
+        counted: number of layouts estimated.
+        fitting: number of layouts that may fit.
+        stopped: why the search ended early; else empty.
+        cache_error: why compiled plans could not be cached; else empty.
+        is_assumed: the estimates' seconds mean only an order.
     """
 
     target: str
     objective: str
     config: Config
-    ranking: tuple[Ranked, ...]
+    ranking: tuple[RankedLayout, ...]
     top: int = 0
-    losers: tuple[Loser, ...] = ()
+    families: tuple[FamilyResult, ...] = ()
     counted: int = 0
     fitting: int = 0
     stopped: str = ""
-    unkept: str = ""
+    cache_error: str = ""
     seconds: float = 0.0
-    assumed: bool = False
+    is_assumed: bool = False
 
     @property
-    def winner(self) -> Ranked | None:
-        """The first of those that fit; None where nothing fits."""
+    def winner(self) -> RankedLayout | None:
+        """First layout that fits; None if none does."""
         return next((one for one in self.ranking if one.fits), None)
 
     @property
-    def untried(self) -> tuple[Ranked, ...]:
-        """Good by the formulas, and not compiled."""
+    def not_compiled(self) -> tuple[RankedLayout, ...]:
+        """Layouts with a good estimate that were not compiled."""
         return tuple(one for one in self.ranking if one.plan is None and not one.error)
 
-    def figures(self, one: Ranked) -> tuple[str, str, str]:
-        """`Ranked.figures`, but for seconds that mean nothing."""
-        return ("", "", "") if self.assumed and one.plan is None else one.figures
+    def figures(self, one: RankedLayout) -> tuple[str, str, str]:
+        """`RankedLayout.figures`, without seconds that mean only an order."""
+        return ("", "", "") if self.is_assumed and one.plan is None else one.figures
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the result for JSON."""
+        """Converts the result for JSON."""
         return {
             "target": self.target, "objective": self.objective, "counted": self.counted, "fitting": self.fitting,
-            "stopped": self.stopped, "unkept": self.unkept, "seconds": self.seconds, "assumed": self.assumed,
-            "ranking": [one.as_dict() for one in self.ranking], "losers": [one.as_dict() for one in self.losers],
+            "stopped": self.stopped, "cache_error": self.cache_error, "seconds": self.seconds,
+            "is_assumed": self.is_assumed, "ranking": [one.as_dict() for one in self.ranking],
+            "families": [one.as_dict() for one in self.families],
         }  # fmt: skip
 
     def summary(self) -> str:
-        """Summarises how many layouts were considered, compiled and left out."""
+        """Summarises how many layouts were estimated and compiled."""
         compiled = sum(one.plan is not None for one in self.ranking)
-        cached = sum(one.cached for one in self.ranking)
-        of_cache = f", {cached} of them earlier" if cached else ""
-        line = f"{self.counted} layouts, {self.fitting} fit by formula, {compiled} compiled{of_cache}"
-        left = f": {len(self.untried)} more were worth compiling" if self.top else ""
-        stopped = f"; {self.stopped}{left}" if self.stopped else ""
-        unkept = f"; not kept for another search: {self.unkept}" if self.unkept else ""
-        none = "" if self.winner else "; nothing fits"
-        return f"{line} in {self.seconds:.0f} s{stopped}{unkept}{none}"
+        cached = sum(one.is_cached for one in self.ranking)
+        line = f"{self.counted} layouts, {self.fitting} fit by estimate, {compiled} compiled"
+        line += f", {cached} of them in an earlier search" if cached else ""
+        line += f" in {self.seconds:.0f} s"
+        if self.stopped:
+            line += f"; {self.stopped}"
+            line += f": {len(self.not_compiled)} more layouts were to be compiled" if self.top else ""
+        line += f"; plans could not be cached: {self.cache_error}" if self.cache_error else ""
+        return line if self.winner else f"{line}; nothing fits"
 
 
-def table(found: SearchResult) -> RenderableType:
-    """The ranking."""
-    size = byte_scale(one.needs for one in found.ranking)
-    titles = ("", "layout", "step", "tokens/s", "MFU", size.name, "by")
-    out = plain(*titles, right=("", *titles[2:-1]))
-    several = len({one.target for one in found.ranking}) > 1
-    for place, one in enumerate(found.ranking, start=1):
+def ranking_table(result: SearchResult) -> RenderableType:
+    """Builds the table of the ranking."""
+    unit = values.byte_unit(one.needs for one in result.ranking)
+    titles = ("", "layout", "step", "tokens/s", "MFU", unit.name, "by")
+    table = plain_table(*titles, right=("", *titles[2:-1]))
+    has_targets = len({one.target for one in result.ranking}) > 1
+    for place, one in enumerate(result.ranking, start=1):
         choice = one.estimate.choice
-        name = ", ".join(filter(None, (choice.mesh + (f" of {one.target}" if several else ""), choice.options)))
-        style = "bold" if one is found.winner else None if one.fits else "dim"
-        out.add_row(
-            str(place),
-            _reasoned(name, one.reason),
-            *found.figures(one),
-            size.number(one.needs),
-            one.source + (", as a pod" if one.plan and one.plan.pods else ""),
+        name = f"{choice.mesh}{f' of {one.target}' if has_targets else ''}, {choice.options}"
+        style = "bold" if one is result.winner else None if one.fits else "dim"
+        source = one.source + (", as a pod" if one.plan and one.plan.pods else "")
+        table.add_row(
+            str(place), _name_and_reason(name, one.reason), *result.figures(one), unit.number(one.needs), source,
             style=style,
-        )
-    return section(f"Layouts for {found.target}", f"least {found.objective} first", out)
+        )  # fmt: skip
+    return section(f"Layouts for {result.target}", f"least {result.objective} first", table)
 
 
-def losers_table(found: SearchResult) -> RenderableType:
-    """The best of each family, and why it lost."""
-    size = byte_scale(one.estimate.needs for one in found.losers if one.estimate)
-    out = plain("family", "its best", "step", size.name, right=("step", size.name))
-    for one in found.losers:
-        known = one.estimate
-        best = _reasoned("" if known is None else str(known.choice), one.reason)
-        step = "" if known is None or found.assumed else duration(known.step_seconds)
-        out.add_row(one.family, best, step, "" if known is None else size.number(known.needs))
-    return section("What lost", "by formula", out)
+def families_table(result: SearchResult) -> RenderableType:
+    """Builds the table of families, with the reason why each lost."""
+    unit = values.byte_unit(one.estimate.needs for one in result.families if one.estimate)
+    table = plain_table("family", "its best", "step", unit.name, right=("step", unit.name))
+    for one in result.families:
+        if one.estimate is None:
+            table.add_row(one.family, Text(one.reason), "", "")
+            continue
+        step = "" if result.is_assumed else values.format_seconds(one.estimate.step_seconds)
+        best = _name_and_reason(str(one.estimate.choice), one.reason)
+        table.add_row(one.family, best, step, unit.number(one.estimate.needs))
+    return section("Other families", "by estimate", table)
 
 
-def _reasoned(name: str, reason: str) -> Text:
-    """A name, and under it why."""
+def _name_and_reason(name: str, reason: str) -> Text:
     return Text("\n".join(filter(None, (name, reason))))
 
 
-def layout(config: Config) -> dict[str, Any]:
-    """Returns the part of a config that a layout file holds."""
+def layout_values(config: Config) -> dict[str, Any]:
+    """Values of a config that belong to a layout file."""
     mesh: dict[str, Any] = {axis: size for axis in AXES if (size := getattr(config.mesh, axis)) > 1}
     if config.mesh.dcn:
         mesh["dcn"] = dict(config.mesh.dcn)
@@ -225,50 +232,42 @@ def layout(config: Config) -> dict[str, Any]:
     return out
 
 
-def layout_text(found: SearchResult, one: Ranked) -> str:
-    """A layout file: its figures, the keys that go with it, mesh and rules."""
-    texts = zip(("{} a step", "{} tokens/s", "MFU {}"), found.figures(one))
-    figures = [*(text.format(figure) for text, figure in texts if figure), f"{volume(one.needs)} of a device"]
-    word = "estimated by formula, not compiled" if one.plan is None else view.origin(one.plan) or "compiled"
+def layout_text(result: SearchResult, one: RankedLayout) -> str:
+    """Text of a layout file: its figures and step keys as comments, mesh and rules."""
+    formats = zip(("{} a step", "{} tokens/s", "MFU {}"), result.figures(one))
+    figures = [*(form.format(figure) for form, figure in formats if figure)]
+    figures.append(f"{values.format_bytes(one.needs)} per device")
+    source = "estimated, not compiled" if one.plan is None else values.pods_text(one.plan) or "compiled"
     lines = [
-        f"# {one.estimate.choice.mesh}: {SIGN} for {one.target}, least {found.objective}.",
-        f"# Predicted ({word}): {', '.join(figures)}.",
-        f"# Goes with: {' '.join(one.keys)}",
+        f"# {one.estimate.choice.mesh}: {SIGNATURE} for {result.target}, least {result.objective}.",
+        f"# Predicted ({source}): {', '.join(figures)}.",
+        f"# Use with: {' '.join(one.keys)}",
     ]
-    return "\n".join([*lines, *_yaml(layout(one.config)), ""])
-
-
-def _yaml(values: Mapping[str, Any]) -> list[str]:
-    out = []
-    for key, value in values.items():
+    for key, value in layout_values(one.config).items():
         if key == "rules":
-            out += [f"{key}:", *(f"  {name}: {text(axes)}" for name, axes in value.items())]
+            lines += [f"{key}:", *(f"  {name}: {text(axes)}" for name, axes in value.items())]
         else:
-            out.append(f"{key}: {text(value)}")
-    return out
+            lines.append(f"{key}: {text(value)}")
+    return "\n".join([*lines, ""])
 
 
-def write_layout(found: SearchResult, path: str | os.PathLike[str], one: Ranked | None = None) -> Path:
-    """Writes the winner (or `one`) as a layout file, whole or not at all: then `layout: PATH` uses it.
+def write_layout(result: SearchResult, path: str | os.PathLike[str], one: RankedLayout | None = None) -> Path:
+    """Writes the winner (or `one`) as a layout file, atomically; `layout: PATH` then uses it.
 
     Raises:
         ValueError: nothing fits.
-        OSError: the file cannot be written.
+        OSError: the file can not be written.
     """
-    one = one or found.winner
+    one = one or result.winner
     if one is None:
         raise ValueError("no layout fits, so there is none to write")
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, layout_text(found, one))
+    write_atomic(file, layout_text(result, one))
     return file
 
 
-def is_free(path: str | os.PathLike[str]) -> bool:
-    """Returns whether `write_layout` may write here unasked: there is no file, or one that it wrote."""
+def can_overwrite(path: str | os.PathLike[str]) -> bool:
+    """Returns whether `write_layout` may write here by default: the file is absent, or a search wrote it."""
     file = Path(path)
-    return not file.exists() or SIGN in file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return not file.exists() or SIGNATURE in file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]

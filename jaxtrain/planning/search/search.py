@@ -1,8 +1,8 @@
-"""The best layout for a config on a target: formulas order all choices, the compiler judges the best.
+"""Search for the best layout of a config on a target: estimates order all choices, the best are compiled.
 
-Every choice is estimated (`plan.formula`), the best are compiled in processes of their own (`plan.predict`), several at
-a time, and ranked by what the compiled steps need and take. What was compiled is kept on disk: a search that was
-stopped, by its budget or by Ctrl-C, goes on where it ended.
+Every choice is estimated (`cost.estimate`); the best are compiled in child processes (`planning.predict`), several in
+parallel, and ranked by the memory and time of the compiled steps. Compiled plans are cached on disk, so an interrupted
+search can be continued.
 """
 
 from __future__ import annotations
@@ -19,173 +19,169 @@ from jaxtrain.config.schema import Config
 from jaxtrain.errors import UserError, did_you_mean, join_words
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.planning import predict as predictor
-from jaxtrain.planning.choices import Choice, Space
-from jaxtrain.planning.compile import TimedOut
-from jaxtrain.planning.cost.estimate import Estimate, Formula
+from jaxtrain.planning.choices import LayoutChoice, SearchSpace
+from jaxtrain.planning.compile import CompileTimeout
+from jaxtrain.planning.cost.estimate import CostModel, Estimate
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.hardware.chips import GPUS, Torus
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.planning.result import Plan
-from jaxtrain.planning.search import families
-from jaxtrain.planning.search.candidates import INTERRUPTED, LATE, OBJECTIVES, Objective, Survey, value
-from jaxtrain.planning.search.families import Loser
-from jaxtrain.planning.search.plan_cache import Results
-from jaxtrain.planning.search.ranking import Ranked, SearchResult
+from jaxtrain.planning.search.candidates import INTERRUPTED, TIMED_OUT, CandidateSet
+from jaxtrain.planning.search.families import FamilyResult, explain_estimate, families_of, family_names
+from jaxtrain.planning.search.plan_cache import PlanCache
+from jaxtrain.planning.search.ranking import OBJECTIVES, Objective, RankedLayout, SearchResult, objective_value
 
-Progress = Callable[[str, int, int, str], None]  # ("formula" or "compile", done, of, what); of is 0 where not known
+# ("estimate" or "compile", done, of, text); `of` is 0 if unknown
+Progress = Callable[[str, int, int, str], None]
 Predict = Callable[..., Plan]
-FORMULAS = 0.6  # of the budget, at most
-LEAST = 3.0  # seconds: in less nothing is compiled
+ESTIMATE_SHARE = 0.6  # of the time budget, at most
+MIN_SECONDS = 3.0  # to start compiling
 
 
 def search(
     config: Config, vocab: int | None, target: str, *, devices: int | None = None, objective: Objective = "time",
     budget: float = 300.0, top: int = 8, jobs: int = 2, cache: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None, predict: Predict | None = None,
+    progress: Progress = lambda *_: None, predict: Predict | None = None,
 ) -> SearchResult:  # fmt: skip
-    """The ranking of layouts for a config.
+    """Ranks the layouts of a config.
 
     Args:
-        vocab: of the tokenizer; None takes `model.vocab`.
+        config: whose layout to search.
+        vocab: vocabulary size of the tokenizer; None for `model.vocab`.
         target: as `targets.parse` takes it, not `local`.
-        devices: number of them, instead of the target's.
-        objective: what to make small: `time` of a step, `memory` of a device, or `cost`, the device-hours of the run,
-            for which fewer devices are tried too.
-        budget: seconds for everything.
-        top: steps that fit to compile; 0 for formulas alone.
-        jobs: compilers at a time.
+        devices: number of devices, instead of the target's.
+        objective: to minimise: `time` of a step, `memory` of a device, or `cost`, the device-hours of the run, for
+            which fewer devices are tried too.
+        budget: seconds for the whole search.
+        top: number of steps that fit to compile; 0 for estimates only.
+        jobs: compilers in parallel.
         cache: folder of compiled plans; default: ~/.cache/jaxtrain/plan.
-        progress: told how far it is.
-        predict: compiles; takes (config, vocab, target, timeout=seconds). Default: `plan.predict`.
+        progress: called with the progress.
+        predict: compiles; takes (config, vocab, target, timeout=seconds). Default: `planning.predict`.
 
     Raises:
-        UserError: an unknown target, a number of devices that it does not come in, a model without formulas, no size
-            of the vocabulary, or no layout that is legal.
-        KeyboardInterrupt: before any layout was looked at; later it ends the search, which says so.
+        UserError: an unknown target, a number of devices that does not exist for it, a model that can not be
+            estimated, an unknown vocabulary size, or no legal layout.
+        KeyboardInterrupt: before the first layout was estimated; later, Ctrl-C ends the search with a result.
     """
-    start, tell = time.monotonic(), progress or (lambda *_: None)
-    for name, given, least in (("devices", devices, 1), ("top", top, 0), ("jobs", jobs, 1)):
-        if given is not None and given < least:
-            raise UserError(f"{name}: expected {least} or more; found {given}")
-    size = vocab or config.model.vocab
+    start = time.monotonic()
+    for name, value, least in (("devices", devices, 1), ("top", top, 0), ("jobs", jobs, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{name}: expected at least {least}, not {value}")
+    vocab_size = vocab or config.model.vocab
     if objective not in OBJECTIVES:
         hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join_words(OBJECTIVES)}"
         raise UserError(f"objective: no such objective `{objective}`{hint}")
-    if size is None and is_decoder(config.model):
-        raise UserError("model.vocab: the formulas need the size of the vocabulary; set it, or give a tokenizer")
-    where = resized(targets.parse(target), devices)
-    wheres = [where, *smaller(where)] if objective == "cost" else [where]
-    surveys = []
-    for one in wheres:
-        formula = Formula(Space(config, one.devices or 1, size or 0, one.slices), one)
-        done = sum(survey.counted for survey in surveys)
-        survey = Survey(formula, objective)
-        surveys.append(survey.run(start + FORMULAS * budget, lambda n, done=done: tell("formula", done + n, 0, "")))
-        if survey.stopped == INTERRUPTED:
+    if vocab_size is None and is_decoder(config.model):
+        raise UserError("model.vocab: estimates need the vocabulary size; expected it or a tokenizer")
+    full = resize(targets.parse(target), devices)
+    candidates: list[CandidateSet] = []
+    for one in [full, *smaller_targets(full)] if objective == "cost" else [full]:
+        cost_model = CostModel(SearchSpace(config, one.devices or 1, vocab_size or 0, one.slices), one)
+        done = sum(other.counted for other in candidates)
+        candidates.append(CandidateSet(cost_model, objective))
+        deadline = start + ESTIMATE_SHARE * budget
+        candidates[-1].run(deadline, lambda count, done=done: progress("estimate", done + count, 0, ""))
+        if candidates[-1].stopped == INTERRUPTED:
             top = 0
             break
-    if not any(survey.counted for survey in surveys):
-        if surveys[0].stopped == INTERRUPTED:
+    if not any(one.counted for one in candidates):
+        if candidates[0].stopped == INTERRUPTED:
             raise KeyboardInterrupt
-        raise UserError(f"target {where}: no mesh of its devices is legal: {_first(surveys[0])}")
-    missing = targets.missing(where, config.step.attention) if top and predict is None else None
-    compiler, kept = predict or predictor.predict, Results.open(cache)
-    judge = Judge(config, vocab, surveys, start + budget, tell, compiler, kept, jobs)
-    judge.run(0 if missing else top)
-    return replace(judge.found(time.monotonic() - start), top=top, stopped=missing or judge.stopped)
+        problem = next(iter(candidates[0].cost_model.space.refused), "stages or shards do not divide layers and rows")
+        raise UserError(f"target {full}: no mesh of its devices is legal: {problem}")
+    missing = targets.missing_packages(full, config.step.attention) if top and predict is None else None
+    predict = predict or predictor.predict
+    compiler = CandidateCompiler(config, vocab, candidates, start + budget, progress, predict, PlanCache(cache), jobs)
+    compiler.run(0 if missing else top)
+    result = compiler.result(time.monotonic() - start)
+    return replace(result, top=top, stopped=missing or compiler.stopped)
 
 
-def _first(survey: Survey) -> str:
-    return next(iter(survey.formula.space.refused), "its layers and rows cannot be shared out")
-
-
-def resized(target: Target, devices: int | None) -> Target:
-    """The target with so many devices.
+def resize(target: Target, devices: int | None) -> Target:
+    """Returns the target with another number of devices.
 
     Raises:
-        UserError: `local`, or a number that the target does not come in.
+        UserError: `local`, or a number that does not exist for the target.
     """
     if target.platform == "local":
-        raise UserError("target local: how many devices there are is not known before JAX starts; expected simulate:N")
+        raise UserError("target local: the number of devices is unknown before JAX starts; expected simulate:N")
     if devices is None or devices == target.devices:
         return target
     if target.kind in GPUS:
-        per = target.shape[1]
-        if devices % per and devices > per:
-            raise UserError(f"devices: {devices} are no whole nodes of {per}; expected a multiple of {per}")
-        return Target(target.kind, (1, devices) if devices <= per else (devices // per, per))
+        per_node = target.shape[1]
+        if devices % per_node and devices > per_node:
+            raise UserError(f"devices: {devices} are not whole nodes of {per_node}; expected a multiple of {per_node}")
+        return Target(target.kind, (1, devices) if devices <= per_node else (devices // per_node, per_node))
     if target.platform == "cpu":
         return Target(target.kind, (devices,))
-    each = (target.devices or 1) // target.slices
-    if devices % each == 0:
-        return Target(target.kind, target.shape, devices // each)
-    fitting = next((one for one in smaller(target) if one.devices == devices), None)
-    if fitting is None:
-        raise UserError(f"devices: {target.kind} has no slice of {devices} devices here; give its shape as the target")
-    return fitting
+    per_slice = (target.devices or 1) // target.slices
+    if devices % per_slice == 0:
+        return Target(target.kind, target.shape, devices // per_slice)
+    resized = next((one for one in smaller_targets(target) if one.devices == devices), None)
+    if resized is None:
+        raise UserError(f"devices: {target} can not be resized to {devices} devices; expected a shape as the target")
+    return resized
 
 
-def smaller(target: Target) -> Iterator[Target]:
-    """The same with half the devices, a quarter and so on, as they are sold: fewer nodes or slices, then smaller."""
+def smaller_targets(target: Target) -> Iterator[Target]:
+    """Yields the target with half the devices, a quarter and so on: fewer nodes or slices first, then smaller ones."""
     shape, slices = list(target.shape), target.slices
+    network = target.chip.inside if target.chip else None
     while True:
         if slices > 1:
             slices //= 2
-        elif target.kind in GPUS:
-            at = 0 if shape[0] > 1 else 1
-            shape[at] //= 2
         else:
-            at = shape.index(max(shape))
-            shape[at] //= 2
-        made = Target(target.kind, tuple(shape), slices)
-        if 0 in shape or (target.chip and target.platform == "tpu" and min(shape) < 2):
+            dim = shape.index(max(shape))
+            if target.kind in GPUS:
+                dim = 0 if shape[0] > 1 else 1
+            shape[dim] //= 2
+        if 0 in shape or (isinstance(network, Torus) and min(shape) < 2):
             return
-        network = target.chip.inside if target.chip else None
-        if not isinstance(network, Torus) or network.has(shape):
-            yield made
-
-
-@dataclass(frozen=True)
-class CompileOutcome:
-    """Outcome of compiling a choice: a plan, an error, or neither in time."""
-
-    estimate: Estimate
-    plan: Plan | None = None
-    cached: bool = False
-    error: str = ""
+        if not isinstance(network, Torus) or network.is_slice(shape):
+            yield Target(target.kind, tuple(shape), slices)
 
 
 @dataclass(eq=False)
-class Judge:
-    """Compiles the best of the surveys until the clock says `deadline`, and ranks them."""
+class CandidateCompiler:
+    """Compiles the best candidates until the deadline (of `time.monotonic`), and ranks them.
+
+    Args:
+        compiled: layouts that were compiled, or failed to.
+        unfinished: candidates that were started and not finished.
+        not_started: further candidates with a good estimate.
+        stopped: why it ended early; else empty.
+        cache_error: why plans could not be cached; else empty.
+    """
 
     config: Config
     vocab: int | None
-    surveys: list[Survey]
+    candidate_sets: list[CandidateSet]
     deadline: float
-    tell: Progress
+    progress: Progress
     predict: Predict
-    results: Results
+    cache: PlanCache
     jobs: int
-    verdicts: list[CompileOutcome] = field(default_factory=list)
-    begun: list[Estimate] = field(default_factory=list)  # and not ended
-    waiting: list[Estimate] = field(default_factory=list)
+    compiled: list[RankedLayout] = field(default_factory=list)
+    unfinished: list[Estimate] = field(default_factory=list)
+    not_started: list[Estimate] = field(default_factory=list)
     stopped: str = ""
-    unkept: str = ""
-    _done: queue.Queue[CompileOutcome] = field(default_factory=queue.Queue)
-    _ratios: dict[tuple[int, ...], float] = field(default_factory=dict)
+    cache_error: str = ""
+    _finished: queue.Queue[RankedLayout] = field(default_factory=queue.Queue)
+    _memory_ratios: dict[tuple[int, ...], float] = field(default_factory=dict)  # mesh sizes -> compiled / estimated
 
     def __post_init__(self) -> None:
-        self.objective: Objective = self.surveys[0].objective
-        self._of = {survey.formula.space.devices: survey for survey in self.surveys}
+        self.objective: Objective = self.candidate_sets[0].objective
+        self.is_assumed = self.candidate_sets[0].cost_model.is_assumed
+        self._cost_models = {one.cost_model.space.devices: one.cost_model for one in self.candidate_sets}
 
     def run(self, top: int) -> None:
-        """Compiles until `top` of them fit."""
+        """Compiles until `top` candidates fit."""
         candidates = self._candidates()
         active = 0
         try:
             while self._fitting() + active < top or active:
-                while active < self.jobs and self._fitting() + active < top and self._left() > LEAST:
+                while active < self.jobs and self._fitting() + active < top and self._remaining() > MIN_SECONDS:
                     estimate = next(candidates, None)
                     if estimate is None:
                         break
@@ -193,132 +189,120 @@ class Judge:
                     self._start(estimate)
                 if not active:
                     break
-                verdict = self._done.get(timeout=max(0.0, self._left()) + LEAST)
+                layout = self._finished.get(timeout=max(0.0, self._remaining()) + MIN_SECONDS)
                 active -= 1
-                self._take(verdict)
-                self.tell("compile", self._fitting(), top, str(verdict.estimate.choice))
+                self._record(layout)
+                self.progress("compile", self._fitting(), top, str(layout.estimate.choice))
         except queue.Empty:
-            self.stopped = LATE
+            self.stopped = TIMED_OUT
         except KeyboardInterrupt:
             self.stopped = INTERRUPTED
-        if not self.stopped and top and self._fitting() < top and self._left() <= LEAST:
-            self.stopped = LATE
-        self.stopped = self.stopped or next((survey.stopped for survey in self.surveys if survey.stopped), "")
-        tried = {one.choice for one in (*self.begun, *(verdict.estimate for verdict in self.verdicts))}
-        rest = (one for one in self._candidates() if one.fits() and one.choice not in tried)
-        self.waiting = list(islice(rest, max(0, max(top, 8) - self._fitting() - len(self.begun))))
+        if not self.stopped and top and self._fitting() < top and self._remaining() <= MIN_SECONDS:
+            self.stopped = TIMED_OUT
+        self.stopped = self.stopped or next((one.stopped for one in self.candidate_sets if one.stopped), "")
+        started = {one.choice for one in (*self.unfinished, *(layout.estimate for layout in self.compiled))}
+        others = (one for one in self._candidates() if one.fits() and one.choice not in started)
+        self.not_started = list(islice(others, max(0, max(top, 8) - self._fitting() - len(self.unfinished))))
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         return self.deadline - time.monotonic()
 
     def _fitting(self) -> int:
-        return sum(verdict.plan is not None and verdict.plan.fits is not False for verdict in self.verdicts)
+        return sum(layout.plan is not None and layout.fits for layout in self.compiled)
 
     def _candidates(self) -> Iterator[Estimate]:
-        """The shortlists of all surveys, best first; not those that compiled ones of their mesh tell will not fit."""
-        lists = [survey.shortlist() for survey in self.surveys]
-        heads = [next(one, None) for one in lists]
-        while any(head is not None for head in heads):
-            at = min((i for i, head in enumerate(heads) if head is not None), key=lambda i: self._estimated(heads[i]))
-            head, heads[at] = heads[at], next(lists[at], None)
-            if head is not None and self._may_fit(head):
+        """Merges the shortlists, best first, without candidates that are too large as compiled ones of their mesh."""
+        lists = [one.shortlist() for one in self.candidate_sets]
+        heads = {index: head for index, shortlist in enumerate(lists) if (head := next(shortlist, None)) is not None}
+        while heads:
+            index = min(heads, key=lambda index: (self._value(heads[index]), index))
+            head = heads.pop(index)
+            if (following := next(lists[index], None)) is not None:
+                heads[index] = following
+            ratio = self._memory_ratios.get(head.choice.sizes)
+            if ratio is None or head.usable is None or head.needs * ratio <= head.usable:
                 yield head
 
-    def _may_fit(self, estimate: Estimate) -> bool:
-        ratio = self._ratios.get(estimate.choice.sizes)
-        return ratio is None or estimate.usable is None or estimate.needs * ratio <= estimate.usable
-
-    def _estimated(self, estimate: Estimate | None) -> tuple:
-        assert estimate is not None
-        return value(self.objective, estimate.needs, estimate.step_seconds, estimate.choice.devices)
+    def _value(self, estimate: Estimate) -> tuple:
+        return objective_value(self.objective, estimate.needs, estimate.step_seconds, estimate.choice.devices)
 
     def _start(self, estimate: Estimate) -> None:
-        self.begun.append(estimate)
-        # A daemon: on Ctrl-C nobody waits for the compiler.
-        threading.Thread(target=lambda: self._done.put(self._judged(estimate)), daemon=True).start()
+        self.unfinished.append(estimate)
+        # A daemon thread, so that Ctrl-C does not wait for the compiler.
+        threading.Thread(target=lambda: self._finished.put(self._compile(estimate)), daemon=True).start()
 
-    def _judged(self, estimate: Estimate) -> CompileOutcome:
-        config, target = self._configured(estimate), self._target(estimate)
-        key = self.results.key(config, self.vocab, str(target))
-        if (known := self.results.read(key)) is not None:
-            return CompileOutcome(estimate, known, cached=True)
+    def _layout(self, estimate: Estimate) -> RankedLayout:
+        """The candidate of an estimate, before it is compiled."""
+        cost_model = self._cost_models[estimate.choice.devices]
+        return RankedLayout(estimate, cost_model.space.to_config(estimate.choice), str(cost_model.target))
+
+    def _compile(self, estimate: Estimate) -> RankedLayout:
+        """Adds a plan or an error to a candidate, or neither if the time was up."""
+        layout = self._layout(estimate)
+        key = self.cache.key(layout.config, self.vocab, layout.target)
+        if (plan := self.cache.read(key)) is not None:
+            return replace(layout, plan=plan, is_cached=True)
         try:
-            plan = self.predict(config, self.vocab, str(target), timeout=max(1.0, self._left()))
-        except TimedOut:
-            return CompileOutcome(estimate)
-        except Exception as error:  # one layout that does not compile ends no search: it is shown with what was said
-            return CompileOutcome(estimate, error=str(error).splitlines()[0] if str(error) else repr(error))
+            plan = self.predict(layout.config, self.vocab, layout.target, timeout=max(1.0, self._remaining()))
+        except CompileTimeout:
+            return layout
+        except Exception as error:  # a layout that does not compile is shown with its error, the search continues
+            return replace(layout, error=str(error).splitlines()[0] if str(error) else repr(error))
         if not plan.compiled:
-            return CompileOutcome(estimate, error=plan.reason)
-        if target.platform != "cpu":  # whose seconds are measured: they are those of this moment
-            self._keep(key, plan)
-        return CompileOutcome(estimate, plan)
+            return replace(layout, error=plan.reason)
+        if targets.parse(layout.target).platform != "cpu":  # rates of a CPU are measured, so they hold only now
+            try:
+                self.cache.write(key, plan)
+            except OSError as error:
+                self.cache_error = f"{self.cache.folder}: {error.strerror or error}"
+        return replace(layout, plan=plan)
 
-    def _keep(self, key: str, plan: Plan) -> None:
-        try:
-            self.results.write(key, plan)
-        except OSError as error:
-            self.unkept = f"{self.results.folder}: {error.strerror or error}"
-
-    def _take(self, verdict: CompileOutcome) -> None:
-        plan, estimate = verdict.plan, verdict.estimate
-        if plan is None and not verdict.error:
+    def _record(self, layout: RankedLayout) -> None:
+        plan, estimate = layout.plan, layout.estimate
+        if plan is None and not layout.error:
             return
-        self.begun.remove(estimate)
-        self.verdicts.append(verdict)
+        self.unfinished.remove(estimate)
+        self.compiled.append(layout)
         if plan is not None and plan.needs:
-            self._ratios[estimate.choice.sizes] = plan.needs / estimate.needs
+            self._memory_ratios[estimate.choice.sizes] = plan.needs / estimate.needs
 
-    def found(self, seconds: float) -> SearchResult:
-        """The ranking."""
-        late = f"not compiled: {self.stopped}"
-        order = sorted((self._ranked(verdict) for verdict in self.verdicts), key=self._place)
-        order += [replace(self._ranked(CompileOutcome(one)), late=late) for one in self.begun]
-        order += [self._ranked(CompileOutcome(one)) for one in self.waiting]
-        order.sort(key=lambda one: not one.fits)
-        winner = order[0] if order and order[0].fits else None
-        ranking = tuple(one.explained(winner, self.objective, self._assumed) for one in order)
+    def result(self, seconds: float) -> SearchResult:
+        """Ranks the candidates; `seconds` is the time of the search."""
+        layouts = sorted(self.compiled, key=self._sort_key)
+        layouts += [replace(self._layout(one), unfinished=f"not compiled: {self.stopped}") for one in self.unfinished]
+        layouts += map(self._layout, self.not_started)
+        layouts.sort(key=lambda one: not one.fits)
+        winner = layouts[0] if layouts and layouts[0].fits else None
+        ranking = tuple(one.with_reason(winner, self.objective, self.is_assumed) for one in layouts)
         return SearchResult(
-            str(self.surveys[0].formula.target), self.objective, self.config, ranking,
-            losers=tuple(self._losers({one.estimate.choice: one for one in ranking})),
-            counted=sum(survey.counted for survey in self.surveys),
-            fitting=sum(survey.fitting for survey in self.surveys),
-            stopped=self.stopped, unkept=self.unkept, seconds=seconds, assumed=self._assumed,
+            str(self.candidate_sets[0].cost_model.target), self.objective, self.config, ranking,
+            families=tuple(self._families({one.estimate.choice: one for one in ranking})),
+            counted=sum(one.counted for one in self.candidate_sets),
+            fitting=sum(one.fitting for one in self.candidate_sets),
+            stopped=self.stopped, cache_error=self.cache_error, seconds=seconds, is_assumed=self.is_assumed,
         )  # fmt: skip
 
-    @property
-    def _assumed(self) -> bool:
-        return self.surveys[0].formula.is_assumed
-
-    def _configured(self, estimate: Estimate) -> Config:
-        return self._of[estimate.choice.devices].formula.space.configured(estimate.choice)
-
-    def _target(self, estimate: Estimate) -> Target:
-        return self._of[estimate.choice.devices].formula.target
-
-    def _ranked(self, one: CompileOutcome) -> Ranked:
-        config, target = self._configured(one.estimate), str(self._target(one.estimate))
-        return Ranked(one.estimate, config, target, one.plan, one.cached, one.error)
-
-    def _place(self, one: Ranked) -> tuple:
+    def _sort_key(self, one: RankedLayout) -> tuple:
         choice = one.estimate.choice
         seconds = one.estimate.step_seconds if one.step_seconds is None else one.step_seconds
-        return *value(self.objective, one.needs, seconds, choice.devices), choice.complexity
+        return *objective_value(self.objective, one.needs, seconds, choice.devices), choice.complexity
 
-    def _losers(self, ranking: Mapping[Choice, Ranked]) -> Iterator[Loser]:
-        """The best of every family by the formulas, but for those that the winner is of; all of them without one."""
-        survey, model = self.surveys[0], self.config.model
+    def _families(self, ranking: Mapping[LayoutChoice, RankedLayout]) -> Iterator[FamilyResult]:
+        """Best of every family by estimate, without the families of the winner."""
+        candidates = self.candidate_sets[0]
+        domain, devices = candidates.domain, candidates.cost_model.space.devices
         winner = next((one.estimate for one in ranking.values() if one.fits), None)
-        own = set(families.families(winner.choice, survey.inside)) if winner else set()
-        for family in families.names(survey.inside, survey.formula.space.devices, model.moe is not None):
-            if family in own:
+        winner_families = set(families_of(winner.choice, domain)) if winner else set()
+        for family in family_names(domain, devices, self.config.model.moe is not None):
+            if family in winner_families:
                 continue
-            best = survey.best_of(family)
+            best = candidates.best_of(family)
             if best is None:
-                yield Loser(family, None, survey.why_none(family))
-            elif (known := ranking.get(best.choice)) and known.plan:
-                yield Loser(family, best, f"compiled: {known.reason}")
+                yield FamilyResult(family, None, candidates.why_none(family))
+            elif (ranked := ranking.get(best.choice)) and ranked.plan:
+                yield FamilyResult(family, best, f"compiled: {ranked.reason}")
             elif winner is None and best.fits():
-                yield Loser(family, best, "fits by formula, but is not compiled")
+                yield FamilyResult(family, best, "fits by estimate, but is not compiled")
             else:
-                yield Loser(family, best, families.against(best, winner or best, self.objective, self._assumed))
+                reason = explain_estimate(best, winner or best, self.objective, self.is_assumed)
+                yield FamilyResult(family, best, reason)

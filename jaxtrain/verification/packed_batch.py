@@ -1,4 +1,4 @@
-"""Batches that tell layouts apart: packed documents, padding, and rows of very different weight."""
+"""Batches that distinguish layouts: packed documents, padding, and rows of very different weight."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 Batch = dict[str, np.ndarray]
 
 
-def packed(step: int, rows: int, tokens: int, vocab: int) -> Batch:
-    """Three documents a row of random lengths, of tokens few of which are frequent; the last row is mostly padding.
+def packed_batch(step: int, rows: int, tokens: int, vocab: int) -> Batch:
+    """Returns a batch of three documents a row, of random lengths and mostly frequent tokens.
+
+    The last row is mostly padding.
 
     Returns:
         tokens, targets, positions, segments int32 and weights float32, all [rows, tokens].
@@ -31,13 +33,13 @@ def packed(step: int, rows: int, tokens: int, vocab: int) -> Batch:
     return batch
 
 
-def kept_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
-    """The batch with the weights of all other rows 0."""
+def weight_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
+    """Sets the weights of all rows but these to 0."""
     weights = np.zeros_like(batch["weights"])
     weights[rows] = batch["weights"][rows]
     return {**batch, "weights": weights}
 
 
-def merged_documents(batch: Mapping[str, np.ndarray]) -> Batch:
-    """The batch with each row one document, as attention sees it that ignores segments."""
+def merge_documents(batch: Mapping[str, np.ndarray]) -> Batch:
+    """Makes each row one document, as attention that ignores segments sees it."""
     return {**batch, "segments": (batch["segments"] > 0).astype(np.int32)}
