@@ -65,6 +65,21 @@ class DurableTier(ABC):
     def _write(self, step: int, source: Path, marker: bytes, files: dict[str, Any]) -> None:
         """Copies the files of a step, reads the copy back and commits it."""
 
+    def content(self, step: int) -> dict[str, Any]:
+        """Returns the content of a step's marker. Raises CheckpointError if it is damaged."""
+        content = parse_marker(self.marker(step))
+        if content["step"] != step:
+            raise CheckpointError(f"{MARKER} is of step {content['step']}")
+        return content
+
+    def file_problem(self, step: int, name: str, expected: list[Any]) -> str | None:
+        """Describes what is wrong with a file, or returns None. Reads every byte."""
+        try:
+            with self.open(step, name) as source:
+                return digest_problem(name, digest(source), expected)
+        except FileNotFoundError:
+            return f"{name} is missing"
+
     def put(self, step: int, source: Path) -> int:
         """Copies a complete step from a folder, unless it is here already. Returns its bytes."""
         marker = (source / MARKER).read_bytes()
@@ -77,7 +92,7 @@ class DurableTier(ABC):
         """Returns whether the tier has a step with this very marker and every byte intact."""
         if step not in self.steps() or self.marker(step) != marker:
             return False
-        return not any(tier_file_problem(self, step, name, expected) for name, expected in files.items())
+        return not any(self.file_problem(step, name, expected) for name, expected in files.items())
 
 
 def open_tier(location: str) -> DurableTier:
@@ -94,29 +109,12 @@ def run_location(durable: str | None, run_dir: Path) -> str | None:
     return None if durable is None else f"{durable.rstrip('/')}/{Path(os.path.abspath(run_dir)).name}"
 
 
-def read_content(tier: DurableTier, step: int) -> dict[str, Any]:
-    """Returns the content of a step's marker in a tier. Raises CheckpointError if it is damaged."""
-    content = parse_marker(tier.marker(step))
-    if content["step"] != step:
-        raise CheckpointError(f"{MARKER} is of step {content['step']}")
-    return content
-
-
-def tier_file_problem(tier: DurableTier, step: int, name: str, expected: list[Any]) -> str | None:
-    """Describes what is wrong with a file in a tier, or returns None. Reads every byte."""
-    try:
-        with tier.open(step, name) as source:
-            return digest_problem(name, digest(source), expected)
-    except FileNotFoundError:
-        return f"{name} is missing"
-
-
 def fetch_step(tier: DurableTier, step: int, store: CheckpointStore) -> None:
     """Copies a step of a tier into the run's folder, checking every byte; it appears there complete or not at all.
 
     Raises CheckpointError if the step is damaged, and what the storage raises.
     """
-    marker, files = tier.marker(step), read_content(tier, step)["files"]
+    marker, files = tier.marker(step), tier.content(step)["files"]
     with _new_step(store, step, marker, files) as folder:
         for name, expected in files.items():
             with tier.open(step, name) as source, open_atomic(folder / name) as target:
@@ -199,7 +197,7 @@ class ObjectStoreTier(DurableTier):
             with self._fs.open(self._path(step, name), "wb") as target:
                 _copy_local(source, name, target, expected)
         for name, expected in files.items():
-            _raise_if_damaged(tier_file_problem(self, step, name, expected))
+            _raise_if_damaged(self.file_problem(step, name, expected))
         self._fs.pipe_file(self._path(step, MARKER), marker)
 
     def delete(self, *steps: int) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxtrain.checkpoint.durable import DurableTier, read_content
+from jaxtrain.checkpoint.durable import DurableTier
 from jaxtrain.checkpoint.events import Copied, CopyFailed, Event, Retrying
 from jaxtrain.checkpoint.files import failure_reason
 from jaxtrain.checkpoint.store import CheckpointStore, StepInfo, surplus
@@ -124,7 +124,7 @@ class DurableCopier:
         infos = []
         for step in self.tier.steps():
             try:
-                metrics = read_content(self.tier, step)["metrics"]
+                metrics = self.tier.content(step)["metrics"]
             except CheckpointError:
                 metrics = None
             infos.append(StepInfo(step, self._store.path(step), metrics or {}))

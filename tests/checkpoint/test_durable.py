@@ -32,9 +32,7 @@ from jaxtrain.checkpoint.durable import (
     ObjectStoreTier,
     fetch_step,
     open_tier,
-    read_content,
     run_location,
-    tier_file_problem,
 )
 from jaxtrain.errors import DataError
 
@@ -90,7 +88,7 @@ def damage(place: str, step: int) -> None:
         return flip(largest(Path(place) / str(step)))
     tier = open_tier(place)
     assert isinstance(tier, ObjectStoreTier)
-    name = max(read_content(tier, step)["files"].items(), key=lambda item: item[1][0])[0]
+    name = max(tier.content(step)["files"].items(), key=lambda item: item[1][0])[0]
     raw = bytearray(tier._fs.cat_file(tier._path(step, name)))
     raw[len(raw) // 2] ^= 4
     tier._fs.pipe_file(tier._path(step, name), bytes(raw))
@@ -105,10 +103,10 @@ def test_copies_are_made_when_due_and_of_the_last_step(tmp_path, place):
     assert tier.steps() == [4, 8, 9]
     for step in tier.steps():
         assert tier.marker(step) == (here.path(step) / files.MARKER).read_bytes()
-        content = read_content(tier, step)
+        content = tier.content(step)
         assert len(content["files"]) > 5
         for name, expected in content["files"].items():
-            assert tier_file_problem(tier, step, name, expected) is None
+            assert tier.file_problem(step, name, expected) is None
             assert tier.open(step, name).read() == (here.path(step) / name).read_bytes()
     assert [info.step for info in here.steps()] == [2, 4, 6, 8, 9]
 
@@ -160,7 +158,7 @@ def test_a_damaged_step_is_replaced_by_its_copy_and_a_damaged_copy_by_the_step_b
         checkpoints.finish()
         assert isinstance(checkpoints.poll()[-1], Copied), "the damaged copy is replaced"
     tier = open_tier(place)
-    assert not any(tier_file_problem(tier, 2, *item) for item in read_content(tier, 2)["files"].items())
+    assert not any(tier.file_problem(2, *item) for item in tier.content(2)["files"].items())
 
 
 def test_a_rewound_step_is_not_restored(tmp_path, place):

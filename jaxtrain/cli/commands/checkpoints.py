@@ -78,7 +78,7 @@ def _durable_rows(tier: durable.DurableTier) -> list[listing.CheckpointRow]:
     rows = []
     for step in tier.steps():
         try:
-            rows.append(listing.CheckpointRow(str(step), step, listing.GOOD, content=durable.read_content(tier, step)))
+            rows.append(listing.CheckpointRow(str(step), step, listing.GOOD, content=tier.content(step)))
         except CheckpointError as error:
             rows.append(listing.CheckpointRow(str(step), step, listing.DAMAGED, str(error)))
     return rows
@@ -172,14 +172,14 @@ def verify(store: CheckpointStore, args: argparse.Namespace) -> int:
 def _problems(tier: durable.DurableTier, step: int) -> list[str]:
     """Returns all problems of a step; shows a progress bar while it reads."""
     try:
-        content, results, done = durable.read_content(tier, step), [], 0
+        content, results, done = tier.content(step), [], 0
     except FileNotFoundError:
         return [f"{MARKER} is missing"]
     except CheckpointError as error:
         return [str(error)]
     with progress_bar(f"checkpoint {step}") as progress:
         for name, expected in largest_first(content["files"]):
-            results.append(durable.tier_file_problem(tier, step, name, expected))
+            results.append(tier.file_problem(step, name, expected))
             done += expected[0]
             progress(done, content["bytes"])
     return [problem for problem in results if problem]
