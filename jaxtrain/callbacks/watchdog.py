@@ -13,7 +13,7 @@ from jaxtrain.io.ticker import PERIOD
 from jaxtrain.io.watchdog import Watchdog
 from jaxtrain.trackers.files import append_event
 
-STEP = "jit_step"  # name of the train step's module
+STEP = "jit_step"  # name of the train step's module, after the function in `core.step.drop_gradients`
 
 
 def step_collectives(program: Program) -> list[str]:

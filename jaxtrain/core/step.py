@@ -89,13 +89,13 @@ def train_step(
     return step
 
 
-def drop_gradients(step: TrainStepWithGradients) -> TrainStep:
+def drop_gradients(step_with_gradients: TrainStepWithGradients) -> TrainStep:
     """Returns a train step without its third result."""
 
-    def without(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return step(state, batch)[:2]
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:  # its name is that of the compiled module, jit_step
+        return step_with_gradients(state, batch)[:2]
 
-    return without
+    return step
 
 
 def _step_metrics(model: Any, output: GradOutput) -> Metrics:
