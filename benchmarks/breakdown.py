@@ -132,6 +132,7 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
 
     from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.optim.optimizers import clip, optimizer
+    from jaxtrain.optim.schedules import schedule
     from jaxtrain.precision.policy import POLICIES
 
     model_def, config = program.model_def, program.config
@@ -145,7 +146,8 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
         total, weight = cross_entropy(x, head, batch["targets"], batch["weights"])["cross_entropy"]
         return total / weight
 
-    tx = optimizer(config.optimizer, config.steps, model_def.names, model_def.params)
+    rate = schedule(config.optimizer.lr, config.schedule, config.steps)
+    tx = optimizer(config.optimizer, rate, model_def.names, model_def.params)
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         return tx.update(clip(grads, config.optimizer.grad_clip_norm)[0], opt_state, params)

@@ -100,8 +100,9 @@ def program(config: Config, vocab: int | None, devices: Sequence[Any], remat: bo
     if executor is None or executor.table.chunks != 1:
         raise ValueError("mesh.pipeline: expected several stages of one chunk")
     gradients: Any = GPipe(model_def, executor.stage_def, Stages(executor.table, model_def, base.sharder), remat)
-    tx = optimizer(options, config.steps, model_def.names, model_def.params, None)
-    step = train_step(gradients, tx, schedule(options, config.steps), max_norm=options.clip, ema=options.ema)
+    rate = schedule(options.lr, config.schedule, config.steps)
+    tx = optimizer(options, rate, model_def.names, model_def.params)
+    step = train_step(gradients, tx, rate, max_norm=options.grad_clip_norm, ema_decay=options.ema_decay)
     placed = jax.tree.map(lambda leaf: leaf.sharding, base.state)
     out = (placed, base.sharder.sharding(()))
     return replace(base, gradients=gradients, step=jax.jit(drop_gradients(step), donate_argnums=0, out_shardings=out))
