@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
+from jaxtrain.core.resolve import with_layout
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer import loop
@@ -29,7 +30,7 @@ def train(
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
 
     Args:
-        config: from `jaxtrain.load`.
+        config: from `jaxtrain.load`, or a `Config` built in Python, whose layout is then applied and checked.
         run_dir: run directory; default: a new one, DIR/NAME.
         resume: resume from the newest good checkpoint in `run_dir`.
         profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
@@ -41,10 +42,11 @@ def train(
         callbacks: called after the default ones.
 
     Raises:
-        ValueError: bad input, one line for each problem.
+        UserError: bad input, one line for each problem.
         NotSavedError: the last checkpoint could not be written.
         DivergedError: too many steps in a row made no update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
+    config = with_layout(config)
     default = default_callbacks(config, profile=profile, deadline=deadline, verbose=verbose)
     return loop.train(config, run_dir, resume=resume, console=console, ledger=ledger, callbacks=[*default, *callbacks])

@@ -223,7 +223,9 @@ def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: l
         found: list[Problem] = []
         tree = put(tree, path, node, defaults, found)
         problems += [Problem(p.where, ".".join(path), p.message) for p in found]
-    return tree
+    # All keys of a layout are set in a loaded config, which `Config.has_layout` tells from one built in Python.
+    unset = {key: defaults[key] for key in LAYOUT_KEYS if key not in tree.value}
+    return merge(from_python(unset, "default", problems), tree)
 
 
 def _dropped(tree: Node, layout: Node) -> list[str]:

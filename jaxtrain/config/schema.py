@@ -462,6 +462,11 @@ class Config(Section):
     debug: DebugConfig = section(DebugConfig, "tests of the training system itself")
 
     @property
+    def has_layout(self) -> bool:
+        """True if the layout's file is applied, as in every loaded config; in Python `Config(layout=...)` only names it."""
+        return self.model_fields_set >= set(LAYOUT_KEYS)
+
+    @property
     def run_dir(self) -> Path:
         """Folder this run writes to."""
         return Path(os.path.expanduser(self.dir)) / self.name

@@ -54,6 +54,21 @@ def resolve(
     return result
 
 
+def with_layout(config: Config, paths: bool = True) -> Config:
+    """Returns a config that was built in Python with its layout applied and all checks made; a loaded one as it is.
+
+    Args:
+        config: loaded, or built in Python.
+        paths: if True, the data and the tokenizer must exist.
+
+    Raises:
+        ConfigError: with every problem, one line each.
+    """
+    if config.has_layout:
+        return config
+    return resolve(None, base=config.model_dump(mode="json", exclude_unset=True), paths=paths)[0]
+
+
 def _fit(config: Config, provenance: dict[str, str], notes: list[str]) -> Config:
     """Fits the mesh to the simulated devices, see `core.mesh_fit`."""
     if config.simulate is None:

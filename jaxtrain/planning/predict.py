@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.core.resolve import with_layout
 from jaxtrain.planning import advice, compile, pods
 from jaxtrain.planning.assess import assess, tokens_of
 from jaxtrain.planning.hardware import targets
@@ -48,6 +49,7 @@ def predict(
     Raises:
         UserError: an unknown target, a package that is not installed, or a layout that does not fit.
     """
+    config = with_layout(config, paths=False)
     parsed, deadline = targets.parse(target, slices), time.monotonic() + timeout
     smaller, notes = () if max_devices is None else pods.smaller_pods(config, parsed, max_devices), ()
     try:

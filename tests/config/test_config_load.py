@@ -11,6 +11,8 @@ import pytest
 
 from jaxtrain.config import ConfigError
 from jaxtrain.config.load import load, resolve
+from jaxtrain.config.schema import Config
+from jaxtrain.core.resolve import with_layout
 
 
 @pytest.fixture
@@ -281,3 +283,14 @@ def test_a_sample_needs_a_language_model() -> None:
 def test_a_store_is_not_looked_for_on_the_disk(path):
     config = load(None, f"data.sources=[{{path: {path!r}}}]", f"eval.sets.far.path={path}")
     assert config.data.sources[0].path == config.eval.sets["far"].path == path
+
+
+def test_a_config_built_in_python_gets_its_layout() -> None:
+    loaded = resolve(None, "layout=fsdp", "simulate=8", "zero=0")[0]
+    assert not Config(layout="fsdp").has_layout and loaded.has_layout
+    assert with_layout(Config(layout="fsdp", simulate=8)) == with_layout(loaded) == loaded
+    assert with_layout(Config()).rules["batch"] == ("data",)
+    with pytest.raises(ConfigError, match="rules.heads: 4 of dim `heads`"):
+        with_layout(Config(layout="tp", simulate=8, mesh={"model": 8}))
+    with pytest.raises(ConfigError, match="no layout"):
+        with_layout(Config(layout="fsdpp"))
