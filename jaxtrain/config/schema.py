@@ -463,7 +463,7 @@ class Config(Section):
 
     @property
     def has_layout(self) -> bool:
-        """True if the layout's file is applied, as in every loaded config; in Python `Config(layout=...)` only names it."""
+        """True if the layout's file is applied, as in a loaded config. In Python `Config(layout=...)` only names it."""
         return self.model_fields_set >= set(LAYOUT_KEYS)
 
     @property

@@ -287,10 +287,11 @@ def test_a_store_is_not_looked_for_on_the_disk(path):
 
 def test_a_config_built_in_python_gets_its_layout() -> None:
     loaded = resolve(None, "layout=fsdp", "simulate=8", "zero=0")[0]
-    assert not Config(layout="fsdp").has_layout and loaded.has_layout
+    assert not Config(layout="fsdp").has_layout
+    assert loaded.has_layout
     assert with_layout(Config(layout="fsdp", simulate=8)) == with_layout(loaded) == loaded
     assert with_layout(Config()).rules["batch"] == ("data",)
-    with pytest.raises(ConfigError, match="rules.heads: 4 of dim `heads`"):
+    with pytest.raises(ConfigError, match=r"rules\.heads: 4 of dim `heads`"):
         with_layout(Config(layout="tp", simulate=8, mesh={"model": 8}))
     with pytest.raises(ConfigError, match="no layout"):
         with_layout(Config(layout="fsdpp"))

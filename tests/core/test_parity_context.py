@@ -54,13 +54,13 @@ def one_device_gradients(window: int = 24):
         ("ulysses", ALL, {"remat": "full"}),
         ("ring", ALL, {}),
         ("ring", FSDP, {"remat": "full"}),
-        ("ring", {"data": 2, "context": 2}, {"accumulate": 2}),
-        ("auto", {"context": 8}, {"accumulate": 2}),  # 4 heads: gather
+        ("ring", {"data": 2, "context": 2}, {"microbatches": 2}),
+        ("auto", {"context": 8}, {"microbatches": 2}),  # 4 heads: gather
     ],
     ids=str,
 )
 def test_every_gradient_equals_one_device(formulation: str, mesh: dict, step: dict):
-    program = harness.program(mesh, RULES, context=formulation, step=step, model=LIGHT)
+    program = harness.program(mesh, RULES, context_parallel=formulation, step=step, model=LIGHT)
     close_trees(one_device_gradients(), gradients(program), 1e-5)
 
 

@@ -25,11 +25,13 @@ LAYOUTS = {
     "ep_cp_tp": ({"expert": 2, "context": 2, "model": 2}, CONTEXT),
 }
 KINDS = {
-    "dropless": {"num_experts": 8, "top_k": 2, "mlp": 16, "shared_experts": 1, "bias_update_rate": 1e-3},
-    "switch": {"num_experts": 8, "top_k": 1, "mlp": 32, "capacity_factor": 1.0},
-    "gshard": {"num_experts": 8, "top_k": 2, "mlp": 16, "capacity_factor": 1.0},
+    "dropless": {"num_experts": 8, "top_k": 2, "shared_experts": 1, "bias_update_rate": 1e-3},
+    "switch": {"num_experts": 8, "top_k": 1, "capacity_factor": 1.0},
+    "gshard": {"num_experts": 8, "top_k": 2, "capacity_factor": 1.0},
 }
-SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64, "vocab": 256}
+SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 256}
+LOSSES = {"load_balance_loss": 0.05, "router_z_loss": 1e-3}
+WIDTHS = {"dropless": 16, "switch": 32, "gshard": 16}  # of an expert
 
 
 @functools.cache
@@ -39,9 +41,12 @@ def shared(kind: str, layout: str | None = None):
 
 def program(kind: str, layout: str | None = None, **changes):
     mesh, rules = LAYOUTS[layout] if layout else (None, RULES)
-    model = {**SIZES, **dict.fromkeys(("mlp_bias", "attention_bias", "qk_norm"), False), "sliding_window": None}
-    changes = {"model": model | {"sliding_window_pattern": 1, "moe": KINDS[kind]}, "optimizer": {"lr": 1e-3}} | changes
-    return harness.program(mesh, rules, loss={"balance": 0.05, "router_z": 1e-3}, **changes)
+    model = {**SIZES, "mlp": WIDTHS[kind], "biases": [], "qk_norm": "none", "sliding_window": None}
+    changes = {
+        "model": model | {"sliding_window_pattern": 1, "moe": KINDS[kind] | LOSSES},
+        "optimizer": {"lr": 1e-3},
+    } | changes
+    return harness.program(mesh, rules, **changes)
 
 
 @functools.cache
@@ -82,7 +87,7 @@ def equal(kind: str, got) -> None:
     close_trees(expected[:3], got[:3], 1e-5)
     jax.tree.map(np.testing.assert_array_equal, got[3], expected[3])
     bias = "bias" in got[0]["layers"]["moe"]
-    assert bias == ("bias_rate" in KINDS[kind])
+    assert bias == ("bias_update_rate" in KINDS[kind])
     if bias:
         np.testing.assert_array_equal(got[0]["layers"]["moe"]["bias"], expected[0]["layers"]["moe"]["bias"])
 
@@ -95,13 +100,13 @@ def equal(kind: str, got) -> None:
 def test_every_gradient_equals_one_device(kind: str, layout: str):
     equal(kind, gradients(kind, shared(kind, layout)))
     placed, chosen = one_device_gradients(kind)[3]["placed"], one_device_gradients(kind)[3]["chosen"]
-    assert (placed.sum() < 0.95 * chosen.sum()) == ("capacity" in KINDS[kind])
+    assert (placed.sum() < 0.95 * chosen.sum()) == ("capacity_factor" in KINDS[kind])
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "step"),
-    [("dropless", None, {"accumulate": 4}), ("gshard", "fsdp_ep_tp_sp", {"accumulate": 2, "remat": "full"}),
-     ("dropless", "dp_ep_tp", {"accumulate": 2})],
+    [("dropless", None, {"microbatches": 4}), ("gshard", "fsdp_ep_tp_sp", {"microbatches": 2, "remat": "full"}),
+     ("dropless", "dp_ep_tp", {"microbatches": 2})],
 )  # fmt: skip
 def test_accumulation_balances_the_whole_batch(kind: str, layout: str | None, step: dict):
     """A balance loss of each microbatch, or of each replica, by itself would be another loss."""
@@ -123,7 +128,7 @@ def test_full_remat_does_not_change_the_result():
 
 def test_selection_biases_move_by_the_sign_of_the_load_alone():
     """Neither clipped, nor decayed, nor in the gradient norm; and no moments are kept of them."""
-    options = {"lr": 1e-3, "clip": 1e-3, "weight_decay": 0.5, "decay_all": True}
+    options = {"lr": 1e-3, "grad_clip_norm": 1e-3, "weight_decay": 0.5, "decay_all_parameters": True}
     run = program("dropless", optimizer=options)
     grads, *_ = one_device_gradients("dropless")
     excess = np.asarray(grads["layers"]["moe"]["bias"])
