@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxtrain.config.schema import LARGEST, TEXT_KEYS, USER_CLASS, Config, DataConfig, DocumentsConfig, ModelConfig
+from jaxtrain.config.field_types import LARGEST
+from jaxtrain.config.schema import TEXT_KEYS, USER_CLASS, Config, DataConfig, DocumentsConfig, ModelConfig
 from jaxtrain.errors import did_you_mean, format_value, join_words
 
 SET_NAME = r"[A-Za-z][\w\-]*"

@@ -1,7 +1,7 @@
-"""The typed config: every key, its type, its default and what it means, in one place.
+"""Typed config: every key with its type, default and description, in one place.
 
-No JAX is imported here. A `Config` is frozen and fully resolved; `jaxtrain.load` makes one from
-YAML files, a layout and `key=value` overrides. Descriptions feed `jaxtrain schema` (JSON Schema).
+`jaxtrain.load` creates a `Config` from YAML files, a layout and `key=value` overrides. Descriptions go into the JSON
+Schema (`jaxtrain schema`).
 """
 
 from __future__ import annotations
@@ -11,120 +11,49 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    WithJsonSchema,
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticKnownError
+
+from jaxtrain.config.field_types import (
+    Axes,
+    AxisSize,
+    Bool,
+    Count,
+    Devices,
+    Fraction,
+    NonNegative,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    Weights,
+    ZeroStage,
+    one_or_more,
+)
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
 LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
-LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
-Bool = Annotated[bool, Field(strict=True)]
-
-
-def _whole(value: Any) -> Any:
-    """A whole number may be written 1e6."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST else value
-
-
-PositiveInt = Annotated[int, Field(ge=1, le=LARGEST, strict=True), BeforeValidator(_whole)]
-Devices = Annotated[int, Field(ge=1, le=4096, strict=True)]
-Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True), BeforeValidator(_whole)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-
-
-def _no_lookalike(value: Any) -> Any:
-    """`Literal` takes whatever is equal: true and 1.0 for 1."""
-    if isinstance(value, (bool, float)):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_lookalike)]
-
-
-def _axis_size(value: int) -> int:
-    if value == 0:
-        raise ValueError("0 is no size; expected a positive number, or -1 for what is left")
-    return value
-
-
-AxisSize = Annotated[
-    int,
-    Field(ge=-1, le=LARGEST, strict=True),
-    AfterValidator(_axis_size),
-    WithJsonSchema({"anyOf": [{"enum": [-1]}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
-]
-
-
-def _axes(value: Any) -> Any:
-    """A rule may be written `null`, `fsdp` or `[data, fsdp]`; it is kept as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else value
-
-
-Axes = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_axes),
-    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}),
-]
-
-
-def _one_or_more(value: Any) -> Any:
-    """One source may be written without a list."""
-    return [value] if isinstance(value, (str, dict)) else value
-
-
-def _by_step(value: Any) -> Any:
-    """A weight may be written `0.5`; it is kept as a dict from steps to weights, in which step 0 has one."""
-    if isinstance(value, dict):
-        return value if any(str(step) == "0" for step in value) else {0: 1.0, **value}
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return value
-    if value <= 0:
-        raise PydanticKnownError("greater_than", {"gt": 0})
-    return {0: value}
-
-
-Weights = Annotated[
-    dict[int, NonNegative],
-    BeforeValidator(_by_step),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0},
-                {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
-            ]
-        }
-    ),
-]
 
 
 def key(default: Any, description: str, **kwargs: Any) -> Any:
-    """A config field with its default and its one-line description."""
+    """Returns a config field with its default and a one-line description."""
     return Field(default=default, description=description, **kwargs)
 
 
 def section(cls: type[BaseModel], description: str) -> Any:
-    """A nested section that defaults to its own defaults."""
+    """Returns a nested section, whose default is that of all its keys."""
     return Field(default_factory=cls, description=description)
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused. `from_` is Python's way to say `from`; files say `from`."""
+    """Base of all sections: frozen, unknown keys are errors. `from_` in Python is `from` in files."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), serialize_by_alias=True
@@ -132,7 +61,7 @@ class Section(BaseModel):
 
 
 class MeshConfig(Section):
-    """Sizes of the mesh axes, slowest network first. One of them may be -1: it takes what is left."""
+    """Sizes of the mesh axes, slowest network first. One of them may be -1, which is inferred."""
 
     replica: AxisSize = key(1, "islands that may synchronise loosely")
     pipeline: AxisSize = key(1, "pipeline stages")
@@ -277,7 +206,7 @@ class DataConfig(Section):
 
     type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
-    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_one_or_more)] = key(
+    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(one_or_more)] = key(
         (SourceConfig(),), "documents; several make a mixture"
     )
     tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
@@ -447,7 +376,7 @@ class Config(Section):
         "auto",
         "how attention crosses the shards of a sequence; auto: ulysses if they divide a device's heads, else gather",
     )
-    zero: Stage = key(0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters")
+    zero: ZeroStage = key(0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters")
     pipeline: PipelineConfig = section(PipelineConfig, "the schedule of pipeline stages")
     model: ModelConfig = section(ModelConfig, "the model")
     data: DataConfig = section(DataConfig, "the data")

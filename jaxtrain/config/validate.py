@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.checks import cross_problems, path_problems
+from jaxtrain.config.field_types import LARGEST
 from jaxtrain.config.provenance import Node, Path, deepest, dotted, find, plain
-from jaxtrain.config.schema import LARGEST, Config
+from jaxtrain.config.schema import Config
 from jaxtrain.config.synonyms import SYNONYMS
 from jaxtrain.errors import MAX_VALUE_LENGTH, Problem, close_matches, did_you_mean, format_value, join_words
 

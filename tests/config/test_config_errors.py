@@ -59,7 +59,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
             'step.remat: expected one of none, full or dots; found "ful" (did you mean `full`?)',
         ),
         ("rules: {batch: 5}", "rules.batch: expected a list of words, text or null; found 5"),
-        ("mesh: {data: 0}", "mesh.data: 0 is no size; expected a positive number, or -1 for what is left"),
+        ("mesh: {data: 0}", "mesh.data: expected a positive integer, or -1 to infer the size"),
         ("mesh: {data: -2}", "mesh.data: expected -1 or a whole number of at least 1; found -2"),
         ("mesh: {data: x}", 'mesh.data: expected -1 or a whole number of at least 1; found "x"'),
         ("zero: true", "zero: expected one of 0, 1, 2 or 3; found true"),
