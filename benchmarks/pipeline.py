@@ -44,9 +44,9 @@ LARGE = (
 
 def table_of(name: str, stages: int, microbatches: int) -> Any:
     """Table of a schedule; for GPipe by autodiff that of GPipe."""
-    from jaxtrain.pipeline.schedules.shipped import make
+    from jaxtrain.pipeline.schedules.shipped import shipped_table
 
-    return make("gpipe" if name.startswith(AUTODIFF) else name, stages, microbatches)
+    return shipped_table("gpipe" if name.startswith(AUTODIFF) else name, stages, microbatches)
 
 
 def decoder(name: str, stages: int, microbatches: int, sizes: Any, layers: int = 8, rows: int = 2) -> Any:
@@ -111,10 +111,10 @@ def timed(programs: dict[str, Any], batches: Any, turns: int) -> dict[str, dict[
 
 def in_table(name: str, stages: int, microbatches: int, seconds: float, work: float) -> dict[str, Any]:
     """A row: the measured step and the table's figures. `work`: seconds of the step without a pipeline."""
-    from jaxtrain.pipeline.schedules.cost import Costs, price
+    from jaxtrain.pipeline.schedules.cost import Costs, schedule_cost
 
     table = table_of(name, stages, microbatches)
-    found, again = price(table), price(table, Costs(1, 2, 1))
+    found, again = schedule_cost(table), schedule_cost(table, Costs(1, 2, 1))
     lockstep = again.lockstep if name == REMAT else found.lockstep
     return {
         "schedule": name, "stages": stages, "microbatches": microbatches, "step ms": 1e3 * seconds,

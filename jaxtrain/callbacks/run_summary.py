@@ -10,7 +10,7 @@ from rich.console import Console
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.models.spec import has_token_rows
-from jaxtrain.pipeline.schedules.cost import summary
+from jaxtrain.pipeline.schedules.cost import cost_line
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, parameter_rows
 
@@ -36,7 +36,7 @@ class RunSummary(Callback):
         rows = parameter_rows(program.model_def.params, program.model_def.names, program.sharder.storage_dims, sizes)
         console.print(f"run       {trainer.dir}", mesh_line(program.layout.name, sizes, self._device_kind(trainer)))
         if program.gradients.pipeline:
-            console.print(f"pipeline  {summary(program.gradients.pipeline.table)}")
+            console.print(f"pipeline  {cost_line(program.gradients.pipeline.table)}")
         console.print(model_line(rows), self._precision_line(trainer), self._batch_line(trainer))
         if isinstance(trainer.data, TextDataset):
             counts = f"{trainer.data.documents:,} documents, {trainer.data.tokens:,} tokens"

@@ -22,7 +22,7 @@ from jaxtrain.models.protocols import HasStages
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
 from jaxtrain.pipeline.executor import Executor
-from jaxtrain.pipeline.schedules.files import load
+from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
@@ -151,7 +151,7 @@ def _executor(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int 
     if not isinstance(group, int) or group < 1:
         message = f"`layers_per_group` is {group!r}; expected a number of layers"
         raise UserError(f"model.type {config.model.type}: {message}")
-    table = load(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
+    table = load_table(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
     stage_def = define_model(config, make_env(config, sharder.without_axis(PIPELINE_AXIS)), vocab)
     return Executor(table, sharder, model_def, stage_def, group)
 

@@ -35,29 +35,29 @@ def stage_costs(program: Program, params: Any, batch: Any) -> Costs:
         raise ValueError("the program has no pipeline stages to time")
     replica = gradients.replica_pipeline
 
-    def run(params: Any, batch: Any, rows: dict[str, Any]) -> Any:
+    def run(params: Any, batch: Any, instructions: dict[str, Any]) -> Any:
         timed = replace(
             gradients,
-            pipeline=replace(executor, timed_rows=rows),
-            replica_pipeline=replica and replace(replica, timed_rows=rows),
+            pipeline=replace(executor, timed_instructions=instructions),
+            replica_pipeline=replica and replace(replica, timed_instructions=instructions),
         )
         return timed(params, batch, jax.random.key(0)).grads
 
     table = executor.table
-    rows = {name: np.zeros((TICKS, table.stages), np.int32) for name in executor.rows}
+    instructions = {name: np.zeros((TICKS, table.stages), np.int32) for name in executor.instructions}
     step = jax.jit(with_matmul_precision(run, program.config.precision))
-    compiled = step.lower(params, batch, rows).compile()
+    compiled = step.lower(params, batch, instructions).compile()
 
     def seconds(action: int) -> float:
-        inputs = rows | {"action": np.full_like(rows["action"], action)}
+        inputs = instructions | {"action": np.full_like(instructions["action"], action)}
         start = time.perf_counter()
         jax.block_until_ready(compiled(params, batch, inputs))
         return time.perf_counter() - start
 
     # Other work of the machine only adds time, so the minimum of several interleaved rounds counts.
-    actions = sorted({int(Action.NOTHING), *table.action.flat})
+    actions = sorted({int(Action.IDLE), *table.action.flat})
     fastest = np.min([[seconds(action) for action in actions] for _ in range(ROUNDS)][1:], axis=0)
-    per_action = np.maximum(0.0, fastest - fastest[actions.index(Action.NOTHING)]) / TICKS * table.chunks
+    per_action = np.maximum(0.0, fastest - fastest[actions.index(Action.IDLE)]) / TICKS * table.chunks
     cost = dict(zip(actions, per_action.tolist(), strict=True))
     half = cost.get(Action.BW, 0.0) / 2
     return Costs(cost[Action.F], cost.get(Action.B, half), cost.get(Action.W, half))

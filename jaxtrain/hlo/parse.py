@@ -26,7 +26,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)")
-_ONCE_LOOP = re.compile(r"\bonce_(\w+)/while$")
+_ONCE_LOOP = re.compile(r"\brun_if_(\w+)/while$")
 
 
 def element_bits(dtype: str) -> int:
@@ -197,7 +197,7 @@ class Instruction:
 
     @property
     def once_loop(self) -> str:
-        """Name of a loop that runs at most once (`jaxtrain.pipeline.stage.once`); else empty."""
+        """Name of a loop that runs at most once (`jaxtrain.pipeline.stage.run_if`); else empty."""
         match = _ONCE_LOOP.search(self.scope) if self.op == "while" else None
         return match[1] if match else ""
 

@@ -1,13 +1,12 @@
-"""Runs a schedule's table: one SPMD program in which every stage does what its row says, tick by tick.
+"""Runs a schedule's table: one SPMD program in which every stage does the action of its column, tick by tick.
 
-A scan over ticks. In each, code that is manual over the mesh axis `pipeline` lets every stage choose its action by a
-loop of one turn or none; then two permutations, which all stages take part in, hand on what it made. (A permutation
-inside of an action would wait for stages that do another one.) What comes before the first layer and after the last
-one is computed by all stages together, in ticks that are the same for all: no stage waits for another's head, whose
-weights the rules may shard over `pipeline` too.
+A scan over ticks. In each tick, code that is manual over the mesh axis `pipeline` lets every stage choose its action by
+a loop of one iteration or none. Then two permutations over all stages send the results. (A permutation inside an action
+would wait for stages that run another action.) Embedding and head are computed by all stages together, in ticks that
+are the same for all: no stage waits for the head of another, and the rules may shard their weights over `pipeline` too.
 
-What F keeps are the residuals of its derivative, so that nothing is computed twice but what `step.remat` says.
-Activations, residuals, gradients and sums are Refs, written in place.
+F saves the residuals of its derivative, so that only what `step.remat` says is computed twice. Activations, residuals,
+gradients and sums are Refs, written in place.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from jaxtrain.errors import UserError
 from jaxtrain.models.model_def import ModelDef, Tree
 from jaxtrain.nn.param import float32_proxies, with_proxies
 from jaxtrain.nn.stack import Layers
-from jaxtrain.pipeline.buffers import Buffers, Inbox, Kind, SlotBuffer, buffers
-from jaxtrain.pipeline.partition import Stages
+from jaxtrain.pipeline.buffers import NO_SLOT, Buffers, Payload, ReceiveBuffer, SlotBuffer, allocate_buffers
+from jaxtrain.pipeline.partition import LayerPartition
 from jaxtrain.pipeline.schedules.table import Action, Table
-from jaxtrain.pipeline.schedules.timetable import place
-from jaxtrain.pipeline.stage import Derivative, Refs, Stage, StepInputs, Sums, once
+from jaxtrain.pipeline.schedules.timetable import build_table
+from jaxtrain.pipeline.stage import StageRefs, StageTick, StageVjp, StepInputs, Sums, run_if
 from jaxtrain.sharding.rules import PIPELINE_AXIS
 from jaxtrain.sharding.sharder import Sharder
 
-STEPS = {"previous": 1, "next": -1, "here": 0}  # where what arrives from a side has to go
+SHIFTS = {"previous": 1, "next": -1, "self": 0}  # stages by which a message from each side was sent
 
 
 @dataclass(frozen=True, eq=False)
 class Executor:
-    """A table's program, and a model's part in it.
+    """The program of a table for a model.
 
-    Args:
+    Attributes:
         table: of as many stages as the mesh axis `pipeline` has.
         sharder: of the whole mesh.
-        whole: the model on the whole mesh, which begins and finishes.
-        inside: the model on one slice of `pipeline`, which goes through layers.
-        group: layers that only go together.
-        given: rows to run instead of the table's, which lead to no loss: for timing.
+        model_def: the model on the whole mesh, which computes embedding and head.
+        stage_def: the model on one slice of the pipeline axis, which runs layers.
+        group: layers that must be on one stage.
+        timed_instructions: replaces `instructions`, without microbatches that reach embedding or head: for timing.
 
     Raises:
-        UserError: the layers cannot be shared out.
+        UserError: the layers can not be partitioned.
     """
 
     table: Table
@@ -59,21 +58,20 @@ class Executor:
     model_def: ModelDef
     stage_def: ModelDef
     group: int = 1
-    timed_rows: Mapping[str, Any] | None = None
+    timed_instructions: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _ = self.stages  # refused here, not in the first step
+        _ = self.partition  # raises here, not in the first step
 
     @cached_property
     def forward_only(self) -> Executor:
-        """The forward passes alone."""
-        orders = [
-            [step for _, at, step in self.table.steps() if at == stage and step.action == Action.F]
-            for stage in range(self.table.stages)
-        ]
+        """The executor of the forward passes alone."""
         t = self.table
-        numbers = {"placement": t.placement, "microbatches": t.microbatches, "chunks": t.chunks}
-        return replace(self, table=place(orders, name=f"{t.name}, forward", **numbers), timed_rows=None)
+        orders = [
+            [task for _, of, task in t.tasks() if of == stage and task.action == Action.F] for stage in range(t.stages)
+        ]
+        sizes = {"placement": t.placement, "microbatches": t.microbatches, "chunks": t.chunks}
+        return replace(self, table=build_table(orders, name=f"{t.name}, forward", **sizes), timed_instructions=None)
 
     @property
     def is_training(self) -> bool:
@@ -81,86 +79,89 @@ class Executor:
         return bool((self.table.action > Action.F).any())
 
     @cached_property
-    def stages(self) -> Stages:
-        """Assignment of layers to stages."""
-        return Stages(self.table, self.model_def, self.sharder, self.group)
+    def partition(self) -> LayerPartition:
+        """Layers of the stages."""
+        return LayerPartition(self.table, self.model_def, self.sharder, self.group)
 
     @cached_property
     def buffers(self) -> Buffers:
-        """Slots and ways of the table."""
-        return buffers(self.table)
+        """Slots and receives of the table."""
+        return allocate_buffers(self.table)
+
+    @property
+    def residual_buffers(self) -> dict[str, SlotBuffer]:
+        """Buffers of residuals, by the last action that reads them."""
+        return {"B": self.buffers.residuals_until_b, "W": self.buffers.residuals_until_w}
 
     @cached_property
-    def rows(self) -> Mapping[str, Any]:
-        """Data that every stage needs in a tick, int32 [ticks, stages]; a slot that is none is the spare one."""
-        if self.timed_rows is not None:
-            return self.timed_rows
+    def instructions(self) -> Mapping[str, Any]:
+        """Numbers that every stage needs in a tick, int32 [ticks, stages]; no slot is the index of the spare entry."""
+        if self.timed_instructions is not None:
+            return self.timed_instructions
         table, b = self.table, self.buffers
-        between = b.backward_to_weight
 
-        def slots(slot: np.ndarray, ring: SlotBuffer | Inbox) -> np.ndarray:
-            return np.where(slot < 0, ring.slots, slot)
+        def slots(slot: np.ndarray, buffer: ReceiveBuffer) -> np.ndarray:
+            return np.where(slot < 0, buffer.slots, slot)
 
-        rows = {
+        residuals = self.residual_buffers.items()
+        instructions = {
             "action": table.action,
             "microbatch": table.microbatch,
             "chunk": table.chunk,
-            "is first": table.virtual[np.arange(table.stages), table.chunk] == 0,
-            "read input": slots(b.activations.read, b.activations),
-            "read gradient": slots(b.gradients.read, b.gradients),
-            **{f"keep {until}": slots(ring.write, ring) for until, ring in self.rings.items()},
-            **{f"read {until}": slots(self._kept_slots(ring), ring) for until, ring in self.rings.items()},
-            "keep between": slots(between.write, between),
-            "read between": slots(between.read, between),
-            "take loss": slots(np.roll(b.from_loss, 1, axis=0), b.gradients),  # found at the end of the tick before
+            "is_first": table.virtual_stage[np.arange(table.stages), table.chunk] == 0,
+            "read_activation": slots(b.activations.read, b.activations),
+            "read_gradient": slots(b.gradients.read, b.gradients),
+            **{f"write_residuals_{reader}": slots(buffer.write, buffer) for reader, buffer in residuals},
+            **{f"read_residuals_{reader}": slots(self._written_slots(buffer), buffer) for reader, buffer in residuals},
+            "write_b_to_w": slots(b.b_to_w.write, b.b_to_w),
+            "read_b_to_w": slots(b.b_to_w.read, b.b_to_w),
+            # The loss gradient is computed at the end of the previous tick.
+            "write_loss_gradient": slots(np.roll(b.loss_gradient, 1, axis=0), b.gradients),
         }
-        for side, arrivals in {"previous": b.from_previous, "next": b.from_next, "here": b.from_here}.items():
-            for kind, ring in ((Kind.ACTIVATION, b.activations), (Kind.GRADIENT, b.gradients)):
-                if (arrivals.kind == kind).any():
-                    rows[f"take {side} {kind.name}"] = slots(np.where(arrivals.kind == kind, arrivals.slot, -1), ring)
-        return {name: np.asarray(row, np.int32) for name, row in rows.items()}
+        for side, receives in {"previous": b.from_previous, "next": b.from_next, "self": b.from_self}.items():
+            for payload, buffer in ((Payload.ACTIVATION, b.activations), (Payload.GRADIENT, b.gradients)):
+                if (is_payload := receives.payload == payload).any():
+                    slot = np.where(is_payload, receives.slot, NO_SLOT)
+                    instructions[f"receive_{side}_{payload.name}"] = slots(slot, buffer)
+        return {name: np.asarray(values, np.int32) for name, values in instructions.items()}
 
-    @property
-    def rings(self) -> dict[str, SlotBuffer]:
-        """Slot buffers of the values that F keeps."""
-        return {"until B": self.buffers.until_backward, "until W": self.buffers.until_weight}
-
-    def _kept_slots(self, ring: SlotBuffer) -> np.ndarray:
-        """int32 [ticks, stages]: where F wrote what a backward action of any kind reads; -1 for none."""
+    def _written_slots(self, buffer: SlotBuffer) -> np.ndarray:
+        """Returns int32 [ticks, stages]: the slot that the F of each backward action wrote; -1 for none."""
         table = self.table
-        found = np.full_like(ring.write, -1)
-        for tick, stage, (action, microbatch, chunk) in table.steps():
+        written = np.full_like(buffer.write, NO_SLOT)
+        for tick, stage, (action, microbatch, chunk) in table.tasks():
             if action != Action.F:
-                forward = table.when[Action.F, table.virtual[stage, chunk], microbatch]
-                found[tick, stage] = ring.write[forward, stage]
-        return found
+                forward = table.tick_of[Action.F, table.virtual_stage[stage, chunk], microbatch]
+                written[tick, stage] = buffer.write[forward, stage]
+        return written
 
     @cached_property
-    def sides(self) -> dict[str, int]:
-        """Sides from which anything arrives, and the number of stages that it moves."""
-        return {side: step for side, step in STEPS.items() if any(f"take {side} " in name for name in self.rows)}
+    def shifts(self) -> dict[str, int]:
+        """Sides from which stages receive anything, and the number of stages by which the message was sent."""
+        used = {name.split("_")[1] for name in self.instructions if name.startswith("receive_")}
+        return {side: shift for side, shift in SHIFTS.items() if side in used}
 
     @cached_property
-    def ends(self) -> dict[str, Any]:
-        """Microbatch, int32 [ticks], that begins, that reaches the loss, whose gradient leaves layer 0; -1 for none.
+    def end_microbatches(self) -> dict[str, Any]:
+        """int32 [ticks]: microbatch to embed, to compute the loss of, and to backpropagate the embedding of.
 
-        What never happens is left out.
+        -1 for none; keys that are -1 in all ticks are left out.
         """
         table = self.table
-        if self.timed_rows is not None:
-            return {"begin": jnp.full(len(self.timed_rows["action"]), -1)}
+        if self.timed_instructions is not None:
+            return {"embed": jnp.full(len(self.timed_instructions["action"]), -1)}
 
         def microbatch(virtual: int, *actions: Action) -> np.ndarray:
-            stage, chunk = table.home[virtual]
+            stage, chunk = table.location[virtual]
             is_it = np.isin(table.action[:, stage], actions) & (table.chunk[:, stage] == chunk)
             return np.where(is_it, table.microbatch[:, stage], -1).astype(np.int32)
 
-        found = {
-            "begin": microbatch(0, Action.F),
+        microbatches = {
+            "embed": microbatch(0, Action.F),
             "loss": microbatch(-1, Action.F),
-            "end": microbatch(0, Action.B, Action.BW),
+            "embed_backward": microbatch(0, Action.B, Action.BW),
         }
-        return {name: row for name, row in found.items() if (row >= 0).any()}
+        return {name: values for name, values in microbatches.items() if (values >= 0).any()}
 
 
 @dataclass(eq=False)
@@ -178,148 +179,157 @@ class PipelineStep:
     inputs: StepInputs
 
     def __post_init__(self) -> None:
-        stages, self.ends = self.executor.stages, self.executor.ends
-        layers, self.edges = stages.split_layers(self.params)
-        self.layers = stages.weights(layers)
-        self.derivative = Derivative(self.executor.stage_def, stages, self.executor.is_training)
-        self.passed = jax.eval_shape(lambda: self._begin(self.edges, 0))  # what goes from stage to stage
+        self.partition, self.end_microbatches = self.executor.partition, self.executor.end_microbatches
+        layers, self.end_params = self.partition.split_layers(self.params)  # end: embedding and head
+        self.weights = self.partition.send_weights(layers)
+        self.vjp = StageVjp(self.executor.stage_def, self.partition, self.executor.is_training)
+        self.message = jax.eval_shape(lambda: self._embed(self.end_params, 0))  # shapes of what stages send
 
-    def gradients(self, placed: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
-        """Float32 gradients; sums of terms, and counts or None, over all microbatches.
+    def gradients(self, to_storage: Callable[[Tree], Tree]) -> tuple[Tree, tuple[Sums, Any]]:
+        """Returns float32 gradients; and sums of terms, and counts or None, over all microbatches.
 
         Args:
-            placed: puts gradients, in a tree like `ready`, where they are added up.
+            to_storage: constrains gradients, in a tree like the parameters, to where they are accumulated.
         """
-        stages = self.executor.stages
-        zeros = placed(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params))
-        layers, edges = stages.split_layers(zeros)
-        end, edge_grads, rest = self._run(stages.zeros(layers), edges)
-        return placed(stages.merge_layers(stages.natural(end.grads), edge_grads)), rest
+        zeros = to_storage(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params))
+        layers, ends = self.partition.split_layers(zeros)
+        refs, end_grads, aux = self._run(self.partition.zero_gradients(layers), ends)
+        return to_storage(self.partition.merge_layers(self.partition.return_gradients(refs.grads), end_grads)), aux
 
     def sums(self, head: bool = True) -> tuple[Sums, Any]:
-        """Sums of terms, and counts or None, of a plan without a backward pass; `finish`: those of the end too."""
+        """Returns sums of terms, and counts or None, of a table without a backward pass.
+
+        Args:
+            head: also compute the terms of the head.
+        """
         if not head:
-            self.ends = {name: row for name, row in self.ends.items() if name != "loss"}
+            self.end_microbatches = {name: i for name, i in self.end_microbatches.items() if name != "loss"}
         return self._run({}, {})[2]
 
-    def _run(self, grads: Any, edge_grads: Any) -> tuple[Refs, Any, tuple[Sums, Any]]:
-        """Adds to zeros for gradients. What the Refs hold at the end, gradients of the edges, sums and counts."""
-        self.edge_grads = jax.tree.map(jax.new_ref, edge_grads)
-        self.edge_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.inputs.scale}
-        self.refs = self._refs(grads)
-        lax.scan(self._tick, _zeros(self.passed), (dict(self.executor.rows), self.ends))
-        end = jax.tree.map(jax.freeze, self.refs)
-        sums = {name: jax.freeze(ref) + end.sums.get(name, jnp.zeros(1)).sum() for name, ref in self.edge_sums.items()}
-        return end, jax.tree.map(jax.freeze, self.edge_grads), (sums, self.executor.stages.ordered(end.counts) or None)
+    def _run(self, grads: Any, end_grads: Any) -> tuple[StageRefs, Any, tuple[Sums, Any]]:
+        """Accumulates into the given zeros. Returns the final values of the Refs, end gradients, sums and counts."""
+        self.end_grads = jax.tree.map(jax.new_ref, end_grads)
+        self.end_sums = {name: jax.new_ref(jnp.zeros(())) for name in self.inputs.scale}
+        self.refs = self._init_refs(grads)
+        lax.scan(self._tick, _zeros(self.message), (dict(self.executor.instructions), self.end_microbatches))
+        final = jax.tree.map(jax.freeze, self.refs)
+        sums = {name: jax.freeze(ref) + final.sums.get(name, jnp.zeros(1)).sum() for name, ref in self.end_sums.items()}
+        counts = self.partition.in_layer_order(final.counts) or None
+        return final, jax.tree.map(jax.freeze, self.end_grads), (sums, counts)
 
-    def _refs(self, grads: Any) -> Refs:
-        """Zeros, in slots and a spare one where there are slots."""
-        b, sharder = self.executor.buffers, self.executor.sharder
+    def _init_refs(self, grads: Any) -> StageRefs:
+        """Returns Refs of zeros, with a spare entry after the slots."""
+        b, table = self.executor.buffers, self.executor.table
 
-        def slots(count: int, like: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), like)
+        def zeros(slots: int, like: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros((slots + 1, *x.shape), x.dtype), like)
 
-        def blank(numbers: Layers, layers: Any, step: StepInputs) -> tuple:
-            chunks = self.executor.table.chunks
-            own = jax.tree.map(lambda x: x[: x.shape[0] // chunks], layers)
-            of_one = jax.tree.map(lambda n: n[0, 0], numbers)
-            if not (self.executor.stages.is_even or self.derivative.skips(own, of_one, step, self.passed)):
-                unequal = f"{self.executor.stages.parts[-1]} layers in unequal parts"
-                raise UserError(f"model.type: {unequal} need `run_layers` to pass its `layers` to `nn.stack.scan`")
-            shapes = jax.eval_shape(lambda x: self.derivative.forward(own, of_one, step, 0, x), self.passed)
-            _, sums, counts, kept = shapes
-            between: Any = ()
-            if self.executor.table.is_split:
-                cut = self.derivative.divide(kept, own, step, self.passed)
-                between = (cut.between, [jax.tree.leaves(self.passed)[i] for i in cut.dy])
-            rings = self.executor.rings
-            kept = [slots(rings[until].slots, x) for until, x in zip(self.derivative.until(len(kept)), kept)]
+        def init_stage(layers: Layers, weights: Any, inputs: StepInputs) -> tuple:
+            chunk_weights = jax.tree.map(lambda x: x[: x.shape[0] // table.chunks], weights)
+            chunk_layers = jax.tree.map(lambda n: n[0, 0], layers)
+            arguments = chunk_weights, chunk_layers, inputs
+            if not (self.partition.is_even or self.vjp.masks_padding(*arguments, self.message)):
+                uneven = f"{self.partition.boundaries[-1]} layers in unequal parts"
+                raise UserError(f"model.type: {uneven} need `run_layers` to pass its `layers` to `nn.stack.scan`")
+            shapes = jax.eval_shape(lambda x: self.vjp.forward(*arguments, 0, x), self.message)
+            _, sums, counts, residuals = shapes
+            b_to_w: Any = ()
+            if table.is_split:
+                split = self.vjp.split_pullback(residuals, chunk_weights, inputs, self.message)
+                b_to_w = (split.saved, [jax.tree.leaves(self.message)[i] for i in split.w_cotangents])
+            buffers = [self.executor.residual_buffers[reader] for reader in self.vjp.last_readers(len(residuals))]
             return (
-                slots(b.activations.slots, self.passed), slots(b.gradients.slots, self.passed),
-                kept, slots(b.backward_to_weight.slots, between),
+                zeros(b.activations.slots, self.message), zeros(b.gradients.slots, self.message),
+                [zeros(buffer.slots, x) for buffer, x in zip(buffers, residuals)], zeros(b.b_to_w.slots, b_to_w),
                 jax.tree.map(lambda x: jnp.zeros((1,), x.dtype), sums),
-                jax.tree.map(lambda x: jnp.zeros((chunks * x.shape[0], *x.shape[1:]), x.dtype), counts),
+                jax.tree.map(lambda x: jnp.zeros((table.chunks * x.shape[0], *x.shape[1:]), x.dtype), counts),
             )  # fmt: skip
 
-        run = sharder.shard_map(
-            blank, (P(PIPELINE_AXIS), P(PIPELINE_AXIS), P()), P(PIPELINE_AXIS), axes=(PIPELINE_AXIS,)
-        )
-        inputs, gradients, kept, between, sums, counts = run(self.executor.stages.layers, self.layers, self.inputs)
-        return jax.tree.map(jax.new_ref, Refs(inputs, gradients, kept, between, grads, sums, counts))
+        run = self._shard_map(init_stage, (P(PIPELINE_AXIS), P(PIPELINE_AXIS), P()))
+        activations, gradients, residuals, b_to_w, *sums_counts = run(self.partition.layers, self.weights, self.inputs)
+        refs = StageRefs(activations, gradients, residuals, b_to_w, grads, *sums_counts)
+        return jax.tree.map(jax.new_ref, refs)
 
-    def _tick(self, late: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
-        """One tick; `late` is the gradient of the loss found in the last one, on its way to the last stage."""
-        rows, ends = tick
-        begun = self._if("begin", ends, lambda i: self._begin(self.edges, i), self.passed)
-        made = self._on_stages(rows, begun, late)
+    def _tick(self, loss_gradient: Any, tick: tuple[dict, dict]) -> tuple[Any, None]:
+        """Runs one tick. The carry is the loss gradient, which the last stage receives in the next tick."""
+        instructions, ends = tick
+        embedded = self._run_end("embed", ends, lambda i: self._embed(self.end_params, i), self.message)
+        outputs = self._run_stages(instructions, embedded, loss_gradient)
         if "loss" in ends:
-            late = self._if("loss", ends, lambda i: self._loss(self._of(made, -1), i), self.passed)
-        if "end" in ends:
-            self._if("end", ends, lambda i: self._begin_backward(self._of(made, 0), i), None)
-        return late, None
+            loss_gradient = self._run_end(
+                "loss", ends, lambda i: self._loss(self._output(outputs, -1), i), self.message
+            )
+        if "embed_backward" in ends:
+            self._run_end("embed_backward", ends, lambda i: self._embed_backward(self._output(outputs, 0), i), None)
+        return loss_gradient, None
 
-    def _on_stages(self, rows: dict[str, Array], begun: Any, late: Any) -> Any:
-        """Returns the results of all stages, [stages, ...]."""
-        derivative, sides = self.derivative, self.executor.sides
+    def _run_stages(self, instructions: dict[str, Array], embedded: Any, loss_gradient: Any) -> Any:
+        """Runs one tick of all stages. Returns their results, [stages, ...]."""
 
-        def stage(
-            rows: dict, numbers: Layers, layers: Any, refs: Refs, inputs: StepInputs, begun: Any, late: Any
+        def run_stage(
+            instructions: dict, layers: Layers, weights: Any, refs: StageRefs, inputs: StepInputs, embedded: Any, g: Any
         ) -> Any:
-            row = {name: value[0] for name, value in rows.items()}
-            made = Stage(derivative, row, numbers, layers, refs, inputs, begun, late, sides).act()
-            return jax.tree.map(lambda m: m[None], made)
+            instruction = {name: value[0] for name, value in instructions.items()}
+            shifts = self.executor.shifts
+            stage = StageTick(self.vjp, instruction, layers, weights, refs, inputs, embedded, g, shifts)
+            return jax.tree.map(lambda y: y[None], stage.run())
 
-        specs = (*[P(PIPELINE_AXIS)] * 4, *[P()] * 3)
-        run = self.executor.sharder.shard_map(stage, specs, P(PIPELINE_AXIS), axes=(PIPELINE_AXIS,))
-        return run(rows, self.executor.stages.layers, self.layers, self.refs, self.inputs, begun, late)
+        run = self._shard_map(run_stage, (*[P(PIPELINE_AXIS)] * 4, *[P()] * 3))
+        return run(instructions, self.partition.layers, self.weights, self.refs, self.inputs, embedded, loss_gradient)
 
-    def _of(self, made: Any, virtual: int) -> Any:
-        """Returns the result of a virtual stage, on all stages."""
-        is_its = np.arange(self.executor.table.stages) == self.executor.table.home[virtual, 0]
+    def _shard_map(self, body: Callable, in_specs: tuple) -> Callable:
+        return self.executor.sharder.shard_map(body, in_specs, P(PIPELINE_AXIS), axes=(PIPELINE_AXIS,))
 
-        def one(x: Array) -> Array:
-            # An index would become a permutation, and a sum of bfloat16 inside of a shard_map around all this ends
+    def _output(self, outputs: Any, virtual: int) -> Any:
+        """Broadcasts the result of the stage that holds a virtual stage to all stages."""
+        is_source = np.arange(self.executor.table.stages) == self.executor.table.location[virtual, 0]
+
+        def broadcast(x: Array) -> Array:
+            # An index would become a permutation, and a bfloat16 sum inside a shard_map that encloses this crashes
             # XLA's CPU compiler (see kernels.cross_entropy): a matmul sums.
-            own = jnp.where(is_its.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
-            return jnp.tensordot(jnp.ones(len(is_its), x.dtype), own, 1)
+            masked = jnp.where(is_source.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+            return jnp.tensordot(jnp.ones(len(is_source), x.dtype), masked, 1)
 
-        return jax.tree.map(one, made)
+        return jax.tree.map(broadcast, outputs)
 
-    def _if(self, end: str, microbatches: dict, run: Callable[[Array], Any], like: Any) -> Any:
-        """`run` on the microbatch of an end of the model, or zeros where there is none."""
-        return once(end, microbatches[end] >= 0, lambda: run(microbatches[end]), _zeros(like))
+    def _run_end(self, name: str, microbatches: dict, run: Callable[[Array], Any], like: Any) -> Any:
+        """Returns `run` of the microbatch of embedding or head in this tick, or zeros if there is none."""
+        return run_if(name, microbatches[name] >= 0, lambda: run(microbatches[name]), _zeros(like))
 
-    def _model(self, edges: Any) -> Any:
-        return self.executor.model_def.bind(self.executor.stages.merge_layers({}, edges))
+    def _model(self, end_params: Any) -> Any:
+        return self.executor.model_def.bind(self.partition.merge_layers({}, end_params))
 
-    def _begin(self, edges: Any, microbatch: Any) -> Any:
-        return self._model(edges).embed_inputs(*self.inputs.batch(microbatch))
+    def _embed(self, end_params: Any, microbatch: Any) -> Any:
+        return self._model(end_params).embed_inputs(*self.inputs.batch(microbatch))
 
-    def _begin_backward(self, dx: Any, microbatch: Array) -> None:
-        _, pull = jax.vjp(
-            lambda wide: self._begin(with_proxies(wide, self.edges), microbatch), float32_proxies(self.edges)
-        )
-        pull.with_refs(self.edge_grads)(dx)
+    def _embed_backward(self, dx: Any, microbatch: Array) -> None:
+        """Accumulates the gradients of the embedding."""
+
+        def embed(proxies: Any) -> Any:
+            return self._embed(with_proxies(proxies, self.end_params), microbatch)
+
+        _, pullback = jax.vjp(embed, float32_proxies(self.end_params))
+        pullback.with_refs(self.end_grads)(dx)
 
     def _loss(self, x: Any, microbatch: Array) -> Any:
-        """Adds the sums of the terms at the model's end, and gradients of its parameters; the gradient of x."""
+        """Accumulates the terms of the head and the gradients of its parameters. Returns the gradient of `x`."""
 
-        def finish(wide: Any, x: Any) -> tuple[Array, Sums]:
-            model = self._model(with_proxies(wide, self.edges))
+        def head_loss(proxies: Any, x: Any) -> tuple[Array, Sums]:
+            model = self._model(with_proxies(proxies, self.end_params))
             return self.inputs.weighted(model.head_loss(x, *self.inputs.batch(microbatch)))
 
         if not self.executor.is_training:
-            self._add_sums(finish(self.edges, x)[1])
+            self._add_sums(head_loss(self.end_params, x)[1])
             return _zeros(x)
-        _, pull, sums = jax.vjp(finish, float32_proxies(self.edges), x, has_aux=True)
+        _, pullback, sums = jax.vjp(head_loss, float32_proxies(self.end_params), x, has_aux=True)
         self._add_sums(sums)
         dx = jax.tree.map(jax.new_ref, _zeros(x))
-        pull.with_refs(self.edge_grads, dx)(jnp.float32(1))
+        pullback.with_refs(self.end_grads, dx)(jnp.float32(1))
         return jax.tree.map(jax.freeze, dx)
 
     def _add_sums(self, sums: Sums) -> None:
         for name, value in sums.items():
-            self.edge_sums[name][...] += value
+            self.end_sums[name][...] += value
 
 
 def _zeros(like: Any) -> Any:

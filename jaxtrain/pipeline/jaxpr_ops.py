@@ -1,4 +1,4 @@
-"""A jaxpr as a list of operations, of which some can be run: calls are inlined, `scan` and `shard_map` are open."""
+"""A jaxpr as a list of operations of which a part can be run. Calls are inlined, `scan` and `shard_map` are opened."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ VARIABLE = object()
 
 @dataclass(eq=False)
 class Value:
-    """Value that an operation reads or makes; one of a loop's body stands for those of all its iterations.
+    """A value that an operation reads or computes; in a loop body it stands for the values of all iterations.
 
-    times: how many iterations all loops around it have together. constant: what it always is.
+    Attributes:
+        aval: shape and dtype of one iteration.
+        iterations: product of the lengths of all loops around it.
+        constant: its value if it is a number in the program.
     """
 
     aval: Any
-    times: int = 1
+    iterations: int = 1
     constant: Any = VARIABLE
 
     @property
     def is_constant(self) -> bool:
-        """True if it is the same at any time, a number in the program."""
+        """True if it is a number in the program."""
         return self.constant is not VARIABLE
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all iterations' values."""
-        return self.aval.size * self.aval.dtype.itemsize * self.times
+        """Bytes over all iterations."""
+        return self.aval.size * self.aval.dtype.itemsize * self.iterations
 
 
 @dataclass(eq=False)
@@ -47,19 +50,19 @@ class Op:
     """One equation."""
 
     eqn: Any
-    ins: list[Value]
-    outs: list[Value]
+    inputs: list[Value]
+    outputs: list[Value]
 
 
 class LoopValue(NamedTuple):
-    """A value as operations outside of a loop know it, and those inside."""
+    """A value outside of a loop, and the value that stands for it in the body."""
 
     outer: Value
     inner: Value
 
 
 class Carry(NamedTuple):
-    """A loop's carry: before the loop, at the begin and the end of an iteration, and after the loop."""
+    """A loop's carry: before the loop, at the start and at the end of an iteration, and after the loop."""
 
     init: Value
     inner: Value
@@ -69,9 +72,10 @@ class Carry(NamedTuple):
 
 @dataclass(eq=False)
 class Loop:
-    """A `lax.scan`; or a `jax.shard_map`, whose iterations are its devices, and whose inputs are all `xs`.
+    """A `lax.scan`, or a `jax.shard_map`: its iterations are its devices, and all its inputs are `xs`.
 
-    inside: all values that its body and the loops in it make.
+    Attributes:
+        body_values: all values of the body and of the loops in it.
     """
 
     eqn: Any
@@ -81,256 +85,248 @@ class Loop:
     carries: list[Carry]
     xs: list[LoopValue]
     ys: list[LoopValue]
-    inside: set[Value] = field(init=False)
+    body_values: set[Value] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inside = {link.inner for link in (*self.consts, *self.carries, *self.xs)}
+        self.body_values = {link.inner for link in (*self.consts, *self.carries, *self.xs)}
         for op in self.body:
-            self.inside.update(op.outs, op.inside if isinstance(op, Loop) else ())
+            self.body_values.update(op.outputs, op.body_values if isinstance(op, Loop) else ())
 
     @property
-    def outs(self) -> list[Value]:
-        """Values that it makes outside."""
+    def outputs(self) -> list[Value]:
+        """Results of the loop."""
         return [*(carry.final for carry in self.carries), *(link.outer for link in self.ys)]
 
     @property
-    def stacks(self) -> bool:
-        """True if its results are all iterations' values, one after the other, as they are when kept."""
+    def is_scan(self) -> bool:
+        """True for a scan. Its ys stack the values of all iterations, which is the form in which values are saved."""
         return self.eqn.primitive is primitives.scan_p
 
 
 Ops = list[Op | Loop]
 
 
-def flatten(jaxpr: Any, args: Sequence[Value], times: int = 1) -> tuple[Ops, list[Value]]:
-    """Operations that do what a (closed) jaxpr does to `args`, and their results.
+def flatten_jaxpr(jaxpr: Any, args: Sequence[Value], iterations: int = 1) -> tuple[Ops, list[Value]]:
+    """Returns the operations that apply a (closed) jaxpr to `args`, and their results.
 
     Raises:
-        ValueError: an equation that reads or writes a Ref.
+        ValueError: an equation reads or writes a Ref.
     """
     inner, constants = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-    values = {var: Value(var.aval, times, constant) for var, constant in zip(inner.constvars, constants, strict=True)}
+    pairs = zip(inner.constvars, constants, strict=True)
+    values = {var: Value(var.aval, iterations, constant) for var, constant in pairs}
     values.update(zip(inner.invars, args, strict=True))
 
     def read(atom: Any) -> Value:
-        return Value(atom.aval, times, atom.val) if hasattr(atom, "val") else values[atom]
+        return Value(atom.aval, iterations, atom.val) if hasattr(atom, "val") else values[atom]
 
     ops: Ops = []
     for eqn in inner.eqns:
-        ins = [read(atom) for atom in eqn.invars]
+        inputs = [read(atom) for atom in eqn.invars]
         if eqn.primitive in CALLS:
-            more, outs = flatten(_called(eqn), ins, times)
-            ops += more
+            called = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
+            called_ops, outputs = flatten_jaxpr(called, inputs, iterations)
+            ops += called_ops
         else:
-            outs = [Value(var.aval, times) for var in eqn.outvars]
-            ops.append(_operation(eqn, ins, outs, times))
-        values.update(zip(eqn.outvars, outs, strict=True))
+            outputs = [Value(var.aval, iterations) for var in eqn.outvars]
+            ops.append(_operation(eqn, inputs, outputs, iterations))
+        values.update(zip(eqn.outvars, outputs, strict=True))
     return ops, [read(atom) for atom in inner.outvars]
 
 
-def _called(eqn: Any) -> Any:
-    return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
-
-
-def _operation(eqn: Any, ins: list[Value], outs: list[Value], times: int) -> Op | Loop:
-    if eqn.primitive is primitives.scan_p:
-        return _scan(eqn, ins, outs, times)
-    if eqn.primitive.name == "shard_map":
-        return _map(eqn, ins, outs, times)
+def _operation(eqn: Any, inputs: list[Value], outputs: list[Value], iterations: int) -> Op | Loop:
+    if eqn.primitive is primitives.scan_p or eqn.primitive.name == "shard_map":
+        return _loop(eqn, inputs, outputs, iterations)
     # The class has no public name.
     if any(parent.__name__ == "RefEffect" for effect in eqn.effects for parent in type(effect).__mro__):
-        raise ValueError(f"{eqn.primitive}: a pull-back that is to be split must not use Refs")
-    return Op(eqn, ins, outs)
+        raise ValueError(f"{eqn.primitive}: a pullback that is to be split must not use Refs")
+    return Op(eqn, inputs, outputs)
 
 
-def _body(eqn: Any, length: int, times: int) -> tuple[Ops, list[Value], list[Value]]:
-    """Operations, inputs and results of one iteration."""
-    body = eqn.params["jaxpr"]
-    inner = [Value(var.aval, times * length) for var in getattr(body, "jaxpr", body).invars]
-    ops, outs = flatten(body, inner, times * length)
-    return ops, inner, outs
-
-
-def _scan(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
-    """A scan's parts, told apart by their dims: what is stacked has one more outside than inside."""
-    length = eqn.params["length"]
-    body, inner, outs = _body(eqn, length, times)
-    carries = sum(final.aval.ndim == out.aval.ndim for final, out in zip(finals, outs))
-    stacked = sum(value.aval.ndim > own.aval.ndim for value, own in zip(ins, inner))
-    consts = len(ins) - carries - stacked
-    links, results = list(map(LoopValue, ins, inner)), list(map(LoopValue, finals, outs))
-    own = [Carry(*before, after.inner, after.outer) for before, after in zip(links[consts:], results[:carries])]
-    return Loop(eqn, length, body, links[:consts], own, links[consts + carries :], results[carries:])
-
-
-def _map(eqn: Any, ins: list[Value], finals: list[Value], times: int) -> Loop:
-    length = prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
-    body, inner, outs = _body(eqn, length, times)
-    return Loop(eqn, length, body, [], [], list(map(LoopValue, ins, inner)), list(map(LoopValue, finals, outs)))
+def _loop(eqn: Any, inputs: list[Value], outputs: list[Value], iterations: int) -> Loop:
+    jaxpr, is_scan = eqn.params["jaxpr"], eqn.primitive is primitives.scan_p
+    length = (
+        eqn.params["length"]
+        if is_scan
+        else prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    )
+    body_inputs = [Value(var.aval, iterations * length) for var in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    body, body_outputs = flatten_jaxpr(jaxpr, body_inputs, iterations * length)
+    links, results = list(map(LoopValue, inputs, body_inputs)), list(map(LoopValue, outputs, body_outputs))
+    if not is_scan:
+        return Loop(eqn, length, body, [], [], links, results)
+    # The rank tells the parts apart: xs and ys have one dim more outside.
+    carries = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in results)
+    first_x = len(links) - sum(outer.aval.ndim > inner.aval.ndim for outer, inner in links)
+    first_carry = first_x - carries
+    carried = [Carry(*start, end.inner, end.outer) for start, end in zip(links[first_carry:first_x], results)]
+    return Loop(eqn, length, body, links[:first_carry], carried, links[first_x:], results[carries:])
 
 
 def walk(ops: Ops) -> Iterable[Op | Loop]:
-    """Yields the operations, also those of loops' bodies."""
+    """Yields all operations, including those of loop bodies."""
     for op in ops:
         yield op
         if isinstance(op, Loop):
             yield from walk(op.body)
 
 
-def mark(ops: Ops, wanted: set[Value], given: Iterable[Value] = ()) -> set[Value]:
-    """Adds to `wanted` all that it is computed from, as far as that is not given. Returns it."""
-    given = frozenset(given)
+def add_dependencies(ops: Ops, needed: set[Value], available: Iterable[Value] = ()) -> set[Value]:
+    """Adds to `needed` all values that it is computed from, up to the `available` ones. Returns `needed`."""
+    available = frozenset(available)
 
-    def is_made(value: Value) -> bool:
-        return value in wanted and value not in given
+    def is_computed(value: Value) -> bool:
+        return value in needed and value not in available
 
-    def of_loop(loop: Loop) -> None:
-        wanted.update(link.inner for link in loop.ys if is_made(link.outer))
+    def add_loop(loop: Loop) -> None:
+        needed.update(link.inner for link in loop.ys if is_computed(link.outer))
         before = -1
-        while before != len(wanted):
-            before = len(wanted)
+        while before != len(needed):
+            before = len(needed)
             for carry in loop.carries:
-                if is_made(carry.final) or is_made(carry.inner):
-                    wanted.update(carry)
-            mark(loop.body, wanted, given)
-        wanted.update(link.outer for link in (*loop.consts, *loop.xs) if is_made(link.inner))
+                if is_computed(carry.final) or is_computed(carry.inner):
+                    needed.update(carry)
+            add_dependencies(loop.body, needed, available)
+        needed.update(link.outer for link in (*loop.consts, *loop.xs) if is_computed(link.inner))
 
     for op in reversed(ops):
         if isinstance(op, Loop):
-            of_loop(op)
-        elif any(is_made(out) for out in op.outs):
-            wanted.update(op.ins)
-    return wanted
+            add_loop(op)
+        elif any(is_computed(output) for output in op.outputs):
+            needed.update(op.inputs)
+    return needed
 
 
-def spread(ops: Ops, touched: set[Value]) -> set[Value]:
-    """Adds to `touched` all that is computed from it. Returns it."""
+def add_dependents(ops: Ops, values: set[Value]) -> set[Value]:
+    """Adds to `values` all values that are computed from it. Returns `values`."""
     for op in ops:
         if not isinstance(op, Loop):
-            if not touched.isdisjoint(op.ins):
-                touched.update(op.outs)
+            if not values.isdisjoint(op.inputs):
+                values.update(op.outputs)
             continue
-        touched.update(link.inner for link in (*op.consts, *op.xs) if link.outer in touched)
+        values.update(link.inner for link in (*op.consts, *op.xs) if link.outer in values)
         before = -1
-        while before != len(touched):
-            before = len(touched)
+        while before != len(values):
+            before = len(values)
             for carry in op.carries:
-                if not touched.isdisjoint(carry[:3]):
-                    touched.update(carry[1:])
-            spread(op.body, touched)
-        touched.update(link.outer for link in op.ys if link.inner in touched)
-    return touched
+                if not values.isdisjoint(carry[:3]):
+                    values.update(carry[1:])
+            add_dependents(op.body, values)
+        values.update(link.outer for link in op.ys if link.inner in values)
+    return values
+
+
+Bindings = dict[Value, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class OpProgram:
-    """Operations that make the wanted values.
+    """Runs those operations that compute the needed values.
 
-    Args:
-        ops: all of them.
-        wanted: what to make, and all that it is made from (`mark`).
-        given: what comes in; of a value in a loop, those of all iterations.
-        kept: what goes out besides, likewise.
+    Attributes:
+        ops: all operations.
+        needed: the values to compute and all that they are computed from (`add_dependencies`).
+        inputs: values that are passed in; a value of a loop body with those of all iterations.
+        saved: values to return in addition to the results, likewise.
     """
 
     ops: Ops
-    wanted: set[Value]
-    given: frozenset[Value]
-    kept: list[Value]
+    needed: set[Value]
+    inputs: frozenset[Value]
+    saved: list[Value]
 
-    def __call__(self, given: dict[Value, Any], results: Sequence[Value]) -> tuple[list[Any], list[Any]]:
-        """(results, kept) from what is given."""
-        made = dict(given)
-        kept = self._run(self.ops, made, given)
-        return [_read(made, value) for value in results], [kept[value] for value in self.kept]
+    def __call__(self, inputs: Bindings, results: Sequence[Value]) -> tuple[list[Any], list[Any]]:
+        """Returns (results, saved)."""
+        env = dict(inputs)
+        saved = self._run(self.ops, env, inputs)
+        return [_read(env, value) for value in results], [saved[value] for value in self.saved]
 
-    def _is_made(self, value: Value) -> bool:
-        return value in self.wanted and value not in self.given
+    def _is_computed(self, value: Value) -> bool:
+        return value in self.needed and value not in self.inputs
 
-    def _run(self, ops: Ops, made: dict[Value, Any], given: dict[Value, Any]) -> dict[Value, Any]:
-        """Adds to `made` what these operations make. Returns what of it, and of loops in it, is to be kept."""
-        kept: dict[Value, Any] = {}
+    def _run(self, ops: Ops, env: Bindings, inputs: Bindings) -> Bindings:
+        """Adds the results of the operations to `env`. Returns the saved values of these operations and loops."""
+        saved: Bindings = {}
         for op in ops:
             if isinstance(op, Loop):
-                kept |= self._loop(op, made, given)
-            elif any(self._is_made(out) for out in op.outs):
-                made.update(zip(op.outs, _bind(op.eqn, [_read(made, value) for value in op.ins]), strict=True))
-        return kept | {value: made[value] for value in self.kept if value in made}
+                saved |= self._run_loop(op, env, inputs)
+            elif any(self._is_computed(output) for output in op.outputs):
+                env.update(zip(op.outputs, _evaluate(op.eqn, [_read(env, value) for value in op.inputs]), strict=True))
+        return saved | {value: env[value] for value in self.saved if value in env}
 
-    def _loop(self, loop: Loop, made: dict[Value, Any], given: dict[Value, Any]) -> dict[Value, Any]:
-        """The same for a loop: in its place, one with fewer operations."""
-        if loop.stacks:
-            made.update({link.outer: given[link.inner] for link in loop.ys if link.inner in given})
-        carries = [c for c in loop.carries if self._is_made(c.final) or self._is_made(c.inner)]
-        ys = [link for link in loop.ys if self._is_made(link.outer) and link.outer not in made]
-        kept = [value for value in self.kept if value in loop.inside]
-        if not (carries or ys or kept):
+    def _run_loop(self, loop: Loop, env: Bindings, inputs: Bindings) -> Bindings:
+        """Runs a loop whose body has only the needed operations."""
+        if loop.is_scan:
+            env.update({link.outer: inputs[link.inner] for link in loop.ys if link.inner in inputs})
+        carries = [c for c in loop.carries if self._is_computed(c.final) or self._is_computed(c.inner)]
+        ys = [link for link in loop.ys if self._is_computed(link.outer) and link.outer not in env]
+        saved = [value for value in self.saved if value in loop.body_values]
+        if not (carries or ys or saved):
             return {}
-        held = [value for value in given if value in loop.inside and value in self.wanted]
-        xs = [link for link in loop.xs if self._is_made(link.inner)]
-        consts = {link.inner: _read(made, link.outer) for link in loop.consts if self._is_made(link.inner)}
+        body_inputs = [value for value in inputs if value in loop.body_values and value in self.needed]
+        xs = [link for link in loop.xs if self._is_computed(link.inner)]
+        consts = {link.inner: _read(env, link.outer) for link in loop.consts if self._is_computed(link.inner)}
 
-        def body(carry: list[Any], own_xs: list[Any], own_held: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-            now = dict(zip(held, own_held))
-            own = consts | now | dict(zip([link.inner for link in xs], own_xs))
-            own |= dict(zip([c.inner for c in carries], carry))
-            own |= self._run(loop.body, own, now)
-            last = [_read(own, c.out) for c in carries]
-            return last, [_read(own, link.inner) for link in ys], [_read(own, value) for value in kept]
+        def body(carry: list[Any], x_slices: list[Any], input_slices: list[Any]) -> tuple[list[Any], ...]:
+            local_inputs = dict(zip(body_inputs, input_slices))
+            local = consts | local_inputs | dict(zip([link.inner for link in xs], x_slices))
+            local |= dict(zip([c.inner for c in carries], carry))
+            local |= self._run(loop.body, local, local_inputs)
+            return tuple(
+                [_read(local, value) for value in values]
+                for values in ([c.out for c in carries], [link.inner for link in ys], saved)
+            )
 
-        run = _scanned if loop.stacks else _mapped
-        inputs = [_read(made, link.outer) for link in xs], [given[value] for value in held]
+        run = _run_scan if loop.is_scan else _run_shard_map
+        arrays = [_read(env, link.outer) for link in xs], [inputs[value] for value in body_inputs]
         with loop.eqn.ctx.manager:
-            last, results, keeps = run(loop, body, [_read(made, c.init) for c in carries], (xs, ys), inputs)
-        made.update(zip([c.final for c in carries], last))
-        made.update(zip([link.outer for link in ys], results))
-        return dict(zip(kept, keeps))
+            final, stacked, saved_arrays = run(loop, body, [_read(env, c.init) for c in carries], (xs, ys), arrays)
+        env.update(zip([c.final for c in carries], final))
+        env.update(zip([link.outer for link in ys], stacked))
+        return dict(zip(saved, saved_arrays))
 
 
-Inputs = tuple[list[Any], list[Any]]  # what a body takes besides the carry: slices of `xs`, and of what was kept
-Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any], list[Any]]]
+LoopInputs = tuple[list[Any], list[Any]]  # inputs of a body in addition to the carry: xs, and values passed in
+Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], ...]]  # -> carry, ys, saved values
+Links = tuple[list[LoopValue], list[LoopValue]]  # xs and ys of the loop to run
 
 
-def _scanned(
-    loop: Loop, body: Body, first: list[Any], links: tuple[list[LoopValue], list[LoopValue]], inputs: Inputs
-) -> tuple[list[Any], list[Any], list[Any]]:
-    def step(carry: list[Any], slices: Inputs) -> tuple[list[Any], Inputs]:
-        carry, results, keeps = body(carry, *slices)
-        return carry, (results, keeps)
+def _run_scan(loop: Loop, body: Body, init: list[Any], links: Links, inputs: LoopInputs) -> tuple[list[Any], ...]:
+    def step(carry: list[Any], slices: LoopInputs) -> tuple[list[Any], Any]:
+        carry, *outputs = body(carry, *slices)
+        return carry, tuple(outputs)
 
     params = {name: loop.eqn.params[name] for name in ("length", "reverse", "unroll")}
-    last, (results, keeps) = lax.scan(step, first, inputs, **params)
-    return last, results, keeps
+    final, outputs = lax.scan(step, init, inputs, **params)
+    return final, *outputs
 
 
-def _mapped(
-    loop: Loop, body: Body, first: list[Any], links: tuple[list[LoopValue], list[LoopValue]], inputs: Inputs
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Maps over devices: kept values have a leading dim of devices."""
+def _run_shard_map(loop: Loop, body: Body, init: list[Any], links: Links, inputs: LoopInputs) -> tuple[list[Any], ...]:
+    """Runs the body on every device. Saved values have a leading dim of devices."""
     params, (xs, ys) = loop.eqn.params, links
     axes = params["newly_manual_axes"]
-    of_all = PartitionSpec(tuple(axis for axis in params["mesh"].axis_names if axis in axes))
-    takes = [spec for link, spec in zip(loop.xs, params["in_specs"]) if link in xs]
-    makes = [spec for link, spec in zip(loop.ys, params["out_specs"]) if link in ys]
+    saved_spec = PartitionSpec(tuple(axis for axis in params["mesh"].axis_names if axis in axes))
+    x_specs = [spec for link, spec in zip(loop.xs, params["in_specs"]) if link in xs]
+    y_specs = [spec for link, spec in zip(loop.ys, params["out_specs"]) if link in ys]
 
-    def local(own_xs: list[Any], own_held: list[Any]) -> Inputs:
-        _, results, keeps = body(first, own_xs, [x[0] for x in own_held])
-        return results, [x[None] for x in keeps]
+    def local(xs: list[Any], saved: list[Any]) -> LoopInputs:
+        _, results, saved = body(init, xs, [x[0] for x in saved])
+        return results, [x[None] for x in saved]
 
-    specs = {"in_specs": (takes, of_all), "out_specs": (makes, of_all)}
+    specs = {"in_specs": (x_specs, saved_spec), "out_specs": (y_specs, saved_spec)}
     run = jax.shard_map(local, mesh=params["mesh"], axis_names=axes, check_vma=params["check_vma"], **specs)
-    return first, *run(*inputs)
+    return init, *run(*inputs)
 
 
-def _read(made: dict[Value, Any], value: Value) -> Any:
+def _read(env: Bindings, value: Value) -> Any:
     if not value.is_constant:
-        return made[value]
+        return env[value]
     return value.constant if isinstance(value.constant, jax.Array) else jnp.asarray(value.constant, value.aval.dtype)
 
 
-def _bind(eqn: Any, values: list[Any]) -> list[Any]:
-    """An equation on other values, as in JAX's guide to jaxpr interpreters."""
-    # The context (mesh, compute_on) and an equation's own functions have no public names.
+def _evaluate(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Evaluates an equation on arrays, as in JAX's guide to jaxpr interpreters."""
+    # The context (mesh, compute_on) and an equation's parameters for `bind` have no public names.
     with eqn.ctx.manager:
-        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
+        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return outputs if eqn.primitive.multiple_results else [outputs]

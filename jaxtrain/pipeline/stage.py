@@ -14,8 +14,9 @@ from jax import Array, lax
 from jaxtrain.models.model_def import ModelDef
 from jaxtrain.nn.param import float32_proxies, with_proxies
 from jaxtrain.nn.stack import Layers
-from jaxtrain.pipeline.backward_split import SplitBackward, split
-from jaxtrain.pipeline.partition import Stages
+from jaxtrain.pipeline.backward_split import SplitBackward, split_backward
+from jaxtrain.pipeline.buffers import Payload
+from jaxtrain.pipeline.partition import LayerPartition
 from jaxtrain.pipeline.schedules.table import Action
 from jaxtrain.sharding.rules import PIPELINE_AXIS
 
@@ -25,254 +26,269 @@ Sums = dict[str, Array]
 class StepInputs(NamedTuple):
     """Inputs of a step, the same for all stages and ticks.
 
-    micro: arrays [microbatches, rows, ...]. keys: of each microbatch. scale: of every term's sum in the loss. known:
-    what every microbatch's batch holds besides.
+    Attributes:
+        microbatches: arrays [microbatches, rows, ...].
+        keys: random key of each microbatch.
+        scale: factor of every term's sum in the loss.
+        shared: entries of the batch that are the same for all microbatches.
     """
 
-    micro: Mapping[str, Array]
+    microbatches: Mapping[str, Array]
     keys: Array
     scale: Sums
-    known: Mapping[str, Any]
+    shared: Mapping[str, Any]
 
     def batch(self, microbatch: Any) -> tuple[dict[str, Any], Array]:
-        """A microbatch and its key."""
+        """Returns a microbatch and its key."""
         take = lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False)  # noqa: E731
-        return {**jax.tree.map(take, dict(self.micro)), **self.known}, take(self.keys)
+        return {**jax.tree.map(take, dict(self.microbatches)), **self.shared}, take(self.keys)
 
     def weighted(self, terms: Mapping[str, tuple[Array, Array]]) -> tuple[Array, Sums]:
-        """The part of the loss that these terms are, and their sums."""
+        """Returns the contribution of these terms to the loss, and their sums."""
         sums = {name: jnp.asarray(total, jnp.float32) for name, (total, _) in terms.items()}
         return sum((sums[name] * self.scale[name] for name in sums if name in self.scale), jnp.zeros(())), sums
 
 
-class Refs(NamedTuple):
-    """Values that stages keep from tick to tick: arrays [stages * n, ...] of which each stage sees its own [n, ...].
+class StageRefs(NamedTuple):
+    """State of the stages between ticks: arrays [stages * n, ...], of which each stage sees its own [n, ...].
 
-    inputs, gradients: what arrived, in slots. kept: what F keeps, in slots; between: what B keeps for W. grads: of the
-    layers, as these lie. sums, counts: of the layers' own terms; counts as the layers lie.
+    Attributes:
+        activations, gradients: received messages, in slots.
+        residuals: residuals of F, in slots.
+        b_to_w: values that B saves for W, in slots.
+        grads: accumulated gradients of the layers, on their stages.
+        sums, counts: of the layers' loss terms; counts on the stages of their layers.
     """
 
-    inputs: Any
+    activations: Any
     gradients: Any
-    kept: list[Any]
-    between: Any
+    residuals: list[Any]
+    b_to_w: Any
     grads: Any
     sums: Any
     counts: Any
 
 
 @dataclass(eq=False)
-class Derivative:
-    """A stage's derivative, taken apart into what F keeps and what a backward action has anyway.
+class StageVjp:
+    """The forward pass of a stage and its pullback, which is taken apart into residuals and constants.
 
-    is_training: else there is no derivative, and nothing is kept. cut: into B and W, once `divide` was called.
+    Constants are the weights and inputs, which are available to every action; residuals are all other arrays of the
+    pullback, which F has to save.
+
+    Attributes:
+        model_def: the model on one slice of the pipeline axis.
+        partition: layers of the stages.
+        is_training: False to run forward passes only, without residuals.
+        split: the pullback as B and W, once `split_pullback` was called.
     """
 
-    inside: ModelDef
-    stages: Stages
+    model_def: ModelDef
+    partition: LayerPartition
     is_training: bool
-    cut: SplitBackward | None = None
+    split: SplitBackward | None = None
     _rebuild: Callable[[list[Array], list[Array]], Any] | None = field(default=None)
 
-    def forward(self, layers: Any, numbers: Layers, inputs: StepInputs, microbatch: Any, x: Any) -> tuple[Any, ...]:
-        """Runs the forward pass of a stage: (output, sums, counts, residuals)."""
+    def forward(self, weights: Any, layers: Layers, inputs: StepInputs, microbatch: Any, x: Any) -> tuple[Any, ...]:
+        """Runs the forward pass of a stage. Returns (output, sums, counts, residuals)."""
         batch, key = inputs.batch(microbatch)
 
-        def run_layers(wide: Any, x: Any) -> tuple[Any, Any]:
-            model = self.inside.bind(self.stages.merge_layers(with_proxies(wide, layers), {}))
-            y, terms, counts = model.run_layers(x, batch, key, numbers)
-            part, sums = inputs.weighted(terms)
-            return (y, part), (sums, counts)
+        def run_layers(proxies: Any, x: Any) -> tuple[Any, Any]:
+            model = self.model_def.bind(self.partition.merge_layers(with_proxies(proxies, weights), {}))
+            y, terms, counts = model.run_layers(x, batch, key, layers)
+            loss, sums = inputs.weighted(terms)
+            return (y, loss), (sums, counts)
 
         if not self.is_training:
-            (y, _), (sums, counts) = run_layers(layers, x)
+            (y, _), (sums, counts) = run_layers(weights, x)
             return y, sums, counts, []
-        wide = float32_proxies(layers)
-        (y, _), pull, (sums, counts) = jax.vjp(run_layers, wide, x, has_aux=True)
-        known = self._known(wide, layers, inputs)
-        leaves, tree = jax.tree.flatten(pull)
-        source = [next((i for i, own in enumerate(known) if own is leaf), None) for leaf in leaves]
+        proxies = float32_proxies(weights)
+        (y, _), pullback, (sums, counts) = jax.vjp(run_layers, proxies, x, has_aux=True)
+        constants = jax.tree.leaves((proxies, weights, inputs))
+        leaves, tree = jax.tree.flatten(pullback)
+        source = [next((i for i, constant in enumerate(constants) if constant is leaf), None) for leaf in leaves]
 
-        def rebuild(kept: list[Array], known: list[Array]) -> Any:
-            rest = iter(kept)
-            return jax.tree.unflatten(tree, [next(rest) if i is None else known[i] for i in source])
+        def rebuild(residuals: list[Array], constants: list[Array]) -> Any:
+            rest = iter(residuals)
+            return jax.tree.unflatten(tree, [next(rest) if i is None else constants[i] for i in source])
 
-        self._rebuild = rebuild  # by the side, for it is no array; the last trace is the one that counts
+        self._rebuild = rebuild  # a side effect of tracing, as it is no array; the last trace counts
         return y, sums, counts, [leaf for leaf, i in zip(leaves, source) if i is None]
 
-    def skips(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any) -> bool:
-        """Returns whether the model heeds which of its layers are none."""
+    def masks_padding(self, weights: Any, layers: Layers, inputs: StepInputs, x: Any) -> bool:
+        """Returns whether the model reads which of its layers are padding."""
 
         def run_layers(present: Any) -> Any:
-            return self.forward(layers, numbers._replace(present=present), inputs, 0, x)[0]
+            return self.forward(weights, layers._replace(present=present), inputs, 0, x)[0]
 
-        traced = jax.make_jaxpr(run_layers)(numbers.present)
-        (given,) = traced.jaxpr.invars
-        return any(given in eqn.invars for eqn in traced.jaxpr.eqns)
+        jaxpr = jax.make_jaxpr(run_layers)(layers.present).jaxpr
+        return any(jaxpr.invars[0] in eqn.invars for eqn in jaxpr.eqns)
 
-    def pull(self, kept: list[Array], layers: Any, inputs: StepInputs) -> Any:
-        """The pull-back of (what goes on, part of the loss), from what a `forward` traced before has kept."""
+    def pullback(self, residuals: list[Array], weights: Any, inputs: StepInputs) -> Any:
+        """Returns the pullback of (output, contribution to the loss) of a `forward` that was traced before."""
         assert self._rebuild is not None
-        return self._rebuild(kept, self._known(float32_proxies(layers), layers, inputs))
+        return self._rebuild(residuals, jax.tree.leaves((float32_proxies(weights), weights, inputs)))
 
-    def divide(self, kept: list[Any], layers: Any, inputs: StepInputs, dy: Any) -> SplitBackward:
-        """Cuts the pull-back into B and W. All are arrays or their shapes."""
+    def split_pullback(self, residuals: list[Any], weights: Any, inputs: StepInputs, dy: Any) -> SplitBackward:
+        """Splits the pullback into B and W. Arguments are arrays or their shapes."""
 
-        def pull(kept: list[Array], given: tuple, dy: Any) -> tuple[Any, Any]:
-            return self.pull(kept, *given)((dy, jnp.float32(1)))
+        def pullback(residuals: list[Array], constants: tuple, dy: Any) -> tuple[Any, Any]:
+            return self.pullback(residuals, *constants)((dy, jnp.float32(1)))
 
-        self.cut = split(pull, kept, (layers, inputs), dy)
-        return self.cut
+        self.split = split_backward(pullback, residuals, (weights, inputs), dy)
+        return self.split
 
-    def until(self, count: int) -> list[str]:
-        """Returns how long each residual is kept: what W does not read is free after B."""
-        late = set(range(count)) if self.cut is None else set(self.cut.kept)
-        return ["until W" if i in late else "until B" for i in range(count)]
-
-    def _known(self, wide: Any, layers: Any, inputs: StepInputs) -> list[Array]:
-        """Returns the values at hand in every action."""
-        return jax.tree.leaves((wide, layers, inputs))
+    def last_readers(self, count: int) -> list[str]:
+        """Returns the last action, B or W, that reads each of `count` residuals."""
+        read_by_w = range(count) if self.split is None else self.split.w_residuals
+        return ["W" if i in read_by_w else "B" for i in range(count)]
 
 
 @dataclass(eq=False)
-class Stage:
-    """One stage in one tick. row: its numbers. numbers: of its layers. begun: the first layer's input, where this tick
-    begins one."""
+class StageTick:
+    """One stage in one tick.
 
-    derivative: Derivative
-    row: Mapping[str, Array]
-    numbers: Layers
-    layers: Any
-    refs: Refs
+    Attributes:
+        vjp: forward pass and pullback of the stage.
+        instruction: the stage's numbers in this tick, see `Executor.instructions`.
+        layers: layers of the stage.
+        weights: parameters of its layers.
+        refs: its state.
+        inputs: of the step.
+        embedded: input of the first layer, if this tick embeds a microbatch.
+        loss_gradient: gradient of the last layer's output, from the loss of the previous tick.
+        shifts: see `Executor.shifts`.
+    """
+
+    vjp: StageVjp
+    instruction: Mapping[str, Array]
+    layers: Layers
+    weights: Any
+    refs: StageRefs
     inputs: StepInputs
-    begun: Any
-    late: Any
-    sides: Mapping[str, int]
+    embedded: Any
+    loss_gradient: Any
+    shifts: Mapping[str, int]
 
-    @property
-    def actions(self) -> dict[Action, Callable[..., Any]]:
-        """Actions of this table's stages, without waiting."""
-        does = {
-            Action.F: self.forward,
-            Action.B: self.backward_input,
-            Action.W: self.backward_weight,
-            Action.BW: self.backward,
+    def run(self) -> Any:
+        """Runs the action of this tick, sends the result and stores what is received. Returns the result."""
+        instruction, refs = self.instruction, self.refs
+        _write(refs.gradients, instruction["write_loss_gradient"], self.loss_gradient)
+        is_first, slot = instruction["is_first"], instruction["read_activation"]
+        x = jax.tree.map(lambda new, ref: jnp.where(is_first, new, ref[slot]), self.embedded, refs.activations)
+        dy = _read(refs.gradients, instruction["read_gradient"])
+        chunk = instruction["chunk"]
+        weights = self._of_chunk(self.weights)
+        layers = jax.tree.map(lambda n: n[0, chunk], self.layers)
+        output = jax.tree.map(jnp.zeros_like, x)
+        actions = {
+            Action.F: self._forward,
+            Action.B: self._backward_input,
+            Action.W: self._backward_weight,
+            Action.BW: self._backward,
         }
-        return {action: run for action, run in does.items() if (self.derivative.stages.table.action == action).any()}
-
-    def act(self) -> Any:
-        """Does the action of this tick, hands on what it made, and takes what arrives. Returns what it made."""
-        row, refs = self.row, self.refs
-        _write(refs.gradients, row["take loss"], self.late)
-        x = jax.tree.map(
-            lambda new, old: jnp.where(row["is first"], new, old[row["read input"]]), self.begun, refs.inputs
-        )
-        dy = _read(refs.gradients, row["read gradient"])
-        chunk = row["chunk"]
-        layers = self._of_chunk(self.layers)
-        numbers = jax.tree.map(lambda n: n[0, chunk], self.numbers)
-        made = jax.tree.map(jnp.zeros_like, x)
-        for action, run in self.actions.items():
-            operands = (layers, numbers, self.inputs, x, dy)
-            made = once(action.name, row["action"] == action, partial(run, *operands), made)
-        for side, step in self.sides.items():
-            self._take(side, made if step == 0 else self._passed(made, step))
-        return made
+        for action, run in actions.items():
+            if (self.vjp.partition.table.action == action).any():
+                run = partial(run, weights, layers, self.inputs, x, dy)
+                output = run_if(action.name, instruction["action"] == action, run, output)
+        for side, shift in self.shifts.items():
+            self._receive(side, output if shift == 0 else _shifted(output, shift))
+        return output
 
     @property
     def _chunks(self) -> int:
-        return self.derivative.stages.table.chunks
+        return self.vjp.partition.table.chunks
 
-    def _of_chunk(self, layers: Any) -> Any:
+    def _of_chunk(self, weights: Any) -> Any:
         if self._chunks == 1:
-            return layers
+            return weights
         split = lambda x: x.reshape(self._chunks, -1, *x.shape[1:])  # noqa: E731
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(split(x), self.row["chunk"], keepdims=False), layers)
+        chunk = self.instruction["chunk"]
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(split(x), chunk, keepdims=False), weights)
 
-    def _passed(self, made: Any, step: int) -> Any:
-        count = lax.axis_size(PIPELINE_AXIS)
-        return jax.tree.map(
-            lambda x: lax.ppermute(x, PIPELINE_AXIS, [(i, (i + step) % count) for i in range(count)]), made
-        )
-
-    def _take(self, side: str, message: Any) -> None:
-        for kind, ref in (("ACTIVATION", self.refs.inputs), ("GRADIENT", self.refs.gradients)):
-            if (slot := self.row.get(f"take {side} {kind}")) is not None:
+    def _receive(self, side: str, message: Any) -> None:
+        for payload, ref in ((Payload.ACTIVATION, self.refs.activations), (Payload.GRADIENT, self.refs.gradients)):
+            if (slot := self.instruction.get(f"receive_{side}_{payload.name}")) is not None:
                 _write(ref, slot, message)
 
-    def forward(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
-        """F: what goes on to the next layers; keeps the residuals."""
-        y, sums, counts, kept = self.derivative.forward(layers, numbers, inputs, self.row["microbatch"], x)
-        for ref, until, value in zip(self.refs.kept, self.derivative.until(len(kept)), kept):
-            ref[self.row[f"keep {until}"]] = value
+    def _forward(self, weights: Any, layers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
+        """F: saves the residuals. Returns the output."""
+        microbatch = self.instruction["microbatch"]
+        y, sums, counts, residuals = self.vjp.forward(weights, layers, inputs, microbatch, x)
+        for ref, reader, value in zip(self.refs.residuals, self.vjp.last_readers(len(residuals)), residuals):
+            ref[self.instruction[f"write_residuals_{reader}"]] = value
         for name, value in sums.items():
             self.refs.sums[name][0] += value
-        jax.tree.map(self._add, self.refs.counts, counts)
+        jax.tree.map(self._accumulate, self.refs.counts, counts)
         return y
 
-    def backward(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
-        """BW: the gradient of what came in; adds those of the weights."""
-        pull = self._pull(layers, inputs)
+    def _backward(self, weights: Any, layers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
+        """BW: accumulates the weight gradients. Returns the input gradient."""
+        pullback = self.vjp.pullback(self._residuals(), weights, inputs)
         if self._chunks > 1:
-            grads, dx = pull((dy, jnp.float32(1)))
-            jax.tree.map(self._add, self.refs.grads, grads)
+            grads, dx = pullback((dy, jnp.float32(1)))
+            jax.tree.map(self._accumulate, self.refs.grads, grads)
             return dx
-        into = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), x)
-        pull.with_refs(self.refs.grads, into)((dy, jnp.float32(1)))
-        return jax.tree.map(jax.freeze, into)
+        dx = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), x)
+        pullback.with_refs(self.refs.grads, dx)((dy, jnp.float32(1)))
+        return jax.tree.map(jax.freeze, dx)
 
-    def backward_input(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
-        """B: the gradient of what came in; adds those of the weights that come with it."""
-        cut = self._cut
-        dx, between, early = cut.b(self._kept(), (layers, inputs), dy)
+    def _backward_input(self, weights: Any, layers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
+        """B: saves values for W and accumulates the weight gradients that B computes. Returns the input gradient."""
+        split = self._split
+        dx, saved, grads = split.backward_input(self._residuals(), (weights, inputs), dy)
         leaves = jax.tree.leaves(dy)
-        _write(self.refs.between, self.row["keep between"], (between, [leaves[i] for i in cut.dy]))
-        self._add_some(early)
+        _write(self.refs.b_to_w, self.instruction["write_b_to_w"], (saved, [leaves[i] for i in split.w_cotangents]))
+        self._accumulate_some(grads)
         return dx
 
-    def backward_weight(self, layers: Any, numbers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
-        """W: adds the other gradients of the weights."""
-        between, leaves = _read(self.refs.between, self.row["read between"])
-        kept = _read([self.refs.kept[i] for i in self._cut.kept], self.row["read until W"])
-        self._add_some(self._cut.w(kept, (layers, inputs), between, leaves))
+    def _backward_weight(self, weights: Any, layers: Layers, inputs: StepInputs, x: Any, dy: Any) -> Any:
+        """W: accumulates the other weight gradients."""
+        saved, cotangents = _read(self.refs.b_to_w, self.instruction["read_b_to_w"])
+        refs = [self.refs.residuals[i] for i in self._split.w_residuals]
+        residuals = _read(refs, self.instruction["read_residuals_W"])
+        self._accumulate_some(self._split.backward_weight(residuals, (weights, inputs), saved, cotangents))
         return jax.tree.map(jnp.zeros_like, x)
 
     @property
-    def _cut(self) -> SplitBackward:
-        assert self.derivative.cut is not None  # made with the buffers
-        return self.derivative.cut
+    def _split(self) -> SplitBackward:
+        assert self.vjp.split is not None  # made with the buffers
+        return self.vjp.split
 
-    def _add_some(self, grads: Any) -> None:
-        """Adds those gradients that are not None."""
-        jax.tree.map(lambda ref, g: None if g is None else self._add(ref, g), self.refs.grads, grads)
+    def _residuals(self) -> list[Array]:
+        readers = self.vjp.last_readers(len(self.refs.residuals))
+        return [ref[self.instruction[f"read_residuals_{reader}"]] for ref, reader in zip(self.refs.residuals, readers)]
 
-    def _pull(self, layers: Any, inputs: StepInputs) -> Any:
-        return self.derivative.pull(self._kept(), layers, inputs)
+    def _accumulate_some(self, grads: Any) -> None:
+        """Accumulates those gradients that are not None."""
+        jax.tree.map(lambda ref, g: None if g is None else self._accumulate(ref, g), self.refs.grads, grads)
 
-    def _kept(self) -> list[Array]:
-        """Returns the values that F kept."""
-        untils = self.derivative.until(len(self.refs.kept))
-        return [ref[self.row[f"read {until}"]] for ref, until in zip(self.refs.kept, untils)]
-
-    def _add(self, ref: Any, value: Array) -> None:
-        """Adds what is of this chunk's layers to that of all layers of the stage."""
+    def _accumulate(self, ref: Any, value: Array) -> None:
+        """Adds a value of this chunk's layers to that of all layers of the stage."""
         size = value.shape[0]
-        ref[jax.ds(self.row["chunk"] * size, size)] += value
+        ref[jax.ds(self.instruction["chunk"] * size, size)] += value
 
 
-def once(name: str, is_on: Array, run: Callable[[], Any], otherwise: Any) -> Any:
-    """`run()`, or `otherwise`, which is like its result.
+def run_if(name: str, predicate: Array, run: Callable[[], Any], otherwise: Any) -> Any:
+    """Returns `run()` if the predicate is true, else `otherwise`, which must have the same structure.
 
-    A loop of one turn or none: XLA's compilers for CPU and CUDA copy every Ref that a branch of a conditional writes,
-    in each branch and once more after it, while loops write in place. The scope `once_NAME` tells it from others
-    (`plan.hlo`).
+    This is a loop of one iteration or none. XLA's compilers for CPU and CUDA copy every Ref that a branch of a
+    conditional writes, in each branch and once more after it; loops write in place. The scope `run_if_NAME` marks these
+    loops for `hlo.parse`.
     """
 
-    def turn(_: Any) -> tuple[Array, Any]:
+    def body(_: Any) -> tuple[Array, Any]:
         return jnp.zeros((), bool), run()
 
-    with jax.named_scope(f"once_{name}"):
-        return lax.while_loop(lambda carry: carry[0], turn, (is_on, otherwise))[1]
+    with jax.named_scope(f"run_if_{name}"):
+        return lax.while_loop(lambda carry: carry[0], body, (predicate, otherwise))[1]
+
+
+def _shifted(tree: Any, shift: int) -> Any:
+    """Sends arrays from every stage to the one `shift` positions later."""
+    count = lax.axis_size(PIPELINE_AXIS)
+    pairs = [(i, (i + shift) % count) for i in range(count)]
+    return jax.tree.map(lambda x: lax.ppermute(x, PIPELINE_AXIS, pairs), tree)
 
 
 def _read(refs: Any, slot: Array) -> Any:

@@ -14,7 +14,7 @@ from jaxtrain.models.flops import layer_matmuls, mean_attended, recomputed
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.pipeline.check import check_pipeline
-from jaxtrain.pipeline.schedules.cost import price
+from jaxtrain.pipeline.schedules.cost import schedule_cost
 from jaxtrain.planning.choices import LayoutChoice
 from jaxtrain.planning.cost.communication import DeviceSizes
 from jaxtrain.planning.cost.estimate import ScheduleEffect, kept_bytes
@@ -208,7 +208,7 @@ def _more_microbatches(config: Config, plan: Plan) -> Iterator[Advice]:
     if plan.sizes[PIPELINE_AXIS] == 1 or not is_legal(config, plan, change):
         return
     tables = (schedule_table(config.pipeline, plan.sizes[PIPELINE_AXIS], n) for n in (count, 2 * count))
-    before, after = (price(table).lockstep_bubble for table in tables if table)
+    before, after = (schedule_cost(table).lockstep_bubble for table in tables if table)
     saved = plan.bubble_seconds * (1 - after / (1 - after) * (1 - before) / before) if before else 0.0
     why = f"the bubble falls from {before:.0%} to {after:.0%} if F, B and W cost the same"
     yield Advice(change, _gain(plan, max(0.0, saved)), why)

@@ -20,7 +20,7 @@ from jaxtrain.config.schema import Config, DataConfig, ModelConfig, OptimizerCon
 from jaxtrain.config.show import text
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.pipeline.check import check_pipeline
-from jaxtrain.pipeline.schedules.files import load as load_table
+from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Table
 from jaxtrain.sharding.axes import AXES, shape_text

@@ -17,7 +17,7 @@ from jaxtrain.core.program import Program, State
 from jaxtrain.core.stage_timing import stage_costs
 from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.io.ticker import Ticker
-from jaxtrain.pipeline.schedules.cost import price
+from jaxtrain.pipeline.schedules.cost import schedule_cost
 from jaxtrain.trackers.base import TrackerList
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
@@ -137,7 +137,7 @@ class Trainer:
             text = "pipeline: its actions are too short to be timed; no bubble in the log"
             self.trackers.event("warning", text=text)
             return
-        bubble = 1 - pipeline.stages.filled * (1 - price(pipeline.table, costs).lockstep_bubble)
+        bubble = 1 - pipeline.partition.occupancy * (1 - schedule_cost(pipeline.table, costs).lockstep_bubble)
         self.meter.constants["bubble"] = bubble
         milliseconds = {f"{name}_ms": round(1e3 * seconds, 3) for name, seconds in costs._asdict().items()}
         self.trackers.event("pipeline", bubble=round(bubble, 4), **milliseconds)

@@ -1,4 +1,4 @@
-"""Drawings show the table, and `jaxtrain schedule` prints and writes them."""
+"""Drawings of tables, and the command `jaxtrain schedule`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_schedule import SCHEDULES
 from jaxtrain.cli.main import main
 from jaxtrain.pipeline.schedules import draw
 from jaxtrain.pipeline.schedules.cost import Costs
-from jaxtrain.pipeline.schedules.shipped import make
+from jaxtrain.pipeline.schedules.shipped import shipped_table
 
 
 @pytest.fixture
@@ -31,34 +31,34 @@ def command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("width", [40, 80, 500])
 def test_the_grid_has_every_cell_and_fits(name, width):
-    table = make(name, 3, 5)
-    lines = [line.plain for line in draw.grid(table, width)]
+    table = shipped_table(name, 3, 5)
+    lines = [line.plain for line in draw.text_grid(table, width)]
     assert max(map(len, lines)) <= width
     for stage in range(3):
         shown = [word for line in lines if line.startswith(f"stage {stage}") for word in line.split()[2:]]
         named = {(at, where): step for (at, where), step in cells(table).items() if where == stage}
-        wanted = [named.get((tick, stage)) for tick in range(table.ticks)]
+        expected = [named.get((tick, stage)) for tick in range(table.ticks)]
         letters = {"BW": "B"}
         assert shown == [
-            f"{letters.get(step[0], step[0])}{step[1]}{chr(39) * step[2]}" if step else "·" for step in wanted
+            f"{letters.get(step[0], step[0])}{step[1]}{chr(39) * step[2]}" if step else "·" for step in expected
         ]
 
 
-def test_a_long_grid_is_cut_and_says_so():
-    lines = [line.plain for line in draw.grid(make("1f1b", 2, 200), 80)]
-    assert len(lines) == 3 * draw.BANDS + 1
+def test_a_long_grid_is_truncated_with_a_note():
+    lines = [line.plain for line in draw.text_grid(shipped_table("1f1b", 2, 200), 80)]
+    assert len(lines) == 3 * draw.MAX_BANDS + 1
     hidden = int(re.search(r"(\d+) more ticks", lines[-1])[1])
     assert sum(len(line.split()) - 2 for line in lines if line.startswith("stage 0")) == 402 - hidden
 
 
-def test_boxes_lie_where_the_time_is(monkeypatch, tmp_path):
+def test_boxes_start_and_end_at_the_times_of_their_actions(monkeypatch, tmp_path):
     from matplotlib.figure import Figure
 
-    kept = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: kept.append(self))
-    table = make("1f1b", 2, 2)
-    draw.chart([table], Costs(1, 1.5, 0.5), tmp_path / "x.svg")
-    lockstep, asynchronous = kept[0].axes
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    table = shipped_table("1f1b", 2, 2)
+    draw.save_chart([table], Costs(1, 1.5, 0.5), tmp_path / "x.svg")
+    lockstep, asynchronous = figures[0].axes
     spans = []
     for axes in (lockstep, asynchronous):
         boxes = [path.get_extents() for path in axes.collections[0].get_paths()]
@@ -78,12 +78,12 @@ def test_the_command_prints_and_draws(command, tmp_path):
     assert "51 ticks" in text
     assert re.search(r"lockstep +25\.5 +5\.9%", text)
     assert re.search(r"longest stage +24 +0\.0%", text)
-    assert "kept at most: 4 microbatches" in text
+    assert "peak activations: 4 microbatches" in text
     assert lines[-1] == "chart: zb_v.svg"
     assert (tmp_path / "zb_v.svg").read_text().count("<path") > 100
 
 
-def test_compare_sets_all_side_by_side(command, tmp_path):
+def test_compare_lists_all_schedules(command, tmp_path):
     code, lines, _ = command("--compare --stages 4 --microbatches 8 --costs 1,2,1 --out all.png")
     assert code == 0
     assert [line.split()[0] for line in lines[2:-1]] == list(SCHEDULES)
@@ -107,7 +107,7 @@ def test_the_command_takes_a_table(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("zbv", "did you mean `zb_v`"),
         ("zbv --compare", "did you mean `zb_v`"),
@@ -119,9 +119,9 @@ def test_the_command_takes_a_table(command, tmp_path):
         ("bad.csv", "stage 1, tick 0, microbatch 0: F needs the F of stage 0"),
     ],
 )
-def test_bad_input_is_one_line(command, tmp_path, line, said):
+def test_bad_input_is_one_line(command, tmp_path, line, message):
     (tmp_path / "bad.csv").write_text("F0,,B0\nF0,B0,\n")
     code, lines, error = command(line)
     assert (code, lines) == (2, [])
-    assert said in error
+    assert message in error
     assert "\n" not in error

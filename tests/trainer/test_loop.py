@@ -18,8 +18,8 @@ from jaxtrain.config import Config
 from jaxtrain.config.show import as_dict
 from jaxtrain.errors import DivergedError, TrainingError
 from jaxtrain.models.flops import decoder_flops
-from jaxtrain.pipeline.schedules.cost import Costs, price
-from jaxtrain.pipeline.schedules.shipped import make
+from jaxtrain.pipeline.schedules.cost import Costs, schedule_cost
+from jaxtrain.pipeline.schedules.shipped import shipped_table
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer import loop, trainer
 from jaxtrain.trainer.setup import open_trainer
@@ -105,7 +105,7 @@ def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     (found,) = (event for event in events if event["kind"] == "pipeline")
     costs = Costs(found["forward_ms"], found["backward_ms"], found["weight_ms"])
-    bubble = price(make("zb_h1", 2, 2), costs).lockstep_bubble
+    bubble = schedule_cost(shipped_table("zb_h1", 2, 2), costs).lockstep_bubble
     assert [record.get("bubble") for record in records] == [pytest.approx(bubble, abs=0.01)] * 3
 
 
@@ -120,7 +120,7 @@ def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch)
 
     folder = trained(None, *stages, "steps=4")
     (event,) = (event for event in read(folder, "events") if event["kind"] == "pipeline")
-    of_table = price(make("1f1b_aligned", 2, 2)).lockstep_bubble
+    of_table = schedule_cost(shipped_table("1f1b_aligned", 2, 2)).lockstep_bubble
     assert event["bubble"] == pytest.approx(1 - (1 - of_table) * 3 / 4, abs=1e-4)
     trained(folder, *stages)
     got, want = (

@@ -1,4 +1,4 @@
-"""Timetable of ticks from an order of actions on each stage."""
+"""Assignment of ticks to an order of actions on each stage."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from functools import partial
 
 import numpy as np
 
-from jaxtrain.pipeline.schedules.table import Action, Placement, Step, Table, from_rows, needs, parts, virtual_stages
+from jaxtrain.pipeline.schedules.table import (
+    Action,
+    Placement,
+    Table,
+    Task,
+    dependencies,
+    table_from_rows,
+    unfused,
+    virtual_stages,
+)
 
 
-def place(
-    orders: Sequence[Sequence[Step]],
+def build_table(
+    orders: Sequence[Sequence[Task]],
     *,
     name: str,
     placement: Placement,
@@ -22,78 +31,75 @@ def place(
     eager: bool = False,
     aligned: bool = False,
 ) -> Table:
-    """Gives every action the first tick at which its stage is free and its inputs are there.
+    """Gives every action the first tick in which its stage is free and its inputs are available.
 
-    A stage does its actions in the order given. While it cannot go on, for want of an input or of room, it computes a
-    weight gradient that is open: those of `B` are added here, and not in the orders.
+    A stage does its actions in the given order. While it waits for an input or for memory, it computes a pending weight
+    gradient: W actions are added here and are not in the orders.
 
     Args:
         orders: F and B, or F and BW, of each stage.
-        limit: chunk activations that a stage may keep, each from F to W (or BW); default: any number.
+        name: of the schedule.
+        placement: `loop` or `v`.
+        microbatches: of a step.
+        chunks: virtual stages per stage.
+        limit: chunk activations that a stage may hold, each from F to W (or BW); default: any number.
         eager: a stage that would wait may also take a later F of its first chunk, within the limit.
-        aligned: all stages do the same kind of action in a tick, in turn; whoever has another one next waits.
+        aligned: all stages do the same kind of action in a tick, round robin; stages whose next action is another wait.
 
     Raises:
-        ValueError: the orders wait for each other, or the limit is too small for them.
+        ValueError: the orders deadlock, or the limit is too small for them.
     """
-    virtual = virtual_stages(placement, len(orders), chunks)
-    done = np.zeros((4, virtual.size, microbatches), bool)  # before this tick
+    virtual_stage = virtual_stages(placement, len(orders), chunks)
+    done = np.zeros((4, virtual_stage.size, microbatches), bool)  # before this tick
 
-    def is_ready(step: Step, stage: int) -> bool:
-        required = needs(step.action, int(virtual[stage, step.chunk]), virtual.size - 1)
-        return all(done[kind, at, step.microbatch] for kind, at in required)
+    def is_ready(task: Task, stage: int) -> bool:
+        required = dependencies(task.action, int(virtual_stage[stage, task.chunk]), virtual_stage.size - 1)
+        return all(done[part, virtual, task.microbatch] for part, virtual in required)
 
-    workers = [_Worker(order, len(order) if limit is None else limit, eager) for order in orders]
-    rows: list[list[Step | None]] = [[] for _ in orders]
-    tick, kind = 0, Action.NOTHING
-    while any(worker.order or worker.open for worker in workers):
-        chosen = [worker.next(partial(is_ready, stage=stage)) for stage, worker in enumerate(workers)]
+    queues = [_StageQueue(order, len(order) if limit is None else limit, eager) for order in orders]
+    rows: list[list[Task | None]] = [[] for _ in orders]
+    tick, kind = 0, Action.IDLE
+    while any(queue.order or queue.pending_weights for queue in queues):
+        chosen = [queue.next(partial(is_ready, stage=stage)) for stage, queue in enumerate(queues)]
         if not any(chosen):
-            waiting = next(s for s, worker in enumerate(workers) if worker.order)
-            raise ValueError(f"{name}: stage {waiting} waits for ever at tick {tick} with {workers[waiting].order[0]}")
+            stage = next(stage for stage, queue in enumerate(queues) if queue.order)
+            raise ValueError(f"{name}: deadlock at tick {tick}: stage {stage} waits with {queues[stage].order[0]}")
         if aligned:
-            kind = _turn(kind, {step.action for step in chosen if step})
-            chosen = [step if step and step.action == kind else None for step in chosen]
-        for stage, step in enumerate(chosen):
-            rows[stage].append(step)
-            if step:
-                workers[stage].take(step)
-                done[list(parts(step.action)), virtual[stage, step.chunk], step.microbatch] = True
+            last = kind  # the next kind in a round, of those that some stage is able to do
+            kind = min({task.action for task in chosen if task}, key=lambda action: (action <= last, action))
+            chosen = [task if task and task.action == kind else None for task in chosen]
+        for stage, task in enumerate(chosen):
+            rows[stage].append(task)
+            if task:
+                queues[stage].run(task)
+                done[list(unfused(task.action)), virtual_stage[stage, task.chunk], task.microbatch] = True
         tick += 1
-    return from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
+    return table_from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
 
 
-def _turn(last: Action, able: set[Action]) -> Action:
-    """The next kind of action after `last`, round and round, of those that some stage is able to do."""
-    return min(able, key=lambda action: (action <= last, action))
+class _StageQueue:
+    """Pending actions of one stage: the rest of its order, and weight gradients; and the activations it holds."""
 
-
-class _Worker:
-    """One stage at work: what is left of its order, its open weight gradients, and the activations it keeps."""
-
-    def __init__(self, order: Sequence[Step], limit: int, eager: bool):
-        self.order, self.open, self.kept = list(order), deque[Step](), 0
+    def __init__(self, order: Sequence[Task], limit: int, eager: bool):
+        self.order, self.pending_weights, self.in_flight = list(order), deque[Task](), 0
         self._limit, self._eager = limit, eager
 
-    def next(self, is_ready: Callable[[Step], bool]) -> Step | None:
-        """Returns the action that it can do in this tick, if any."""
-        has_room = self.kept < self._limit
+    def next(self, is_ready: Callable[[Task], bool]) -> Task | None:
+        """Returns the task that the stage can do in this tick, if any."""
+        has_memory = self.in_flight < self._limit
         if self.order:
-            step = self.order[0]
-            if is_ready(step) and (has_room or step.action != Action.F):
-                return step
-            if self._eager and has_room:
-                step = next((step for step in self.order if step.action == Action.F and step.chunk == 0), None)
-                if step and is_ready(step):
-                    return step
-        return self.open[0] if self.open else None
+            task = self.order[0]
+            if is_ready(task) and (has_memory or task.action != Action.F):
+                return task
+            if self._eager and has_memory:
+                task = next((task for task in self.order if task.action == Action.F and task.chunk == 0), None)
+                if task and is_ready(task):
+                    return task
+        return self.pending_weights[0] if self.pending_weights else None
 
-    def take(self, step: Step) -> None:
-        """Does it."""
-        if step.action == Action.W:
-            self.open.remove(step)
-        else:
-            self.order.remove(step)
-        self.kept += {Action.F: 1, Action.W: -1, Action.BW: -1}.get(step.action, 0)
-        if step.action == Action.B:
-            self.open.append(Step(Action.W, step.microbatch, step.chunk))
+    def run(self, task: Task) -> None:
+        """Removes a task from the queue and counts its activations."""
+        (self.pending_weights if task.action == Action.W else self.order).remove(task)
+        self.in_flight += {Action.F: 1, Action.W: -1, Action.BW: -1}.get(task.action, 0)
+        if task.action == Action.B:
+            self.pending_weights.append(Task(Action.W, task.microbatch, task.chunk))

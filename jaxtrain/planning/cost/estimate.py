@@ -18,7 +18,7 @@ from jaxtrain.config.schema import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.flops import layer_matmuls, mean_attended
 from jaxtrain.models.spec import is_decoder
-from jaxtrain.pipeline.schedules.cost import Costs, action_costs, peak, tick_times
+from jaxtrain.pipeline.schedules.cost import Costs, action_costs, peak_activations, tick_times
 from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Action, Table
 from jaxtrain.planning.choices import LayoutChoice, SearchSpace
@@ -177,7 +177,7 @@ class ScheduleEffect:
         change = (table.action == Action.B) * 1 - (table.action == Action.W)
         v, between = table.chunks, float(np.cumsum(change, axis=0).max()) / table.chunks
         unreduced = 1 / v if v > 1 or between else 0.0
-        return cls(table.ticks, float(peak(table).max()), RUNNING_CHUNKS / v, unreduced, between, table)
+        return cls(table.ticks, float(peak_activations(table).max()), RUNNING_CHUNKS / v, unreduced, between, table)
 
     def bubble_seconds(self, choice: LayoutChoice, costs: Costs) -> float:
         """Seconds for which a stage waits, in lockstep."""

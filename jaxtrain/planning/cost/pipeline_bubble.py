@@ -6,24 +6,24 @@ import numpy as np
 
 from jaxtrain.config.schema import PipelineConfig
 from jaxtrain.hlo.parse import Instruction
-from jaxtrain.pipeline.schedules.cost import Costs, price
-from jaxtrain.pipeline.schedules.files import load
+from jaxtrain.pipeline.schedules.cost import Costs, schedule_cost
+from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.pipeline.schedules.table import Action, Table
 from jaxtrain.planning.cost.roofline import StepCost
 
 
 def schedule_table(pipeline: PipelineConfig, stages: int, microbatches: int) -> Table | None:
     """Loads the table of a schedule; None for one stage."""
-    return None if stages == 1 else load(pipeline.schedule, stages, microbatches, pipeline.virtual_stages)
+    return None if stages == 1 else load_table(pipeline.schedule, stages, microbatches, pipeline.virtual_stages)
 
 
 def loop_runs(schedule: Table) -> dict[str, float]:
     """Mean runs per tick and stage of each loop that runs at most once: an `Action`, or an end of the model.
 
-    The ends (`begin`, `loss`, `end`) run once a microbatch.
+    The ends (`embed`, `loss`, `embed_backward`) run once per microbatch.
     """
     counts = np.bincount(schedule.action.ravel(), minlength=len(Action)) / schedule.action.size
-    ends = dict.fromkeys(("begin", "loss", "end"), schedule.microbatches / schedule.ticks)
+    ends = dict.fromkeys(("embed", "loss", "embed_backward"), schedule.microbatches / schedule.ticks)
     return {action.name: float(counts[action]) for action in Action} | ends
 
 
@@ -43,7 +43,7 @@ def bubble_seconds(schedule: Table, cost: StepCost) -> float:
     whole = seconds[Action.BW]
     # A backward in one piece (BW) counts as a B and a W of half its time.
     costs = [seconds[Action.F], seconds[Action.B] or whole / 2, seconds[Action.W] or whole / 2]
-    priced = price(schedule, Costs(*(one * schedule.chunks for one in costs)))
+    priced = schedule_cost(schedule, Costs(*(one * schedule.chunks for one in costs)))
     return priced.lockstep - priced.work
 
 
