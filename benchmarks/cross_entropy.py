@@ -1,11 +1,11 @@
-"""Memory and time of the vocabulary-chunked cross-entropy against full logits: loss and both gradients.
+"""Memory and time of the vocabulary-chunked cross-entropy compared with full logits: loss and both gradients.
 
     python benchmarks/cross_entropy.py [--rows 8192] [--embed 2048] [--vocab 128256] [--chunks 1 4 8 16]
                                        [--dtype bfloat16] [--repeats 5] [--measure] [--quick] [--out cross_entropy.json]
 
-`temporaries` is the memory of the compiled program besides arguments and results (`memory_analysis`), which needs no
-run; `logits` is the size of one float32 copy of the full logits, for scale. Time, with `--measure`, is the
-median of interleaved runs. `full` is the plain form: logits, log-softmax, automatic differentiation.
+`temporaries` is the memory of the compiled program without arguments and results (`memory_analysis`), known without a
+run. It is compared with one float32 copy of the full logits. Time, with `--measure`, is the median of interleaved runs.
+`full` is the plain form: logits, log-softmax, automatic differentiation.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxtrain.kernels.cross_entropy import cross_entropy
 
 
 def full(x, head, targets, weights):
-    """Mean loss with the logits of the whole batch in memory."""
+    """Returns the mean loss, with the logits of the whole batch in memory."""
     logits = jnp.einsum("btd,dv->btv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
     label = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - label)) / weights.sum()
 
 
 def chunked(chunks: int):
-    """Mean loss by the fused kernel."""
+    """Returns a function of the mean loss by the fused kernel."""
 
     def loss(x, head, targets, weights):
         total, weight = cross_entropy(x, head, targets, weights, chunks=chunks)["cross_entropy"]
@@ -37,7 +37,7 @@ def chunked(chunks: int):
 
 
 def programs(args: argparse.Namespace) -> dict[str, jax.stages.Compiled]:
-    """Loss and gradients, compiled, by name."""
+    """Compiles loss and gradients, by name."""
     shapes = (
         jax.ShapeDtypeStruct((1, args.rows, args.embed), args.dtype),
         jax.ShapeDtypeStruct((args.embed, args.vocab), jnp.float32),
@@ -52,7 +52,7 @@ def programs(args: argparse.Namespace) -> dict[str, jax.stages.Compiled]:
 
 
 def measure(compiled: dict[str, jax.stages.Compiled], args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of each program; runs of different programs are interleaved."""
+    """Returns the median seconds of each program, of interleaved runs."""
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = (
         jax.random.normal(keys[0], (1, args.rows, args.embed), args.dtype),

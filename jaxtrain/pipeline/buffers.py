@@ -43,7 +43,7 @@ class Payload(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Receives:
-    """What each stage receives from one side at the end of each tick. All int32 [ticks, stages].
+    """Messages that each stage receives from one side at the end of each tick. All int32 [ticks, stages].
 
     Attributes:
         payload: `Payload`.
