@@ -52,7 +52,7 @@ SOON = 0.7  # of a generation
 GONE = 20.0  # seconds in which workers follow their supervisor
 MARK = "CHAOS_RUN"  # in the environment of all that a run starts
 # As tests/conftest.py: compiling is most of a generation's time.
-CHEAP = xla_options.as_flags(xla_options.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
+CHEAP = xla_options.as_flags(xla_options.fast_compile() | {"xla_cpu_parallel_codegen_split_count": 1})
 
 
 @dataclass

@@ -16,7 +16,7 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("JAXTRAIN_TEST_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = os.environ.get("JAXTRAIN_TEST_DEVICES", "8")
 # Compiling is most of a test's time: the cheapest code generation takes a quarter of it. Collectives are the same;
 # only elementwise operations are fused otherwise.
-CHEAP = xla_options.as_flags(xla_options.quickly() | {"xla_cpu_parallel_codegen_split_count": 1})
+CHEAP = xla_options.as_flags(xla_options.fast_compile() | {"xla_cpu_parallel_codegen_split_count": 1})
 if CHEAP not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CHEAP}".strip()
 

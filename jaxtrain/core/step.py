@@ -23,6 +23,7 @@ from jaxtrain.core.gradients import (
 from jaxtrain.errors import UserError
 from jaxtrain.losses.terms import Terms, scales, split_loss_output
 from jaxtrain.models.model_def import ModelDef, Tree
+from jaxtrain.models.protocols import HasMetrics
 from jaxtrain.optim.optimizers import clip, ema_update
 from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
@@ -103,7 +104,7 @@ def _step_metrics(model: Any, output: GradOutput) -> Metrics:
     means = {name: output.sums[name] * factor for name, factor in scales(output.weights).items()}
     metrics = dict(means)
     if output.counts is not None:
-        if not hasattr(model, "metrics"):
+        if not isinstance(model, HasMetrics):
             raise UserError("model.type: `loss` returned (terms, counts); expected a method `metrics(counts)`, too")
         metrics |= {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(output.counts).items()}
     metrics["loss"] = jnp.sum(jnp.stack(list(means.values())))

@@ -22,16 +22,16 @@ def head_dim(model: ModelConfig) -> int:
 
 
 def decoder_tensors(model: ModelConfig, vocab: int, kv_shards: int = 1, table_shards: int = 1) -> Table:
-    """Every parameter of the decoder.
+    """Returns every parameter of the decoder.
 
     Args:
         model: the sizes.
-        vocab: rows of the embedding table (the tokenizer's, where `model.vocab` is not set).
-        kv_shards: shards of `kv_heads`; where these have to be repeated their dim is named `kv_shared`.
-        table_shards: of `table`, the width of an embedding that is no head, where it has the width for them.
+        vocab: rows of the embedding table.
+        kv_shards: shards of `kv_heads`; if heads must be repeated for them, their dim is named `kv_shared`.
+        table_shards: shards of `table`, the width of an embedding that is not the head too.
 
     Returns:
-        path, e.g. `layers/attention/q` -> (shape, logical names). Layers are stacked on a first dim `layers`.
+        path, such as `layers/attention/q` -> (shape, logical names). Layers have a leading dim `layers`.
     """
     D, V = model.embed, vocab
     table: Table = {"embed/table": ((V, D), table_names(D, model.tie_embeddings, table_shards))}
@@ -51,7 +51,7 @@ def parameter_count(model: ModelConfig, vocab: int) -> int:
 
 
 def _attention(model: ModelConfig, kv_shards: int) -> Table:
-    """Projections of one layer, without the `layers` dim."""
+    """Returns the projections of one layer, without the dim `layers`."""
     D, H, K, h = model.embed, model.heads, model.kv_heads or model.heads, head_dim(model)
     kv = "kv_heads" if kv_copies(H, K, kv_shards) == 1 else KV_SHARED
     table: Table = {
@@ -67,20 +67,20 @@ def _attention(model: ModelConfig, kv_shards: int) -> Table:
     if "output" in model.biases:
         table["attention/o_bias"] = ((D,), (None,))
     if model.qk_norm != "none":
-        whole = model.qk_norm == "full"
-        for name, count, own in (("q", H, "heads"), ("k", K, kv)):
-            shape, names = ((count, h), (own, "head_dim")) if whole else ((h,), (None,))
+        is_full = model.qk_norm == "full"
+        for name, count, heads in (("q", H, "heads"), ("k", K, kv)):
+            shape, names = ((count, h), (heads, "head_dim")) if is_full else ((h,), (None,))
             table |= _norm(f"attention/{name}_norm", shape, names, model)
     return table
 
 
 def _feed_forward(model: ModelConfig) -> Table:
-    """Feed-forward of one layer, or its experts."""
+    """Returns the feed-forward layer, or its experts."""
     return _mlp(model, model.mlp) if model.moe is None else _moe(model, model.moe)
 
 
 def _moe(model: ModelConfig, moe: MoeConfig) -> Table:
-    """Router, experts and shared experts of one layer; the router is too small to shard its experts."""
+    """Returns router, experts and shared experts of one layer. The router is too small to shard its experts."""
     D, E, F = model.embed, moe.num_experts, model.mlp
     table: Table = {"moe/router": ((D, E), ("embed", None))}
     if moe.bias_update_rate is not None:
@@ -94,7 +94,7 @@ def _moe(model: ModelConfig, moe: MoeConfig) -> Table:
 
 
 def _mlp(model: ModelConfig, mlp: int) -> Table:
-    """Feed-forward layer of this width; `gelu` has no gate."""
+    """Returns a feed-forward layer of this width; `gelu` has no gate."""
     D, F = model.embed, mlp
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     table: Table = {f"mlp/{name}": ((D, F), ("embed", "mlp")) for name in inner}
@@ -106,7 +106,7 @@ def _mlp(model: ModelConfig, mlp: int) -> Table:
 
 
 def _norms(model: ModelConfig) -> Table:
-    """Norms of one layer on the residual stream; never sharded."""
+    """Returns the norms of one layer on the residual stream, which are never sharded."""
     names = [] if model.norm_placement == "post" else ["attention_norm", "mlp_norm"]
     if model.norm_placement != "pre":
         names += ["attention_post_norm", "mlp_post_norm"]
@@ -115,6 +115,6 @@ def _norms(model: ModelConfig) -> Table:
 
 
 def _norm(path: str, shape: tuple[int, ...], names: Names, model: ModelConfig) -> Table:
-    """A norm: its scale, and the bias of a LayerNorm."""
+    """Returns the scale of a norm, and the bias of a LayerNorm."""
     parts = ("scale", "bias") if model.norm == "layernorm" else ("scale",)
     return {f"{path}/{part}": (shape, names) for part in parts}

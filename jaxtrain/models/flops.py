@@ -1,11 +1,11 @@
 """FLOPs of a train step, counted from the config.
 
-The convention, stated with every run: only matrix multiplications count, [m, k] x [k, n] as 2 m n k; causal
-attention counts the keys a query may see, (T + 1) / 2 of a sequence of T on average, fewer with a window; packed
-sequences count as one document; the embedding lookup is free, the head counts; backward is twice forward.
-*Hardware* FLOPs add what is computed again in the backward pass: by rematerialisation, and the logits, which the
-fused cross-entropy never stores. Recomputation inside an attention kernel does not count. PaLM (Chowdhery et al.
-2022, arXiv 2204.02311, appendix B) defines MFU and HFU so, but for causality.
+Only matrix multiplications count, [m, k] x [k, n] as 2 m n k. Causal attention counts the keys that a query sees,
+(T + 1) / 2 of a sequence of T on average, fewer with a window; packed sequences count as one document. The embedding
+lookup is free, the head counts. Backward is twice forward. *Hardware* FLOPs add recomputation in the backward pass: by
+rematerialisation, and of the logits, which the fused cross-entropy does not store. Recomputation inside an attention
+kernel does not count. PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B) defines MFU and HFU in this way, but
+for causality.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONVENTION = "matmuls 2mnk, causal attention as causal, window respected, head c
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs per token (per item of a user's model): `model` for MFU, `hardware` for HFU or None when unknown."""
+    """FLOPs per token (or per item): `model` for MFU, `hardware` for HFU, None if unknown."""
 
     model: float
     hardware: float | None
@@ -29,19 +29,19 @@ class Flops:
 
 
 def decoder_flops(
-    model: ModelConfig, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none", head_again: bool = True
+    model: ModelConfig, vocab: int, sequence: int, remat: str | tuple[str, ...] = "none", recomputes_logits: bool = True
 ) -> Flops:
-    """FLOPs of a train step of the decoder, per token.
+    """Returns the FLOPs of a train step of the decoder, per token.
 
     Args:
         model: the `model` section.
         vocab: size of the head.
         sequence: tokens per sequence, T.
-        remat: `none`, `full`, `dots` or the saved names, as in `step.remat`.
-        head_again: the loss computes its logits again for the backward pass (see `kernels.cross_entropy.recomputes`).
+        remat: `none`, `full`, `dots`, or the names of saved values.
+        recomputes_logits: whether the backward pass computes the logits again (see `kernels.cross_entropy`).
     """
     head = 2 * model.embed * vocab
-    forward, again = float(head), float(head_again * head)
+    forward, again = float(head), float(recomputes_logits * head)
     for layers, window in layer_windows(model):
         terms = layer_matmuls(model, attended(sequence, window))
         forward += layers * sum(terms.values())
@@ -50,26 +50,26 @@ def decoder_flops(
 
 
 def layer_windows(model: ModelConfig) -> list[tuple[int, int | None]]:
-    """(number of layers, their window): of every `window_every` layers the last attends globally."""
+    """Returns (number of layers, their window) pairs; the last layer of every `sliding_window_pattern` is global."""
     everywhere = 0 if model.sliding_window_pattern == 1 else model.layers // model.sliding_window_pattern
     return [(model.layers - everywhere, model.sliding_window), (everywhere, None)]
 
 
 def attended(sequence: int, window: int | None) -> float:
-    """Keys that a query sees, averaged over the positions of a sequence."""
+    """Returns the keys that a query sees, averaged over the positions of a sequence."""
     near = min(window or sequence, sequence)
     return (near * (near + 1) / 2 + (sequence - near) * near) / sequence
 
 
 def mean_attended(model: ModelConfig, sequence: int) -> float:
-    """`attended`, averaged over the layers."""
+    """Returns `attended`, averaged over the layers."""
     return sum(layers * attended(sequence, window) for layers, window in layer_windows(model)) / model.layers
 
 
 def layer_matmuls(model: ModelConfig, keys: float) -> dict[str, float]:
-    """Forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query.
+    """Returns the forward FLOPs per token of each matrix multiplication of one layer, at `keys` keys per query.
 
-    Of experts those that a token visits, whatever their capacity.
+    Only the experts of a token count, whatever their capacity.
     """
     moe = model.moe
     head_dim = model.head_dim or model.embed // model.heads
@@ -90,18 +90,18 @@ def layer_matmuls(model: ModelConfig, keys: float) -> dict[str, float]:
 
 
 def _feed_forward(model: ModelConfig, width: int) -> dict[str, float]:
-    """The matrix multiplications of a feed-forward layer of this width; `gelu` has no gate."""
+    """Returns the matrix multiplications of a feed-forward layer of this width; `gelu` has no gate."""
     inner = ("up",) if model.activation == "gelu" else ("gate", "up")
     return dict.fromkeys((*inner, "down"), 2.0 * model.embed * width)
 
 
 def recomputed(model: ModelConfig, remat: str | tuple[str, ...]) -> set[str]:
-    """The matrix multiplications of a layer that backward computes again.
+    """Returns the matrix multiplications of a layer that the backward pass recomputes.
 
-    Whatever backward needs and is not saved: the outputs of o and down are needed by a following norm only (the
-    second residual of a layer is the next layer's input, which the scan saves), those of q and k before their norm.
+    These are the ones it needs and that are not saved. Outputs of o and down are needed only by a norm that follows
+    (the second residual of a layer is the next layer's input, which the scan saves), those of q and k before a norm.
     """
-    # Dropless experts compute their hidden activations again by themselves, those with a capacity if told to.
+    # Dropless experts always recompute their hidden activations, experts with a capacity only under remat.
     inner = {"experts_up"} if model.activation == "gelu" else {"experts_gate", "experts_up"}
     if remat == "none":
         return inner if model.moe is not None and model.moe.capacity_factor is None else set()
@@ -121,25 +121,20 @@ def recomputed(model: ModelConfig, remat: str | tuple[str, ...]) -> set[str]:
 
 
 def user_flops(model: Any, shapes: Mapping[str, tuple[int, ...]], items: int) -> Flops | None:
-    """FLOPs of a user's model, from its optional method `flops(shapes) -> float`; None without one.
-
-    The method gets the shapes of a global batch and returns the FLOPs of a train step on it (forward and backward)
-    by whatever convention it likes. Nothing is guessed: without the method there is no MFU.
+    """Returns the FLOPs of a user's model, if it counts them (see `models.protocols.CountsFlops`), else None.
 
     Args:
-        model: the module, or its class if `flops` is a static method.
-        shapes: batch key -> shape.
+        model: the module.
+        shapes: batch key -> shape of a global batch.
         items: tokens or items of the global batch.
     """
-    count = getattr(model, "flops", None)
-    if not callable(count):
+    if not hasattr(model, "flops"):  # not isinstance of `CountsFlops`, whose module imports JAX
         return None
-    value: Any = count(dict(shapes))
-    return Flops(float(value) / items, None, "as counted by the model")
+    return Flops(float(model.flops(dict(shapes))) / items, None, "as counted by the model")
 
 
 def utilisation(flops_per_token: float | None, tokens_per_sec: float, peak_flops: float | None) -> float | None:
-    """Share of the peak in use, 0 to 1, for a rate and a peak of one device; None where something is unknown."""
+    """Returns the share of the peak in use, 0 to 1, for a rate and a peak of one device; None if either is unknown."""
     if flops_per_token is None or not peak_flops:
         return None
     return flops_per_token * tokens_per_sec / peak_flops

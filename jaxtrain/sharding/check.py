@@ -1,4 +1,4 @@
-"""The mesh doctor: everything that can be wrong with a mesh and its rules, found before JAX starts."""
+"""Checks of a mesh and its rules, before JAX starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from jaxtrain.sharding.rules import (
 Shape = tuple[int, ...]
 Names = tuple[str | None, ...]
 
-# Names that layouts may have rules for even where the model at hand has no such dim.
+# Names that layouts may have rules for even if the model has no such dim.
 KNOWN = frozenset(
     (BATCH, SEQUENCE, CONTEXT, EMBED, "heads", "kv_heads", "head_dim", "mlp", VOCAB, TABLE, LAYERS, EXPERT)
 )
-# Activations that the decoder constrains; no axis may shard two dims of one of them.
+# Activations of the decoder; no axis may shard two dims of one of them.
 ACTIVATIONS: dict[str, Names] = {
     "the residual stream": ("batch", "sequence", None),
     "the queries": ("batch", "context", "heads", None),
@@ -58,36 +58,37 @@ def check(
     Args:
         mesh: sizes of the axes; one may be -1.
         rules: logical name -> mesh axes.
-        tensors: path -> (shape, logical names) of every parameter; None where they are not known yet.
+        tensors: path -> (shape, logical names) of every parameter; None if unknown.
         activations: logical name -> size of activation dims, e.g. `{"batch": 8, "sequence": 1024}`.
-        devices: number of devices; None where it is not known: then an axis of -1 is not checked.
+        devices: number of devices; None if unknown: then an axis of -1 is not checked.
 
     Returns:
-        Problems with dotted keys and no places (see `jaxtrain.config.locate`); empty where all is well.
+        Problems with dotted keys, without places.
     """
     sizes, problems = axis_sizes(mesh, devices)
     problems += _dcn(mesh, sizes)
     problems += _rule_names(rules, tensors, activations)
     valid = {name: tuple(a for a in dict.fromkeys(axes) if a in AXES) for name, axes in rules.items()}
-    problems += _twice(valid, tensors or {}, activations, sizes)
+    problems += _duplicate_axes(valid, tensors or {}, activations, sizes)
     problems += _indivisible(valid, tensors or {}, activations, sizes)
-    problems += _idle(valid, tensors, activations, sizes)
+    problems += _unused_axes(valid, tensors, activations, sizes)
     return problems
 
 
 def axis_sizes(mesh: MeshConfig, devices: int | None) -> tuple[dict[str, int | None], list[Problem]]:
-    """Sizes of all axes, None where not known, and what is wrong with them."""
+    """Returns the sizes of all axes (None if unknown), and their problems."""
     given = {axis: int(getattr(mesh, axis)) for axis in AXES}
     free = [axis for axis, size in given.items() if size == -1]
     known: dict[str, int | None] = {axis: None if size == -1 else size for axis, size in given.items()}
     wrong = [axis for axis, size in given.items() if size == 0 or size < -1]
     if wrong:
         return known, [
-            Problem("", f"mesh.{a}", f"{given[a]} is no size; expected a positive number or -1") for a in wrong
+            Problem("", f"mesh.{a}", f"expected a positive integer, or -1 to infer the size; found {given[a]}")
+            for a in wrong
         ]
     if len(free) > 1:
         names = join_words((f"mesh.{axis}" for axis in free), "and")
-        message = f"only one axis may be -1 (what is left), but {names} all are; give all but one a size"
+        message = f"only one axis may be -1 (inferred), but {names} all are; give all but one a size"
         return known, [
             Problem("", f"mesh.{free[-1]}", message.replace("all are", "both are" if len(free) == 2 else "all are"))
         ]
@@ -102,7 +103,7 @@ def axis_sizes(mesh: MeshConfig, devices: int | None) -> tuple[dict[str, int | N
         "of 1 device", "a mesh of ones"
     )
     need = f"needs a multiple of {fixed} devices" if free else f"needs {_devices(fixed)}"
-    message = f"{text} {need}, and there {'is' if devices == 1 else 'are'} {devices}; {_fitting(given, devices)}"
+    message = f"{text} {need}, and there {'is' if devices == 1 else 'are'} {devices}; {_sizes_that_fit(given, devices)}"
     return known, [Problem("", "mesh", message)]
 
 
@@ -110,8 +111,8 @@ def _devices(count: int) -> str:
     return f"{count} device{'s' if count != 1 else ''}"
 
 
-def _fitting(given: Mapping[str, int], devices: int) -> str:
-    """Sizes of single axes that would fit the devices, nearest first; else the -1 that would."""
+def _sizes_that_fit(given: Mapping[str, int], devices: int) -> str:
+    """Returns sizes of single axes that fit the devices, nearest first, or else where to put -1."""
     fixed = prod(size for size in given.values() if size != -1)
     free = -1 in given.values()
     fits = []
@@ -129,7 +130,7 @@ def _fitting(given: Mapping[str, int], devices: int) -> str:
 
 
 def _dcn(mesh: MeshConfig, sizes: Mapping[str, int | None]) -> Iterable[Problem]:
-    """The part of an axis that spans slices is a divisor of the axis."""
+    """Checks that the part of an axis that spans slices divides the axis."""
     for axis, part in mesh.dcn.items():
         if axis not in AXES:
             message = f"unknown axis{did_you_mean(axis, AXES)}; the axes are {join_words(AXES, 'and')}"
@@ -143,8 +144,8 @@ def _dcn(mesh: MeshConfig, sizes: Mapping[str, int | None]) -> Iterable[Problem]
             yield Problem("", f"mesh.dcn.{axis}", message)
 
 
-def _used(tensors: Mapping[str, tuple[Shape, Names]] | None, activations: Mapping[str, int]) -> set[str]:
-    """Logical names that the model has."""
+def _model_names(tensors: Mapping[str, tuple[Shape, Names]] | None, activations: Mapping[str, int]) -> set[str]:
+    """Returns the logical names that the model has."""
     names = {name for _, dims in (tensors or {}).values() for name in dims if name is not None}
     return names | set(activations)
 
@@ -154,8 +155,8 @@ def _rule_names(
     tensors: Mapping[str, tuple[Shape, Names]] | None,
     activations: Mapping[str, int],
 ) -> Iterable[Problem]:
-    """Unknown logical names, unknown axes, and an axis given twice in one rule."""
-    names = _used(tensors, activations) | KNOWN
+    """Finds unknown logical names, unknown axes, and axes given twice in one rule."""
+    names = _model_names(tensors, activations) | KNOWN
     for name, axes in rules.items():
         if tensors is not None and name not in names:
             hint = did_you_mean(name, sorted(names)) or f"; the names are {join_words(sorted(names), 'and')}"
@@ -168,16 +169,16 @@ def _rule_names(
                 yield Problem("", f"rules.{name}", f"axis `{axis}` is given twice; expected once")
 
 
-def _twice(
+def _duplicate_axes(
     rules: Mapping[str, tuple[str, ...]],
     tensors: Mapping[str, tuple[Shape, Names]],
     activations: Mapping[str, int],
     sizes: Mapping[str, int | None],
 ) -> Iterable[Problem]:
-    """An axis that would shard two dims of one tensor, one problem for each pair of names."""
+    """Finds axes that would shard two dims of one tensor; one problem for each pair of names."""
     tables: dict[str, Names] = {path: names for path, (_, names) in tensors.items()}
     for what, names in ACTIVATIONS.items():
-        tables[what] = tuple(n if n in activations or n in _used(tensors, {}) else None for n in names)
+        tables[what] = tuple(n if n in activations or n in _model_names(tensors, {}) else None for n in names)
     found: dict[tuple[str, str, str], list[str]] = {}
     for path, names in tables.items():
         owner: dict[str, tuple[int, str]] = {}
@@ -192,7 +193,7 @@ def _twice(
                     found.setdefault(cause, []).append(f"{path} (dims {first} and {dim})")
     for (axis, first_name, name), paths in found.items():
         who = f"both `{first_name}` and `{name}`" if first_name != name else f"two dims `{name}`"
-        message = f"axis `{axis}` would shard {who} of {_list(paths)}; expected it in one of these rules"
+        message = f"axis `{axis}` would shard {who} of {_listed(paths)}; expected it in one of these rules"
         yield Problem("", f"rules.{name}", message)
 
 
@@ -202,7 +203,7 @@ def _indivisible(
     activations: Mapping[str, int],
     sizes: Mapping[str, int | None],
 ) -> Iterable[Problem]:
-    """Dims whose size the shards do not divide, one problem for each name and size."""
+    """Finds dims that the shards do not divide; one problem for each name and size."""
     found: dict[tuple[str, int, tuple[str, ...]], list[str]] = {}
     for name, size in activations.items():
         if (
@@ -210,14 +211,14 @@ def _indivisible(
             and set(rules.get(name, ())) <= set(rules.get("sequence", ()))
             and "sequence" in activations
         ):
-            continue  # found with the sequence
+            continue  # reported with the sequence
         found.setdefault((name, size, tuple(rules.get(name, ()))), [])
     for path, (shape, names) in tensors.items():
         for dim, (name, size, axes) in enumerate(zip(names, shape, requested_axes(names, rules))):
             if name is not None:
                 found.setdefault((name, size, axes), []).append(f"{path} (dim {dim})")
     for (name, size, axes), paths in found.items():
-        # An axis of unknown size only multiplies the shards: what the others do not divide stays wrong.
+        # An axis of unknown size only multiplies the shards: if the others do not divide the dim, it does not either.
         counts = {axis: sizes[axis] or 1 for axis in axes if sizes[axis] != 1}
         shards = prod(counts.values())
         if size % shards == 0 or (
@@ -225,7 +226,7 @@ def _indivisible(
         ):  # stages may hold unequal numbers of layers
             continue
         split = " x ".join(f"{axis} {count}" for axis, count in counts.items() if count > 1)
-        what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_list(paths)}"
+        what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_listed(paths)}"
         above = -(-size // shards) * shards
         nearest = join_words([above - shards, above] if above > shards else [above])
         message = (
@@ -234,14 +235,14 @@ def _indivisible(
         yield Problem("", f"rules.{name}", message + join_words(divisors(size, shards)))
 
 
-def _idle(
+def _unused_axes(
     rules: Mapping[str, Sequence[str]],
     tensors: Mapping[str, tuple[Shape, Names]] | None,
     activations: Mapping[str, int],
     sizes: Mapping[str, int | None],
 ) -> Iterable[Problem]:
-    """Axes with several devices that no rule uses: these would all compute the same."""
-    names = set(rules) if tensors is None else _used(tensors, activations)
+    """Finds axes with several devices that no rule uses: the devices would all compute the same."""
+    names = set(rules) if tensors is None else _model_names(tensors, activations)
     used = {axis for name, axes in rules.items() if name in names for axis in axes}
     for axis, size in sizes.items():
         if size is not None and size > 1 and axis not in used:
@@ -249,8 +250,8 @@ def _idle(
             yield Problem("", f"mesh.{axis}", f"{message}; expected 1, a rule with `{axis}`, or another layout")
 
 
-def _list(paths: Sequence[str]) -> str:
-    """The tensors, all named up to `LISTED`."""
+def _listed(paths: Sequence[str]) -> str:
+    """Lists the tensors, at most `LISTED` of them."""
     if len(paths) <= LISTED:
         return join_words(paths, "and")
     return f"{', '.join(paths[:LISTED])} and {len(paths) - LISTED} more"

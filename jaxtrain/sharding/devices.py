@@ -1,4 +1,4 @@
-"""Device order: from a layout to a `jax.sharding.Mesh`."""
+"""Device meshes: the order of devices along the axes of a layout."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxtrain.sharding.layout import Layout
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """Devices laid out by the axis sizes, the inner axes on the fastest network.
+    """Returns the mesh of a layout, with the inner axes on the fastest network.
 
-    Axes named in `dcn` span slices (TPU) or processes (elsewhere) by that factor; the rest stays inside one.
-    All axes are Auto: Explicit axes refuse to slice a sharded stage dim, which pipelining needs.
+    Axes in `dcn` span slices (TPU) or processes (elsewhere) by that factor; the rest of them stays inside one. All axes
+    are Auto: Explicit axes cannot slice a sharded stage dim, which pipelines need.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or `dcn` does not divide its axis.
+        UserError: the sizes do not multiply to the number of devices, or `dcn` does not divide its axis.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = [layout.sizes[axis] for axis in AXES]
@@ -42,7 +42,10 @@ def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def _hybrid(inner: list[int], outer: list[int], devices: list[Any]) -> np.ndarray:
-    """Slices (or, without slices, processes; or, under simulation, equal runs of devices) in the outer factor."""
+    """Returns the devices as a grid whose outer factor spans slices.
+
+    Without slices it spans processes; under simulation, equal runs of devices.
+    """
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) == int(np.prod(outer)):
         by_process = not hasattr(devices[0], "slice_index")

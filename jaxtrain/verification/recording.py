@@ -17,7 +17,7 @@ class Recorder:
 
     def __init__(self, program: Program, batch: Any):
         self.program = program
-        options = xla_options.quickly() if jax.default_backend() == "cpu" else None
+        options = xla_options.fast_compile() if jax.default_backend() == "cpu" else None
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
         jitted = jax.jit(program.step_with_gradients, out_shardings=(shardings, None, None), compiler_options=options)
         self.compiled = jitted.lower(program.state, batch).compile()

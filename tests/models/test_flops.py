@@ -116,7 +116,7 @@ def test_an_only_chunk_keeps_its_logits():
     traced = traced_dots(jax.make_jaxpr(grad)(*args).jaxpr) / 64
     assert traced == pytest.approx(hardware_flops(model, "none", 32, 96) - 2 * 32 * 96, rel=1e-9)
     assert [recomputes(96, 8), recomputes(512, 8), recomputes(1024, 1), recomputes(1024, 2)] == [0, 0, 0, 1]
-    kept, again = (decoder_flops(model, 96, 32, head_again=again).hardware for again in (False, True))
+    kept, again = (decoder_flops(model, 96, 32, recomputes_logits=again).hardware for again in (False, True))
     assert again - kept == 2 * 32 * 96
 
 
