@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from draw_docs import DOCS, ROOT, imports, packages
 
@@ -14,6 +16,20 @@ def test_drawn_pages_are_not_stale(file: str):
 def test_every_package_is_in_the_import_contract():
     present = {path.name.removesuffix(".py") for path in (ROOT / "jaxtrain").iterdir() if path.name[0] not in "_."}
     assert present - {"types", "py.typed"} == {name for name in packages() if "." not in name}
+
+
+@pytest.mark.parametrize(
+    "page", ["CONTRIBUTING.md", "README.md", "SECURITY.md", "docs/glossary.md", "docs/packages.md"]
+)
+def test_paths_and_names_in_pages_exist(page: str):
+    """`folder/file.py:Name`, from the repository or from jaxtrain/."""
+    for path, name in re.findall(r"`([a-z_]+/[\w/.]+\.(?:py|yaml|sh|md))(?::(\w+))?`", (ROOT / page).read_text()):
+        file = next((file for file in (ROOT / path, ROOT / "jaxtrain" / path) if file.exists()), None)
+        assert file is not None, f"{page}: {path}"
+        assert not name or re.search(rf"^ *(class|def) {name}\b|^{name} =", file.read_text(), re.MULTILINE), (
+            path,
+            name,
+        )
 
 
 def test_no_public_function_has_the_name_of_a_package():
