@@ -28,6 +28,9 @@ def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, A
         overrides: `key=value` texts.
         base: values under the file, above the defaults.
 
+    Returns:
+        the config, frozen and complete.
+
     Raises:
         ConfigError: has every problem, one line each.
     """

@@ -41,6 +41,9 @@ def train(
         verbose: print the layout of every parameter when the run begins.
         callbacks: called after the default ones.
 
+    Returns:
+        the outcome, with metrics, state and compiled program.
+
     Raises:
         UserError: bad input, one line for each problem.
         NotSavedError: the last checkpoint could not be written.

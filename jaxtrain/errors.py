@@ -140,6 +140,9 @@ def add_locations(problems: Iterable[Problem], provenance: Mapping[str, str]) ->
     Args:
         problems: problems of a resolved config, with keys but without locations.
         provenance: dotted key -> location, from `jaxtrain.core.resolve.resolve`.
+
+    Returns:
+        the problems with their locations.
     """
     return [p if p.where else replace(p, where=_location(p.key, provenance)) for p in problems]
 

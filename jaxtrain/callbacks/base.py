@@ -121,6 +121,9 @@ class Callback:
         """Returns False for a state that is not to be saved. Later callbacks are not asked then.
 
         Args:
+            trainer: the run.
+            state: train state.
+            step: finished steps.
             is_last: the run ends here, so the alternative is to lose the steps since the last checkpoint.
         """
         return True

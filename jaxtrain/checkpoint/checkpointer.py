@@ -126,7 +126,8 @@ class Checkpointer(CheckpointReader):
     def is_empty(self) -> bool:
         """Returns whether neither tier has a step, good or damaged. The same on every process.
 
-        Raises CheckpointError if the folder is empty and the durable tier cannot be listed.
+        Raises:
+          CheckpointError: the folder is empty and the durable tier cannot be listed.
         """
         is_empty, problem = True, None
         if self._is_first:
@@ -168,7 +169,8 @@ class Checkpointer(CheckpointReader):
           metrics: finite numbers by which `keep_best` ranks.
           copy: False if nobody donates the state before `wait` returns (one process): it is written without a copy.
 
-        Returns: False if this step is already committed, or was skipped because the previous save hangs.
+        Returns:
+          False if this step is already committed, or was skipped because the previous save hangs.
 
         Raises:
           CheckpointError: closed, not JSON-able, not jax.Arrays, or behind the newest checkpoint (see `rewind`).
@@ -209,9 +211,12 @@ class Checkpointer(CheckpointReader):
         return self._saver.is_retry_due(step)
 
     def rewind(self, step: int) -> list[int]:
-        """Renames the committed steps after `step` to `old-N`, so that training can continue from it. Returns them.
+        """Renames the committed steps after `step` to `old-N`, so that training can continue from it.
 
         In the durable tier, too; an object store cannot rename, so there they are deleted.
+
+        Returns:
+          the renamed steps.
         """
         self.wait()
         self._saver.cancel_retry()

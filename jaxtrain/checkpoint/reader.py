@@ -58,7 +58,8 @@ class CheckpointReader:
           partial: the checkpoint may hold more tensors, e.g. `{"params": ...}` is enough to evaluate.
           verify: check the digest of every file first (each process reads its share); else only their sizes.
 
-        Returns: (state, manifest). The state has the structure of `abstract_state`. Its arrays own their buffers, so
+        Returns:
+          (state, manifest). The state has the structure of `abstract_state`. Its arrays own their buffers, so
           a donating step reuses all of them.
 
         Raises:

@@ -28,6 +28,9 @@ def validate(program: Program, sets: Mapping[str, Any], params: Any, batches: in
         sets: prefix -> dataset.
         params: with the shardings of the train state.
         batches: largest number of batches of each dataset; sums and weights are added over them.
+
+    Returns:
+        prefixed name -> value.
     """
     metrics: dict[str, float] = {}
     for prefix, dataset in sets.items():

@@ -30,7 +30,8 @@ class Placer:
     def __init__(
         self, fetch: Fetch, sharder: Sharder, global_batch: int, has_sequence: bool, order: np.ndarray | None = None
     ):
-        """
+        """Creates the placer.
+
         Args:
             fetch: reads the rows of a step.
             sharder: mesh and rules.

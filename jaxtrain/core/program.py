@@ -69,6 +69,9 @@ def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> 
         vocab: vocabulary size of a model of tokens.
         devices: devices of the mesh, which need not be present.
 
+    Returns:
+        the program; nothing is compiled before its first step.
+
     Raises:
         UserError: the layout does not fit the devices or the model's tensors.
     """

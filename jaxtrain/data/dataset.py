@@ -203,7 +203,7 @@ def _interleave(rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 def _build_batch(
     splits: Sequence[TokenizedDocuments], pieces: Pieces, sequence: int, rows: int
 ) -> dict[str, np.ndarray]:
-    """Builds the arrays of a batch from its pieces.
+    """Returns the arrays of a batch, built from its pieces.
 
     They share one allocation: from 4 MiB on NumPy then asks for huge pages, which saves thousands of page faults. A few
     rows are filled at a time, so that intermediate arrays stay in the processor's cache.
@@ -287,6 +287,9 @@ def open_dataset(data: DataConfig, seed: int, split: str = "train", progress: Pr
       split: `train` or `validation`.
       progress: called with (bytes done, bytes in all) while a cache is built.
 
+    Returns:
+      an object with `batch(step, rows)`.
+
     Raises:
       UserError: bad input, a damaged cache, a user's class that cannot be loaded or has no `batch`. Exceptions of the
         user's code are not wrapped.
@@ -316,8 +319,11 @@ def open_validation_sets(
 ) -> dict[str, TextDataset]:
     """Opens the sets of `eval.sets`, with the tokenizer, sequence length and batch size of `data`.
 
+    Returns:
+      name -> dataset.
+
     Raises:
-      UserError: bad input, a set without documents, or `data` is not text, so that there is no tokenizer.
+      DataError: bad input, a set without documents, or `data` is not text, so that there is no tokenizer.
     """
     if sets and not data.is_text:
         raise DataError(f"eval.sets: data.type is `{data.type}`, so there is no tokenizer; expected `text`")

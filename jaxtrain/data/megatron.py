@@ -1,6 +1,6 @@
-"""Megatron-LM `.bin` and `.idx` files, read in place: they hold tokens already, so no token cache is built.
+r"""Megatron-LM `.bin` and `.idx` files, read in place: they hold tokens already, so no token cache is built.
 
-`NAME.bin` holds token ids only. `NAME.idx`, all little-endian: the 9 bytes `MMIDIDX\\0\\0`, version 1 (uint64), a code
+`NAME.bin` holds token ids only. `NAME.idx`, all little-endian: the 9 bytes `MMIDIDX\0\0`, version 1 (uint64), a code
 of the dtype (uint8), the number S of sequences and the number D of entries of the document index (uint64 each), tokens
 of each sequence (int32[S]), its first byte in the .bin (int64[S]), and the first sequence of each document (int64[D],
 which ends with S). Documents are those of the index; they end with an eos only if written with one (`--append-eod`).

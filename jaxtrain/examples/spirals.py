@@ -17,8 +17,9 @@ class Points:
         self.global_batch, self.noise = global_batch, noise
 
     def batch(self, step, rows=None):
-        """Returns rows of a batch. A pure function of its arguments: each row has its own generator, so any host can
-        ask for any rows.
+        """Returns rows of a batch, as a pure function of its arguments.
+
+        Each row has its own generator, so any host can read any rows.
         """
         indices = np.arange(self.global_batch)[slice(None) if rows is None else rows]
         seeds = [[*self.seed, step * self.global_batch + int(index)] for index in indices]

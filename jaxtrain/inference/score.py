@@ -36,7 +36,8 @@ class Scorer:
     """
 
     def __init__(self, model_def: ModelDef, sharder: Sharder, longest: int, rows: int):
-        """
+        """Creates the scorer.
+
         Args:
             model_def: model_def of the decoder.
             sharder: its sharder.

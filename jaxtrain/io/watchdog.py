@@ -53,7 +53,8 @@ class Watchdog:
         period: float = 1.0,
         exit_process: Callable[[int], Any] = os._exit,
     ):
-        """
+        """Creates the watchdog.
+
         Args:
             ledger: reports the current phase.
             folder: of the run; receives `hang-PROCESS.txt`.

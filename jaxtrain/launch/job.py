@@ -25,7 +25,8 @@ class ElasticJob:
     """Run whose mesh follows the number of processes. One leader owns it and writes config.yaml between generations."""
 
     def __init__(self, config: Config, directory: Path, devices: int, fallbacks: Sequence[Sequence[str]] = ()) -> None:
-        """
+        """Creates the elastic job.
+
         Args:
             config: the run's config, from which the config of each generation derives.
             directory: RUN_DIR.

@@ -36,7 +36,8 @@ class Leader:
         generation: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Creates the leader.
+
         Args:
             job: the run to launch.
             policy: timeouts and limits.

@@ -90,7 +90,8 @@ class NodePool:
     """Connected nodes and their usable slots in the order of ranks."""
 
     def __init__(self, denylist: Denylist, spares: int) -> None:
-        """
+        """Creates the node pool.
+
         Args:
             denylist: slots and nodes that get no workers.
             spares: slots held back while all others are connected.

@@ -32,7 +32,8 @@ class LeaderServer:
     """Runs a `Leader` in a thread of node 0 until its job is over and the agents have disconnected."""
 
     def __init__(self, leader: Leader, host: str, port: int, show: Callable[[str], None]) -> None:
-        """
+        """Creates the leader server.
+
         Args:
             leader: makes the decisions.
             host: address to listen on.

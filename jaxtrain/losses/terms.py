@@ -19,6 +19,9 @@ def split_loss_output(output: Any) -> tuple[Terms, Any]:
 
     Counts are a pytree of arrays that are sums over the rows of the batch, such as the load of experts. The step sums
     them over microbatches, and the model's `metrics(counts)` computes {name: scalar} from them.
+
+    Returns:
+        (terms, counts).
     """
     terms, counts = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
     return validate_terms(terms), counts
@@ -26,6 +29,9 @@ def split_loss_output(output: Any) -> tuple[Terms, Any]:
 
 def validate_terms(terms: Any) -> Terms:
     """Casts loss terms to float32.
+
+    Returns:
+        {name: (sum, weight)} of float32 scalars.
 
     Raises:
         UserError: the terms are not {name: (sum, weight)} of scalars.

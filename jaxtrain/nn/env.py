@@ -61,6 +61,12 @@ class Env:
             init: initialiser.
             dtype: storage dtype; default: the policy's.
             exact: True if every policy uses it in the storage dtype.
+
+        Returns:
+            the parameter.
+
+        Raises:
+            ValueError: as many names as dims are needed.
         """
         if len(names) != len(shape):
             raise ValueError(f"parameter of shape {shape} has {len(names)} logical names: {names}")
@@ -80,6 +86,9 @@ class Env:
         """Replicates small values [B, T] (documents, positions) over the shards of a sequence.
 
         Attention across shards needs them; this gathers them once and not in every layer.
+
+        Returns:
+            the replicated values.
         """
         return self.constrain(x_BT, BATCH, None)
 
@@ -87,6 +96,9 @@ class Env:
         """Moves activations from the residual stream (sharded by `sequence`) to matmuls (by `context`).
 
         Under sequence parallelism this is an all-gather, and its transpose a reduce-scatter.
+
+        Returns:
+            the same values with the sharding of matmul inputs.
         """
         return self.sharder.reshard(x_BTD, (RESIDUAL, MATMUL), (RESIDUAL,))
 

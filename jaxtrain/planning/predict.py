@@ -46,6 +46,9 @@ def predict(
         max_devices: number of devices above which smaller pods are compiled instead, if possible
             (`pods.smaller_pods`); None: never.
 
+    Returns:
+        the plan, also if the config does not fit or does not compile.
+
     Raises:
         UserError: an unknown target, a package that is not installed, or a layout that does not fit.
     """
@@ -102,6 +105,9 @@ def extrapolate(config: Config, near: Plan, far: Plan, shards: tuple[int, int, i
         near: plan of the larger pod.
         far: plan of the smaller pod.
         shards: numbers of shards of the cluster, of `near` and of `far`; decreasing.
+
+    Returns:
+        the plan of the cluster.
     """
     full, more, fewer = (1 / count for count in shards)
     slope = (more - full) / (fewer - more)
@@ -132,9 +138,12 @@ def _extrapolate(near: Any, far: Any, slope: float) -> Any:
 
 
 def _traffic(near: Plan, far: Plan, slope: float) -> tuple[Traffic, ...]:
-    """Traffic of the full cluster, longest first.
+    """Extrapolates the traffic of the full cluster.
 
     The hidden fraction is that of the larger pod: the compiler's order of starts changes in steps with the group size.
+
+    Returns:
+        the traffic, longest first.
     """
     others = {(row.axes, row.op, row.network): row for row in far.traffic}
     rows = []

@@ -137,6 +137,9 @@ class Sharder:
         A plain constraint also constrains the cotangent. Where forward and backward pass want different shardings, that
         turns a reduce-scatter into an all-reduce. Naming the sharding before a gather fixes the dtype that is sent:
         otherwise the partitioner may gather before a cast, in float32.
+
+        Returns:
+            `x`, resharded.
         """
         forward, backward = (tuple(self.dims(names) for names in side) for side in (fwd, bwd))
         return _reshard(self, forward, backward, x.dtype, x)

@@ -49,12 +49,15 @@ class TrackerList:
         self.members, self._report = list(members), report
 
     def start(self, info: Mapping[str, Any]) -> None:
+        """Reports the begin of a run or of its continuation."""
         self._each("start", info)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
         self._each("log", step, values)
 
     def event(self, kind: str, **fields: Any) -> None:
+        """Reports an event."""
         self._each("event", kind, **fields)
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -62,12 +65,15 @@ class TrackerList:
         self._each("event", kind, among=JsonlTracker, **fields)
 
     def artifact(self, path: Path) -> None:
+        """Uploads a file or folder to the trackers that store them."""
         self._each("artifact", path)
 
     def rewind(self, step: int) -> None:
+        """Drops what was logged after a step."""
         self._each("rewind", step)
 
     def close(self) -> None:
+        """Closes all trackers."""
         self._each("close")
 
     def _each(self, method: str, *args: Any, among: type = object, **kwargs: Any) -> None:
@@ -84,7 +90,15 @@ class TrackerList:
 
 
 def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
-    """Returns the trackers of the config; none on processes other than 0.
+    """Creates the trackers of the config; none on processes other than 0.
+
+    Args:
+        config: the run's config.
+        run_dir: run directory.
+        is_main: True on process 0.
+
+    Returns:
+        the trackers.
 
     Raises:
         UserError: the package of a tracker is missing; names the extra to install.

@@ -49,7 +49,8 @@ class ConsoleTracker:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """
+        """Creates the console tracker.
+
         Args:
             steps: total steps of the run.
             console: output; default: stdout.

@@ -52,7 +52,8 @@ class GoodputLedger:
     """
 
     def __init__(self, *, age: float = 0.0, clock: Callable[[], float] = time.monotonic):
-        """
+        """Creates the goodput ledger.
+
         Args:
             age: seconds that the process ran before; they count as `init`.
             clock: returns seconds.

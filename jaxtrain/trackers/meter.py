@@ -32,7 +32,8 @@ class Meter:
         peak: Peak | None = None,
         memory: Callable[[], int | None] | None = None,
     ):
-        """
+        """Creates the meter.
+
         Args:
             ledger: time accounting of this process.
             tokens: positions (items) of a global batch, padding included.

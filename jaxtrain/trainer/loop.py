@@ -74,9 +74,13 @@ def train(
         ledger: time accounting of this process; default: a new one.
         callbacks: called in this order, see `jaxtrain.callbacks`.
 
+    Returns:
+        the outcome.
+
     Raises:
         ValueError: bad input, one line for each problem.
         NotSavedError: the last checkpoint could not be written.
+        TrainingError: a device ran out of memory.
         DivergedError: too many steps in a row made no update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """

@@ -99,6 +99,9 @@ def verify(
         inject: a fault of `known_faults` to inject into every layout, for tests.
         progress: called with the number of layouts that are done, and of all.
 
+    Returns:
+        the result of each layout, and what was changed to shrink the model.
+
     Raises:
         UserError: an invalid config or layout.
     """

@@ -37,7 +37,7 @@ class DiffRow:
 
     @property
     def change(self) -> float | None:
-        """b - a."""
+        """Difference b - a."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property

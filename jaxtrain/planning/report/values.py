@@ -56,7 +56,7 @@ def time_unit(seconds: Iterable[float]) -> Unit:
     """Seconds, or ms or µs if the longest is below one."""
     longest = max(seconds, default=0.0) or 1.0
     units = (Unit(name, factor) for name, factor in (("s", 1.0), ("ms", 1e-3)) if longest >= factor)
-    return next(units, Unit("µs", 1e-6))
+    return next(units, Unit("µs", 1e-6))  # noqa: RUF001
 
 
 def format_seconds(seconds: float | None) -> str:

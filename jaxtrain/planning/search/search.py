@@ -59,6 +59,9 @@ def search(
         progress: called with the progress.
         predict: compiles; takes (config, vocab, target, timeout=seconds). Default: `planning.predict`.
 
+    Returns:
+        the ranking.
+
     Raises:
         UserError: an unknown target, a number of devices that does not exist for it, a model that can not be
             estimated, an unknown vocabulary size, or no legal layout.
