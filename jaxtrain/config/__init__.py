@@ -1,9 +1,9 @@
 """Typed config: the schema, loading with layouts and overrides, and errors that say what would be right."""
 
+from jaxtrain.config.keys import json_schema
 from jaxtrain.config.schema import Config
 from jaxtrain.config.shipped import configs_dir, layout_names
 from jaxtrain.config.show import diff, dump_yaml, flatten, show
-from jaxtrain.config.validate import json_schema
 from jaxtrain.errors import ConfigError, Problem, UserError, add_locations
 
 __all__ = [

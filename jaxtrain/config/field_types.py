@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticKnownError
 
 LARGEST = 2**31 - 1  # sizes and steps are int32 on the device
@@ -28,32 +28,31 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 def _no_lookalike(value: Any) -> Any:
     """Rejects true and 1.0, which `Literal` accepts for 1."""
     if isinstance(value, (bool, float)):
-        raise PydanticKnownError("int_type")
+        raise PydanticKnownError("literal_error", {"expected": "0, 1, 2 or 3"})
     return value
 
 
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_lookalike)]
 
 
-def _axis_size(value: int) -> int:
-    if value == 0:
-        raise ValueError("expected a positive integer, or -1 to infer the size")
+def _axis_size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value == 0 or not -1 <= value <= LARGEST:
+        raise ValueError("a positive integer, or -1 to infer the size")
     return value
 
 
 AxisSize = Annotated[
     int,
-    Field(ge=-1, le=LARGEST, strict=True),
-    AfterValidator(_axis_size),
-    WithJsonSchema({"anyOf": [{"enum": [-1]}, {"type": "integer", "minimum": 1, "maximum": LARGEST}]}),
+    BeforeValidator(_axis_size),
+    WithJsonSchema({"type": "integer", "minimum": -1, "maximum": LARGEST, "not": {"const": 0}}),
 ]
 
 
 def _axes(value: Any) -> Any:
     """Accepts `null`, `fsdp` or `[data, fsdp]` for a rule."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else value
+    if not isinstance(value, (str, list, tuple, type(None))):
+        raise ValueError("a mesh axis, a list of mesh axes, or null")
+    return () if value is None else (value,) if isinstance(value, str) else value
 
 
 Axes = Annotated[
@@ -73,8 +72,8 @@ def _by_step(value: Any) -> Any:
     if isinstance(value, dict):
         return value if any(str(step) == "0" for step in value) else {0: 1.0, **value}
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return value
-    if value <= 0:
+        raise ValueError("a number, or numbers by step as in {0: 1.0, 1000: 0.5}")
+    if not value > 0:
         raise PydanticKnownError("greater_than", {"gt": 0})
     return {0: value}
 

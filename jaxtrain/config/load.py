@@ -1,9 +1,9 @@
-"""YAML files, a layout and `key=value` overrides to one frozen `Config`.
+"""Loading: YAML files, a layout and `key=value` overrides become one frozen `Config`.
 
 Levels, later ones win: defaults < the Hugging Face model of `model.from` < files along `extends:` < the file <
-`key=value`. Naming a layout at a level replaces what layouts hold (`LAYOUT_KEYS`: mesh, rules ...) of all earlier
-levels by the layout's own; the same keys at that level or later refine them. A file that says `resolved: true` is
-complete by itself: its layout and its `from` are only names.
+`key=value`. A level that names a layout replaces the layout keys (`LAYOUT_KEYS`: mesh, rules ...) of all earlier levels
+by those of the layout; the same keys at that level or later refine them. A file with `resolved: true` is complete: its
+layout and its `from` are only names.
 """
 
 from __future__ import annotations
@@ -14,34 +14,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.provenance import DEPTH, Node, deepest, find, from_python, merge, plain, put
+from jaxtrain.config.keys import all_keys
+from jaxtrain.config.provenance import (
+    MAX_DEPTH,
+    Node,
+    deepest_node,
+    find_node,
+    from_python,
+    merge,
+    set_value,
+    to_python,
+    without_keys,
+)
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import display, find_file, find_layout
 from jaxtrain.config.show import flatten
-from jaxtrain.config.validate import all_keys, validate
+from jaxtrain.config.validate import validate
 from jaxtrain.config.yaml_reader import read_file, read_text
-from jaxtrain.errors import ConfigError, Problem, UserError, add_locations, did_you_mean, format_value, join_words
+from jaxtrain.errors import ConfigError, Problem, add_locations, did_you_mean, format_value, join_words
 
 COMMAND_LINE = "command line"
 MAX_FILES = 64
-FILE_KEYS = ("extends", "resolved")  # what only a file may say
-CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that later checks look at
+FILE_KEYS = ("extends", "resolved")  # keys that only a file may have
+LATER_CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that the checks of layouts read
 Check = Callable[[Config], Iterable[Problem]]
 Fit = Callable[[Config, dict[str, str]], Config]
 ReadModel = Callable[[Path], dict[str, Any]]  # a Hugging Face folder -> its `model` section
+Override = tuple[list[str], Node]
 
 
 @dataclass(frozen=True)
 class Level:
-    """One file, or the base dict: its tree without the keys only a file may have."""
+    """One file, or the base dict: its tree without `FILE_KEYS`."""
 
     tree: Node
     folder: Path | None
-    resolved: bool
+    is_resolved: bool
 
 
 def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, Any] | None = None) -> Config:
-    """The config of a file (or of the defaults, for None) with `key=value` overrides.
+    """Returns the config of a file (or of the defaults, for None) with `key=value` overrides.
 
     Args:
         path: YAML file, relative to the working folder, or a shipped one such as `configs/quickstart.yaml`.
@@ -64,16 +76,16 @@ def resolve(
     fit: Fit | None = None,
     notes: list[str] | None = None,
 ) -> tuple[Config, dict[str, str]]:
-    """`load`, and where each value came from.
+    """Loads a config with the provenance of each value.
 
     Args:
         path: as for `load`.
         overrides: as for `load`.
         base: as for `load`.
-        paths: whether the data and the tokenizer must be there; False to look at a config of another machine.
+        paths: whether the data and the tokenizer must exist; False to look at a config of another machine.
         checks: further checks (of the layout), whose problems are reported together with all others.
-        read_model: reads the folder that `model.from` names: its `model` section.
-        fit: fits a valid config to its devices, before the checks; gets the provenance, which it may change.
+        read_model: reads the `model` section from the folder that `model.from` names.
+        fit: fits a valid config to its devices, before the checks; may change the provenance it gets.
         notes: gets a line for each value that is not used as it is written.
 
     Returns:
@@ -88,218 +100,184 @@ def resolve(
         levels.append(_base_level(base, problems))
     if path is not None:
         file = find_file(os.fspath(path), None) if isinstance(os.fspath(path), str) else Path(os.fsdecode(path))
-        _collect(file, [], levels, problems)
-    unread = bool(problems)
-    given = _overrides(overrides, problems)
-    tree = _merge(levels, given, problems, [] if notes is None else notes)
-    if not any(level.resolved for level in levels):
-        tree = _with_imported(tree, read_model, problems) if read_model else tree
-    config, dropped = validate(tree, problems, paths and not unread)
-    provenance = {key: _origin(tree, key) for key in flatten(config)}
-    # Without the layout the mesh is not what was meant.
-    is_whole = not unread and all(problem.key != "layout" for problem in problems)
-    if is_whole and not any(not at or at[0] in CHECKED for at in dropped):
+        _read_levels(file, [], levels, problems)
+    is_readable = not problems
+    tree = _merge_levels(levels, _parse_overrides(overrides, problems), problems, [] if notes is None else notes)
+    if read_model and not any(level.is_resolved for level in levels):
+        tree = _with_imported_model(tree, read_model, problems)
+    config, removed = validate(tree, problems, paths and is_readable)
+    provenance = {key: _origin(tree, key.split(".")) for key in flatten(config)}
+    has_layout = is_readable and all(problem.key != "layout" for problem in problems)
+    if has_layout and not any(not key or key[0] in LATER_CHECKED for key in removed):
         config = fit(config, provenance) if fit else config
-        found = [problem for check in checks for problem in check(config)]
-        problems += add_locations(found, provenance)
+        problems += add_locations([problem for check in checks for problem in check(config)], provenance)
     if problems:
         raise ConfigError(problems)
     return config, provenance
 
 
-def _origin(tree: Node, key: str) -> str:
-    path = key.split(".")
-    node, known = deepest(tree, path)
-    if len(known) < len(path) and isinstance(node.value, (dict, list)):
-        return "default"
-    return node.origin
+def _origin(tree: Node, path: list[str]) -> str:
+    node, existing = deepest_node(tree, path)
+    return "default" if len(existing) < len(path) and isinstance(node.value, (dict, list)) else node.origin
 
 
 def _base_level(base: dict[str, Any], problems: list[Problem]) -> Level:
     tree = from_python(base, "base", problems)
     if not isinstance(tree.value, dict):
-        problems.append(Problem("base", "", f"expected a dict of sections, found {format_value(plain(tree))}"))
+        message = f"expected a dict of sections, found {format_value(to_python(tree))}"
+        problems.append(Problem("base", "", message))
         tree = Node({}, "base", "base")
     return _level(tree, None, problems)
 
 
 def _level(tree: Node, folder: Path | None, problems: list[Problem]) -> Level:
-    """A level from its tree, less `extends` and `resolved`."""
     resolved = tree.value.get("resolved")
     if resolved is not None and not isinstance(resolved.value, bool):
-        message = f"expected true or false; found {format_value(plain(resolved))}"
+        message = f"expected true or false; found {format_value(to_python(resolved))}"
         problems.append(Problem(resolved.where, "resolved", message))
-    complete = resolved is not None and resolved.value is True
-    rest = Node({key: node for key, node in tree.value.items() if key not in FILE_KEYS}, tree.where, tree.origin)
-    return Level(rest, folder, complete)
+    return Level(without_keys(tree, FILE_KEYS), folder, resolved is not None and resolved.value is True)
 
 
-def _collect(path: Path, stack: list[Path], levels: list[Level], problems: list[Problem], named: str = "") -> None:
-    """Appends the levels of a file: first what it extends, in order, then itself.
+def _read_levels(
+    file: Path, children: list[Path], levels: list[Level], problems: list[Problem], where: str = ""
+) -> None:
+    """Appends the levels of a file: first those of the files it extends, in order, then its own.
 
     Args:
-        path: the file.
-        stack: real paths of the files that led here, outermost first.
+        file: the file.
+        children: the files that extend it, outermost first.
         levels: levels are appended here.
         problems: problems are appended here.
-        named: where an `extends` names this file; empty for the first one.
+        where: location of the `extends` that names the file; empty for the first file.
     """
-    name = display(path)
-    real = Path(os.path.realpath(path)) if "\0" not in str(path) else path
-    if real in stack:
-        chain = " -> ".join(display(p) for p in [*stack[stack.index(real) :], real])
-        problems.append(Problem(named, "extends", f"the files extend each other in a circle: {chain}"))
+    path, name = Path(os.path.abspath(file)), display(file)
+    if path in children:
+        chain = " -> ".join(display(p) for p in [*children[children.index(path) :], path])
+        problems.append(Problem(where, "extends", f"the files extend each other in a circle: {chain}"))
         return
-    if len(levels) >= MAX_FILES:
-        problems.append(Problem(named, "extends", f"more than {MAX_FILES} files extend each other"))
+    if len(levels) + len(children) >= MAX_FILES:
+        problems.append(Problem(where, "extends", f"more than {MAX_FILES} files extend each other"))
         return
-    found: list[Problem] = []
-    tree = read_file(path, name, found)
-    if tree is None and named and found and found[0].where == name:
-        found = [Problem(named, "extends", f"{format_value(name)}: {found[0].message}"), *found[1:]]
-    problems += found
+    count = len(problems)
+    tree = read_file(file, name, problems)
     if tree is None:
+        if where and problems[count].where == name:
+            problems[count] = Problem(where, "extends", f"{format_value(name)}: {problems[count].message}")
         return
     extends = tree.value.get("extends")
     parents = [] if extends is None else extends.value if isinstance(extends.value, list) else [extends]
     for parent in parents:
-        if not isinstance(parent.value, str) or not parent.value:
-            message = f"expected a file or a list of files; found {format_value(plain(parent))}"
-            problems.append(Problem(parent.where, "extends", message))
-        elif len(stack) >= MAX_FILES:
-            problems.append(Problem(parent.where, "extends", f"more than {MAX_FILES} files extend each other"))
-        elif "\0" in parent.value:
-            problems.append(Problem(parent.where, "extends", "a file name cannot hold a NUL character"))
+        if isinstance(parent.value, str) and parent.value:
+            _read_levels(find_file(parent.value, file.parent), [*children, path], levels, problems, parent.where)
         else:
-            _collect(find_file(parent.value, path.parent), [*stack, real], levels, problems, parent.where)
-    levels.append(_level(tree, path.parent, problems))
+            message = f"expected a file or a list of files; found {format_value(to_python(parent))}"
+            problems.append(Problem(parent.where, "extends", message))
+    levels.append(_level(tree, file.parent, problems))
 
 
-def _overrides(texts: Iterable[str], problems: list[Problem]) -> list[tuple[list[str], Node]]:
-    """Paths and values of `key=value` texts; layouts first, then types, so that their order does not matter."""
-    given = []
+def _parse_overrides(texts: Iterable[str], problems: list[Problem]) -> list[Override]:
+    """Parses `key=value` texts. Layouts come first, then types, so that the order of the texts does not matter."""
+    overrides: list[Override] = []
     for text in texts:
-        if not isinstance(text, str) or "=" not in text:
-            hint = "" if not isinstance(text, str) else did_you_mean(text, all_keys())
-            problems.append(Problem(COMMAND_LINE, "", f"expected key=value; found {format_value(str(text))}{hint}"))
-            continue
-        key, _, value = text.partition("=")
+        key, equals, value = text.partition("=") if isinstance(text, str) else (str(text), "", "")
         path = key.strip().split(".")
-        if not all(path) or len(path) > DEPTH or not key.isprintable():
+        if not equals:
+            message = f"expected key=value; found {format_value(key)}{did_you_mean(key, all_keys())}"
+            problems.append(Problem(COMMAND_LINE, "", message))
+        elif not all(path) or len(path) > MAX_DEPTH or not key.isprintable():
             problems.append(
                 Problem(COMMAND_LINE, "", f"{format_value(key)} is no key; expected e.g. optimizer.lr=1e-3")
             )
-            continue
-        if path[0] in FILE_KEYS:
-            problems.append(Problem(COMMAND_LINE, key, "can only be said in a file"))
-            continue
-        found: list[Problem] = []
-        node = read_text(value, COMMAND_LINE, found, lines=False)
-        problems += [Problem(p.where, ".".join(filter(None, (key, p.key))), p.message) for p in found]
-        if node is not None and not found:
-            given.append((path, node))
-    return sorted(given, key=lambda item: (item[0] != ["layout"], item[0][-1] != "type"))
+        elif path[0] in FILE_KEYS:
+            problems.append(Problem(COMMAND_LINE, key, "can only be set in a file"))
+        else:
+            errors: list[Problem] = []
+            node = read_text(value, COMMAND_LINE, errors, has_lines=False)
+            problems += [Problem(p.where, ".".join(filter(None, (key, p.key))), p.message) for p in errors]
+            if node is not None and not errors:
+                overrides.append((path, node))
+    return sorted(overrides, key=lambda item: (item[0] != ["layout"], item[0][-1] != "type"))
 
 
-def _merge(levels: list[Level], given: list[tuple[list[str], Node]], problems: list[Problem], notes: list[str]) -> Node:
-    """Merges levels and overrides in order; a layout replaces the keys that layouts hold of earlier levels."""
+def _merge_levels(levels: list[Level], overrides: list[Override], problems: list[Problem], notes: list[str]) -> Node:
+    """Merges levels and overrides in order. A layout replaces the `LAYOUT_KEYS` of earlier levels."""
     tree = Node({}, "default", "default")
-    command_layout = next((node for path, node in reversed(given) if path == ["layout"]), None)
-    if command_layout is None and not any("layout" in level.tree.value for level in levels):
+    override = next((node for path, node in reversed(overrides) if path == ["layout"]), None)
+    if override is None and not any("layout" in level.tree.value for level in levels):
         tree = _with_layout(tree, Node(Config.model_fields["layout"].default, "default", "default"), None, problems)
     for level in levels:
         layout = level.tree.value.get("layout")
-        if level.resolved:
-            tree = Node({k: v for k, v in tree.value.items() if k not in LAYOUT_KEYS}, tree.where, tree.origin)
+        if level.is_resolved:
+            tree = without_keys(tree, LAYOUT_KEYS)
         elif layout is not None:
             tree = _with_layout(tree, layout, level.folder, problems)
         tree = merge(tree, level.tree)
-    folder = levels[-1].folder if levels else None
-    if command_layout is not None:
-        notes += _dropped(tree, command_layout)
-        tree = _with_layout(tree, command_layout, folder, problems, here=True)
+    if override is not None:
+        notes += _replaced_sizes(tree, override)
+        tree = _with_layout(tree, override, levels[-1].folder if levels else None, problems)
     defaults = Config().model_dump()
-    for path, node in given:
-        found: list[Problem] = []
-        tree = put(tree, path, node, defaults, found)
-        problems += [Problem(p.where, ".".join(path), p.message) for p in found]
+    for path, node in overrides:
+        errors: list[Problem] = []
+        tree = set_value(tree, path, node, defaults, errors)
+        problems += [Problem(p.where, ".".join(path), p.message) for p in errors]
     # All keys of a layout are set in a loaded config, which `Config.has_layout` tells from one built in Python.
     unset = {key: defaults[key] for key in LAYOUT_KEYS if key not in tree.value}
     return merge(from_python(unset, "default", problems), tree)
 
 
-def _dropped(tree: Node, layout: Node) -> list[str]:
-    """A note on the mesh sizes of files that a layout of the command line replaces."""
-    mesh = find(tree, ["mesh"])
-    if mesh is None or not isinstance(mesh.value, dict):
+def _replaced_sizes(tree: Node, layout: Node) -> list[str]:
+    """Returns a note on the mesh sizes of files that a layout of the command line replaces."""
+    mesh = find_node(tree, ["mesh"])
+    nodes = mesh.value.items() if mesh is not None and isinstance(mesh.value, dict) else ()
+    sizes = [(axis, node) for axis, node in nodes if not node.origin.startswith(("layout ", "default"))]
+    if mesh is None or not sizes:
         return []
-    lost = {axis: node for axis, node in mesh.value.items() if not node.origin.startswith(("layout ", "default"))}
-    if not lost:
-        return []
-    sizes = ", ".join(f"{axis} {format_value(plain(node))}" for axis, node in lost.items())
-    file = mesh.where.rpartition(":")[0]
-    return [f"layout={format_value(layout.value)}: brings its own mesh; {sizes} of {file} is not used"]
+    text = ", ".join(f"{axis} {format_value(to_python(node))}" for axis, node in sizes)
+    return [f"layout {layout.value} has its own mesh: {text} of {mesh.where.rpartition(':')[0]} is not used"]
 
 
-def _with_imported(tree: Node, read_model: ReadModel, problems: list[Problem]) -> Node:
-    """The tree on what the Hugging Face model of `model.from` says: the model, and its tokenizer."""
-    source, kind, data = (find(tree, at) for at in (["model", "from"], ["model", "type"], ["data", "type"]))
-    if source is None or not isinstance(source.value, str) or (kind and kind.value != "decoder"):
+def _with_imported_model(tree: Node, read_model: ReadModel, problems: list[Problem]) -> Node:
+    """Returns the tree merged onto the model, and the tokenizer, of the Hugging Face folder in `model.from`."""
+    source, model_type, data_type = (
+        find_node(tree, at) for at in (["model", "from"], ["model", "type"], ["data", "type"])
+    )
+    if source is None or not isinstance(source.value, str) or (model_type and model_type.value != "decoder"):
         return tree
     folder = Path(os.path.expanduser(source.value))
     try:
-        if "\0" in source.value:
-            raise UserError("a file name cannot hold a NUL character")
-        model = read_model(folder)
-    except UserError as error:
+        under: dict[str, Any] = {"model": read_model(folder)}
+    except ValueError as error:
         problems.append(Problem(source.where, "model.from", str(error)))
         return tree
-    under: dict[str, Any] = {"model": model}
-    if (folder / "tokenizer.json").is_file() and (data is None or data.value == "text"):
+    if (folder / "tokenizer.json").is_file() and (data_type is None or data_type.value == "text"):
         under["data"] = {"tokenizer": os.path.join(source.value, "tokenizer.json")}
     return merge(from_python(under, display(folder / "config.json"), problems), tree)
 
 
-def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[Problem], here: bool = False) -> Node:
-    """The tree with what layouts hold replaced by a layout's own.
+def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[Problem]) -> Node:
+    """Returns the tree with its `LAYOUT_KEYS` replaced by those of a layout.
 
     Args:
         tree: the levels so far.
-        layout: the node that names the layout.
+        layout: the node that names the layout; on the command line it may be a path from the working folder too.
         folder: folder of the file that names it.
         problems: problems are appended here.
-        here: the name may also be a path from the working folder (for the command line).
     """
     name = layout.value
     if not isinstance(name, str):
-        return tree  # the schema says what is wrong
+        return tree  # validation reports it
     try:
-        if "\0" in name:
-            raise ValueError("a file name cannot hold a NUL character")
-        is_file = here and name.endswith((".yaml", ".yml")) and os.path.isfile(name)
+        is_file = layout.where == COMMAND_LINE and name.endswith((".yaml", ".yml")) and os.path.isfile(name)
         path = Path(name) if is_file else find_layout(name, folder)
     except ValueError as error:
         problems.append(Problem(layout.where, "layout", str(error)))
         return tree
-    own = read_file(path, display(path), problems)
-    if own is None:
+    content = read_file(path, display(path), problems, origin=f"layout {name}")
+    if content is None:
         return tree
-    label = f"layout {name}"
-    parts = {}
-    for key, node in own.value.items():
-        if key in LAYOUT_KEYS:
-            parts[key] = _labelled(node, label)
-        else:
-            hint = did_you_mean(key, LAYOUT_KEYS)
-            problems.append(Problem(node.where, key, f"a layout holds {join_words(LAYOUT_KEYS, 'and')} only{hint}"))
-    kept = {key: node for key, node in tree.value.items() if key not in LAYOUT_KEYS}
-    return Node({**kept, **parts}, tree.where, tree.origin)
-
-
-def _labelled(node: Node, label: str) -> Node:
-    """The tree with `layout NAME` as the origin of every value."""
-    if isinstance(node.value, dict):
-        return Node({key: _labelled(child, label) for key, child in node.value.items()}, node.where, label)
-    if isinstance(node.value, list):
-        return Node([_labelled(child, label) for child in node.value], node.where, label)
-    return Node(node.value, node.where, label)
+    for key, node in content.value.items():
+        if key not in LAYOUT_KEYS:
+            message = f"a layout has {join_words(LAYOUT_KEYS, 'and')} only{did_you_mean(key, LAYOUT_KEYS)}"
+            problems.append(Problem(node.where, key, message))
+    replaced = {key: node for key, node in content.value.items() if key in LAYOUT_KEYS}
+    return Node({**without_keys(tree, LAYOUT_KEYS).value, **replaced}, tree.where, tree.origin)

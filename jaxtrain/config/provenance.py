@@ -1,4 +1,4 @@
-"""Values that know where they came from, and how levels of them merge."""
+"""Values with the place they came from, and how levels of them merge."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 from jaxtrain.errors import Problem, format_value
 
-DEPTH = 24  # levels of nesting a config may have
-Path = tuple[str | int, ...]
+MAX_DEPTH = 24  # levels of nesting of a config
+MAX_DIGITS = 40
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """A scalar, a `dict[str, Node]` or a `list[Node]`.
 
-    Args:
+    Attributes:
         value: the value.
-        where: where errors point to, e.g. `configs/layouts/fsdp.yaml:4`.
-        origin: what provenance shows, e.g. `layout fsdp`; often the same.
+        where: location that errors name, e.g. `configs/layouts/fsdp.yaml:4`.
+        origin: what provenance shows, e.g. `layout fsdp`; often equal to `where`.
     """
 
     value: Any
@@ -27,17 +28,17 @@ class Node:
     origin: str
 
 
-def plain(node: Node) -> Any:
-    """The bare value: dicts, lists and scalars."""
+def to_python(node: Node) -> Any:
+    """Returns the bare value: dicts, lists and scalars."""
     if isinstance(node.value, dict):
-        return {key: plain(child) for key, child in node.value.items()}
-    return [plain(child) for child in node.value] if isinstance(node.value, list) else node.value
+        return {key: to_python(child) for key, child in node.value.items()}
+    return [to_python(child) for child in node.value] if isinstance(node.value, list) else node.value
 
 
 def merge(under: Node | None, over: Node) -> Node:
     """Merges `over` onto `under`: sections merge key by key, everything else is replaced.
 
-    Where a section's `type` changes, its earlier `options` belong to the other type and go.
+    If a section's `type` changes, the `options` of the other type are dropped.
     """
     if under is None or not isinstance(under.value, dict) or not isinstance(over.value, dict):
         return over
@@ -50,89 +51,96 @@ def merge(under: Node | None, over: Node) -> Node:
     return Node(merged, over.where, over.origin)
 
 
-def find(node: Node, path: Sequence[str | int]) -> Node | None:
-    """The node at a path, or None."""
-    for part in path:
+def without_keys(node: Node, keys: Sequence[str]) -> Node:
+    """Returns a section without some of its keys."""
+    return Node({key: child for key, child in node.value.items() if key not in keys}, node.where, node.origin)
+
+
+def find_node(node: Node, path: Sequence[str | int]) -> Node | None:
+    """Returns the node at a path, or None."""
+    found, existing = deepest_node(node, path)
+    return found if len(existing) == len(path) else None
+
+
+def deepest_node(node: Node, path: Sequence[str | int]) -> tuple[Node, KeyPath]:
+    """Returns the last node that exists along a path, and the part of the path that leads to it."""
+    for length, part in enumerate(path):
         value = node.value
-        if isinstance(value, list) and str(part).isdecimal() and len(str(part)) < 6 and int(part) < len(value):
+        if isinstance(value, list) and _is_index(str(part), value):
             node = value[int(part)]
         elif isinstance(value, dict) and str(part) in value:
             node = value[str(part)]
         else:
-            return None
-    return node
+            return node, tuple(path[:length])
+    return node, tuple(path)
 
 
-def deepest(node: Node, path: Sequence[str | int]) -> tuple[Node, Path]:
-    """The last node that exists along a path, and the part of the path that leads to it."""
-    for length in range(len(path), 0, -1):
-        found = find(node, path[:length])
-        if found is not None:
-            return found, tuple(path[:length])
-    return node, ()
+def _is_index(part: str, items: Sequence[Any]) -> bool:
+    return part.isdecimal() and len(part) < 7 and int(part) < len(items)
 
 
-def from_python(value: Any, where: str, problems: list[Problem], path: Path = ()) -> Node:
-    """A tree from dicts, lists, tuples and scalars; anything else is a problem."""
-    key = dotted(path)
-    if len(path) > DEPTH:
-        problems.append(Problem(where, key[:80], f"nested more than {DEPTH} levels deep"))
-        return Node(None, where, where)
-    if isinstance(value, dict):
-        for name in value:
-            if not isinstance(name, (str, int)) or isinstance(name, bool) or bad_text(str(name)):
-                problems.append(Problem(where, key, f"keys are words, not {format_value(repr(name))}"))
-        names = {str(n): v for n, v in value.items() if isinstance(n, (str, int))}
-        return Node({n: from_python(v, where, problems, (*path, n)) for n, v in names.items()}, where, where)
-    if isinstance(value, (list, tuple)):
-        items = [from_python(item, where, problems, (*path, i)) for i, item in enumerate(value)]
-        return Node(items, where, where)
-    if not isinstance(value, (str, int, float, bool, type(None))):
-        problems.append(Problem(where, key, f"a {type(value).__name__} is no config value; give text or numbers"))
-        return Node(None, where, where)
-    if isinstance(value, str) and bad_text(value):
-        problems.append(Problem(where, key, "the text is not valid Unicode"))
-        return Node(None, where, where)
-    if isinstance(value, int) and abs(value) >= 10**40:
-        problems.append(Problem(where, key, "the number has more than 40 digits"))
-        return Node(None, where, where)
+def from_python(value: Any, where: str, problems: list[Problem], path: KeyPath = ()) -> Node:
+    """Returns the tree of dicts, lists, tuples and scalars. Adds a problem for anything else."""
+    key, problem = dotted(path), None
+    if len(path) > MAX_DEPTH:
+        value, key, problem = None, key[:80], f"nested more than {MAX_DEPTH} levels deep"
+    elif isinstance(value, dict):
+        children = {}
+        for name, child in value.items():
+            if not isinstance(name, (str, int)) or isinstance(name, bool) or has_surrogates(str(name)):
+                problem = f"keys are words, not {format_value(repr(name))}"
+            elif problem is None:
+                children[str(name)] = from_python(child, where, problems, (*path, name))
+        value = children
+    elif isinstance(value, (list, tuple)):
+        value = [from_python(item, where, problems, (*path, i)) for i, item in enumerate(value)]
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        value, problem = None, f"a {type(value).__name__} is no config value; give text or numbers"
+    elif isinstance(value, str) and has_surrogates(value):
+        value, problem = None, "the text is not valid Unicode"
+    elif isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        value, problem = None, f"the number has more than {MAX_DIGITS} digits"
+    if problem:
+        problems.append(Problem(where, key, problem))
     return Node(value, where, where)
 
 
-def bad_text(text: str) -> bool:
-    """Returns whether the text holds lone surrogates, which no file can hold in UTF-8."""
+def has_surrogates(text: str) -> bool:
+    """Returns whether the text has lone surrogates, which UTF-8 cannot encode."""
     return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """`data.sources.0.path`."""
+    """Returns `data.sources.0.path`."""
     return ".".join(map(str, path))
 
 
-def put(root: Node, path: Sequence[str], leaf: Node, defaults: Any, problems: list[Problem]) -> Node:
-    """The tree with `leaf` merged in at a path; sections on the way are made, list items must exist.
+def set_value(root: Node, path: Sequence[str], leaf: Node, defaults: Any, problems: list[Problem]) -> Node:
+    """Returns the tree with `leaf` merged in at a path. Missing sections are created; items of lists must exist.
 
     Args:
-        defaults: the plain default at `root`, so that an item of a default list can be changed too.
+        root: the tree.
+        path: keys from the root to the leaf.
+        leaf: the value to set.
+        defaults: default value at `root`, so that an item of a default list can be changed too.
+        problems: a problem is appended here if the path does not exist.
     """
     if not path:
         return merge(root, leaf)
-    head, rest = path[0], path[1:]
-    value = root.value
+    head, rest, value = path[0], path[1:], root.value
     if not isinstance(value, (dict, list)) and isinstance(defaults, (list, tuple)) and head.isdecimal():
-        value = from_python(list(defaults), "default", problems).value
+        value = from_python(defaults, "default", problems).value
     if isinstance(value, list):
-        if not head.isdecimal() or len(head) > 6 or int(head) >= len(value):
-            has = f"0 to {len(value) - 1}" if value else "none, it is empty"
-            problems.append(Problem(leaf.where, "", f"`{head}` is no item of this list; its items are {has}"))
+        if not _is_index(head, value):
+            items = f"0 to {len(value) - 1}" if value else "none, it is empty"
+            problems.append(Problem(leaf.where, "", f"`{head}` is no item of this list; its items are {items}"))
             return root
-        index = int(head)
-        default = defaults[index] if isinstance(defaults, (list, tuple)) and index < len(defaults) else None
+        default = defaults[int(head)] if isinstance(defaults, (list, tuple)) and _is_index(head, defaults) else None
         items = list(value)
-        items[index] = put(items[index], rest, leaf, default, problems)
+        items[int(head)] = set_value(items[int(head)], rest, leaf, default, problems)
         return Node(items, root.where, root.origin)
     default = defaults.get(head) if isinstance(defaults, dict) else None
     child = value.get(head) if isinstance(value, dict) else None
-    noted = len(problems)
-    child = put(child or Node(None, leaf.where, leaf.origin), rest, leaf, default, problems)
-    return root if len(problems) > noted else merge(root, Node({head: child}, leaf.where, leaf.origin))
+    count = len(problems)
+    child = set_value(child or Node(None, leaf.where, leaf.origin), rest, leaf, default, problems)
+    return root if len(problems) > count else merge(root, Node({head: child}, leaf.where, leaf.origin))

@@ -48,7 +48,7 @@ def key(default: Any, description: str, **kwargs: Any) -> Any:
 
 
 def section(cls: type[BaseModel], description: str) -> Any:
-    """Returns a nested section, whose default is that of all its keys."""
+    """Returns a nested section with the defaults of its class."""
     return Field(default_factory=cls, description=description)
 
 
@@ -63,13 +63,13 @@ class Section(BaseModel):
 class MeshConfig(Section):
     """Sizes of the mesh axes, slowest network first. One of them may be -1, which is inferred."""
 
-    replica: AxisSize = key(1, "islands that may synchronise loosely")
+    replica: AxisSize = key(1, "replicas on the slowest network")
     pipeline: AxisSize = key(1, "pipeline stages")
     data: AxisSize = key(1, "data parallel; parameters replicated")
     fsdp: AxisSize = key(1, "data parallel; parameters sharded")
     expert: AxisSize = key(1, "expert parallel")
     context: AxisSize = key(1, "sequence shards (context parallel)")
-    model: AxisSize = key(1, "tensor parallel; sequence parallel rides on it")
+    model: AxisSize = key(1, "tensor parallel, with sequence parallel")
     dcn: dict[str, PositiveInt] = key({}, "part of an axis that spans slices or nodes, e.g. {data: 2}")
 
 
@@ -77,7 +77,7 @@ class PipelineConfig(Section):
     """Order in which the stages of the mesh axis `pipeline` run the microbatches (`step.microbatches`) of a step."""
 
     schedule: str = key("1f1b_aligned", "name of a schedule (see `jaxtrain schedule`), or a .csv or .yaml table")
-    virtual_stages: PositiveInt | None = key(None, "parts of the model that a stage holds; default: the schedule's")
+    virtual_stages: PositiveInt | None = key(None, "model chunks per stage; default: those of the schedule")
 
 
 class RopeScalingConfig(Section):
@@ -85,8 +85,8 @@ class RopeScalingConfig(Section):
 
     type: Literal["linear", "llama3"] = key("linear", "kind of scaling")
     factor: PositiveFloat = key(1.0, "context length multiplier")
-    low_freq_factor: PositiveFloat = key(1.0, "llama3: below this no scaling is undone")
-    high_freq_factor: PositiveFloat = key(4.0, "llama3: above this frequencies are kept")
+    low_freq_factor: PositiveFloat = key(1.0, "llama3: lower frequencies are scaled by the full factor")
+    high_freq_factor: PositiveFloat = key(4.0, "llama3: higher frequencies are not scaled")
     original_length: PositiveInt = key(8192, "llama3: sequence length before scaling")
 
 
@@ -95,24 +95,26 @@ class MoeConfig(Section):
 
     num_experts: PositiveInt = key(8, "experts of a layer")
     top_k: PositiveInt = key(2, "experts of each token; 1 is Switch")
-    shared_experts: Count = key(0, "experts that every token visits besides, as one layer of so many times the width")
-    capacity_factor: PositiveFloat | None = key(
-        None, "slots of an expert over an even share of a sequence; null: no token is dropped"
+    shared_experts: Count = key(
+        0, "experts that every token visits in addition, computed as one layer of this multiple of the width"
     )
-    normalize_gates: Bool | None = key(None, "a token's gates sum to one (Mixtral); default: if top_k is above 1")
-    bias_update_rate: PositiveFloat | None = key(None, "step of a selection bias that evens the load without a loss")
-    load_balance_loss: NonNegative = key(0.0, "weight of the load-balancing loss, which is 1 when the load is even")
+    capacity_factor: PositiveFloat | None = key(
+        None, "slots per expert as a multiple of an even share of the tokens; null: no token is dropped"
+    )
+    normalize_gates: Bool | None = key(None, "gates of a token sum to one (Mixtral); default: if top_k is above 1")
+    bias_update_rate: PositiveFloat | None = key(
+        None, "step size of a selection bias that balances the load without a loss"
+    )
+    load_balance_loss: NonNegative = key(0.0, "weight of the load-balancing loss, which is 1 for an even load")
     router_z_loss: NonNegative = key(0.0, "weight of log(Z)^2 of the router")
 
 
 class ModelConfig(Section):
-    """Model. Sizes have the logical names of the dims that they set."""
+    """Model. Sizes are named after the logical names of their dims."""
 
     type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
-    from_: str | None = key(
-        None, "Hugging Face folder: training starts from its weights; gives the keys below too", alias="from"
-    )
+    from_: str | None = key(None, "Hugging Face folder: initial weights, and defaults of the keys below", alias="from")
     vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
     embed: PositiveInt = key(256, "width of the residual stream")
     layers: PositiveInt = key(4, "number of blocks")
@@ -123,7 +125,7 @@ class ModelConfig(Section):
     moe: MoeConfig | None = key(None, "mixture of experts in place of the feed-forward layer")
     activation: Literal["swiglu", "geglu", "gelu"] = key("swiglu", "feed-forward activation; *glu are gated")
     biases: tuple[Literal["qkv", "output", "mlp"], ...] = key(
-        (), "layers with a bias: projections of q, k and v, of attention's output, the feed-forward layer"
+        (), "layers with a bias: q, k and v projections, output projection of attention, feed-forward layer"
     )
     norm: Literal["rmsnorm", "gemma_rmsnorm", "layernorm"] = key(
         "rmsnorm", "kind of norm; gemma_rmsnorm: the scale is 1 + weight; layernorm: with mean and bias (GPT-2)"
@@ -136,9 +138,9 @@ class ModelConfig(Section):
         "none", "norm of queries and keys: of each head (Qwen 3), or over all heads (OLMo 2)"
     )
     embed_multiplier: PositiveFloat = key(1.0, "factor of the embeddings (Granite); Gemma's is sqrt(embed)")
-    residual_multiplier: PositiveFloat = key(1.0, "factor of what attention and feed-forward add (Granite)")
+    residual_multiplier: PositiveFloat = key(1.0, "factor of the outputs of attention and feed-forward (Granite)")
     logits_divisor: PositiveFloat = key(1.0, "divisor of the output logits (Granite)")
-    tie_embeddings: Bool = key(False, "the head is the embedding table")
+    tie_embeddings: Bool = key(False, "use the embedding table as the output head")
     learned_positions: PositiveInt | None = key(
         None, "size of a table of learned position embeddings (GPT-2); default: rotary embeddings instead"
     )
@@ -156,29 +158,29 @@ class ModelConfig(Section):
 
     @property
     def is_builtin(self) -> bool:
-        """True for the built-in decoder, False for a user's class."""
+        """True if the model is the built-in decoder, not a user's class."""
         return self.type == "decoder"
 
     @property
     def uses_decoder_keys(self) -> bool:
-        """True if this section has sizes: for the decoder, and for a user's class that is given such keys."""
+        """True if this section has sizes: for the decoder, and for a user's class with such keys."""
         return self.is_builtin or bool(self.decoder_keys)
 
     @property
     def decoder_keys(self) -> tuple[str, ...]:
-        """Keys of the decoder that the config gives a value."""
+        """Decoder keys that the config sets."""
         fields, given = type(self).model_fields, self.model_fields_set - {"type", "options"}
         return tuple(fields[name].alias or name for name in fields if name in given)
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out the decoder's defaults for a user's class, which does not read them."""
+        """Omits the defaults of the decoder for a user's class, which does not read them."""
         read = {"type", "options", *self.decoder_keys}
         return {key: value for key, value in serialize(self).items() if self.is_builtin or key in read}
 
 
 class DocumentsConfig(Section):
-    """Documents on disk or in a store; may be written as the path alone."""
+    """Documents on disk or in an object store; a plain string is the path."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,7 +191,7 @@ class DocumentsConfig(Section):
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "arrayrecord", "megatron"] = key(
         "auto", "how the files are read"
     )
-    field: str = key("text", "what holds the text: a column; a tar's member (`txt`)")
+    field: str = key("text", "column, or extension of a tar member (`txt`), with the text")
     include: tuple[str, ...] = key((), "text folders: file patterns, e.g. [*.py, *.md]; default: text-like files")
 
 
@@ -197,7 +199,7 @@ class SourceConfig(DocumentsConfig):
     """One source of documents in a mixture."""
 
     weight: Weights = key(
-        {0: 1.0}, "weight in the mixture by the step from which it holds, e.g. {0: 1.0, 1000: 0.5}; a number: always"
+        {0: 1.0}, "weight in the mixture: a number, or numbers by first step, e.g. {0: 1.0, 1000: 0.5}"
     )
 
 
@@ -212,18 +214,18 @@ class DataConfig(Section):
     tokenizer: str = key("bytes", "`bytes`, or the path of a Hugging Face tokenizer.json")
     sequence: PositiveInt = key(1024, "tokens per sequence")
     global_batch: PositiveInt = key(8, "sequences per step, over all devices")
-    validation_fraction: Share = key(0.01, "share of documents kept for validation, by hash of the name")
+    validation_fraction: Share = key(0.01, "share of documents held out for validation, by hash of the name")
     cache_dir: str = key("~/.cache/jaxtrain", "folder of token caches")
     workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
 
     @property
     def is_text(self) -> bool:
-        """True for the built-in text pipeline, False for a user's class."""
+        """True if the data is the built-in text pipeline, not a user's class."""
         return self.type == "text"
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out the keys of the text pipeline for a user's class, which does not read them."""
+        """Omits the keys of the text pipeline for a user's class, which does not read them."""
         return {key: value for key, value in serialize(self).items() if self.is_text or key not in TEXT_KEYS}
 
 
@@ -236,7 +238,7 @@ class OptimizerConfig(Section):
     epsilon: PositiveFloat = key(1e-8, "added to the denominator")
     weight_decay: NonNegative = key(0.1, "decoupled weight decay")
     decay_all_parameters: Bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
-    grad_clip_norm: PositiveFloat | None = key(1.0, "gradients of a larger global norm are scaled down to it")
+    grad_clip_norm: PositiveFloat | None = key(1.0, "maximum global norm of the gradients")
     ema_decay: Fraction | None = key(None, "decay of an exponential moving average of the weights")
 
 
@@ -244,7 +246,7 @@ class ScheduleConfig(Section):
     """Learning rate by step, relative to `optimizer.lr`."""
 
     name: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = key("cosine", "shape after warm-up")
-    warmup_steps: Count = key(0, "steps of linear warm-up; a shorter run warms up to its end")
+    warmup_steps: Count = key(0, "steps of linear warm-up; at most the steps of the run")
     min_lr_ratio: Fraction = key(0.1, "last learning rate over the peak (cosine, linear, wsd)")
     decay_fraction: Fraction = key(0.2, "wsd: fraction of the steps spent decaying at the end")
 
@@ -254,18 +256,20 @@ class LossConfig(Section):
 
     z_loss: NonNegative = key(0.0, "weight of log(Z)^2")
     label_smoothing: Share = key(0.0, "probability mass spread over the vocabulary")
-    vocab_chunks: PositiveInt = key(8, "vocabulary chunks; full logits never exist")
+    vocab_chunks: PositiveInt = key(8, "vocabulary chunks of the loss; full logits never exist")
 
 
 class StepConfig(Section):
     """Computation of one optimizer step."""
 
     microbatches: PositiveInt = key(1, "microbatches per step, whose gradients are accumulated")
-    remat: Literal["none", "full", "dots"] = key("none", "values recomputed in the backward pass: dots keeps matmuls'")
-    remat_save: dict[str, Literal["device", "host"]] = key(
-        {}, "with remat=full: values kept for the backward pass, and where, e.g. {q: device, input: host}"
+    remat: Literal["none", "full", "dots"] = key(
+        "none", "values recomputed in the backward pass; dots saves the outputs of matmuls"
     )
-    unroll: Count = key(1, "layers compiled as one turn of the loop over layers; 0: all, no loop")
+    remat_save: dict[str, Literal["device", "host"]] = key(
+        {}, "with remat=full: values saved for the backward pass, and where, e.g. {q: device, input: host}"
+    )
+    unroll: Count = key(1, "layers per iteration of the loop over layers; 0: all, no loop")
     attention: Literal["auto", "reference", "xla", "cudnn", "splash"] = key("auto", "attention kernel")
 
     @property
@@ -275,12 +279,12 @@ class StepConfig(Section):
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Names of the values that wait for the backward pass in the host's memory."""
+        """Names of the values offloaded to host memory until the backward pass."""
         return tuple(name for name, where in self.remat_save.items() if where == "host")
 
     @property
-    def kept(self) -> str | tuple[str, ...]:
-        """`remat`, or the names of all values that are not recomputed, wherever they are."""
+    def saved_values(self) -> str | tuple[str, ...]:
+        """`remat`, or the names of all saved values, on the device and in host memory."""
         return tuple(self.remat_save) or self.remat
 
 
@@ -288,11 +292,13 @@ class CheckpointConfig(Section):
     """Asynchronous sharded checkpoints."""
 
     every: PositiveInt | None = key(None, "steps between checkpoints; default: only at the end and on signals")
-    keep: PositiveInt = key(3, "newest checkpoints kept")
-    keep_best: Count = key(0, "best checkpoints kept besides")
-    best_metric: str = key("eval/loss", "metric that ranks `keep_best`, lower is better")
-    durable: str | None = key(None, "second tier: folder or URL (s3://...) whose NAME/STEP are checked copies")
-    durable_every: PositiveInt | None = key(None, "steps between these copies; default: every checkpoint, and the last")
+    keep: PositiveInt = key(3, "number of newest checkpoints to keep")
+    keep_best: Count = key(0, "number of best checkpoints to keep in addition")
+    best_metric: str = key(
+        "eval/loss", "metric of the newest validation that ranks checkpoints for `keep_best`, lower is better"
+    )
+    durable: str | None = key(None, "durable tier: folder or URL (s3://...) that receives checked copies as NAME/STEP")
+    durable_every: PositiveInt | None = key(None, "steps between copies; default: every checkpoint")
 
 
 class EvalConfig(Section):
@@ -300,7 +306,7 @@ class EvalConfig(Section):
 
     every: PositiveInt | None = key(None, "steps between validations; default: only at the end")
     batches: PositiveInt = key(8, "batches of each validation")
-    sets: dict[str, DocumentsConfig] = key({}, "validation sets by name, beside what data.validation_fraction keeps")
+    sets: dict[str, DocumentsConfig] = key({}, "further validation sets by name")
 
 
 class LogConfig(Section):
@@ -324,36 +330,36 @@ class SpikeConfig(Section):
     threshold: Annotated[float, Field(ge=1, allow_inf_nan=False, strict=True)] = key(
         6.0, "robust z-score over the last steps above which a loss or gradient norm is a spike"
     )
-    rollback_steps: Count = key(100, "steps to go back, at least (PaLM, arXiv 2204.02311, 5.1)")
-    skip_batches: PositiveInt = key(200, "batches skipped after a rollback, the spike amid them")
+    rollback_steps: Count = key(100, "minimum number of steps to go back (PaLM, arXiv 2204.02311, 5.1)")
+    skip_batches: PositiveInt = key(200, "batches skipped after a rollback, around the spike")
 
 
 class GuardConfig(Section):
-    """Checks of a run's health."""
+    """Checks of the health of a run."""
 
     spike: SpikeConfig = section(SpikeConfig, "spikes of the loss or the gradient norm")
     replica_check_every: PositiveInt | None = key(
-        None, "steps between checks for silent corruption: a step is computed twice, and replicas are compared"
+        None, "steps between checks for silent corruption, which compute a step twice and compare replicas"
     )
 
 
 class FaultConfig(Section):
-    """Failure caused on purpose, to test recovery."""
+    """Injected fault, to test recovery."""
 
     kind: Literal["kill", "stop", "hang", "slow_disk", "full_disk", "corrupt", "nan", "flip"] = key(
-        "kill", "what happens"
+        "kill", "kind of fault"
     )
     at: Literal["step", "save", "commit", "committed", "logged", "data", "eval"] | None = key(
-        None, "when within the step; default: the first that the kind can have"
+        None, "moment within the step; default: the first possible one of the kind"
     )
-    step: PositiveInt = key(1, "step in which it happens")
-    process: Count = key(0, "process to which it happens")
+    step: PositiveInt = key(1, "step of the fault")
+    process: Count = key(0, "process of the fault")
 
 
 class DebugConfig(Section):
     """Tests of the training system itself."""
 
-    faults: tuple[FaultConfig, ...] = key((), "failures caused on purpose, e.g. [{kind: kill, at: save, step: 8}]")
+    faults: tuple[FaultConfig, ...] = key((), "injected faults, e.g. [{kind: kill, at: save, step: 8}]")
 
 
 class Config(Section):
@@ -365,18 +371,19 @@ class Config(Section):
     steps: PositiveInt = key(1000, "optimizer steps")
     simulate: Devices | None = key(None, "run on this many simulated CPU devices")
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = key(
-        "bf16", "dtype policy; bf16 and fp16 keep float32 masters, fp16 scales its loss"
+        "bf16", "dtype policy; bf16 and fp16 have float32 master weights, fp16 scales the loss"
     )
-    layout: str = key("ddp", "name in configs/layouts or path: gives all from `mesh` to `pipeline`")
-    mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes; refines the layout's")
+    layout: str = key("ddp", "name in configs/layouts, or path; sets the keys from `mesh` to `pipeline`")
+    mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes; overrides those of the layout")
     rules: dict[str, Axes] = key(
-        {}, "logical name -> mesh axes; refines the layout's. `table`, an embedding's width, follows vocab and embed"
+        {},
+        "logical name -> mesh axes; overrides those of the layout. `table` (embedding width): as vocab and embed",
     )
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
-        "how attention crosses the shards of a sequence; auto: ulysses if they divide a device's heads, else gather",
+        "how attention crosses sequence shards; auto: ulysses if they divide the heads of a device, else gather",
     )
-    zero: ZeroStage = key(0, "ZeRO over `data`: in shards are 1 optimizer state, 2 also gradients, 3 also parameters")
+    zero: ZeroStage = key(0, "ZeRO stage over `data`: 1 shards optimizer state, 2 also gradients, 3 also parameters")
     pipeline: PipelineConfig = section(PipelineConfig, "the schedule of pipeline stages")
     model: ModelConfig = section(ModelConfig, "the model")
     data: DataConfig = section(DataConfig, "the data")
@@ -392,10 +399,10 @@ class Config(Section):
 
     @property
     def has_layout(self) -> bool:
-        """True if the layout's file is applied, as in a loaded config. In Python `Config(layout=...)` only names it."""
+        """True if the layout file is applied, as in a loaded config. `Config(layout=...)` in Python only names it."""
         return self.model_fields_set >= set(LAYOUT_KEYS)
 
     @property
     def run_dir(self) -> Path:
-        """Folder this run writes to."""
+        """Folder of the run."""
         return Path(os.path.expanduser(self.dir)) / self.name

@@ -1,4 +1,4 @@
-"""Shipped configs, and the search for files and layouts by name."""
+"""Shipped configs, and lookup of files and layouts by name."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def configs_dir() -> Path:
-    """The folder of shipped configs: inside the installed package, else at the root of the source checkout.
+    """Returns the folder of shipped configs: in the installed package, else at the root of the source checkout.
 
     Raises:
-        FileNotFoundError: neither is there, so the installation is broken.
+        FileNotFoundError: neither exists, so the installation is broken.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "_configs", package.parent / "configs"):
         if (folder / "layouts" / "ddp.yaml").is_file():
             return folder
-    raise FileNotFoundError(f"the shipped configs are missing beside {package}; install jaxtrain again")
+    raise FileNotFoundError(f"no shipped configs beside {package}; expected a complete installation of jaxtrain")
 
 
 def display(path: Path) -> str:
-    """A path as messages show it: relative to the working folder where it lies under it."""
+    """Returns a path as messages show it: relative if it is under the working folder."""
     text = os.path.normpath(path)
     relative = os.path.relpath(text) if os.path.isabs(text) else text
     return text if relative.startswith("..") and os.path.isabs(text) else relative
 
 
 def find_file(name: str, folder: Path | None) -> Path:
-    """The file that a config calls `name`; it need not exist.
+    """Returns the path of a config file; it need not exist.
 
-    Looked for beside the file that names it (`folder`; the working folder for None), then among the shipped
-    configs, so that `configs/quickstart.yaml` and `models/llama3_8b.yaml` work without a source checkout.
+    Searches beside the file that names it (`folder`; the working folder for None), then in the shipped configs, so that
+    `configs/quickstart.yaml` and `models/llama3_8b.yaml` work without a source checkout.
     """
     path = Path(os.path.expanduser(name))
     here = path if folder is None else folder / path
@@ -53,17 +53,19 @@ def _exists(path: Path) -> bool:
 
 
 def layout_folders(folder: Path | None) -> list[Path]:
-    """Folders that hold layouts, the user's own first: beside the config, beside its parent, shipped."""
+    """Returns the folders of layouts: beside the config, beside its parent folder, shipped."""
     beside = folder or Path()
     return [beside / "layouts", Path(os.path.normpath(beside / ".." / "layouts")), configs_dir() / "layouts"]
 
 
 def find_layout(name: str, folder: Path | None) -> Path:
-    """The file of a layout: `NAME` is looked for in the layout folders, `PATH.yaml` beside the config.
+    """Returns the file of a layout: `NAME` in the layout folders, or `PATH.yaml` beside the config.
 
     Raises:
-        ValueError: there is none, with what there is instead.
+        ValueError: no such layout; the message lists the existing ones.
     """
+    if "\0" in name:
+        raise ValueError("a file name cannot hold a NUL character")
     if name.endswith(SUFFIXES) or os.sep in name:
         path = find_file(name, folder)
         if not _exists(path):
@@ -73,9 +75,9 @@ def find_layout(name: str, folder: Path | None) -> Path:
         if name and _exists(place / f"{name}.yaml"):
             return place / f"{name}.yaml"
     names = layout_names(folder)
-    raise ValueError(f"no layout {format_value(name)}; there is {join_words(names, 'and')}{did_you_mean(name, names)}")
+    raise ValueError(f"no layout {format_value(name)}; expected {join_words(names)}{did_you_mean(name, names)}")
 
 
 def layout_names(folder: Path | None = None) -> list[str]:
-    """Names of all layouts in reach of a config in `folder`."""
+    """Returns the names of all layouts that a config in `folder` can use."""
     return sorted({path.stem for place in layout_folders(folder) for path in place.glob("*.yaml")})

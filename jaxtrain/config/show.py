@@ -14,17 +14,17 @@ from jaxtrain.errors import escape_unprintable
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever either YAML version, 1.1 or 1.2, would not read as text."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> Any:
-        """Line ends of any kind and control characters are escaped, which only double quotes can."""
+        """Escapes line ends and control characters, which needs double quotes."""
         return self.represent_scalar(f"{TAG}str", data, None if data.isprintable() else '"')
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
-        """Lists of scalars stay on one line."""
+        """Writes lists of scalars on one line."""
         nested = any(isinstance(item, (dict, list, tuple)) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style if nested else True)
 
@@ -36,19 +36,19 @@ for _kind, _pattern in (("float", FLOAT), ("int", INT)):
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Returns plain dicts, lists and scalars, without keys that a user's own model or data does not read."""
+    """Returns plain dicts, lists and scalars, without the keys that a user's own model or data does not read."""
     return config.model_dump(mode="json")
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved config as YAML. It loads to an equal Config, whatever has become of files it came from."""
-    header = "# The resolved config of a run: complete by itself, what the layout holds included.\n"
+    """Returns the resolved config as YAML. It loads to an equal Config without the files it came from."""
+    header = "# The resolved config of a run: complete, with the content of the layout.\n"
     values = {"resolved": True, **as_dict(config)}
     return header + yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted key -> value. Sections and tables are entered, and lists of sections as `data.sources.0.path`."""
+    """Returns dotted key -> value, of all sections, tables and lists of sections (`data.sources.0.path`)."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, key: str) -> None:
@@ -66,14 +66,14 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def diff(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (old value, new value) of what differs; a key that only one has is None in the other."""
+    """Returns dotted key -> (old value, new value) of the differences; None for a key that one config lacks."""
     left, right = flatten(old), flatten(new)
     keys = [*left, *(key for key in right if key not in left)]
     return {key: (left.get(key), right.get(key)) for key in keys if left.get(key) != right.get(key)}
 
 
 def show(config: Config, provenance: Mapping[str, str]) -> list[str]:
-    """One line for each key: `key: value  # where it came from`, in columns."""
+    """Returns one line for each key, in columns: `key: value  # origin`."""
     left = [f"{key}: {text(value)}" for key, value in flatten(config).items()]
     width = min(max(map(len, left), default=0), 60)
     origins = [provenance.get(key, "default") for key in flatten(config)]
@@ -81,6 +81,6 @@ def show(config: Config, provenance: Mapping[str, str]) -> list[str]:
 
 
 def text(value: Any) -> str:
-    """A value in one line of YAML."""
+    """Returns a value in one line of YAML."""
     dumped = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
     return escape_unprintable(dumped.removesuffix("\n").removesuffix("\n...").strip())

@@ -1,8 +1,8 @@
-"""Names that other frameworks give to config keys, and ours."""
+"""Names of config keys in other frameworks."""
 
 from __future__ import annotations
 
-_OURS = {
+_NAMES = {
     "`optimizer.lr`": ("learning_rate", "max_lr", "peak_lr"),
     "`optimizer.betas`": ("adam_beta1", "adam_beta2", "beta1", "beta2", "b1", "b2"),
     "`optimizer.epsilon`": ("adam_epsilon", "eps"),
@@ -70,4 +70,4 @@ _OURS = {
     "`log.tensorboard`": ("enable_tensorboard", "tensorboard_dir"),
     "`layout`": ("parallelism", "strategy", "sharding_strategy"),
 }  # fmt: skip
-SYNONYMS = {theirs: ours for ours, names in _OURS.items() for theirs in names}
+SYNONYMS = {theirs: ours for ours, names in _NAMES.items() for theirs in names}

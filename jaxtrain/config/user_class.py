@@ -1,4 +1,4 @@
-"""A user's own class by name: `package.module:Class`."""
+"""Import of a user's own class by name: `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from jaxtrain.errors import UserError, did_you_mean, format_value
 
 
 def load_class(reference: str, where: str) -> Any:
-    """The class that `reference` names, its module imported.
+    """Imports the module of a class and returns the class.
 
     Args:
         reference: `package.module:Class`.
-        where: config key that names it, for messages.
+        where: config key of the reference, for messages.
 
     Raises:
-        UserError: `reference` is not of that form, there is no such module, or the module has no such class.
-        Exception: whatever the module itself raises while it is imported, unchanged, also where that is an
-            ImportError or an AttributeError: it is a fault in the user's code, to be seen with its traceback.
+        UserError: `reference` has another form, the module does not exist, or it has no such class.
+        Exception: any error of the user's module during its import, unchanged and with its traceback.
     """
     if not re.fullmatch(USER_CLASS, reference) or "" in reference.partition(":")[0].split("."):
         raise UserError(f"{where}: expected a class as `package.module:Class`; found {format_value(reference)}")
@@ -28,24 +27,24 @@ def load_class(reference: str, where: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not _is_part(error.name, module_name):  # a module that the user's module imports
+        if not _is_part(error.name, module_name):  # it is a module that the user's module imports
             raise
         message = f"no module `{error.name}`; put its folder on PYTHONPATH, or run from it"
         raise UserError(f"{where}: {reference}: {message}") from error
     try:
-        found = getattr(module, name)
+        cls = getattr(module, name)
     except AttributeError as error:
         classes = [n for n, value in vars(module).items() if isinstance(value, type)]
         message = f"module `{module_name}` has no `{name}`{did_you_mean(name, classes)}"
         raise UserError(f"{where}: {reference}: {message}; it was read from {_file(module)}") from error
-    if not callable(found):
-        message = f"`{name}` of module `{module_name}` is no class, but {type(found).__name__}"
+    if not callable(cls):
+        message = f"`{name}` of module `{module_name}` is no class, but {type(cls).__name__}"
         raise UserError(f"{where}: {reference}: {message}")
-    return found
+    return cls
 
 
 def _is_part(missing: str | None, module: str) -> bool:
-    """Returns whether a missing module is the one asked for, or a package around it."""
+    """Returns whether the missing module is `module` or one of its parent packages."""
     return missing is not None and (module == missing or module.startswith(missing + "."))
 
 

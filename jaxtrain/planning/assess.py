@@ -125,7 +125,7 @@ def _flops(config: Config, report: CompileReport) -> tuple[float | None, float |
     if report.vocab is None:
         return None, None
     flops = decoder_flops(
-        config.model, report.vocab, config.data.sequence, config.step.kept, report.recomputes_logits
+        config.model, report.vocab, config.data.sequence, config.step.saved_values, report.recomputes_logits
     )  # fmt: skip
     tokens = tokens_of(config) / devices
     return flops.model * tokens, None if flops.hardware is None else flops.hardware * tokens

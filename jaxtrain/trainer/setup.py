@@ -180,7 +180,7 @@ def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | N
     if is_decoder(config.model):
         vocab = program.model_def.params["embed"]["table"].shape[0]
         again = recomputes(vocab, config.loss.vocab_chunks, program.sharder)
-        return decoder_flops(config.model, vocab, config.data.sequence, config.step.kept, again)
+        return decoder_flops(config.model, vocab, config.data.sequence, config.step.saved_values, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
     return user_flops(program.model_def.bind(program.model_def.params), shapes, items)

@@ -163,12 +163,12 @@ def test_a_guard_can_be_taken_up_and_laid_down_on_resume(tmp_path):
     ("key", "text", "said"),
     [
         ("guard.spike.action", "skp", "did you mean `skip`?"), ("guard.spike.action", "true", "one of none, skip or"),
-        ("guard.spike.threshold", "0.5", "expected a number of at least 1"),
-        ("guard.spike.skip_batches", "0", "expected a whole number of at least 1"),
+        ("guard.spike.threshold", "0.5", "expected at least 1"),
+        ("guard.spike.skip_batches", "0", "expected at least 1"),
         ("guard.spike.action", "rollback", "expected checkpoint.every to be set"),
-        ("guard.replica_check_every", "0", "expected a whole number of at least 1"),
+        ("guard.replica_check_every", "0", "expected at least 1"),
         ("debug.faults.0.kind", "kil", "did you mean `kill`?"), ("debug.faults.0.at", "sav", "did you mean `save`?"),
-        ("debug.faults.0.step", "0", "expected a whole number of at least 1"),
+        ("debug.faults.0.step", "0", "expected at least 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_line(key, text, said):

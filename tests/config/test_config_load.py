@@ -261,10 +261,10 @@ def test_config_does_not_import_jax() -> None:
     ("override", "said"),
     [
         ("step={remat: full, remat_save: {atention: device}}", "did you mean `attention`"),
-        ("checkpoint={keep_best: 1, best_metric: eval/los}", "validation gives no"),
+        ("checkpoint={keep_best: 1, best_metric: eval/los}", "validation has no metric"),
         ("checkpoint={durable: far, every: 100, durable_every: 150}", "checkpoint.every (100); found 150"),
         ("checkpoint={durable: far, durable_every: 100}", "a multiple of checkpoint.every (null); found 100"),
-        ("checkpoint={every: 100, durable_every: 100}", "copies where to? set checkpoint.durable too"),
+        ("checkpoint={every: 100, durable_every: 100}", "copies need a destination; set checkpoint.durable too"),
         ('checkpoint={durable: ""}', "is empty; expected a folder, a URL, or null"),
     ],
 )

@@ -11,8 +11,8 @@ import yaml
 
 from jaxtrain.cli.commands.diff import diff_lines
 from jaxtrain.config import Config, configs_dir, diff, dump_yaml, flatten, json_schema, show
+from jaxtrain.config.keys import all_keys, section_keys
 from jaxtrain.config.load import load, resolve
-from jaxtrain.config.validate import all_keys, schema_at
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.sharding.axes import AXES
 
@@ -154,7 +154,8 @@ def test_the_shipped_schema_is_up_to_date() -> None:
 
 def test_the_schema_says_what_each_key_is() -> None:
     for key in all_keys():
-        assert schema_at(tuple(key.split("."))), key
+        *path, name = key.split(".")
+        assert name in section_keys(tuple(path)), key
     properties = json_schema()["properties"]
     assert {"extends", "resolved"} <= set(properties)
     for name, section in {"config": json_schema(), **json_schema()["$defs"]}.items():

@@ -109,9 +109,9 @@ def test_a_set_can_stand_alone_and_rank_checkpoints(base: dict[str, Any]):
         ("eval.sets.2x.path=stdlib", "eval.sets.2x: is no name of a validation set"),
         ("eval.sets.web.pth=x", "eval.sets.web.pth: unknown key (did you mean `path`?)"),
         ("eval.sets.web.path=/nope/x", 'eval.sets.web.path: no such file or folder: "/nope/x"'),
-        ("eval.sets.web.format=cvs", "expected one of auto, text, jsonl, parquet"),
+        ("eval.sets.web.format=cvs", "expected auto, text, jsonl, parquet"),
         ("checkpoint.best_metric=eval/cod/loss", "did you mean `eval/code/loss`"),
-        ("checkpoint.best_metric=eval/other/loss", "validation gives no"),
+        ("checkpoint.best_metric=eval/other/loss", "validation has no metric"),
     ],
 )
 def test_what_is_wrong_with_a_set_is_said_before_jax_starts(base: dict[str, Any], change: str, expected: str):

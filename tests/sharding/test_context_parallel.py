@@ -97,7 +97,7 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         ),
         (
             ["context_parallel=rign"],
-            'command line: context_parallel: expected one of auto, gather, ulysses or ring; found "rign" (did you'
+            'command line: context_parallel: expected auto, gather, ulysses or ring; found "rign" (did you'
             " mean `ring`?)",
         ),
     ],
