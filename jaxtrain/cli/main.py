@@ -28,10 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
         print(f"jaxtrain: unknown command `{name}`{hint}", file=sys.stderr)
         return USAGE
+    parser = _parser(name)
     try:
-        args = _parser(name).parse_intermixed_args(arguments[1:])
+        args, unknown = parser.parse_known_intermixed_args(arguments[1:])
     except SystemExit as stop:
         return int(stop.code or 0)
+    if unknown:
+        print(f"jaxtrain: {_unknown_option(unknown[0], arguments, hasattr(args, 'overrides'))}", file=sys.stderr)
+        return USAGE
     args.owns_process = argv is None
     return _run(name, args)
 
@@ -43,6 +47,19 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"jaxtrain {name}", None, command.help, example, formatter_class=as_written)
     command.add_arguments(parser)
     return parser
+
+
+def _unknown_option(argument: str, arguments: Sequence[str], takes_config: bool) -> str:
+    """Returns the error line for an unknown argument: if it is a config key, how to write it as `key=value`."""
+    option, _, value = argument.partition("=")
+    key = import_module("jaxtrain.config.keys").find_key(option.removeprefix("--")) if takes_config else None
+    if key is None or not option.startswith("--"):
+        return f"unrecognized argument: {argument}; `jaxtrain COMMAND --help` describes all"
+    if "`" in key:  # no single key
+        return f"{option} is no option; jaxtrain calls it {key}"
+    following = [*arguments[arguments.index(argument) + 1 :], "--"][0]
+    value = value or (following if not following.startswith("--") else "...")
+    return f"{option} is no option; config values are written key=value: {key}={value}"
 
 
 def _run(name: str, args: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
-"""Fits the mesh sizes of a config to a number of devices, before JAX starts.
+"""Fits the mesh of a config to a number of devices, before JAX starts.
 
-Sizes from the command line are fixed. Sizes from files and layouts fit as follows:
-
-- a size of -1 takes as many of the remaining devices as the model and the batch can be split over; `data` takes what
-  is left;
-- when `simulate` or `layout` comes from the command line, and the sizes of files or of the layout do not fit the
-  devices, every axis keeps the largest divisor of its size that does, innermost axes first; `data` takes what is left.
+1. Sizes from the command line are fixed.
+2. Other sizes of axes that the layout does not use become 1.
+3. If the command line changes `simulate`, `layout` or the mesh, or if 2 applies, each other size becomes its largest
+   divisor that fits the devices, innermost axis first.
+4. A size of -1 becomes the largest divisor of the remaining devices that the model and the batch can be split into.
+5. `data` takes the devices that remain.
 """
 
 from __future__ import annotations
@@ -15,74 +15,93 @@ from math import prod
 
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import Problem
-from jaxtrain.sharding.axes import AXES
+from jaxtrain.sharding.axes import AXES, shape_text
+from jaxtrain.sharding.rules import CONTEXT, DATA_AXIS, axes_of, with_implied_rules
 
-# Innermost axes first: those whose size a layout is chosen for.
-ORDER = ("model", "context", "expert", "pipeline", "fsdp", "data", "replica")
-SPARE = "data"  # takes the devices that no other axis can use
+INNERMOST_FIRST = ("model", "context", "expert", "pipeline", "fsdp", "data", "replica")
 Check = Callable[[Config], Collection[Problem]]
+Sizes = Mapping[str, int]
+
+
+def mesh_sizes(config: Config) -> dict[str, int]:
+    """Returns the sizes of all mesh axes; one may be -1."""
+    return {axis: getattr(config.mesh, axis) for axis in AXES}
+
+
+def unused_axes(config: Config, fixed: Collection[str]) -> dict[str, int]:
+    """Returns the axes, not in `fixed`, of more than one device that no rule uses, with their sizes."""
+    used = {axis for axes in with_implied_rules(config.rules, config.zero).values() for axis in axes}
+    return {axis: size for axis, size in mesh_sizes(config).items() if size != 1 and axis not in {*used, *fixed}}
 
 
 def fit_mesh(config: Config, devices: int, fixed: Collection[str], may_shrink: bool, check: Check) -> Config:
-    """Returns the config with mesh sizes that fit `devices`, or as it is if nothing fits.
+    """Returns the config with a mesh of `devices` devices, or unchanged if no mesh fits.
 
     Args:
-        config: with sizes that may be -1 for one axis.
+        config: one of its mesh sizes may be -1.
         devices: number of devices.
-        fixed: axes whose sizes do not change.
-        may_shrink: sizes of other axes may become smaller, too; else only -1 is filled.
-        check: problems of a config on these devices.
+        fixed: axes whose sizes must not change.
+        may_shrink: whether sizes other than -1 may become smaller.
+        check: returns the problems of a config on these devices.
     """
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    sizes = mesh_sizes(config)
     if config.mesh.dcn:
         return config
     if may_shrink and not _fits(sizes, devices):
-        sizes = _shrunk(sizes, devices, fixed)
+        sizes = _shrink(sizes, devices, fixed)
     if not _fits(sizes, devices):
         return config
-    open_axis = next((axis for axis in AXES if sizes[axis] == -1), None)
-    changed = _with(config, sizes)
-    if open_axis is None or open_axis == SPARE or not check(changed):
-        return config if changed.mesh == config.mesh else changed
-    if sizes[SPARE] != 1 and SPARE in fixed:
+    inferred = next((axis for axis in AXES if sizes[axis] == -1), None)
+    fitted = with_sizes(config, sizes)
+    if inferred in (None, DATA_AXIS) or not check(fitted):
+        return fitted
+    if sizes[DATA_AXIS] != 1 and DATA_AXIS in fixed:
         return config
     rest = devices // prod(size for size in sizes.values() if size != -1)
-    for size in sorted((size for size in range(1, rest) if rest % size == 0), reverse=True):
-        split = _with(config, {**sizes, open_axis: size, SPARE: sizes[SPARE] * (rest // size)})
-        if not check(split):
-            return split
+    for size in reversed(range(1, rest)):
+        if rest % size == 0:
+            split = with_sizes(config, {**sizes, inferred: size, DATA_AXIS: sizes[DATA_AXIS] * (rest // size)})
+            if not check(split):
+                return split
     return config
 
 
-def _fits(sizes: Mapping[str, int], devices: int) -> bool:
-    known = prod(size for size in sizes.values() if size != -1)
-    return devices % known == 0 if -1 in sizes.values() else devices == known
+def _fits(sizes: Sizes, devices: int) -> bool:
+    product = prod(size for size in sizes.values() if size != -1)
+    return devices % product == 0 if -1 in sizes.values() else devices == product
 
 
-def _shrunk(sizes: Mapping[str, int], devices: int, fixed: Collection[str]) -> dict[str, int]:
-    """Divisors of the sizes that divide the devices, and the spare devices on `data`."""
-    rest = devices
+def _shrink(sizes: Sizes, devices: int, fixed: Collection[str]) -> dict[str, int]:
+    """Returns divisors of the sizes that divide the devices, and `data` times the remaining devices."""
+    rest, result = devices, dict(sizes)
     for axis in fixed:
-        rest //= max(1, sizes[axis]) if rest % max(1, sizes[axis]) == 0 else 1
-    out = dict(sizes)
-    for axis in ORDER:
+        if sizes[axis] > 0 and rest % sizes[axis] == 0:
+            rest //= sizes[axis]
+    for axis in INNERMOST_FIRST:
         if axis not in fixed and sizes[axis] != -1:
-            out[axis] = max(size for size in range(1, sizes[axis] + 1) if sizes[axis] % size == 0 and rest % size == 0)
-            rest //= out[axis]
-    if -1 not in sizes.values() and SPARE not in fixed:
-        out[SPARE] *= rest
-    return out
+            result[axis] = max(n for n in range(1, sizes[axis] + 1) if sizes[axis] % n == 0 and rest % n == 0)
+            rest //= result[axis]
+    if -1 not in sizes.values() and DATA_AXIS not in fixed:
+        result[DATA_AXIS] *= rest
+    return result
 
 
-def _with(config: Config, sizes: Mapping[str, int]) -> Config:
-    return config.model_copy(update={"mesh": config.mesh.model_copy(update=dict(sizes))})
+def with_sizes(config: Config, sizes: Sizes) -> Config:
+    """Returns the config with other mesh sizes, and `context_parallel: auto` if these no longer shard sequences."""
+    mesh = config.mesh.model_copy(update=dict(sizes))
+    if mesh == config.mesh:
+        return config
+    result = config.model_copy(update={"mesh": mesh})
+    axes = axes_of(CONTEXT, config.rules)
+    is_sharded, was_sharded = (any(mesh_sizes(c)[axis] != 1 for axis in axes if axis in AXES) for c in (result, config))
+    return result if is_sharded or not was_sharded else result.model_copy(update={"context_parallel": "auto"})
 
 
-def changes(old: Config, new: Config) -> str:
-    """Returns `data 2 x fsdp 2 x model 2 becomes fsdp 2 x model 2`."""
-    return f"{_text(old)} becomes {_text(new)}"
-
-
-def _text(config: Config) -> str:
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1 device"
+def describe_change(old: Config, new: Config, devices: int) -> str:
+    """Returns `mesh: data 2 x fsdp 2 x model 2 becomes fsdp 2 x model 2 on 4 devices`."""
+    sizes = mesh_sizes(new)
+    rest = devices // prod(size for size in sizes.values() if size != -1)
+    shape = shape_text({axis: rest if size == -1 else size for axis, size in sizes.items()})
+    return f"mesh: {shape_text(mesh_sizes(old))} becomes " + (
+        f"{shape} on {devices} devices" if devices > 1 else "1 device"
+    )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import load
 from jaxtrain.config.checks import config_notes
 from jaxtrain.config.schema import Config
-from jaxtrain.core.mesh_fit import changes, fit_mesh
+from jaxtrain.core.mesh_fit import describe_change, fit_mesh, mesh_sizes, unused_axes, with_sizes
 from jaxtrain.interop import config_json
 from jaxtrain.models.layout_check import check_config
 from jaxtrain.pipeline.check import check_pipeline
-from jaxtrain.sharding.axes import AXES
+from jaxtrain.sharding.axes import AXES, shape_text
 
 
 def resolve(
@@ -42,16 +43,13 @@ def resolve(
     Raises:
         ConfigError: with every problem, one line each.
     """
-    said: list[str] = [] if notes is None else notes
-
-    def fit(config: Config, provenance: dict[str, str]) -> Config:
-        return _fit(config, provenance, said)
-
-    result = load.resolve(
-        path, *overrides, base=base, paths=paths, checks=checks, read_model=_read_model, fit=fit, notes=said
-    )
-    said += config_notes(result[0])
-    return result
+    notes = [] if notes is None else notes
+    config, provenance = load.resolve(
+        path, *overrides, base=base, paths=paths, checks=checks, read_model=_read_model,
+        fit=partial(_fit, notes=notes), notes=notes,
+    )  # fmt: skip
+    notes += config_notes(config)
+    return config, provenance
 
 
 def with_layout(config: Config, paths: bool = True) -> Config:
@@ -70,20 +68,26 @@ def with_layout(config: Config, paths: bool = True) -> Config:
 
 
 def _fit(config: Config, provenance: dict[str, str], notes: list[str]) -> Config:
-    """Fits the mesh to the simulated devices, see `core.mesh_fit`."""
-    if config.simulate is None:
-        return config
-    fixed = {axis for axis in AXES if provenance.get(f"mesh.{axis}") == load.COMMAND_LINE}
-    is_asked = load.COMMAND_LINE in (provenance.get("simulate"), provenance.get("layout"))
-    new = fit_mesh(config, config.simulate, fixed, is_asked, check_config)
-    if new.mesh != config.mesh:
-        notes.append(f"mesh: {changes(config, new)} on {config.simulate} devices")
-        provenance |= {f"mesh.{axis}": f"fitted to {config.simulate} devices" for axis in _changed(config, new)}
+    """Fits the mesh to the simulated devices, see `core.mesh_fit`. Adds a note on each change."""
+    given = {key for key, origin in provenance.items() if origin == load.COMMAND_LINE}
+    fixed = {axis for axis in AXES if f"mesh.{axis}" in given}
+    unused = unused_axes(config, fixed)
+    new = with_sizes(config, dict.fromkeys(unused, 1))
+    if unused:
+        notes.append(f"mesh: layout {config.layout} does not use {shape_text(unused).replace(' x ', ', ')}")
+    if config.simulate is not None:
+        may_shrink = bool(unused or fixed or given & {"simulate", "layout"})
+        fitted = fit_mesh(new, config.simulate, fixed, may_shrink, check_config)
+        if fitted.mesh != new.mesh:
+            notes.append(describe_change(new, fitted, config.simulate))
+        new = fitted
+    if new.context_parallel != config.context_parallel:
+        notes.append(f"context_parallel: {config.context_parallel} becomes auto; the mesh does not shard sequences")
+        provenance["context_parallel"] = "fitted to the mesh"
+    provenance |= {
+        f"mesh.{axis}": "fitted to the devices" for axis in AXES if mesh_sizes(new)[axis] != mesh_sizes(config)[axis]
+    }
     return new
-
-
-def _changed(old: Config, new: Config) -> Mapping[str, None]:
-    return dict.fromkeys(axis for axis in AXES if getattr(old.mesh, axis) != getattr(new.mesh, axis))
 
 
 def _read_model(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import jaxtrain
+from jaxtrain.checkpoint.store import CheckpointStore, surplus
 from jaxtrain.config import Config
 from jaxtrain.config.show import as_dict
 from jaxtrain.errors import DivergedError, TrainingError
@@ -136,6 +137,20 @@ def test_actions_too_short_to_be_timed_end_no_run(tmp_path, corpus, monkeypatch)
     folder = jaxtrain.train(config(tmp_path, corpus, *changes), console=quiet()).run_dir
     assert all("bubble" not in record for record in read(folder, "metrics"))
     assert any("too short to be timed" in event.get("text", "") for event in read(folder, "events"))
+
+
+def test_a_checkpoint_is_ranked_by_the_newest_validation(tmp_path, corpus):
+    """Checkpoints and validations need not fall on the same steps."""
+    often = ("steps=7", "checkpoint.every=1", "checkpoint.keep=9", "checkpoint.keep_best=1", "eval.every=3")
+    result = jaxtrain.train(config(tmp_path, corpus, *often), console=quiet(7))
+    scores = {event["step"]: event["eval/loss"] for event in read(result.run_dir, "events") if event["kind"] == "eval"}
+    assert set(scores) == {3, 6, 7}
+    steps = CheckpointStore(result.run_dir / "checkpoints").steps()
+    newest = {step: max((s for s in scores if s <= step), default=None) for step in range(1, 8)}
+    assert {info.step: info.metrics.get("eval/loss") for info in steps} == {
+        step: scores.get(validated) for step, validated in newest.items()
+    }
+    assert surplus(steps, 1, 1, "eval/loss") == [1, 2, 3, 4, 5, 6]  # the last one is the best
 
 
 def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):
