@@ -162,7 +162,7 @@ def test_a_guard_can_be_taken_up_and_laid_down_on_resume(tmp_path):
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("guard.spike.action", "skp", "did you mean `skip`?"), ("guard.spike.action", "true", "one of none, skip or"),
+        ("guard.spike.action", "skp", "did you mean `skip`?"), ("guard.spike.action", "true", "none, skip or"),
         ("guard.spike.threshold", "0.5", "expected at least 1"),
         ("guard.spike.skip_batches", "0", "expected at least 1"),
         ("guard.spike.action", "rollback", "expected checkpoint.every to be set"),
@@ -187,7 +187,7 @@ def test_a_fault_happens_at_the_moments_of_its_kind():
     from jaxtrain.config import ConfigError
     from jaxtrain.core.resolve import resolve
 
-    with pytest.raises(ConfigError, match=r"debug.faults.0.at: nan can not happen at save; expected step"):
+    with pytest.raises(ConfigError, match=r"debug.faults.0.at: nan cannot happen at save; expected step"):
         resolve(None, override("nan@save:3"), paths=False)
     assert Config().guard.spike.action == "none"
     assert Config().debug.faults == ()

@@ -106,7 +106,7 @@ def test_a_set_can_stand_alone_and_rank_checkpoints(base: dict[str, Any]):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("eval.sets.2x.path=stdlib", "eval.sets.2x: is no name of a validation set"),
+        ("eval.sets.2x.path=stdlib", "eval.sets.2x: not a name of a validation set"),
         ("eval.sets.web.pth=x", "eval.sets.web.pth: unknown key (did you mean `path`?)"),
         ("eval.sets.web.path=/nope/x", 'eval.sets.web.path: no such file or folder: "/nope/x"'),
         ("eval.sets.web.format=cvs", "expected auto, text, jsonl, parquet"),
