@@ -97,10 +97,9 @@ def resolve(
     problems: list[Problem] = []
     levels: list[Level] = []
     if base is not None:
-        levels.append(_base_level(base, problems))
+        levels.append(_level(from_python(base, "base", problems), None, problems))
     if path is not None:
-        file = find_file(os.fspath(path), None) if isinstance(os.fspath(path), str) else Path(os.fsdecode(path))
-        _read_levels(file, [], levels, problems)
+        _read_levels(find_file(os.fsdecode(path), None), [], levels, problems)
     is_readable = not problems
     tree = _merge_levels(levels, _parse_overrides(overrides, problems), problems, [] if notes is None else notes)
     if read_model and not any(level.is_resolved for level in levels):
@@ -119,15 +118,6 @@ def resolve(
 def _origin(tree: Node, path: list[str]) -> str:
     node, existing = deepest_node(tree, path)
     return "default" if len(existing) < len(path) and isinstance(node.value, (dict, list)) else node.origin
-
-
-def _base_level(base: dict[str, Any], problems: list[Problem]) -> Level:
-    tree = from_python(base, "base", problems)
-    if not isinstance(tree.value, dict):
-        message = f"expected a dict of sections, found {format_value(to_python(tree))}"
-        problems.append(Problem("base", "", message))
-        tree = Node({}, "base", "base")
-    return _level(tree, None, problems)
 
 
 def _level(tree: Node, folder: Path | None, problems: list[Problem]) -> Level:

@@ -58,8 +58,8 @@ def without_keys(node: Node, keys: Sequence[str]) -> Node:
 
 def find_node(node: Node, path: Sequence[str | int]) -> Node | None:
     """Returns the node at a path, or None."""
-    found, existing = deepest_node(node, path)
-    return found if len(existing) == len(path) else None
+    last, existing = deepest_node(node, path)
+    return last if len(existing) == len(path) else None
 
 
 def deepest_node(node: Node, path: Sequence[str | int]) -> tuple[Node, KeyPath]:

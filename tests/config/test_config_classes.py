@@ -1,4 +1,4 @@
-"""A user's class by name: what is missing is said in one line, faults inside the user's module stay what they are."""
+"""Import of a user's class: a missing one is one line, errors inside the user's module are unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         sys.modules.pop(name)
 
 
-def test_loads() -> None:
+def test_a_class_loads() -> None:
     assert load_class("good_x:Model", "model.type").__name__ == "Model"
     assert load_class("package_x.inner:Model", "model.type").__module__ == "package_x.inner"
 
@@ -57,7 +57,7 @@ def test_loads() -> None:
         ("good_x..a:Model", "expected a class as"),
     ],
 )
-def test_what_is_missing_is_one_line(reference: str, message: str) -> None:
+def test_a_missing_module_or_class_is_one_line(reference: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_class(reference, "model.type")
     assert message in str(caught.value)
@@ -75,7 +75,7 @@ def test_what_is_missing_is_one_line(reference: str, message: str) -> None:
         ("syntax_x", SyntaxError, "invalid syntax"),
     ],
 )
-def test_faults_inside_the_module_are_left_alone(module: str, error: type[Exception], message: str) -> None:
+def test_errors_inside_the_module_keep_their_traceback(module: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         load_class(f"{module}:Model", "model.type")
     assert not isinstance(caught.value, UserError)
@@ -83,6 +83,6 @@ def test_faults_inside_the_module_are_left_alone(module: str, error: type[Except
         assert any(Path(str(entry.path)).name == f"{module}.py" for entry in caught.traceback)
 
 
-def test_without_jax() -> None:
+def test_no_jax_is_imported() -> None:
     code = "import sys, jaxtrain.config.user_class; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What the errors say: each problem in one line, with its place, and what would be right; all at once."""
+"""Error messages: each problem in one line, with its location and what would be right; all at once."""
 
 from __future__ import annotations
 
@@ -193,13 +193,13 @@ def test_messages(tmp_path: Path, text: str, expected: str) -> None:
         ),
     ],
 )
-def test_keys_that_do_not_go_together(tmp_path: Path, text: str, expected: str) -> None:
-    found = lines(text, tmp_path)
-    assert len(found) == 1
-    assert found[0].split(": ", 1)[1] == expected
+def test_conflicts_between_keys(tmp_path: Path, text: str, expected: str) -> None:
+    messages = lines(text, tmp_path)
+    assert len(messages) == 1
+    assert messages[0].split(": ", 1)[1] == expected
 
 
-def test_what_goes_together_passes(tmp_path: Path) -> None:
+def test_valid_combinations_pass(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "t.json").write_text("{}")
     file = tmp_path / "c.yaml"
@@ -226,8 +226,8 @@ steps: 10
 step: {microbatches: 3}
 layout: 3d
 """
-    found = lines(text, tmp_path, "data.sources.4.weight=1", "seed", "mesh.data=[", checks=[check_config])
-    assert found == [
+    messages = lines(text, tmp_path, "data.sources.4.weight=1", "seed", "mesh.data=[", checks=[check_config])
+    assert messages == [
         "c.yaml:1: lr: unknown key here; expected optimizer.lr",
         "c.yaml:3: model.headz: unknown key (did you mean `heads` or `kv_heads`?)",
         'c.yaml:4: model.heads: expected a whole number; found "none"',
@@ -240,8 +240,8 @@ layout: 3d
     ]
 
 
-def test_a_width_that_the_vocabulary_stands_in_for_is_legal_on_any_number_of_devices() -> None:
-    """36 is no multiple of the 8 that are known, nor of the 32 that it may become."""
+def test_a_width_sharded_as_the_vocabulary_is_valid_on_any_number_of_devices() -> None:
+    """36 is no multiple of the 8 known shards, nor of the 32 that -1 may give."""
     keys = ("model.embed=36", "model.heads=4", "model.kv_heads=4", "model.head_dim=16", "model.vocab=256")
     layout = ("mesh={data: 1, fsdp: -1, model: 4}", "rules={batch: fsdp, embed: fsdp, vocab: model, mlp: model}")
     config = load(None, *keys, *layout, "data.global_batch=8")
@@ -250,10 +250,10 @@ def test_a_width_that_the_vocabulary_stands_in_for_is_legal_on_any_number_of_dev
     assert check_config(short) == check_config(short, 32) == []
 
 
-def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
+def test_problems_of_the_layout_have_locations(tmp_path: Path) -> None:
     text = "layout: tp\nsimulate: 8\nmodel: {heads: 12, head_dim: 8, kv_heads: 4}\nrules:\n  mlpp: model\nsteps: 0\n"
-    found = lines(text, tmp_path, checks=[check_config])
-    assert [line.split(": ")[:2] for line in found] == [
+    messages = lines(text, tmp_path, checks=[check_config])
+    assert [line.split(": ")[:2] for line in messages] == [
         ["c.yaml:5", "rules.mlpp"],
         ["c.yaml:6", "steps"],
         ["layout tp", "rules.heads"],
@@ -266,17 +266,17 @@ def test_the_doctor_reports_with_places(tmp_path: Path) -> None:
     )
 
 
-def test_a_layout_that_is_not_there_is_the_only_problem(tmp_path: Path) -> None:
-    """Nothing is said of the mesh that is left without it."""
-    (found,) = lines("layout: fsdpp\nsimulate: 8\n", tmp_path, checks=[check_config])
-    assert found.startswith('c.yaml:1: layout: no layout "fsdpp"')
+def test_a_missing_layout_is_the_only_problem(tmp_path: Path) -> None:
+    """The mesh without its layout is not checked."""
+    (message,) = lines("layout: fsdpp\nsimulate: 8\n", tmp_path, checks=[check_config])
+    assert message.startswith('c.yaml:1: layout: no layout "fsdpp"')
 
 
-def test_errors_in_a_layout_point_into_it(tmp_path: Path) -> None:
+def test_errors_in_a_layout_have_its_lines(tmp_path: Path) -> None:
     (tmp_path / "layouts").mkdir()
     (tmp_path / "layouts" / "own.yaml").write_text("mesh:\n  modl: 2\nrule: {}\n")
-    found = lines("layout: own\n", tmp_path)
-    assert [line.rpartition("/")[2] for line in found] == [
+    messages = lines("layout: own\n", tmp_path)
+    assert [line.rpartition("/")[2] for line in messages] == [
         "own.yaml:2: mesh.modl: unknown key (did you mean `model`?)",
         "own.yaml:3: rule: a layout has mesh, rules, context_parallel, zero and pipeline only (did you mean `rules`?)",
     ]
@@ -291,6 +291,6 @@ def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
     assert len(error.value.problems) == 80
 
 
-def test_lines_stay_lines() -> None:
+def test_a_problem_is_one_printable_line() -> None:
     problem = Problem("a\nb", "k\x1b[0m", "m\u2028\udcff")
     assert str(problem) == "a\\nb: k\\x1b[0m: m\\u2028\\udcff"

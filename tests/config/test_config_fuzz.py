@@ -51,7 +51,7 @@ log: {sample_tokens: 5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder beside shipped models and layouts, so that `extends` and `layout` lead somewhere."""
+    """A folder beside shipped models and layouts, so that `extends` and `layout` find files."""
     path = tmp_path_factory.mktemp("fuzz")
     for kind in ("models", "layouts"):
         (path / kind).symlink_to(configs_dir() / kind)
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def survives(*args: Any, **kwargs: Any) -> Config | None:
-    """Loads; the Config is sound, or every problem is one printable line. In bounded time."""
+    """Loads in bounded time: returns a Config, or None if every problem is one printable line."""
     start = time.process_time()
     try:
         config, provenance = resolve(*args, checks=[check_config], **kwargs)

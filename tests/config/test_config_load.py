@@ -1,4 +1,4 @@
-"""Levels, layouts, overrides and where values come from."""
+"""Levels, layouts, overrides and the provenance of values."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_layout_replaces_earlier_mesh_and_rules_and_later_ones_refine(write) -
     assert bare.mesh.model == 1
 
 
-def test_a_layout_on_the_command_line_moves_wholly_in_any_order(write) -> None:
+def test_a_layout_of_the_command_line_replaces_the_whole_layout_in_any_order(write) -> None:
     for name, text in LAYOUTS.items():
         write(name, text)
     config, origin = resolve("parent.yaml", "mesh.model=8", "layout=tp_sp")
@@ -134,7 +134,7 @@ def test_overrides_are_yaml_and_reach_into_lists(write) -> None:
     assert load(None, "data.sources.0.include=['*.py']").data.sources[0].include == ("*.py",)
 
 
-def test_a_changed_type_leaves_earlier_options_behind(write) -> None:
+def test_a_changed_type_drops_earlier_options(write) -> None:
     write("a.yaml", "model: {type: 'my.models:A', options: {width: 3}}\n")
     assert load("a.yaml", "model.options.depth=2").model.options == {"width": 3, "depth": 2}
     assert load("a.yaml", "model.options.depth=2", "model.type='my.models:B'").model.options == {"depth": 2}
@@ -168,9 +168,9 @@ def test_a_changed_type_leaves_earlier_options_behind(write) -> None:
     ],
 )
 def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
-    found = load(None, "model.type='a.b:C'", f"model.options.x={text}").model.options["x"]
-    assert found == value
-    assert type(found) is type(value)
+    result = load(None, "model.type='a.b:C'", f"model.options.x={text}").model.options["x"]
+    assert result == value
+    assert type(result) is type(value)
 
 
 def test_anchors_and_merge_keys(write) -> None:
@@ -190,7 +190,7 @@ data:
     assert origin["data.options.x"] == "c.yaml:3"
 
 
-def test_extends_must_end(write) -> None:
+def test_circles_of_extends_are_errors(write) -> None:
     write("a.yaml", "seed: 1\nextends: b.yaml\n")
     write("b.yaml", "extends: [c.yaml]\n")
     write("c.yaml", "extends: a.yaml\n")
@@ -207,7 +207,7 @@ def test_extends_must_end(write) -> None:
     assert all("more than 64 files" in line for line in errors("n0.yaml"))
 
 
-def test_files_that_are_none(write, tmp_path: Path) -> None:
+def test_unreadable_files(write, tmp_path: Path) -> None:
     assert errors("nope.yaml") == ["nope.yaml: no such file"]
     (tmp_path / "run").mkdir()
     assert errors("run") == ["run: is a folder, not a YAML file"]
@@ -225,7 +225,7 @@ def test_files_that_are_none(write, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
-def test_a_file_that_may_not_be_read(write, tmp_path: Path) -> None:
+def test_a_file_without_read_permission(write, tmp_path: Path) -> None:
     write("secret.yaml", "seed: 1\n")
     (tmp_path / "secret.yaml").chmod(0)
     assert errors("secret.yaml") == ["secret.yaml: cannot be read: Permission denied"]
@@ -239,7 +239,7 @@ def test_a_config_runs_no_code(write, tmp_path: Path) -> None:
     assert not (tmp_path / "pwned").exists()
 
 
-def test_alias_bombs_and_deep_nesting_end_soon(write) -> None:
+def test_alias_bombs_and_deep_nesting_are_bounded(write) -> None:
     bomb = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
     bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 15))
     assert any("more than 20000 values" in line for line in errors(write("bomb.yaml", bomb)))
@@ -258,7 +258,7 @@ def test_config_does_not_import_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("step={remat: full, remat_save: {atention: device}}", "did you mean `attention`"),
         ("checkpoint={keep_best: 1, best_metric: eval/los}", "validation has no metric"),
@@ -268,19 +268,19 @@ def test_config_does_not_import_jax() -> None:
         ('checkpoint={durable: ""}', "is empty; expected a folder, a URL, or null"),
     ],
 )
-def test_what_could_never_take_effect_is_refused(override: str, said: str) -> None:
+def test_values_without_effect_are_errors(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, override, "eval.every=100")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_sample_needs_a_language_model() -> None:
+def test_samples_need_a_language_model() -> None:
     with pytest.raises(ConfigError, match=r"only the built-in decoder on text generates"):
         load(None, "model.type='a.b:C'", "log.sample_tokens=5")
 
 
 @pytest.mark.parametrize("path", ["memory://bucket/corpus/*.jsonl", "s3://bucket/corpus"])
-def test_a_store_is_not_looked_for_on_the_disk(path):
+def test_object_stores_are_not_searched_on_disk(path):
     config = load(None, f"data.sources=[{{path: {path!r}}}]", f"eval.sets.far.path={path}")
     assert config.data.sources[0].path == config.eval.sets["far"].path == path
 

@@ -17,7 +17,7 @@ from jaxtrain.models.layout_check import check_config
 from jaxtrain.sharding.axes import AXES
 
 SHIPPED = sorted(path for path in configs_dir().rglob("*.yaml"))
-NEEDED = {"continue": ["model.from=null"]}  # what a file asks for that is not shipped
+NEEDED = {"continue": ["model.from=null"]}  # overrides for files that are not shipped
 LAYOUTS = [path.stem for path in SHIPPED if path.parent.name == "layouts"]
 
 
@@ -42,7 +42,7 @@ def test_shipped_files_are_valid_by_the_schema(path: Path) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shipped_layouts_fit_eight_devices(name: str) -> None:
-    """Each with a tiny model, kv heads given; and each axis it names earns its place."""
+    """Each with a tiny model, kv heads given; and each axis it names is used."""
     model = "moe_tiny" if name.startswith("ep") else "llama_tiny"
     config, origin = resolve(f"configs/models/{model}.yaml", f"layout={name}", "model.kv_heads=8", "simulate=8")
     assert check_config(config) == []
@@ -59,7 +59,7 @@ def test_the_layouts_a_researcher_expects() -> None:
     assert load(None, "layout=fsdp_tp").rules == load(None, "layout=3d").rules
 
 
-def test_a_resolved_config_outlives_its_files(tmp_path: Path) -> None:
+def test_a_resolved_config_needs_no_other_files(tmp_path: Path) -> None:
     layouts = tmp_path / "layouts"
     layouts.mkdir()
     (layouts / "own.yaml").write_text("mesh: {model: -1}\nrules: {batch: data, mlp: model}\n")
@@ -89,7 +89,7 @@ def test_a_resolved_config_of_a_user_model_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["\x85", "\u2028", "a\r\nb", "\t", " x ", "\ufeff", "- a", "1e3", "0b1", "null", "é"])
-def test_text_of_any_kind_survives_the_dump(tmp_path: Path, text: str) -> None:
+def test_any_text_survives_the_dump(tmp_path: Path, text: str) -> None:
     config = load(None, base={"data": {"cache_dir": text}})
     (tmp_path / "config.yaml").write_bytes(dump_yaml(config).encode())
     assert load(tmp_path / "config.yaml") == config
@@ -106,7 +106,7 @@ def test_flat_keys_are_those_of_the_schema() -> None:
         assert load(None, f"{key}={yaml.safe_dump(flat[key], default_flow_style=True)}", base={"layout": "ddp"})
 
 
-def test_diff_names_keys_values_and_places(tmp_path: Path) -> None:
+def test_diff_has_keys_values_and_origins(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("steps: 10\nmodel: {heads: 8}\n")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.yaml").write_text(
@@ -131,15 +131,15 @@ def test_diff_of_configs() -> None:
     }
 
 
-def test_show_gives_every_key_its_place() -> None:
+def test_show_has_the_origin_of_every_key() -> None:
     config, origin = resolve(None, "layout=3d", base={"data": {"cache_dir": "a\n\x1b[0mb"}})
     lines = show(config, origin)
     assert len(lines) == len(flatten(config))
-    found = {line.split(": ")[0]: line.rpartition("  # ")[2] for line in lines}
-    assert found["data.cache_dir"] == "base"
-    assert found["layout"] == "command line"
-    assert found["rules.embed"] == "layout 3d"
-    assert found["steps"] == "default"
+    origins = {line.split(": ")[0]: line.rpartition("  # ")[2] for line in lines}
+    assert origins["data.cache_dir"] == "base"
+    assert origins["layout"] == "command line"
+    assert origins["rules.embed"] == "layout 3d"
+    assert origins["steps"] == "default"
     assert all(line.isprintable() for line in lines)
     values = yaml.safe_load("\n".join(lines))
     assert values["rules.batch"] == ["data", "fsdp"]
@@ -147,12 +147,12 @@ def test_show_gives_every_key_its_place() -> None:
 
 
 def test_the_shipped_schema_is_up_to_date() -> None:
-    """Write it anew with `jaxtrain schema > configs/schema.json` where this fails."""
+    """To update it: `jaxtrain schema > configs/schema.json`."""
     shipped = json.loads((configs_dir() / "schema.json").read_text(encoding="utf-8"))
     assert shipped == json_schema()
 
 
-def test_the_schema_says_what_each_key_is() -> None:
+def test_the_schema_describes_each_key() -> None:
     for key in all_keys():
         *path, name = key.split(".")
         assert name in section_keys(tuple(path)), key
