@@ -23,7 +23,8 @@ EXPECTED = {
     "less_than": "less than {lt}", "less_than_equal": "at most {le}", "literal_error": "{expected}",
     "missing": "one more value", "model_type": "a section with keys such as {keys}",
     "string_pattern_mismatch": "a name of letters, digits, `_`, `.` and `-`, that starts with a letter or digit",
-    "string_type": "text (in quotes if it looks like a number)", "tuple_type": "a list",
+    "string_type": "text (in quotes if it looks like a number)", "too_long": "at most {max_length} values",
+    "tuple_type": "a list",
 }  # fmt: skip
 
 
@@ -63,8 +64,8 @@ def _remove_invalid(
         node, path = deepest_node(tree, location[:-2] if location[-1:] == ("[key]",) else location)
         if (node.where, dotted(path)) not in reported:  # else the reader found that it is no value at all
             reported.add((node.where, dotted(path)))
-            key = ".".join(f"{part[:MAX_VALUE_LENGTH]}..." if len(part) > MAX_VALUE_LENGTH else part
-                           for part in map(str, path))  # fmt: skip
+            parts = [str(part) for part in path]
+            key = dotted([f"{part[:MAX_VALUE_LENGTH]}..." if len(part) > MAX_VALUE_LENGTH else part for part in parts])
             problems.append(Problem(node.where, key, _message(detail, path, to_python(node))))
         removed.add(_remove(values, path))
     return removed
@@ -88,7 +89,7 @@ def _message(detail: Mapping[str, Any], path: KeyPath, value: Any) -> str:
     """Returns one plain sentence for one pydantic error."""
     if detail["type"] == "extra_forbidden":
         return unknown_key(path)
-    hint, expected = "", detail["msg"].removeprefix("Value error, ")
+    hint, expected = "", detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if detail["type"] in EXPECTED:
         names = {"keys": join_words(section_keys(path)[:3], "and"), **detail.get("ctx", {})}
         expected = EXPECTED[detail["type"]].format_map(names).replace("'", "")

@@ -91,5 +91,5 @@ def _fit(config: Config, provenance: dict[str, str], notes: list[str]) -> Config
 
 
 def _read_model(folder: Path) -> dict[str, Any]:
-    """The `model` section of a Hugging Face folder."""
+    """Returns the `model` section of a Hugging Face folder."""
     return config_json.read_model_config(folder)[1]

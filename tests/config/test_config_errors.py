@@ -68,6 +68,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
             'data.sources.0.weight: expected a number, or numbers by step as in {0: 1.0, 1000: 0.5}; found "x"',
         ),
         ("optimizer: {betas: [0.9]}", "optimizer.betas: expected one more value; found a list of 1"),
+        ("optimizer: {betas: [0.9, 0.9, 0.9]}", "optimizer.betas: expected at most 2 values; found a list of 3"),
         ("optimizer: {betas: 1}", "optimizer.betas: expected a list; found 1"),
         ("optimizer: lion", 'optimizer: expected a section with keys such as name, lr and betas; found "lion"'),
         ("lr: 1", "lr: unknown key here; expected optimizer.lr"),
