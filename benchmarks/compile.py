@@ -66,7 +66,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "data": {"sequence": spec["length"], "global_batch": spec["rows"]},
     }  # fmt: skip
     config = jaxtrain.load(None, base=base)
-    program = build_program(config, 1024, runtime.start(config))
+    program = build_program(config, 1024, runtime.start(config.simulate))
     done("build")
     state = jax.block_until_ready(program.init())
     done("init")

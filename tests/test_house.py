@@ -21,7 +21,7 @@ FORBIDDEN = {"jit", "scan", "Optimizer", "get_partition_spec", "vmap", "grad", "
 WITHOUT_JAX = (
     "jaxtrain", "jaxtrain.config", "jaxtrain.sharding.axes", "jaxtrain.sharding.rules", "jaxtrain.sharding.layout",
     "jaxtrain.sharding.check", "jaxtrain.sharding.context_parallel", "jaxtrain.models.decoder_params",
-    "jaxtrain.models.layout_check", "jaxtrain.data", "jaxtrain.cli.main", "jaxtrain.cli.setup",
+    "jaxtrain.core.layout_check", "jaxtrain.data", "jaxtrain.cli.main", "jaxtrain.cli.setup",
     "jaxtrain.cli.worker", "jaxtrain.cli.arguments", "jaxtrain.cli.commands.train", "jaxtrain.cli.commands.resume",
     "jaxtrain.cli.commands.evaluate", "jaxtrain.cli.commands.generate", "jaxtrain.cli.commands.verify",
     "jaxtrain.cli.commands.data",

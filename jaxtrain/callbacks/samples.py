@@ -30,6 +30,7 @@ class Samples(Callback):
         log = trainer.config.log
         if not log.sample_tokens or stopped_by or jax.process_count() > 1:
             return
-        stream = text_streamer(trainer.program, text_tokenizer(trainer.config), state.get("ema", state["params"]))
+        tokenizer = text_tokenizer(trainer.config.model, trainer.config.data)
+        stream = text_streamer(trainer.program, tokenizer, state.get("ema", state["params"]))
         text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -24,6 +24,7 @@ from jaxtrain.checkpoint.state_tree import flatten
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.config.show import as_dict
+from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.distributed import runtime
@@ -33,7 +34,6 @@ from jaxtrain.interop.config_json import choose_family, read_json, read_model_co
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.models.layout_check import check_config
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.trainer.compatibility import environment
 
@@ -199,7 +199,7 @@ def _devices(config: Config) -> list[Any]:
         raise UserError(
             f"import and export run in one process; expected {runtime.PROCESSES}=1, found {runtime.process_count()}"
         )
-    return runtime.start(config)
+    return runtime.start(config.simulate)
 
 
 def _bytes(text: str) -> int:

@@ -12,13 +12,14 @@ import jax
 from jaxtrain.config.schema import Config, LossConfig
 from jaxtrain.core import state as train_state
 from jaxtrain.core.gradients import Batch, Gradients
+from jaxtrain.core.layout_check import check_tensors
 from jaxtrain.core.step import TrainStep, TrainStepWithGradients, drop_gradients, eval_step, train_step
 from jaxtrain.core.xla_options import in_place
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.losses.terms import Terms
-from jaxtrain.models.layout_check import check_tensors
-from jaxtrain.models.model_def import ModelDef, Tree, define_model, make_env
+from jaxtrain.models.model_def import ModelDef, Tree, define_model
 from jaxtrain.models.protocols import HasStages
+from jaxtrain.nn.env import Env
 from jaxtrain.optim.optimizers import optimizer
 from jaxtrain.optim.schedules import schedule
 from jaxtrain.pipeline.executor import Executor
@@ -77,8 +78,7 @@ def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> 
     """
     layout = resolve_layout(config.layout, config.mesh, config.rules, len(devices))
     sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
-    env = make_env(config, sharder)
-    model_def = define_model(config, env, vocab)
+    model_def = model_from_config(config, sharder, vocab)
     _check_tensors(config, model_def, len(devices))
     gradients = _gradients(config, sharder, model_def, vocab)
 
@@ -112,12 +112,22 @@ def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> 
     )  # fmt: skip
 
 
+def model_from_config(config: Config, sharder: Sharder, vocab: int | None) -> ModelDef:
+    """Defines the model of a config on a mesh. See `models.model_def.define_model`."""
+    step = config.step
+    env = Env(
+        sharder, POLICIES[config.precision], step.attention, config.context_parallel, step.remat_policy, step.offloaded,
+        step.unroll,
+    )  # fmt: skip
+    return define_model(config.model, config.loss, env, vocab)
+
+
 def _gradients(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int | None) -> Gradients:
     microbatches, executor = config.step.microbatches, _executor(config, sharder, model_def, vocab)
     if not _reduces_once(config, sharder):
         return Gradients(model_def, sharder, microbatches, pipeline=executor)
     replica = sharder.without_axis(DATA_AXIS)
-    replica_def = define_model(config, make_env(config, replica), vocab)
+    replica_def = model_from_config(config, replica, vocab)
     replica_executor = _executor(config, replica, replica_def, vocab)
     return Gradients(model_def, sharder, microbatches, replica_def, executor, replica_executor)
 
@@ -131,7 +141,7 @@ def _reduces_once(config: Config, sharder: Sharder) -> bool:
 def _evaluate(config: Config, sharder: Sharder, vocab: int | None) -> Callable[[Tree, Batch], Terms]:
     """Returns the evaluation step of the plain loss, without smoothing and z-loss, so that runs can be compared."""
     plain = config.model_copy(update={"loss": LossConfig(vocab_chunks=config.loss.vocab_chunks)})
-    model_def = define_model(plain, make_env(config, sharder), vocab)
+    model_def = model_from_config(plain, sharder, vocab)
     executor = _executor(plain, sharder, model_def, vocab)
     return with_matmul_precision(eval_step(model_def, sharder, config.step.microbatches, executor), config.precision)
 
@@ -155,7 +165,7 @@ def _executor(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int 
         message = f"`layers_per_group` is {group!r}; expected a number of layers"
         raise UserError(f"model.type {config.model.type}: {message}")
     table = load_table(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
-    stage_def = define_model(config, make_env(config, sharder.without_axis(PIPELINE_AXIS)), vocab)
+    stage_def = model_from_config(config, sharder.without_axis(PIPELINE_AXIS), vocab)
     return Executor(table, sharder, model_def, stage_def, group)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 from jaxtrain.config import load
 from jaxtrain.config.checks import config_notes
 from jaxtrain.config.schema import Config
+from jaxtrain.core.layout_check import check_config, check_layout
 from jaxtrain.core.mesh_fit import describe_change, fit_mesh, mesh_sizes, unused_axes, with_sizes
 from jaxtrain.interop import config_json
-from jaxtrain.models.layout_check import check_config
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.sharding.axes import AXES, shape_text
 
 
@@ -23,7 +22,7 @@ def resolve(
     *overrides: str,
     base: dict[str, Any] | None = None,
     paths: bool = True,
-    checks: Iterable[load.Check] = (check_config, check_pipeline),
+    checks: Iterable[load.Check] = (check_layout,),
     notes: list[str] | None = None,
 ) -> tuple[Config, dict[str, str]]:
     """Loads a config with its layout, and checks values, mesh, rules, the model's dims and the pipeline schedule.

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxtrain.config.schema import Config
 from jaxtrain.core import xla_options
 from jaxtrain.errors import UserError
 
@@ -22,7 +21,7 @@ HEARTBEAT_TIMEOUT = 30  # seconds of silence until JAX declares a process lost; 
 SHUTDOWN_TIMEOUT = 60  # seconds that a process waits at exit for the others
 
 
-def start(config: Config) -> list[Any]:
+def start(simulate: int | None) -> list[Any]:
     """Initializes JAX and returns the devices of all processes.
 
     With `JAX_COORDINATOR_ADDRESS` (host:port), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` in the environment it joins
@@ -33,16 +32,16 @@ def start(config: Config) -> list[Any]:
     """
     xla_options.prepare()
     count = process_count()
-    if config.simulate is not None:
-        if config.simulate % count:
-            raise UserError(f"simulate: {config.simulate} devices cannot be divided among {count} processes")
-        _simulate_devices(config.simulate // count)
+    if simulate is not None:
+        if simulate % count:
+            raise UserError(f"simulate: {simulate} devices cannot be divided among {count} processes")
+        _simulate_devices(simulate // count)
     if count > 1 and not jax.distributed.is_initialized():
         _join_processes(count)
     devices = jax.devices()
-    if config.simulate is not None and (devices[0].platform != "cpu" or len(devices) != config.simulate):
+    if simulate is not None and (devices[0].platform != "cpu" or len(devices) != simulate):
         raise UserError(
-            f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {config.simulate} "
+            f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {simulate} "
             "simulated ones; set simulate before anything else uses JAX"
         )
     _set_compilation_cache(devices)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.core.program import Program, build_program
+from jaxtrain.core.program import Program, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.distributed import runtime
@@ -21,7 +21,6 @@ from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.inference.model import load_params, text_tokenizer
 from jaxtrain.inference.score import Scorer, scoring_sharder
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.models.spec import vocabulary_size
 
 NEW_TOKENS = 256  # maximum of a generation if its task does not set one; the harness's default
@@ -67,8 +66,8 @@ def evaluate_tasks(
     if runtime.process_count() > 1:
         found = f"expected {runtime.PROCESSES}=1, found {runtime.process_count()}"
         raise UserError(f"eval --tasks runs in one process; {found}")
-    tokenizer = text_tokenizer(config)
-    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config))
+    tokenizer = text_tokenizer(config.model, config.data)
+    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate))
     params, _ = load_params(directory, step, program)
     model = open_harness_model(program, tokenizer, params, rows or config.data.global_batch)
     results = harness.evaluator.simple_evaluate(
@@ -104,7 +103,7 @@ def open_harness_model(program: Program, tokenizer: Tokenizer, params: Any, rows
     longest = config.data.sequence
 
     def defined(sharder: Any) -> Any:
-        return define_model(config, make_env(config, sharder), vocab)
+        return model_from_config(config, sharder, vocab)
 
     sharder = scoring_sharder(program.sharder)
     scorer = Scorer(defined(sharder), sharder, longest, rows)

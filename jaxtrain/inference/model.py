@@ -11,11 +11,10 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain.checkpoint import CheckpointReader
-from jaxtrain.config import Config
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.config.schema import ModelConfig
+from jaxtrain.config.schema import DataConfig, ModelConfig
 from jaxtrain.core.evaluation import validate
-from jaxtrain.core.program import Program, build_program
+from jaxtrain.core.program import Program, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
@@ -24,7 +23,6 @@ from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
@@ -43,7 +41,7 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     count = config.eval.batches if batches is None else batches
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
-    devices = runtime.start(config)
+    devices = runtime.start(config.simulate)
     data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True)))
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
@@ -64,8 +62,8 @@ def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> t
     if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
         return _huggingface(directory, step, overrides)
     config, _ = resolve(saved_config(directory), *overrides, paths=False)
-    tokenizer = text_tokenizer(config)
-    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config))
+    tokenizer = text_tokenizer(config.model, config.data)
+    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate))
     return program, tokenizer, load_params(directory, step, program)[0]
 
 
@@ -81,8 +79,9 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
     config, origin = resolve(None, *overrides, base=base, paths=False)
     if origin["data.tokenizer"] == "default":
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
-    program = build_program(config, section["vocab"], runtime.start(config))
-    return program, text_tokenizer(config), load_weights(folder, TENSOR_MAPPINGS[family.name], program.state["params"])
+    program = build_program(config, section["vocab"], runtime.start(config.simulate))
+    tokenizer = text_tokenizer(config.model, config.data)
+    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], program.state["params"])
 
 
 def complete_prompts(
@@ -107,9 +106,7 @@ def complete_prompts(
 def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: Any) -> Generator:
     sharder = decoding_sharder(program.sharder, rows)
     vocab = program.model_def.params["embed"]["table"].shape[0]
-    return Generator(
-        define_model(program.config, make_env(program.config, sharder), vocab), tokenizer.vocab, **sampling
-    )
+    return Generator(model_from_config(program.config, sharder, vocab), tokenizer.vocab, **sampling)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -133,11 +130,11 @@ def text_streamer(
     return stream
 
 
-def text_tokenizer(config: Config) -> Tokenizer:
+def text_tokenizer(model: ModelConfig, data: DataConfig) -> Tokenizer:
     """Loads the tokenizer of a run. Raises UserError if it is not a language model."""
-    if not is_decoder(config.model) or not config.data.is_text:
-        raise UserError(f"generate: model {config.model.type} on data {config.data.type} is not a language model")
-    return load_tokenizer(config.data.tokenizer)
+    if not is_decoder(model) or not data.is_text:
+        raise UserError(f"generate: model {model.type} on data {data.type} is not a language model")
+    return load_tokenizer(data.tokenizer)
 
 
 def load_params(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:

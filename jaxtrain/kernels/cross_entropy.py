@@ -252,7 +252,7 @@ def _sums_fwd(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: 
 
 
 def _statistics(plan: _ChunkSpec, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
-    """log Z, the label's logit and the sum of all logits, each float32 [batch, time]; the logits of an only chunk."""
+    """Log Z, the label's logit and the sum of all logits, each float32 [batch, time]; the logits of an only chunk."""
     view = plan.view(head, x.dtype)
     kept = (*plan.tokens, plan.over)
 

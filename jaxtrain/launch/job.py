@@ -10,13 +10,12 @@ from jaxtrain.config import Config, ConfigError, load
 from jaxtrain.config import run_dir as run_dirs
 from jaxtrain.config.run_dir import absolute, free_directory, saved_config
 from jaxtrain.config.show import as_dict
+from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.launch.types import Placement
-from jaxtrain.models.layout_check import check_config
 from jaxtrain.models.spec import is_decoder, vocabulary_size
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.sharding import layout
 from jaxtrain.sharding.axes import shape_text
 
@@ -52,7 +51,7 @@ class ElasticJob:
         """Returns the placement of exactly `processes`. Raises ConfigError if the mesh does not fit them."""
         devices = processes * self.devices
         overrides = (*([f"simulate={devices}"] if self.is_simulated else []), *overrides)
-        checks = (lambda c: check_config(c, devices, self._vocab), lambda c: check_pipeline(c, devices))
+        checks = (lambda c: check_layout(c, devices, self._vocab),)
         base = {"resolved": True, **as_dict(self.config)}
         config, _ = load.resolve(None, *overrides, base=base, paths=False, checks=checks)  # as it is, not fitted
         mesh = shape_text(layout.resolve_layout(config.layout, config.mesh, config.rules, devices).sizes)

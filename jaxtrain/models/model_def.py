@@ -10,14 +10,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import LossConfig, ModelConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.errors import UserError
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.nn.env import Env
 from jaxtrain.nn.param import Param, unwrap
-from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.rules import Names
 
 Tree = dict[str, Any]
@@ -59,18 +58,19 @@ class ModelDef:
         return {"/".join(path): (_get(self.params, path).shape, _get(self.names, path)) for path in sorted(self._paths)}
 
 
-def define_model(config: Config, env: Env, vocab: int | None) -> ModelDef:
+def define_model(model: ModelConfig, loss: LossConfig, env: Env, vocab: int | None) -> ModelDef:
     """Defines the model of a config without allocating it.
 
     Args:
-        config: a resolved config.
+        model: the `model` section.
+        loss: the `loss` section, for the decoder.
         env: sharding and dtypes, given to the model's constructor.
         vocab: vocabulary size of the decoder; not used for other models.
 
     Raises:
         UserError: the user's class cannot be found or created, or holds state other than parameters.
     """
-    make = _constructor(config, env, vocab)
+    make = _constructor(model, loss, env, vocab)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     names: Tree = {}
     gather_dtypes: Tree = {}
@@ -78,7 +78,7 @@ def define_model(config: Config, env: Env, vocab: int | None) -> ModelDef:
     for path, param in nnx.to_flat_state(state):
         if not isinstance(param, nnx.Param):
             message = f"{'.'.join(map(str, path))} is a {type(param).__name__}; a model holds nnx.Param only"
-            raise UserError(f"model.type {config.model.type}: {message} (draw dropout from the key given to `loss`)")
+            raise UserError(f"model.type {model.type}: {message} (draw dropout from the key given to `loss`)")
         metadata, value, path = param.get_metadata(), param.get_value(), _as_text(path)
         _set(names, path, metadata.get("names") or (None,) * len(value.shape))
         _set(gather_dtypes, path, metadata.get("gather_dtype", value.dtype))
@@ -91,28 +91,14 @@ def define_model(config: Config, env: Env, vocab: int | None) -> ModelDef:
     )  # fmt: skip
 
 
-def make_env(config: Config, sharder: Any) -> Env:
-    """Returns the environment that a config gives its model on a mesh."""
-    return Env(
-        sharder,
-        POLICIES[config.precision],
-        config.step.attention,
-        config.context_parallel,
-        config.step.remat_policy,
-        config.step.offloaded,
-        config.step.unroll,
-    )
-
-
-def _constructor(config: Config, env: Env, vocab: int | None) -> Callable[[nnx.Rngs], nnx.Module]:
+def _constructor(model: ModelConfig, loss: LossConfig, env: Env, vocab: int | None) -> Callable[[nnx.Rngs], nnx.Module]:
     """Returns the constructor of the model: the factory of built-in and users' classes."""
-    model = config.model
     model_class = Decoder if model.is_builtin else load_class(model.type, "model.type")
     arguments: tuple = ()
     if is_decoder(model):
         if vocab is None:
             raise UserError("model.vocab: the data has no vocabulary; expected the size of the decoder's")
-        arguments = (model, config.loss, vocab)
+        arguments = (model, loss, vocab)
     try:
         # Of __init__, because the class itself shows only its metaclass's *args.
         inspect.signature(model_class.__init__).bind(None, *arguments, **model.options, env=env, rngs=None)

@@ -164,7 +164,7 @@ def ema_init(params: Any) -> Any:
 
 
 def ema_update(ema: Any, params: Any, decay: float) -> Any:
-    """decay * ema + (1 - decay) * params in float32, stored in the dtype of `ema`."""
+    """Decay * ema + (1 - decay) * params in float32, stored in the dtype of `ema`."""
 
     def one(e: jax.Array, p: jax.Array) -> jax.Array:
         old = e.astype(jnp.float32)

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.show import as_dict
+from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import ConfigError, Problem
 from jaxtrain.models.flops import layer_matmuls, mean_attended, recomputed
-from jaxtrain.models.layout_check import check_config
 from jaxtrain.models.spec import is_decoder
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.pipeline.schedules.cost import schedule_cost
 from jaxtrain.planning.choices import LayoutChoice
 from jaxtrain.planning.cost.communication import DeviceSizes
@@ -83,7 +82,7 @@ def is_legal(config: Config, plan: Plan, change: str) -> bool:
     """Returns whether a run could start on the plan's devices with these `key=value` words added."""
 
     def check(changed: Config) -> list[Problem]:
-        return check_config(changed, plan.devices) + check_pipeline(changed, plan.devices)
+        return check_layout(changed, plan.devices)
 
     try:
         base = {**as_dict(config), "resolved": True, "simulate": None}

@@ -18,8 +18,7 @@ from jaxtrain.config.checks import divisors
 from jaxtrain.config.load import load
 from jaxtrain.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig
 from jaxtrain.config.show import text
-from jaxtrain.models.layout_check import check_config
-from jaxtrain.pipeline.check import check_pipeline
+from jaxtrain.core.layout_check import check_config, check_schedule
 from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.pipeline.schedules.shipped import SCHEDULES
 from jaxtrain.pipeline.schedules.table import Table
@@ -283,7 +282,7 @@ class SearchSpace:
         key = choice.schedule, choice.virtual_stages, stages, choice.microbatches, context
         if key not in self._tables:
             table = None
-            if not check_pipeline(self.to_config(choice), self.devices):
+            if not check_schedule(self.to_config(choice), self.devices):
                 table = load_table(choice.schedule, stages, choice.microbatches, choice.virtual_stages)
             self._tables[key] = table
         return self._tables[key]

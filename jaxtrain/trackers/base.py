@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import LogConfig
 from jaxtrain.trackers.files import JsonlTracker
 
 PROJECT = "jaxtrain"  # default project or experiment
@@ -89,11 +89,12 @@ class TrackerList:
                 self._report(f"tracker {name} dropped, training continues: {method}: {reason[:200]}")
 
 
-def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker]:
+def build_trackers(log: LogConfig, name: str, run_dir: Path, is_main: bool) -> list[Tracker]:
     """Creates the trackers of the config; none on processes other than 0.
 
     Args:
-        config: the run's config.
+        log: the `log` section.
+        name: name of the run.
         run_dir: run directory.
         is_main: True on process 0.
 
@@ -109,12 +110,11 @@ def build_trackers(config: Config, run_dir: Path, is_main: bool) -> list[Tracker
 
     if not is_main:
         return []
-    log = config.log
     members: list[Tracker] = [JsonlTracker(run_dir)]
     if log.tensorboard:
         members.append(TensorBoardTracker(run_dir))
     if log.wandb:
-        members.append(WandbTracker(os.environ.get("WANDB_PROJECT", PROJECT), config.name, run_dir))
+        members.append(WandbTracker(os.environ.get("WANDB_PROJECT", PROJECT), name, run_dir))
     if log.mlflow:
-        members.append(MLflowTracker(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), config.name, run_dir))
+        members.append(MLflowTracker(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), name, run_dir))
     return members

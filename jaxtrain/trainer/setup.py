@@ -61,7 +61,7 @@ def open_trainer(
             accept.
     """
     ledger = ledger or GoodputLedger()
-    devices = runtime.start(config)
+    devices = runtime.start(config.simulate)
     layouts.resolve_layout(config.layout, config.mesh, config.rules, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
     console.console.quiet = not is_main
@@ -132,7 +132,8 @@ def _assemble(
     is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
     manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
-    members = TrackerList(build_trackers(config, directory, is_main) + ([console] if is_main else []), console.print)
+    trackers = build_trackers(config.log, config.name, directory, is_main)
+    members = TrackerList(trackers + ([console] if is_main else []), console.print)
     items = config.data.global_batch * (config.data.sequence if has_token_rows(config.model, config.data) else 1)
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())

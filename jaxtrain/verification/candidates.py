@@ -12,9 +12,8 @@ from jaxtrain.config.load import load
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import layout_names
 from jaxtrain.config.show import as_dict
+from jaxtrain.core.layout_check import check_layout
 from jaxtrain.errors import did_you_mean, join_words
-from jaxtrain.models.layout_check import check_config
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.planning.choices import factorisations
 from jaxtrain.sharding.axes import AXES, shape_text
 from jaxtrain.sharding.rules import BATCH, CONTEXT, PIPELINE_AXIS, axes_of
@@ -84,7 +83,7 @@ def candidates(
 
 def layout_problems(config: Config, devices: int, vocab: int | None = None) -> list[str]:
     """Problems of a config on a number of devices, as a run reports them before JAX starts."""
-    problems = [*check_config(config, devices, vocab), *check_pipeline(config, devices)]
+    problems = check_layout(config, devices, vocab)
     return [*(problem.message for problem in cross_problems(config)), *map(str, problems)]
 
 

@@ -114,7 +114,7 @@ def verify(
         small, layouts, devices, folder=Path(path).parent,
         load_layout=lambda name: resolve(path, *others, f"layout={name}", paths=False, checks=())[0],
     )  # fmt: skip
-    all_devices = runtime.start(small)
+    all_devices = runtime.start(small.simulate)
     dataset = PackedDataset(small)
     if not is_decoder(small.model):
         dataset = open_datasets(small.data, small.seed, progress)[0]

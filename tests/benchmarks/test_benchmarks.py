@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
-from jaxtrain.models.layout_check import check_config
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.planning import pods
 from jaxtrain.planning.hardware import targets
 
@@ -212,10 +211,7 @@ def test_worked_examples_are_configs_that_load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     for target, file, *keys in module("plan_examples").EXAMPLES.values():
         devices = targets.parse(target).devices
-        checks = [
-            lambda config, n=devices: check_config(config, n),
-            lambda config, n=devices: check_pipeline(config, n),
-        ]
+        checks = [lambda config, n=devices: check_layout(config, n)]
         resolve(str(BENCHMARKS.parent / "configs" / file), *keys, paths=False, checks=checks)
 
 
@@ -225,12 +221,12 @@ def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
         devices = targets.parse(target).devices
         config, _ = resolve(
             str(BENCHMARKS.parent / "configs" / file), *keys, paths=False,
-            checks=[lambda config, n=devices: check_config(config, n) + check_pipeline(config, n)],
+            checks=[lambda config, n=devices: check_layout(config, n)],
         )  # fmt: skip
         found = pods.smaller_pods(config, targets.parse(target), largest)
         assert found, name
         for pod in found:
-            assert check_config(pod.config, pod.target.devices) + check_pipeline(pod.config, pod.target.devices) == []
+            assert check_layout(pod.config, pod.target.devices) == []
 
 
 def test_packed_batch_is_what_the_data_room_makes():

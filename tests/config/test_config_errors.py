@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import ConfigError, Problem, add_locations
 from jaxtrain.config.load import load, resolve
-from jaxtrain.models.layout_check import check_config
+from jaxtrain.core.layout_check import check_config
 
 
 def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:

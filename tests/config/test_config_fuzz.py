@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxtrain.config import Config, ConfigError, configs_dir, dump_yaml, show
 from jaxtrain.config.keys import all_keys
 from jaxtrain.config.load import resolve
-from jaxtrain.models.layout_check import check_config
+from jaxtrain.core.layout_check import check_config
 
 LIMIT = 2.0  # seconds of CPU one config may take
 QUICK = settings(

@@ -252,7 +252,7 @@ def test_alias_bombs_and_deep_nesting_are_bounded(write) -> None:
 
 
 def test_config_does_not_import_jax() -> None:
-    code = "import sys, jaxtrain.config, jaxtrain.models.layout_check; jaxtrain.load(None); print('jax' in sys.modules)"
+    code = "import sys, jaxtrain.config, jaxtrain.core.layout_check; jaxtrain.load(None); print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

@@ -13,7 +13,7 @@ from jaxtrain.cli.commands.diff import diff_lines
 from jaxtrain.config import Config, configs_dir, diff, dump_yaml, flatten, json_schema, show
 from jaxtrain.config.keys import all_keys, section_keys
 from jaxtrain.config.load import load, resolve
-from jaxtrain.models.layout_check import check_config
+from jaxtrain.core.layout_check import check_config
 from jaxtrain.sharding.axes import AXES
 
 SHIPPED = sorted(path for path in configs_dir().rglob("*.yaml"))

@@ -8,8 +8,8 @@ import pytest
 
 from jaxtrain.cli.main import main
 from jaxtrain.config import Config, ConfigError, layout_names
+from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.models.layout_check import check_config
 from jaxtrain.sharding.axes import AXES, fill
 
 QUICKSTART = "configs/quickstart.yaml"

@@ -12,8 +12,8 @@ import pytest
 from harness import close_trees
 
 from jaxtrain.core.placement import Placer, row_order
+from jaxtrain.core.program import model_from_config
 from jaxtrain.inference.generate import Generator, decoding_sharder
-from jaxtrain.models.model_def import define_model, make_env
 
 FORMULATIONS = ("gather", "ulysses", "ring")
 RULES = {
@@ -75,7 +75,7 @@ def test_generation_on_a_ring():
     prompt, texts = np.array([3, 1, 4, 1, 5], np.int32), []
     for program in (harness.program(model=LIGHT), harness.program(FSDP, RULES, context_parallel="ring", model=LIGHT)):
         tree = program.init()["params"]
-        model_def = define_model(program.config, make_env(program.config, decoding_sharder(program.sharder)), 256)
+        model_def = model_from_config(program.config, decoding_sharder(program.sharder), 256)
         texts.append(list(Generator(model_def, 250, temperature=0)(tree, prompt, 8, seed=0, eos=None)))
     assert texts[0] == texts[1]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from harness import close_trees
 
+from jaxtrain.core.program import model_from_config
 from jaxtrain.inference.generate import decoding_sharder
-from jaxtrain.models.model_def import define_model, make_env
 
 RULES = harness.RULES | {"batch": ["data", "fsdp", "expert"], "embed": ["fsdp", "expert"], "expert": "expert"}
 NO_SEQUENCE = {k: v for k, v in RULES.items() if k != "sequence"}
@@ -155,7 +155,7 @@ def test_decoding_on_a_mesh_equals_one_device():
     tokens = harness.batch(1)["tokens"][:3, :8]
 
     def logits(run):
-        model_def = define_model(run.config, make_env(run.config, decoding_sharder(run.sharder)), 256)
+        model_def = model_from_config(run.config, decoding_sharder(run.sharder), 256)
         placed = jax.tree.map(lambda p, s: jax.device_put(p, s.sharding), params("gshard"), run.state["params"])
 
         def decode(params):

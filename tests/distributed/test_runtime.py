@@ -21,7 +21,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 for folder in sys.argv[2:]:
     jax.config.update("jax_compilation_cache_dir", folder)
-    start(Config(simulate=int(sys.argv[1])))
+    start(int(sys.argv[1]))
     jax.jit(lambda x: x @ x)(jnp.ones((4, 4)))
 """
 

@@ -8,10 +8,9 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config.schema import Config
-from jaxtrain.core.program import build_program
+from jaxtrain.core.program import build_program, model_from_config
 from jaxtrain.errors import UserError
 from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
-from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 1, 4, 1, 5], [9], list(range(20, 41)), [2, 7, 1, 8])]
@@ -27,7 +26,7 @@ def columns(generator: Generator, params, prompts, tokens: int, **options) -> li
 def alone():
     """Parameters, and what follows each prompt by itself on one device."""
     cfg = Config(model=MODEL, precision="fp32")
-    model_def = define_model(cfg, make_env(cfg, Sharder()), 128)
+    model_def = model_from_config(cfg, Sharder(), 128)
     params = jax.jit(model_def.init)(jax.random.key(3))
     generator = Generator(model_def, 120, temperature=0)
     return params, generator, [list(generator(params, prompt, 9, seed=0, eos=None)) for prompt in PROMPTS]
@@ -42,7 +41,7 @@ def test_each_prompt_goes_on_as_it_would_alone(alone):
 def test_no_prompt_goes_past_the_last_learned_position():
     learned = {"learned_positions": 30}
     cfg = Config(model=MODEL | learned, precision="fp32")
-    model_def = define_model(cfg, make_env(cfg, Sharder()), 128)
+    model_def = model_from_config(cfg, Sharder(), 128)
     generator, params = Generator(model_def, 120, temperature=0), jax.jit(model_def.init)(jax.random.key(3))
     assert len(columns(generator, params, PROMPTS, 9, eos=None)[2]) == 9  # the longest prompt has 21
     with pytest.raises(UserError, match="21 tokens and 10 new ones are more than the model's 30 learned positions"):
@@ -70,7 +69,7 @@ def test_eight_devices_write_the_same_and_share_out_the_cache(alone, layout):
     placed = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to.sharding), params, program.state["params"])
     rows = padded_rows(program.sharder, len(PROMPTS))
     sharder = decoding_sharder(program.sharder, rows)
-    generator = Generator(define_model(cfg, make_env(cfg, sharder), 128), 120, temperature=0)
+    generator = Generator(model_from_config(cfg, sharder, 128), 120, temperature=0)
     assert columns(generator, placed, PROMPTS, 9, eos=None, rows=rows) == expected
     kept = generator._prefill(placed, np.zeros((rows, 16), np.int32), np.full(rows, 4), jax.random.key(0), capacity=20)
     shard = kept[1].k.sharding.shard_shape(kept[1].k.shape)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
+from jaxtrain.core.program import model_from_config
 from jaxtrain.inference.generate import Generator, sample
-from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.2, 0.1, 0.05]))
@@ -41,7 +41,7 @@ def test_sampling_follows_the_distribution(options, expected):
 @pytest.fixture(scope="module")
 def tiny():
     cfg = Config(model={"embed": 32, "layers": 2, "heads": 2, "mlp": 64}, precision="fp32")
-    model_def = define_model(cfg, make_env(cfg, Sharder()), 64)
+    model_def = model_from_config(cfg, Sharder(), 64)
     return model_def, model_def.init(jax.random.key(0))
 
 

@@ -10,7 +10,7 @@ import pytest
 from remat import remat as saving
 
 from jaxtrain.config.schema import Config
-from jaxtrain.models.model_def import define_model, make_env
+from jaxtrain.core.program import model_from_config
 from jaxtrain.sharding.sharder import Sharder
 
 TINY = {"embed": 32, "layers": 3, "heads": 4, "mlp": 48, "vocab": 67, "init_std": 0.2}
@@ -62,7 +62,7 @@ FAMILIES = {
 
 def setup(options: dict, **config):
     cfg = Config(model=TINY | options, precision="fp32", **config)
-    model_def = define_model(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+    model_def = model_from_config(cfg, Sharder(), TINY["vocab"])
     params = model_def.init(jax.random.key(0))
     # Biases and norm scales start at constants: make every parameter matter.
     leaves, tree = jax.tree.flatten(params)
@@ -142,7 +142,7 @@ def test_remat_gives_the_same_gradients(remat):
 def test_no_layer_keeps_the_scores_of_its_attention(remat):
     sizes, layers, length = {"embed": 32, "heads": 8, "mlp": 48}, 3, 2048
     cfg = Config(model=TINY | sizes | {"layers": layers}, precision="fp32", step={"remat": remat, "attention": "xla"})
-    model_def = define_model(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+    model_def = model_from_config(cfg, Sharder(), TINY["vocab"])
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     loss = lambda params, tokens: model_def.bind(params).hidden(tokens, tokens, None)[0].sum()  # noqa: E731
     needs = jax.jit(jax.grad(loss)).lower(model_def.params, tokens).compile().memory_analysis().temp_size_in_bytes
@@ -152,7 +152,7 @@ def test_no_layer_keeps_the_scores_of_its_attention(remat):
 def test_compile_work_does_not_grow_with_depth():
     def size(layers: int) -> int:
         cfg = Config(model=TINY | {"layers": layers}, precision="fp32")
-        model_def = define_model(cfg, make_env(cfg, Sharder()), TINY["vocab"])
+        model_def = model_from_config(cfg, Sharder(), TINY["vocab"])
         tokens, positions, segments = packed()
         run = jax.jit(lambda params: model_def.bind(params).hidden(tokens, positions, segments)[0])
         return len(run.lower(model_def.params).as_text())

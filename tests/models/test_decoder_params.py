@@ -8,8 +8,8 @@ import pytest
 
 from jaxtrain.config.load import load
 from jaxtrain.config.schema import ModelConfig
+from jaxtrain.core.layout_check import check_config
 from jaxtrain.models.decoder_params import decoder_tensors, parameter_count
-from jaxtrain.models.layout_check import check_config
 
 # Number of parameters of the published checkpoints (safetensors metadata on their model pages).
 PUBLISHED = {

@@ -9,6 +9,7 @@ import pytest
 from remat import remat as saving
 
 from jaxtrain.config.schema import Config, ModelConfig
+from jaxtrain.core.program import model_from_config
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.losses.terms import split_loss_output
 from jaxtrain.models.flops import (
@@ -21,7 +22,6 @@ from jaxtrain.models.flops import (
     user_flops,
     utilisation,
 )
-from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.sharding.sharder import Sharder
 
 
@@ -68,7 +68,7 @@ def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=9
     config = Config(
         precision="fp32", model=model, loss={"vocab_chunks": chunks}, step={**saving(remat), "attention": "reference"}
     )
-    model_def = define_model(config, make_env(config, Sharder()), vocab)
+    model_def = model_from_config(config, Sharder(), vocab)
     ints = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
     inputs = {"tokens": ints, "targets": ints, "positions": ints, "segments": ints}
     inputs["weights"] = jax.ShapeDtypeStruct((batch, sequence), jnp.float32)

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from remat import remat as remat_keys
 
 from jaxtrain.config.schema import Config
+from jaxtrain.core.program import model_from_config
 from jaxtrain.losses.load_balancing import router_z_loss
-from jaxtrain.models.model_def import define_model, make_env
 from jaxtrain.nn.rope import frequencies, rotation
 from jaxtrain.nn.stack import scan
 from jaxtrain.pipeline.backward_split import SplitBackward, split_backward
@@ -282,8 +282,8 @@ CAPACITY = {"mlp": 24, "moe": MOE | {"capacity_factor": 2.0}}
 def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **options):
     """Returns (stage, its parameters, an input): the layers of a decoder, and the loss of its router if it has one."""
     cfg = Config(model=MODEL | options, precision=precision, step=remat_keys(remat))
-    env = make_env(cfg, sharder or Sharder())
-    model_def = define_model(cfg, env, MODEL["vocab"])
+    model_def = model_from_config(cfg, sharder or Sharder(), MODEL["vocab"])
+    env = model_def.bind(model_def.params).env
     params = model_def.init(jax.random.key(0))
     positions = jnp.tile(jnp.arange(16), (4, 1))
     segments = 1 + positions // 9

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from jaxtrain.config.load import load
-from jaxtrain.pipeline.check import check_pipeline
+from jaxtrain.core.layout_check import check_schedule
 
 PP = ("layout=pp", "mesh.pipeline=4", "mesh.data=1", "step.microbatches=4", "model.layers=8", "model.vocab=256")
 
 
 def problems(*changes: str) -> list[str]:
-    return [str(problem) for problem in check_pipeline(load(None, *PP, *changes), devices=4)]
+    return [str(problem) for problem in check_schedule(load(None, *PP, *changes), devices=4)]
 
 
 def test_a_legal_pipeline():

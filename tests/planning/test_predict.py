@@ -10,11 +10,10 @@ from test_roofline import H100, NO_COMPILER, TINY, expected
 from wire_theory import configured
 
 from jaxtrain.config.schema import Config
+from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import Problem, UserError
 from jaxtrain.models.flops import decoder_flops, mean_attended
-from jaxtrain.models.layout_check import check_config
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.pipeline.schedules.table import Action
 from jaxtrain.planning import advice, compile, predict
 from jaxtrain.planning.assess import assess
@@ -268,7 +267,7 @@ def test_every_advice_is_a_config_that_runs(target: str, keys: str, never: str, 
     words, devices = [*SMALL, *keys.split()], targets.parse(target).devices or 0
 
     def check(config: Config) -> list[Problem]:
-        return check_config(config, devices) + check_pipeline(config, devices)
+        return check_layout(config, devices)
 
     for remat in ("none", "full"):
         config, _ = resolve(None, *words, f"step.remat={remat}", paths=False, checks=[check])

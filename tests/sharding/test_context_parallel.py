@@ -10,8 +10,8 @@ import pytest
 
 from jaxtrain import load
 from jaxtrain.config import ConfigError, dump_yaml
+from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.models.layout_check import check_config
 
 BASE = {"model": {"heads": 8, "embed": 64}, "simulate": 8, "data": {"sequence": 1024}}
 

@@ -207,7 +207,7 @@ def test_what_passes_can_be_placed_and_what_is_refused_can_not(sizes: dict, rule
 
 
 def test_the_doctor_runs_without_jax() -> None:
-    code = "import sys, jaxtrain.sharding.check, jaxtrain.models.layout_check; print('jax' in sys.modules)"
+    code = "import sys, jaxtrain.sharding.check, jaxtrain.core.layout_check; print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

@@ -168,11 +168,11 @@ def test_interrupts_pass(tmp_path):
 
 
 def test_only_the_main_process_writes(tmp_path):
-    assert build_trackers(Config(), tmp_path / "run", is_main=False) == []
+    assert build_trackers(Config().log, "run", tmp_path / "run", is_main=False) == []
     assert not (tmp_path / "run").exists()
-    kinds = [type(t) for t in build_trackers(Config(), tmp_path, is_main=True)]
+    kinds = [type(t) for t in build_trackers(Config().log, "run", tmp_path, is_main=True)]
     assert kinds == [JsonlTracker, TensorBoardTracker]
-    without = build_trackers(Config(log={"tensorboard": False}), tmp_path, is_main=True)
+    without = build_trackers(Config(log={"tensorboard": False}).log, "run", tmp_path, is_main=True)
     assert [type(t) for t in without] == [JsonlTracker]
 
 
@@ -180,7 +180,7 @@ def test_only_the_main_process_writes(tmp_path):
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, key, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"^log\.{key} needs the package {module}: pip install 'jaxtrain\[{key}\]'$"):
-        build_trackers(Config(log={key: True}), tmp_path, is_main=True)
+        build_trackers(Config(log={key: True}).log, "run", tmp_path, is_main=True)
 
 
 def tensorboard_events(folder: Path) -> list:

@@ -25,13 +25,12 @@ from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.cli.progress import spinner
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.schema import LAYOUT_KEYS
+from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import Problem, UserError, join_words
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
-from jaxtrain.models.layout_check import check_config
 from jaxtrain.models.spec import is_decoder, vocabulary_size
-from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.planning import compile, pods, predict
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.hardware.targets import Target
@@ -234,7 +233,7 @@ def _resolve(path: str, overrides: Sequence[str], target: Target) -> tuple[Confi
     def check(config: Config) -> list[Problem]:
         on_target = config.model_copy(update={"simulate": None})  # the target decides which devices there are
         devices, vocab = target.devices, _vocabulary(config)
-        problems = check_config(on_target, devices, vocab) + check_pipeline(on_target, devices)
+        problems = check_layout(on_target, devices, vocab)
         if not problems and (problem := compile.dcn_problem(config.mesh.dcn, target)):
             problems.append(Problem("", "mesh.dcn", problem.removeprefix("mesh.dcn: ")))
         return problems

@@ -37,7 +37,8 @@ class Keys(NamedTuple):
 
 class Partial(NamedTuple):
     """Attention to some of the keys: normalised output [batch, time, heads, head_dim] and log-sum-exp of the scores
-    [batch, time, heads], float32. That of a query that sees none of them is `MASKED`, and its output has no say."""
+    [batch, time, heads], float32. That of a query that sees none of them is `MASKED`, and its output has no say.
+    """
 
     out_BTHD: Array
     lse_BTH: Array

@@ -156,7 +156,8 @@ def ring_backward(
 
 class _Sums(NamedTuple):
     """Float32 gradients on their way: of the shard's queries; of its own keys and values by its own queries; and of
-    the keys and values that are here, by the queries that they met elsewhere (None before any)."""
+    the keys and values that are here, by the queries that they met elsewhere (None before any).
+    """
 
     dq: Array
     mine: tuple[Array, ...]

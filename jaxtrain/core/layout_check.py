@@ -9,6 +9,7 @@ from jaxtrain.config.schema import Config, DataConfig, ModelConfig, StepConfig
 from jaxtrain.errors import Problem, join_words
 from jaxtrain.models.decoder_params import Table
 from jaxtrain.models.spec import has_token_rows, is_decoder, model_spec
+from jaxtrain.pipeline.check import check_pipeline
 from jaxtrain.sharding import context_parallel
 from jaxtrain.sharding.check import Names, axis_sizes, check
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, EXPERT, KV_SHARED, TABLE, Rules, axes_of, with_implied_rules
@@ -38,6 +39,20 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     # Any number of shards splits a vocabulary of 0: an unknown size is not refused.
     tensors = model_spec(model).tensors(model, model.vocab or vocab or 0, kv_shards, table_shards)
     return check_tensors(config, tensors, devices)
+
+
+def check_layout(config: Config, devices: int | None = None, vocab: int | None = None) -> list[Problem]:
+    """Returns the problems of `check_config` and of `check_schedule`."""
+    return [*check_config(config, devices, vocab), *check_schedule(config, devices)]
+
+
+def check_schedule(config: Config, devices: int | None = None) -> list[Problem]:
+    """Returns the problems of the config's pipeline schedule."""
+    layers = model_spec(config.model).layers(config.model)
+    return check_pipeline(
+        config.pipeline, config.mesh, config.rules, config.step.microbatches, layers,
+        devices or config.simulate, uses_ring=config.context_parallel == "ring",
+    )  # fmt: skip
 
 
 def check_tensors(config: Config, tensors: Table | None, devices: int | None) -> list[Problem]:
