@@ -93,7 +93,7 @@ def test_sends_what_the_decoder_sends(layout: str):
     )
 
     def sent(fused: bool) -> dict:
-        rows = compile.compile_report(config(fused, layout, sizes, 1024, *keys), 1024, H100).rows
+        rows = compile.compile_report(config(fused, layout, sizes, 1024, *keys), 1024, H100).collectives
         out: dict = {}
         for row in rows:
             count, size = out.get((row.op, row.where), (0, 0))
