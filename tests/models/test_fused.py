@@ -96,8 +96,8 @@ def test_sends_what_the_decoder_sends(layout: str):
         rows = compile.compile_report(config(fused, layout, sizes, 1024, *keys), 1024, H100).collectives
         out: dict = {}
         for row in rows:
-            count, size = out.get((row.op, row.where), (0, 0))
-            out[row.op, row.where] = count + row.count, size + row.bytes
+            count, size = out.get((row.op, row.axes_text), (0, 0))
+            out[row.op, row.axes_text] = count + row.count, size + row.bytes
         return {key: value for key, value in out.items() if value[1] > 2**16}
 
     fused, separate = sent(True), sent(False)

@@ -88,8 +88,7 @@ def test_sizes_against_devices(mesh: dict[str, int], devices: int, expected: str
 
 def test_only_one_axis_fills() -> None:
     assert found({"data": -1, "fsdp": -1}) == [
-        "mesh.fsdp: only one axis may be -1 (inferred), but mesh.data and mesh.fsdp both are; give"
-        " all but one a size"
+        "mesh.fsdp: only one axis may be -1 (inferred), but mesh.data and mesh.fsdp both are; give all but one a size"
     ]
     assert found({"data": -1, "fsdp": -1, "model": -1})[0].startswith("mesh.model: only one axis may be -1")
 
