@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxtrain.config.schema import Config
+from jaxtrain.core.resolve import resolve
+
 GOOGLE = "0x1ae0"  # PCI vendor id; JAX looks for TPUs by it too
 DEVICES = Path("/sys/bus/pci/devices")
 
@@ -17,6 +20,15 @@ DEVICES = Path("/sys/bus/pci/devices")
 def config_overrides(args: argparse.Namespace) -> list[str]:
     """Returns the `key=value` arguments, and `--simulate` as one of them."""
     return [*args.overrides, *([] if args.simulate is None else [f"simulate={args.simulate}"])]
+
+
+def load_config(path: str | Path, overrides: list[str], *, paths: bool = True) -> tuple[Config, dict[str, str]]:
+    """Loads a config with all checks and prints its notes on stderr. Returns (config, provenance)."""
+    notes: list[str] = []
+    result = resolve(path, *overrides, paths=paths, notes=notes)
+    for note in notes:
+        print(f"note  {note}", file=sys.stderr)
+    return result
 
 
 def prepare_jax_import(simulate: int | None) -> None:

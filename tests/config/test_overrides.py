@@ -33,6 +33,14 @@ def test_a_warmup_longer_than_the_run_is_cut() -> None:
     assert load("steps=50")[1] == []
 
 
+def test_the_command_line_prints_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", QUICKSTART, "steps=20", "simulate=4"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "note  mesh: data 2 x fsdp 2 x model 2 becomes fsdp 2 x model 2 on 4 devices",
+        "note  schedule.warmup_steps: 40 is cut to the 20 steps of the run",
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "notes"),
     [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
+from jaxtrain.cli.setup import load_config
 from jaxtrain.config import json_schema, show
-from jaxtrain.core.resolve import resolve
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    config, provenance = resolve(args.config, *args.overrides, paths=False)
+    config, provenance = load_config(args.config, args.overrides, paths=False)
     print("\n".join(show(config, provenance)))
     return 0
 

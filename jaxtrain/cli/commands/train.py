@@ -6,16 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxtrain.cli.setup import config_overrides, prepare_jax_import
+from jaxtrain.cli.setup import config_overrides, load_config, prepare_jax_import
 from jaxtrain.config import Config, ConfigError, Problem
-from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import UserError
 from jaxtrain.exit_codes import ERROR, OK, SAVED
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    config, _ = resolve(args.config, *config_overrides(args))
+    config, _ = load_config(args.config, config_overrides(args))
     return train(config, None, args, resume=False)
 
 
