@@ -131,7 +131,7 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
     import jax.numpy as jnp
 
     from jaxtrain.kernels.cross_entropy import cross_entropy
-    from jaxtrain.optim.optimizers import clip, optimizer
+    from jaxtrain.optim.optimizers import clip_by_global_norm, make_optimizer
     from jaxtrain.optim.schedules import schedule
     from jaxtrain.precision.policy import POLICIES
 
@@ -147,10 +147,10 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
         return total / weight
 
     rate = schedule(config.optimizer.lr, config.schedule, config.steps)
-    tx = optimizer(config.optimizer, rate, model_def.names, model_def.params)
+    tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params)
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        return tx.update(clip(grads, config.optimizer.grad_clip_norm)[0], opt_state, params)
+        return tx.update(clip_by_global_norm(grads, config.optimizer.grad_clip_norm)[0], opt_state, params)
 
     forward = jax.jit(loss)
     both = jax.jit(jax.grad(loss))

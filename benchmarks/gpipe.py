@@ -22,8 +22,8 @@ from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.step import drop_gradients, train_step
 from jaxtrain.losses.terms import scales, total
 from jaxtrain.models.model_def import ModelDef
-from jaxtrain.optim.optimizers import optimizer
-from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.optimizers import make_optimizer
+from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.pipeline.partition import LayerPartition
 from jaxtrain.sharding.rules import PIPELINE_AXIS
 
@@ -102,8 +102,8 @@ def program(config: Config, vocab: int | None, devices: Sequence[Any], remat: bo
     if executor is None or executor.table.chunks != 1:
         raise ValueError("mesh.pipeline: expected several stages of one chunk")
     gradients: Any = GPipe(model_def, executor.stage_def, executor.partition, remat)
-    rate = schedule(options.lr, config.schedule, config.steps)
-    tx = optimizer(options, rate, model_def.names, model_def.params)
+    rate = make_schedule(options.lr, config.schedule, config.steps)
+    tx = make_optimizer(options, rate, model_def.names, model_def.params)
     step = train_step(gradients, tx, rate, max_norm=options.grad_clip_norm, ema_decay=options.ema_decay)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, base.state), base.sharder.sharding(())
     jitted = jax.jit(drop_gradients(step), donate_argnums=0, out_shardings=shardings)

@@ -16,7 +16,7 @@ from jaxtrain.core.program import State
 from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
 from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.errors import DivergedError
-from jaxtrain.precision.loss_scaling import SMALLEST
+from jaxtrain.precision.loss_scaling import MIN_SCALE
 
 PATIENCE = 20  # consecutive steps without an update that end a run
 MAX_ROLLBACKS = 3  # to the same checkpoint
@@ -55,7 +55,7 @@ class StepGuard(Callback):
             self._in_row = 0
             return
         self.skipped += 1
-        if values.get("loss_scale", 0.0) > SMALLEST and math.isfinite(values["loss"]):
+        if values.get("loss_scale", 0.0) > MIN_SCALE and math.isfinite(values["loss"]):
             return  # float16 overflow: the loss scale is lowered
         self._in_row += 1
         self._report(trainer, "skipped", step, values)

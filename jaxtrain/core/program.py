@@ -20,8 +20,8 @@ from jaxtrain.losses.terms import Terms
 from jaxtrain.models.model_def import ModelDef, Tree, define_model
 from jaxtrain.models.protocols import HasStages
 from jaxtrain.nn.env import Env
-from jaxtrain.optim.optimizers import optimizer
-from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.optimizers import make_optimizer
+from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.precision.policy import POLICIES
@@ -82,12 +82,12 @@ def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> 
     _check_tensors(config, model_def, len(devices))
     gradients = _gradients(config, sharder, model_def, vocab)
 
-    rate = schedule(config.optimizer.lr, config.schedule, config.steps)
+    rate = make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
-    tx = optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate)
+    tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate)
     parts = train_state.StateParts(
         ema=config.optimizer.ema_decay is not None,
-        scaling=POLICIES[config.precision].scales,
+        scaling=POLICIES[config.precision].scales_loss,
         spikes=config.guard.spike.action != "none",
     )
     abstract = train_state.abstract(model_def, tx, parts)

@@ -14,7 +14,7 @@ from jaxtrain.core import spike_detection
 from jaxtrain.models.model_def import ModelDef
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.state_sharding import state_names
-from jaxtrain.precision import loss_scaling
+from jaxtrain.precision.loss_scaling import initial_loss_scale
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
@@ -86,7 +86,7 @@ def _first_state(params: Any, key: jax.Array, optimizer: optax.GradientTransform
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
     if parts.scaling:
-        state["scaling"] = loss_scaling.initial()
+        state["scaling"] = initial_loss_scale()
     if parts.spikes:
         state["spikes"] = spike_detection.initial()
     if parts.ema:

@@ -24,10 +24,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.losses.terms import Terms, scales, split_loss_output
 from jaxtrain.models.model_def import ModelDef, Tree
 from jaxtrain.models.protocols import HasMetrics
-from jaxtrain.optim.optimizers import clip, ema_update
+from jaxtrain.optim.optimizers import clip_by_global_norm, ema_update
 from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
-from jaxtrain.precision import loss_scaling
+from jaxtrain.precision.loss_scaling import update_loss_scale
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
@@ -76,7 +76,7 @@ def train_step(
         if nan_steps:
             is_bad = jnp.isin(state["step"] + 1, jnp.array(nan_steps, jnp.int32))
             grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g).astype(g.dtype), grads)
-        clipped, norm = clip(grads, max_norm, gradients.model_def.names)
+        clipped, norm = clip_by_global_norm(grads, max_norm, gradients.model_def.names)
         updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         metrics = _step_metrics(gradients.model_def.bind(state["params"]), output)
@@ -125,7 +125,7 @@ def _accept_update(state: State, metrics: Metrics, spike: SpikeConfig | None) ->
         if spike.action == "skip":
             is_accepted = is_finite & (added["spike"] <= spike.threshold)
     if "scaling" in state:
-        new["scaling"] = loss_scaling.updated(state["scaling"], is_finite)
+        new["scaling"] = update_loss_scale(state["scaling"], is_finite)
         added |= {"grad_norm": jnp.where(is_finite, norm, 0.0), "loss_scale": new["scaling"]["scale"]}
     return is_accepted, new, added | {"skipped": 1.0 - is_accepted.astype(jnp.float32)}
 

@@ -1,1 +1,1 @@
-"""Optimizers, schedules and the placement of their state."""
+"""Optimizers, learning-rate schedules and the sharding of optimizer state."""

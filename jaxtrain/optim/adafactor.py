@@ -1,4 +1,4 @@
-"""Adafactor's scaling (Shazeer and Stern 2018, arXiv 1804.04235) on stacked layers, each layer by itself."""
+"""Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) for stacked layers, applied to each layer separately."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.optim.param_dims import Names, map_names, stacking
+from jaxtrain.optim.param_dims import Names, map_names, num_stacked_dims
 
 MIN_FACTORED = 128  # both dims must be at least this large
 
 
-class Factored(NamedTuple):
-    """count: int32 scalar. v_row, v_col, v: trees like the parameters, float32 moments.
+class FactoredMoments(NamedTuple):
+    """State of `scale_by_adafactor`: second moments, in trees like the parameters, float32.
 
     A factored parameter has `v_row` without its largest dim, `v_col` without its second largest and an unused `v`;
-    any other has `v` in full and unused row and column. Unused ones have size 1 after the stacking dims.
+    any other has a full `v` and an unused row and column. Unused ones have size 1 after the stacked dims.
+
+    Attributes:
+        count: int32 scalar, number of updates.
     """
 
     count: Any
@@ -29,7 +32,7 @@ class Factored(NamedTuple):
 
 
 def factored_dims(shape: tuple[int, ...], minimum: int = MIN_FACTORED) -> tuple[int, int] | None:
-    """(second largest, largest) dim of one unstacked parameter, or None when it is kept whole."""
+    """Returns the (second largest, largest) dim of one unstacked parameter, or None if it is not factored."""
     if len(shape) < 2:
         return None
     second, first = np.argsort(shape)[-2:]
@@ -39,65 +42,67 @@ def factored_dims(shape: tuple[int, ...], minimum: int = MIN_FACTORED) -> tuple[
 def scale_by_adafactor(names: Any, *, minimum: int = MIN_FACTORED, threshold: float = 1.0):
     """Divides gradients by a factored root mean square, then limits the RMS of each update to `threshold`.
 
-    optax's own arithmetic is applied to each layer: on a stacked [L, D, F] optax would factor over the layers when
-    they are many, and take one RMS for all of them. No first moment is kept and the step does not scale with the
-    parameter's own RMS, so that a learning rate means about what it means for Adam (as in Zhai et al. 2022,
-    arXiv 2106.04560). The second moment decays by 1 - t^-0.8.
+    optax's transformations are applied to each layer: on a stacked [L, D, F] optax would factor over the layers if
+    there are many, and take one RMS for all of them. There is no first moment, and the step does not scale with the RMS
+    of the parameter, so that learning rates are similar to those of Adam (as in Zhai et al. 2022, arXiv 2106.04560).
+    The second moment decays by 1 - t^-0.8.
 
     Args:
-        names: tree of logical-name tuples; leading `layers` and `expert` dims are stacked parameters.
+        names: tree of tuples of logical names; leading `layers` and `expert` dims stack parameters.
         minimum: smaller dims are not factored.
-        threshold: RMS at most of an update.
+        threshold: largest RMS of an update.
     """
-    inner: Any = optax.scale_by_factored_rms(min_dim_size_to_factor=minimum)
-    block = optax.clip_by_block_rms(threshold)
+    rms: Any = optax.scale_by_factored_rms(min_dim_size_to_factor=minimum)
+    clip: Any = optax.clip_by_block_rms(threshold)
 
     def init_one(p: jax.Array) -> tuple[jax.Array, ...]:
-        state = inner.init(p)
+        state = rms.init(p)
         return state.v_row, state.v_col, state.v
 
-    def init(params: Any) -> Factored:
-        rows, cols, full = _unzip(names, map_names(lambda n, p: stacked(init_one, stacking(n))(p), names, params))
-        return Factored(jnp.zeros([], jnp.int32), rows, cols, full)
+    def init(params: Any) -> FactoredMoments:
+        rows, cols, full = _unzip(
+            names, map_names(lambda n, p: vmap_leading(init_one, num_stacked_dims(n))(p), names, params)
+        )
+        return FactoredMoments(jnp.zeros([], jnp.int32), rows, cols, full)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def one(g, row, col, v):
-            scaled, new = inner.update(g, optax.FactoredState(state.count, row, col, v), g)
-            scaled, _ = block.update(scaled, block.init(g))
+        def update_one(g, row, col, v):
+            scaled, new = rms.update(g, optax.FactoredState(state.count, row, col, v), g)
+            scaled, _ = clip.update(scaled, clip.init(g))
             return scaled, new.v_row, new.v_col, new.v
 
-        out = map_names(
-            lambda n, *leaves: stacked(one, stacking(n))(*leaves), names, updates, state.v_row, state.v_col, state.v
-        )
+        def update_stacked(n: Names, *leaves: jax.Array) -> Any:
+            return vmap_leading(update_one, num_stacked_dims(n))(*leaves)
+
+        out = map_names(update_stacked, names, updates, state.v_row, state.v_col, state.v)
         scaled, rows, cols, full = _unzip(names, out)
-        return scaled, Factored(optax.safe_increment(state.count), rows, cols, full)
+        return scaled, FactoredMoments(optax.safe_increment(state.count), rows, cols, full)
 
     return optax.GradientTransformation(init, update)
 
 
-def stacked(f: Callable[..., Any], dims: int) -> Callable[..., Any]:
-    """`f` mapped over `dims` leading dims."""
+def vmap_leading(f: Callable[..., Any], dims: int) -> Callable[..., Any]:
+    """Returns `f` mapped over `dims` leading dims."""
     for _ in range(dims):
         f = jax.vmap(f)
     return f
 
 
 def _unzip(names: Any, tree: Any) -> tuple[Any, ...]:
-    """A tree of equal tuples as a tuple of trees; `names` gives the structure."""
-    parts = zip(*jax.tree.structure(map_names(lambda n: 0, names)).flatten_up_to(tree))
+    """Returns a tree of tuples as a tuple of trees; `names` gives the structure."""
     structure = jax.tree.structure(map_names(lambda n: 0, names))
-    return tuple(structure.unflatten(part) for part in parts)
+    return tuple(structure.unflatten(part) for part in zip(*structure.flatten_up_to(tree)))
 
 
-def reduced_names(names: Names, shape: tuple[int, ...], which: str, minimum: int = MIN_FACTORED) -> Names | None:
-    """Logical names of `v_row`, `v_col` or `v` of a parameter; None where `which` is none of them."""
-    lead = stacking(names)
-    dims = factored_dims(shape[lead:], minimum)
-    if which not in ("v_row", "v_col", "v"):
+def factored_names(names: Names, shape: tuple[int, ...], field: str, minimum: int = MIN_FACTORED) -> Names | None:
+    """Returns the logical names of `v_row`, `v_col` or `v` of a parameter; None if `field` is none of them."""
+    stacked = num_stacked_dims(names)
+    dims = factored_dims(shape[stacked:], minimum)
+    if field not in ("v_row", "v_col", "v"):
         return None
-    if (which == "v") != (dims is None):
-        return (*names[:lead], None)
+    if (field == "v") != (dims is None):
+        return (*names[:stacked], None)
     if dims is None:
         return names
-    drop = lead + dims[1 if which == "v_row" else 0]
+    drop = stacked + dims[1 if field == "v_row" else 0]
     return names[:drop] + names[drop + 1 :]

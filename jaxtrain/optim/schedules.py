@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a linear warm-up, then a shape. Pure functions of the step, safe under jit."""
+"""Learning-rate schedules: a linear warm-up, then a decay. Pure functions of the step, safe under jit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxtrain.config.schema import ScheduleConfig
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
 
-def schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
-    """Returns the learning rate of step s = 0, 1, .., steps - 1 as a float32 scalar; `peak` is its largest value.
+def make_schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
+    """Returns a function of the step s = 0, 1, .., steps - 1 to the learning rate, a float32 scalar of at most `peak`.
 
     With w = min(`warmup_steps`, S), S = `steps`, f = `min_lr_ratio`, d = round(`decay_fraction` * S), lr = `peak`:
 
@@ -25,54 +25,28 @@ def schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
         inverse_sqrt     lr * sqrt((w + 1) / (s + 1))                    Vaswani et al. 2017, arXiv 1706.03762
         constant         lr
 
-    `min_lr_ratio` is reached at s = S, one step after the last, so that no step is spent at a rate of zero. In wsd a
-    warm-up that reaches into the last d steps goes first, and the decay takes the rest.
+    `min_lr_ratio` is reached at s = S, one step after the last, so that no step has a rate of zero. In wsd the decay
+    starts after the warm-up, even if that reaches into the last d steps.
     """
-    warmup = min(cfg.warmup_steps, steps)
-    shape = _SHAPES[cfg.name](cfg, warmup, steps)
+    warmup, ratio = min(cfg.warmup_steps, steps), cfg.min_lr_ratio
+    decay_start = max(warmup, steps - round(cfg.decay_fraction * steps)) if cfg.name == "wsd" else warmup
+
+    def progress(s: jax.Array) -> jax.Array:
+        return jnp.clip((s - decay_start) / max(steps - decay_start, 1), 0.0, 1.0)
+
+    def decay(s: jax.Array) -> jax.Array:
+        match cfg.name:
+            case "cosine":
+                return ratio + (1 - ratio) * 0.5 * (1 + jnp.cos(jnp.pi * progress(s)))
+            case "linear" | "wsd":
+                return 1 - (1 - ratio) * progress(s)
+            case "inverse_sqrt":
+                return jnp.sqrt((warmup + 1) / (s + 1))
+            case "constant":
+                return jnp.ones_like(s)
 
     def lr(step: jax.typing.ArrayLike) -> jax.Array:
         s = jnp.asarray(step, jnp.float32)
-        warm = (s + 1) / (warmup + 1)
-        return jnp.float32(peak) * jnp.where(s < warmup, warm, shape(s))
+        return jnp.float32(peak) * jnp.where(s < warmup, (s + 1) / (warmup + 1), decay(s))
 
     return lr
-
-
-def _progress(start: int, end: int) -> Schedule:
-    """0 until `start`, 1 from `end` on, linear between."""
-    return lambda s: jnp.clip((s - start) / max(end - start, 1), 0.0, 1.0)
-
-
-def _cosine(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
-    p = _progress(warmup, steps)
-    return lambda s: cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * p(s)))
-
-
-def _linear(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
-    p = _progress(warmup, steps)
-    return lambda s: 1 - (1 - cfg.min_lr_ratio) * p(s)
-
-
-def _wsd(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
-    p = _progress(max(warmup, steps - round(cfg.decay_fraction * steps)), steps)
-    return lambda s: 1 - (1 - cfg.min_lr_ratio) * p(s)
-
-
-def _inverse_sqrt(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
-    del cfg, steps
-    return lambda s: jnp.sqrt((warmup + 1) / (s + 1))
-
-
-def _constant(cfg: ScheduleConfig, warmup: int, steps: int) -> Schedule:
-    del cfg, warmup, steps
-    return jnp.ones_like
-
-
-_SHAPES = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "wsd": _wsd,
-    "inverse_sqrt": _inverse_sqrt,
-    "constant": _constant,
-}

@@ -5,23 +5,23 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-FIRST, LARGEST, SMALLEST = 2.0**15, 2.0**24, 2.0**-14
-PATIENCE = 1000  # good steps before the scale doubles
+INITIAL_SCALE, MAX_SCALE, MIN_SCALE = 2.0**15, 2.0**24, 2.0**-14
+GROWTH_INTERVAL = 1000  # finite steps before the scale doubles
 
-Scaling = dict[str, jax.Array]
-
-
-def initial() -> Scaling:
-    """`scale` float32 and `good` int32, the steps since it changed: scalars of the train state."""
-    return {"scale": jnp.float32(FIRST), "good": jnp.int32(0)}
+LossScale = dict[str, jax.Array]  # `scale` float32; `good` int32, finite steps since it changed
 
 
-def updated(scaling: Scaling, is_finite: jax.Array) -> Scaling:
-    """Halved after gradients that are not finite, doubled after `PATIENCE` steps that were."""
+def initial_loss_scale() -> LossScale:
+    """Returns the loss scale of step 0."""
+    return {"scale": jnp.float32(INITIAL_SCALE), "good": jnp.int32(0)}
+
+
+def update_loss_scale(scaling: LossScale, is_finite: jax.Array) -> LossScale:
+    """Returns the scale halved if the gradients are not finite, or doubled after `GROWTH_INTERVAL` finite steps."""
     scale, good = scaling["scale"], scaling["good"] + 1
-    grows = good >= PATIENCE
-    up = jnp.where(grows, jnp.minimum(2 * scale, LARGEST), scale)
+    is_due = good >= GROWTH_INTERVAL
+    grown = jnp.where(is_due, jnp.minimum(2 * scale, MAX_SCALE), scale)
     return {
-        "scale": jnp.where(is_finite, up, jnp.maximum(scale / 2, SMALLEST)),
-        "good": jnp.where(is_finite & ~grows, good, 0),
+        "scale": jnp.where(is_finite, grown, jnp.maximum(scale / 2, MIN_SCALE)),
+        "good": jnp.where(is_finite & ~is_due, good, 0),
     }

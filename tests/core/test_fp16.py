@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import close_trees
 
-from jaxtrain.precision.loss_scaling import FIRST, LARGEST, PATIENCE, SMALLEST, updated
+from jaxtrain.precision.loss_scaling import GROWTH_INTERVAL, INITIAL_SCALE, MAX_SCALE, MIN_SCALE, update_loss_scale
 
 MESH = {"data": 2, "fsdp": 2, "model": 2}
 
@@ -21,7 +21,7 @@ def test_gradients_stay_near_float32():
         grads = jax.jit(program.gradients)(program.init()["params"], harness.batch(0), jax.random.key(0), scale)[0]
         return [np.asarray(g, np.float64) / float(scale) for g in jax.tree.leaves(grads)]
 
-    exact, half = gradients("fp32", jnp.float32(1)), gradients("fp16", jnp.float32(FIRST))
+    exact, half = gradients("fp32", jnp.float32(1)), gradients("fp16", jnp.float32(INITIAL_SCALE))
     error = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(exact, half)))
     assert error / np.sqrt(sum(np.sum(a**2) for a in exact)) <= 4 * 1.03**2 * 2**-11
 
@@ -33,7 +33,7 @@ def test_the_scale_does_not_change_the_step():
     other = program.init()
     other["scaling"]["scale"] = other["scaling"]["scale"] / 8
     other, low = program.step(other, harness.batch(0))
-    assert (float(metrics["loss_scale"]), float(low["loss_scale"])) == (FIRST, FIRST / 8)
+    assert (float(metrics["loss_scale"]), float(low["loss_scale"])) == (INITIAL_SCALE, INITIAL_SCALE / 8)
     step, again = (jax.tree.map(np.subtract, x["params"], before) for x in (state, other))
     close_trees(step, again, 1e-3)
     np.testing.assert_allclose(low["grad_norm"], metrics["grad_norm"], rtol=1e-3)
@@ -59,12 +59,14 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale():
 
 
 def test_the_scale_by_hand():
-    scaling = {"scale": jnp.float32(4), "good": jnp.int32(PATIENCE - 1)}
-    grown = updated(scaling, jnp.bool_(True))
+    scaling = {"scale": jnp.float32(4), "good": jnp.int32(GROWTH_INTERVAL - 1)}
+    grown = update_loss_scale(scaling, jnp.bool_(True))
     assert (float(grown["scale"]), int(grown["good"])) == (8, 0)
-    halved = updated(scaling, jnp.bool_(False))
+    halved = update_loss_scale(scaling, jnp.bool_(False))
     assert (float(halved["scale"]), int(halved["good"])) == (2, 0)
-    patient = updated({**scaling, "good": jnp.int32(0)}, jnp.bool_(True))
+    patient = update_loss_scale({**scaling, "good": jnp.int32(0)}, jnp.bool_(True))
     assert (float(patient["scale"]), int(patient["good"])) == (4, 1)
-    assert float(updated({**scaling, "scale": jnp.float32(SMALLEST)}, jnp.bool_(False))["scale"]) == SMALLEST
-    assert float(updated({**scaling, "scale": jnp.float32(LARGEST)}, jnp.bool_(True))["scale"]) == LARGEST
+    assert (
+        float(update_loss_scale({**scaling, "scale": jnp.float32(MIN_SCALE)}, jnp.bool_(False))["scale"]) == MIN_SCALE
+    )
+    assert float(update_loss_scale({**scaling, "scale": jnp.float32(MAX_SCALE)}, jnp.bool_(True))["scale"]) == MAX_SCALE

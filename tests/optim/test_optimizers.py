@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from jaxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from jaxtrain.optim.adafactor import scale_by_adafactor
-from jaxtrain.optim.optimizers import clip, decayed, ema_init, ema_update, in_float32, is_orthogonal, optimizer
-from jaxtrain.optim.param_dims import contraction, is_matrix, stacking
-from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.optimizers import (
+    clip_by_global_norm,
+    ema_init,
+    ema_update,
+    make_optimizer,
+    uses_muon,
+    weight_decay_mask,
+    with_float32_arithmetic,
+)
+from jaxtrain.optim.param_dims import is_matrix, matrix_dims, num_stacked_dims
+from jaxtrain.optim.schedules import make_schedule
 
 L, D, H, K, F, V = 3, 128, 2, 16, 160, 130
 TREE = {
@@ -47,7 +55,7 @@ def config(name: str, **kwargs) -> OptimizerConfig:
 
 
 def rate(steps: int):
-    return schedule(0.01, ScheduleConfig(warmup_steps=2), steps)
+    return make_schedule(0.01, ScheduleConfig(warmup_steps=2), steps)
 
 
 def run(tx, params, grads):
@@ -60,7 +68,7 @@ def run(tx, params, grads):
 
 def expected(cfg, name, names, p, grads, steps):
     """The reference applied to each unstacked parameter in float64."""
-    leading = stacking(names)
+    leading = num_stacked_dims(names)
     rule = getattr(reference, cfg.name)
     if cfg.name == "muon":
         rule = partial(rule, matrix=AS_MATRIX[name]) if name in AS_MATRIX else reference.adamw
@@ -78,29 +86,29 @@ def expected(cfg, name, names, p, grads, steps):
 def test_against_numpy(name, decay_all):
     cfg, steps = config(name, decay_all_parameters=decay_all), 5
     params, grads = random_tree(0, 0.5), [random_tree(i + 1, 10.0 ** (i - 2)) for i in range(steps)]
-    got, _ = run(optimizer(cfg, rate(steps), NAMES, SHAPES), params, grads)
+    actual, _ = run(make_optimizer(cfg, rate(steps), NAMES, SHAPES), params, grads)
     atol = 2e-5 if name == "muon" else 2e-6  # five Newton-Schulz steps multiply rounding errors
     for path, names in jax.tree_util.tree_leaves_with_path(NAMES, is_leaf=IS_ENTRY):
         leaf = lambda tree, path=path: np.asarray(dict(jax.tree_util.tree_leaves_with_path(tree))[path])  # noqa: E731
-        want = expected(cfg, path[-1].key, names, leaf(params), [leaf(g) for g in grads], steps)
-        np.testing.assert_allclose(leaf(got), want, rtol=2e-5, atol=atol, err_msg=jax.tree_util.keystr(path))
+        wanted = expected(cfg, path[-1].key, names, leaf(params), [leaf(g) for g in grads], steps)
+        np.testing.assert_allclose(leaf(actual), wanted, rtol=2e-5, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 def test_adafactor_with_more_layers_than_width_factors_within_layers():
     names, shape = {"w": ("layers", "embed", "mlp")}, (40, 8, 12)
     rng = np.random.default_rng(0)
     grads = [{"w": rng.standard_normal(shape).astype(np.float32)} for _ in range(3)]
-    stacked, alone = scale_by_adafactor(names, minimum=4), scale_by_adafactor({"w": names["w"][1:]}, minimum=4)
+    stacked, single = scale_by_adafactor(names, minimum=4), scale_by_adafactor({"w": names["w"][1:]}, minimum=4)
     state = stacked.init(grads[0])
     assert state.v_row["w"].shape == (40, 8)
     assert state.v_col["w"].shape == (40, 12)
     assert state.v["w"].shape == (40, 1)
-    states = [alone.init(jax.tree.map(lambda x, i=i: x[i], grads[0])) for i in range(40)]
+    states = [single.init(jax.tree.map(lambda x, i=i: x[i], grads[0])) for i in range(40)]
     for g in grads:
-        together, state = stacked.update(g, state)
+        scaled, state = stacked.update(g, state)
         for i in (0, 7, 39):
-            one, states[i] = alone.update({"w": g["w"][i]}, states[i])
-            np.testing.assert_allclose(together["w"][i], one["w"], rtol=1e-6)
+            one, states[i] = single.update({"w": g["w"][i]}, states[i])
+            np.testing.assert_allclose(scaled["w"][i], one["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
@@ -109,7 +117,7 @@ def test_bf16_pure_stores_bf16_and_computes_in_float32(name):
     cfg = config(name)
     to = lambda dtype, tree: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)  # noqa: E731
     params, grads = to(jnp.bfloat16, random_tree(0, 0.5)), to(jnp.bfloat16, random_tree(1))
-    tx = optimizer(cfg, rate(10), NAMES, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+    tx = make_optimizer(cfg, rate(10), NAMES, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
     state = tx.init(params)
     moments = [x for x in jax.tree.leaves(state) if x.size > 3]
     assert moments
@@ -118,17 +126,20 @@ def test_bf16_pure_stores_bf16_and_computes_in_float32(name):
     updates, after = update(grads, state, params)
     assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(state)]
     full, _ = update(to(jnp.float32, grads), tx.init(to(jnp.float32, params)), to(jnp.float32, params))
-    new, want = optax.apply_updates(params, updates), optax.apply_updates(to(jnp.float32, params), full)
-    for got, exact in zip(jax.tree.leaves(new), jax.tree.leaves(want)):
-        assert got.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(exact.astype(jnp.bfloat16), np.float32))
+    new, wanted = optax.apply_updates(params, updates), optax.apply_updates(to(jnp.float32, params), full)
+    for actual, exact in zip(jax.tree.leaves(new), jax.tree.leaves(wanted)):
+        assert actual.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            np.asarray(actual, np.float32), np.asarray(exact.astype(jnp.bfloat16), np.float32)
+        )
 
 
-def test_in_float32_changes_nothing_in_float32():
+def test_float32_arithmetic_changes_nothing_in_float32():
     params, grads = random_tree(0), random_tree(1)
     plain = optax.adam(1e-3)
     for a, b in zip(
-        jax.tree.leaves(run(plain, params, [grads])), jax.tree.leaves(run(in_float32(plain), params, [grads]))
+        jax.tree.leaves(run(plain, params, [grads])),
+        jax.tree.leaves(run(with_float32_arithmetic(plain), params, [grads])),
     ):
         np.testing.assert_array_equal(a, b)
 
@@ -153,17 +164,17 @@ def test_in_float32_changes_nothing_in_float32():
         ((), False, False, None),
     ],
 )
-def test_names_decide(names, matrix, orthogonal, sides):
+def test_roles_of_dims(names, matrix, orthogonal, sides):
     assert is_matrix(names) == matrix
-    assert is_orthogonal(names) == orthogonal
+    assert uses_muon(names) == orthogonal
     if sides:
-        assert contraction(names) == sides
-    assert decayed({"w": names}) == {"w": matrix}
+        assert matrix_dims(names) == sides
+    assert weight_decay_mask({"w": names}) == {"w": matrix}
 
 
 def test_names_of_the_wrong_length():
     with pytest.raises(ValueError, match=r"parameter a\.b: 1 logical names \('embed',\) for shape \(2, 3\)"):
-        optimizer(
+        make_optimizer(
             config("adamw"), rate(1), {"a": {"b": ("embed",)}}, {"a": {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}}
         )
 
@@ -173,38 +184,38 @@ def test_names_of_the_wrong_length():
 def test_clip(scale, limit, seed):
     grads = random_tree(seed, scale)
     small = {"a": jnp.asarray(grads["layers"]["norm"], jnp.bfloat16), "b": jnp.asarray(grads["head"])}
-    clipped, norm = clip(small, limit)
+    clipped, norm = clip_by_global_norm(small, limit)
     flat = np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(small)])
     true = np.linalg.norm(flat)
     assert norm.dtype == jnp.float32
     assert float(norm) == pytest.approx(true, rel=1e-5)
     for x, y in zip(jax.tree.leaves(small), jax.tree.leaves(clipped)):
         assert x.dtype == y.dtype
-        want = np.asarray(x, np.float64) * min(1, limit / true)
-        np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2**-8 if x.dtype == jnp.bfloat16 else 1e-5)
+        wanted = np.asarray(x, np.float64) * min(1, limit / true)
+        np.testing.assert_allclose(np.asarray(y, np.float64), wanted, rtol=2**-8 if x.dtype == jnp.bfloat16 else 1e-5)
 
 
 def test_clip_below_the_limit_is_exact_and_none_only_measures():
     grads = {"w": jnp.array([0.3, -0.4])}
-    np.testing.assert_array_equal(clip(grads, 0.6)[0]["w"], grads["w"])
-    same, norm = clip(grads, None)
+    np.testing.assert_array_equal(clip_by_global_norm(grads, 0.6)[0]["w"], grads["w"])
+    same, norm = clip_by_global_norm(grads, None)
     assert same["w"] is grads["w"]
     assert float(norm) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_clip_shows_a_norm_that_is_not_finite(bad):
-    clipped, norm = clip({"w": jnp.array([1.0, bad])}, 1.0)
+    clipped, norm = clip_by_global_norm({"w": jnp.array([1.0, bad])}, 1.0)
     assert not np.isfinite(norm)
     assert np.isnan(clipped["w"]).all()
 
 
 def test_ema():
     params = {"w": jnp.asarray([1.0, 2.0], jnp.bfloat16)}
-    ema, want = ema_init(params), np.array([1.0, 2.0])
+    ema, wanted = ema_init(params), np.array([1.0, 2.0])
     assert ema["w"].dtype == jnp.float32
     for k in range(200):
         new = np.array([1.5, -k % 3], np.float64)
         ema = ema_update(ema, {"w": jnp.asarray(new, jnp.bfloat16)}, 0.999)
-        want = 0.999 * want + 0.001 * new
-    np.testing.assert_allclose(ema["w"], want, rtol=1e-5)
+        wanted = 0.999 * wanted + 0.001 * new
+    np.testing.assert_allclose(ema["w"], wanted, rtol=1e-5)

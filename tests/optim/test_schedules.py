@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import ScheduleConfig
-from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.schedules import make_schedule
 
 STEPS, LR = 60, 0.3
 
@@ -31,15 +31,15 @@ def reference(cfg: ScheduleConfig, steps: int, s: int) -> float:
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 def test_every_step(name, warmup):
     cfg = ScheduleConfig(name=name, warmup_steps=warmup, min_lr_ratio=0.1, decay_fraction=0.25)
-    got = jax.jit(jax.vmap(schedule(LR, cfg, STEPS)))(np.arange(STEPS + 5, dtype=np.int32))
-    want = [reference(cfg, STEPS, s) for s in range(STEPS + 5)]
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=2e-6)
+    actual = jax.jit(jax.vmap(make_schedule(LR, cfg, STEPS)))(np.arange(STEPS + 5, dtype=np.int32))
+    expected = [reference(cfg, STEPS, s) for s in range(STEPS + 5)]
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, rtol=2e-6)
 
 
 def test_milestones():
     cfg = ScheduleConfig(name="wsd", warmup_steps=9, min_lr_ratio=0.0, decay_fraction=0.5)
-    lr = schedule(1.0, cfg, 100)
+    lr = make_schedule(1.0, cfg, 100)
     assert float(lr(0)) == pytest.approx(0.1)
     assert float(lr(9)) == float(lr(49)) == float(lr(50)) == 1.0
     assert float(lr(75)) == pytest.approx(0.5)
@@ -56,4 +56,4 @@ def test_always_finite(name, extreme):
     peak = extreme.pop("peak", LR)
     cfg = ScheduleConfig(name=name, warmup_steps=1, **extreme)
     for steps in (1, 2, 3):
-        assert all(0 <= float(schedule(peak, cfg, steps)(s)) <= peak * 1.0001 for s in range(steps + 2))
+        assert all(0 <= float(make_schedule(peak, cfg, steps)(s)) <= peak * 1.0001 for s in range(steps + 2))

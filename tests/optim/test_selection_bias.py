@@ -1,4 +1,4 @@
-"""Selection biases of experts beside every optimizer: their own step, and all else as if they were not there."""
+"""Selection biases of experts have their own update with every optimizer and do not affect other parameters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from jaxtrain.config.schema import OptimizerConfig, ScheduleConfig
-from jaxtrain.optim.optimizers import clip, optimizer
+from jaxtrain.optim.optimizers import clip_by_global_norm, make_optimizer
 from jaxtrain.optim.param_dims import is_names
-from jaxtrain.optim.schedules import schedule
+from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.optim.selection_bias import without_biases
 from jaxtrain.optim.state_sharding import state_names
 
@@ -37,12 +37,12 @@ def draw(seed: int):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd", "muon"])
-def test_biases_step_by_the_sign_and_the_rest_does_not_see_them(name: str):
+def test_biases_step_by_the_sign_and_other_parameters_are_unaffected(name: str):
     cfg = OptimizerConfig(name=name, lr=0.01, weight_decay=0.3, decay_all_parameters=True)
     params, names = draw(0), without_biases(NAMES, IS_BIAS)
-    rate = schedule(0.01, ScheduleConfig(), 100)
-    tx = optimizer(cfg, rate, NAMES, params, RATE)
-    rest = optimizer(cfg, rate, names, without_biases(params, IS_BIAS))
+    rate = make_schedule(0.01, ScheduleConfig(), 100)
+    tx = make_optimizer(cfg, rate, NAMES, params, RATE)
+    rest = make_optimizer(cfg, rate, names, without_biases(params, IS_BIAS))
     state, rest_state = tx.init(params), rest.init(without_biases(params, IS_BIAS))
     for step in range(3):
         grads = draw(1 + step)
@@ -65,7 +65,7 @@ def test_biases_step_by_the_sign_and_the_rest_does_not_see_them(name: str):
 def test_clipping_leaves_biases_out_of_the_norm_but_keeps_their_sign():
     grads = draw(5)
     counted = jax.tree.leaves(without_biases(grads, IS_BIAS))
-    clipped, norm = clip(grads, 0.5, NAMES)
+    clipped, norm = clip_by_global_norm(grads, 0.5, NAMES)
     np.testing.assert_allclose(norm, np.sqrt(sum(float((g**2).sum()) for g in counted)), rtol=1e-6)
     kept = without_biases(clipped, IS_BIAS)
     np.testing.assert_allclose(np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(kept))), 0.5, rtol=1e-5)

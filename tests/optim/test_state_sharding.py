@@ -1,4 +1,4 @@
-"""Optimizer state carries its parameter's logical names and really lives there, on eight simulated devices."""
+"""Optimizer state has the logical names of its parameters and is sharded like them, on eight simulated devices."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxtrain.config.schema import OptimizerConfig
-from jaxtrain.optim.adafactor import Factored
-from jaxtrain.optim.optimizers import optimizer
+from jaxtrain.optim.adafactor import FactoredMoments
+from jaxtrain.optim.optimizers import make_optimizer
 from jaxtrain.optim.param_dims import is_names, map_names
 from jaxtrain.optim.state_sharding import state_names
 from jaxtrain.sharding.sharder import Sharder
@@ -33,7 +33,7 @@ OPTIMIZERS = ["adamw", "adafactor", "lion", "sgd", "muon"]
 
 
 def make(name):
-    return optimizer(OptimizerConfig(name=name, lr=0.1), lambda step: 0.1, NAMES, PARAMS)
+    return make_optimizer(OptimizerConfig(name=name, lr=0.1), lambda step: 0.1, NAMES, PARAMS)
 
 
 def sharder():
@@ -75,7 +75,7 @@ def test_muon_moments():
 
 def test_factored_moments_drop_the_reduced_dim():
     state = state_names(make("adafactor"), PARAMS, NAMES)[0]
-    assert isinstance(state, Factored)
+    assert isinstance(state, FactoredMoments)
     layers = "layers"
     assert state.v_row[layers]["up"] == (layers, "embed")
     assert state.v_col[layers]["up"] == (layers, "mlp")
