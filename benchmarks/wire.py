@@ -85,7 +85,7 @@ def _stream(model: Any, size: int, tokens: int) -> float:
 
 def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
     """Bytes that attention exchanges over `context`, and experts over `expert`, in a layer and its three passes."""
-    from jaxtrain.kernels.moe.routing import places
+    from jaxtrain.kernels.moe.routing import expert_capacity
 
     model, moe, context = config.model, config.model.moe, sizes["context"]
     head = model.head_dim or model.embed // model.heads
@@ -99,7 +99,7 @@ def _layer(config: Any, sizes: dict[str, int], tokens: int) -> float:
         return sent
     rows, room = (
         tokens // config.data.sequence,
-        places(config.data.sequence, moe.num_experts, moe.top_k, moe.capacity_factor),
+        expert_capacity(config.data.sequence, moe.num_experts, moe.top_k, moe.capacity_factor),
     )
     return sent + 3 * 2 * 2 * rows * moe.num_experts * room * model.embed * _ring(sizes["expert"])
 

@@ -1,10 +1,9 @@
-"""Cross-entropy fused with the output projection: the logits of the batch never exist.
+"""Cross-entropy fused with the output projection: the logits of the whole batch never exist.
 
-The vocabulary is walked in chunks with a running maximum and sum in float32; the backward pass computes each
-chunk's logits again and emits the chunk's weight gradient at once. So a head stored in shards (FSDP) is
-gathered chunk by chunk, once per pass. A vocabulary of one chunk has its logits kept instead: they take no more
-memory than that chunk takes in any case. With the vocabulary sharded (tensor parallel) each shard keeps its own
-statistics under an explicit `shards` dim; they are combined once, after the last chunk.
+A loop over chunks of the vocabulary computes a running maximum and sum in float32; the backward pass recomputes the
+logits of each chunk and its weight gradient. So a head that is sharded by FSDP is gathered chunk by chunk, once per
+pass. With a single chunk its logits are saved instead, which takes no more memory. If the vocabulary is sharded (tensor
+parallel), each shard has its own statistics under an explicit `shards` dim; they are combined after the last chunk.
 
 The running softmax is that of Milakov and Gimelshein (2018), arXiv:1805.02867; the z-loss is from ST-MoE,
 arXiv:2202.08906, section 3; soft caps on logits are Gemma 2's, arXiv:2408.00118.
@@ -27,9 +26,9 @@ from jaxtrain.sharding.sharder import Dims, Sharder
 
 Term = tuple[Array, Array]  # (sum, weight), float32 scalars
 
-MASKED = -1e30  # finite, so that a wholly masked chunk gives no NaN
+MASKED = -1e30  # finite, so that a fully masked chunk gives no NaN
 LANES = 128  # chunks of the vocabulary are multiples of this, for the matrix units
-SMALLEST = 512  # a smaller chunk costs more in steps of the loop than it saves
+MIN_CHUNK = 512  # smaller chunks cost more in loop iterations than they save
 
 
 def cross_entropy(
@@ -46,7 +45,7 @@ def cross_entropy(
     names: Sequence[str | None] | None = None,
     sharder: Sharder | None = None,
 ) -> dict[str, Term]:
-    """Loss terms of a language model from its last hidden state.
+    """Returns the loss terms of a language model from its last hidden state.
 
     Args:
         x_BTD: final hidden states [batch, time, embed]; their dtype is the compute dtype of the matmuls
@@ -55,30 +54,30 @@ def cross_entropy(
             is cast chunk by chunk.
         targets_BT: int token ids [batch, time].
         weights_BT: float32 [batch, time]; 0 leaves a token out. Not differentiated.
-        chunks: chunks of each shard's part of the vocabulary, fewer where they would be smaller than 512 ids; a
-            float32 chunk of logits, 4 * batch * time * vocab / chunks bytes, is what the loss needs in memory. With
-            one chunk the logits are kept for the backward pass, which saves a matmul; more never hold them all.
-        tied: `head` is an embedding table. No transposed copy is made.
+        chunks: chunks of each shard of the vocabulary, fewer if they would be smaller than 512 ids. The loss needs
+            memory for a float32 chunk of logits, 4 * batch * time * vocab / chunks bytes. One chunk saves its logits
+            for the backward pass and thus a matmul; several recompute them.
+        tied: `head` is an embedding table, which is not transposed.
         z_loss: coefficient of log(Z)^2; 0 leaves the term out.
         label_smoothing: probability spread evenly over the vocabulary.
         softcap: logits become `softcap * tanh(logits / softcap)`.
         names: logical names of the dims of `head` as stored; default ("embed", "vocab"), reversed when tied.
-        sharder: places tensors; None runs unsharded.
+        sharder: mesh and rules; None runs unsharded.
 
     Returns:
         `cross_entropy` and, with a coefficient, `z_loss`: (sum, weight) float32 scalars over the batch. The
         z-loss sum already carries its coefficient, so that the loss is the plain sum of the terms.
 
     Raises:
-        ValueError: shapes that do not fit, or options out of range.
+        ValueError: shapes do not fit, or options are out of range.
     """
     _check(x_BTD, head, targets_BT, weights_BT, chunks, tied, label_smoothing)
     if names is None:
         names = ("vocab", "embed") if tied else ("embed", "vocab")
-    plan = _ChunkSpec.make(sharder or Sharder(), tuple(names), head.shape, chunks, tied, label_smoothing, softcap)
+    spec = _ChunkSpec.make(sharder or Sharder(), tuple(names), head.shape, chunks, tied, label_smoothing, softcap)
     weights_BT = lax.stop_gradient(weights_BT.astype(jnp.float32))
     with jax.named_scope("cross_entropy"):
-        sums: Any = _sums(plan, x_BTD, head, targets_BT, weights_BT)
+        sums: Any = _sums(spec, x_BTD, head, targets_BT, weights_BT)
         total, squares = sums
         weight = weights_BT.sum()
     terms = {"cross_entropy": (total, weight)}
@@ -88,17 +87,15 @@ def cross_entropy(
 
 
 def recomputes(vocab: int, chunks: int, sharder: Sharder | None = None) -> bool:
-    """Returns whether the backward pass computes the logits again: those of a shard of the vocabulary are in several
-    chunks.
-    """
-    part = _split(sharder or Sharder(), vocab)[2]
-    return _chunk(part, chunks) < part
+    """Returns whether the backward pass recomputes the logits: with several chunks per shard of the vocabulary."""
+    part = _vocab_shards(sharder or Sharder(), vocab)[2]
+    return _chunk_size(part, chunks) < part
 
 
-def _split(sharder: Sharder, vocab: int) -> tuple[tuple[str, ...], int, int]:
-    """Mesh axes that split the vocabulary, number of shards, ids of one, after padding to whole shards.
+def _vocab_shards(sharder: Sharder, vocab: int) -> tuple[tuple[str, ...], int, int]:
+    """Returns the mesh axes that shard the vocabulary, the number of shards, and the ids of one, after padding.
 
-    Not the axes over which weights are only stored in shards: over these the head is gathered.
+    Storage axes (FSDP) do not count: over these the head is gathered.
     """
     if sharder.mesh is None:
         return (), 1, vocab
@@ -108,26 +105,26 @@ def _split(sharder: Sharder, vocab: int) -> tuple[tuple[str, ...], int, int]:
     return over, shards, -(-vocab // shards)
 
 
-def _chunk(part: int, chunks: int) -> int:
-    """Ids of a chunk."""
-    return min(part, max(SMALLEST, -(-part // (chunks * LANES)) * LANES))
+def _chunk_size(part: int, chunks: int) -> int:
+    """Returns the ids of a chunk."""
+    return min(part, max(MIN_CHUNK, -(-part // (chunks * LANES)) * LANES))
 
 
 def _check(x: Array, head: Array, targets: Array, weights: Array, chunks: int, tied: bool, smoothing: float) -> None:
     if x.ndim != 3 or head.ndim != 2 or head.shape[1 if tied else 0] != x.shape[-1]:
-        want = "[vocab, embed]" if tied else "[embed, vocab]"
-        raise ValueError(f"cross_entropy: head {head.shape} does not fit x {x.shape}: {want} with x's last size")
+        expected = "[vocab, embed]" if tied else "[embed, vocab]"
+        raise ValueError(f"cross_entropy: head {head.shape} does not fit x {x.shape}; expected {expected}")
     if targets.shape != x.shape[:2] or weights.shape != x.shape[:2]:
         raise ValueError(f"cross_entropy: targets {targets.shape} and weights {weights.shape} must be {x.shape[:2]}")
     if chunks < 1:
-        raise ValueError(f"cross_entropy: chunks is {chunks}; at least 1")
+        raise ValueError(f"cross_entropy: chunks is {chunks}; expected at least 1")
     if not 0 <= smoothing < 1:
-        raise ValueError(f"cross_entropy: label_smoothing is {smoothing}; from 0 up to, not including, 1")
+        raise ValueError(f"cross_entropy: label_smoothing is {smoothing}; expected 0 <= label_smoothing < 1")
 
 
 @dataclass(frozen=True)
 class _ChunkSpec:
-    """Everything static: how the vocabulary is cut and where each tensor lives. Hashable."""
+    """Static options: chunks of the vocabulary and sharding of all tensors. Hashable."""
 
     sharder: Sharder
     tied: bool
@@ -135,48 +132,34 @@ class _ChunkSpec:
     softcap: float | None
     vocab: int
     shards: int
-    part: int  # vocabulary per shard, after padding to whole shards
-    size: int  # vocabulary per chunk of a shard
+    part: int  # ids per shard, after padding to whole shards
+    size: int  # ids per chunk of a shard
     count: int  # chunks per shard
-    parameter: Dims  # mesh axes of the head as it comes
-    kept: Dims  # of its gradient
-    stored: Dims  # of a chunk before gathering
-    graded: Dims  # of a chunk's gradient
-    used: Dims  # of a chunk in the matmul
+    head: Dims  # mesh axes of the head
+    head_grad: Dims  # of its gradient
+    stored: Dims  # of a chunk before it is gathered
+    chunk_grad: Dims  # of the gradient of a chunk
+    gathered: Dims  # of a chunk in the matmul
     tokens: Dims  # of [batch, time]
-    over: tuple[str, ...]  # of the shards dim
+    vocab_axes: tuple[str, ...]  # of the shards dim
 
     @classmethod
     def make(cls, sharder, names, shape, chunks, tied, smoothing, softcap) -> _ChunkSpec:
         rules = (sharder.rules if sharder.mesh is not None else None) or {}
-        parameter = dims_without_axes(names, (), rules)
-        kept = sharder.storage_dims(names, shape) if rules else parameter
+        head = dims_without_axes(names, (), rules)
+        head_grad = sharder.storage_dims(names, shape) if rules else head
         vocab, embed = (0, 1) if tied else (1, 0)
-        # Replicas that keep shards of the state (ZeRO) get shards of every chunk's gradient.
-        more = tuple(a for a in kept[embed] if a not in parameter[embed])
-        gathered = storage_axes(rules)
-        held = tuple(a for dim in parameter for a in dim if a in gathered)  # FSDP axes, kept on embed until used
-        over, shards, part = _split(sharder, shape[vocab])
-        size = _chunk(part, chunks)
-        order = (lambda embed: (over, (), embed)) if tied else (lambda embed: (embed, over, ()))
+        # With ZeRO, gradients of chunks are sharded over the data axis like the state.
+        zero_axes = tuple(a for a in head_grad[embed] if a not in head[embed])
+        fsdp_axes = tuple(a for dim in head for a in dim if a in storage_axes(rules))  # shard embed until the gather
+        vocab_axes, shards, part = _vocab_shards(sharder, shape[vocab])
+        size = _chunk_size(part, chunks)
+        dims = (lambda embed: (vocab_axes, (), embed)) if tied else (lambda embed: (embed, vocab_axes, ()))
         return cls(
-            sharder=sharder,
-            tied=tied,
-            smoothing=smoothing,
-            softcap=softcap,
-            vocab=shape[vocab],
-            shards=shards,
-            part=part,
-            size=size,
-            count=-(-part // size),
-            parameter=parameter,
-            kept=kept,
-            stored=order(held),
-            graded=order((*held, *more)),
-            used=order(()),
-            tokens=dims_without_axes(("batch", "context"), (), rules),
-            over=over,
-        )
+            sharder, tied, smoothing, softcap, shape[vocab], shards, part, size, count=-(-part // size),
+            head=head, head_grad=head_grad, stored=dims(fsdp_axes), chunk_grad=dims((*fsdp_axes, *zero_axes)),
+            gathered=dims(()), tokens=dims_without_axes(("batch", "context"), (), rules), vocab_axes=vocab_axes,
+        )  # fmt: skip
 
     @property
     def dim(self) -> int:
@@ -184,148 +167,147 @@ class _ChunkSpec:
         return 1 if self.tied else 2
 
     @property
-    def masks(self) -> bool:
-        """True if some column of some chunk must not be counted."""
+    def has_masked_ids(self) -> bool:
+        """True if some ids of some chunk are padding or in an earlier chunk."""
         return self.part % self.size != 0 or self.part * self.shards != self.vocab
 
     def view(self, head: Array, dtype: Any) -> Array:
-        """The head with its vocabulary split into shards; cast first where the split has to move or pad data."""
+        """Returns the head with its vocabulary split into shards; cast first if that moves or pads data."""
         extra = self.part * self.shards - self.vocab
         embed = head.shape[1 if self.tied else 0]
         if extra:
             head = jnp.pad(head.astype(dtype), ((0, extra), (0, 0)) if self.tied else ((0, 0), (0, extra)))
-        elif self.moves:
+        elif self.is_resharded:
             head = head.astype(dtype)
         shape = (self.shards, self.part, embed) if self.tied else (embed, self.shards, self.part)
         return self.sharder.constrain_dims(head.reshape(shape), self.stored)
 
     @property
-    def moves(self) -> bool:
-        """True if the view lies elsewhere than the parameter."""
-        vocab, embed = self.parameter if self.tied else self.parameter[::-1]
-        return vocab != self.over or embed != self.stored[2 if self.tied else 0]
+    def is_resharded(self) -> bool:
+        """True if the view has another sharding than the head."""
+        vocab, embed = self.head if self.tied else self.head[::-1]
+        return vocab != self.vocab_axes or embed != self.stored[2 if self.tied else 0]
 
     def chunk(self, view: Array, index: Array, dtype: Any) -> tuple[Array, Array, Array]:
-        """Chunk `index`, ready for the matmul; its start in the part; the vocabulary ids [shards, size] it holds.
+        """Returns chunk `index` for the matmul, its start in the part, and its vocabulary ids [shards, size].
 
-        The last chunk may begin early, so as to be whole; ids that an earlier chunk held, or that are padding,
-        are -1.
+        The last chunk may overlap the one before, so that all have one size; ids of an earlier chunk and padding are
+        -1.
         """
         start = jnp.minimum(index * self.size, self.part - self.size)
         w = lax.dynamic_slice_in_dim(view, start, self.size, self.dim)
-        # Cast, hold in shards, then gather: so that the compute dtype travels.
-        w = self.sharder.constrain_dims(self.sharder.constrain_dims(w.astype(dtype), self.stored), self.used)
+        # Cast and constrain to shards before the gather, so that the compute dtype is sent.
+        w = self.sharder.constrain_dims(self.sharder.constrain_dims(w.astype(dtype), self.stored), self.gathered)
         column = start + jnp.arange(self.size, dtype=jnp.int32)
         ids = column + self.part * jnp.arange(self.shards, dtype=jnp.int32)[:, None]
-        if self.masks:
+        if self.has_masked_ids:
             ids = jnp.where((column >= index * self.size) & (ids < self.vocab), ids, -1)
         return w, start, ids
 
     def logits(self, x: Array, w: Array) -> Array:
-        """float32 logits [batch, time, shards, size], capped."""
+        """Returns float32 logits [batch, time, shards, size], capped."""
         logits = jnp.einsum("btd,ncd->btnc" if self.tied else "btd,dnc->btnc", x, w, preferred_element_type=jnp.float32)
-        logits = self.sharder.constrain_dims(logits, (*self.tokens, self.over, ()))
+        logits = self.sharder.constrain_dims(logits, (*self.tokens, self.vocab_axes, ()))
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def unsplit(self, view: Array) -> Array:
-        """The inverse of `view` for a gradient."""
+        """Inverts `view` for a gradient."""
         rest = slice(self.vocab)
         flat = view.reshape(-1, view.shape[-1])[rest] if self.tied else view.reshape(view.shape[0], -1)[:, rest]
-        return self.sharder.constrain_dims(flat, self.kept)
+        return self.sharder.constrain_dims(flat, self.head_grad)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
-    """Weighted sums of the cross-entropy and of log(Z)^2."""
-    return _sums_fwd(plan, x, head, targets, weights)[0]
+def _sums(spec: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
+    """Returns the weighted sums of the cross-entropy and of log(Z)^2."""
+    return _sums_fwd(spec, x, head, targets, weights)[0]
 
 
-def _sums_fwd(plan: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array):
-    # Gathered once over the sequence-parallel axes and kept: the backward pass follows at once.
-    x = plan.sharder.constrain_dims(x, (*plan.tokens, ()))
-    z, label, total, logits = _statistics(plan, x, head, targets)
-    nll = z - (1 - plan.smoothing) * label
-    if plan.smoothing:
-        nll -= plan.smoothing / plan.vocab * total
+def _sums_fwd(spec: _ChunkSpec, x: Array, head: Array, targets: Array, weights: Array):
+    # Gathered once over the sequence-parallel axes and saved, as the backward pass follows immediately.
+    x = spec.sharder.constrain_dims(x, (*spec.tokens, ()))
+    z, label, total, logits = _statistics(spec, x, head, targets)
+    nll = z - (1 - spec.smoothing) * label
+    if spec.smoothing:
+        nll -= spec.smoothing / spec.vocab * total
     sums = (jnp.sum(weights * nll), jnp.sum(weights * jnp.square(z)))
     return sums, (x, head, targets, weights, z, logits)
 
 
-def _statistics(plan: _ChunkSpec, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
-    """Log Z, the label's logit and the sum of all logits, each float32 [batch, time]; the logits of an only chunk."""
-    view = plan.view(head, x.dtype)
-    kept = (*plan.tokens, plan.over)
+def _statistics(spec: _ChunkSpec, x: Array, head: Array, targets: Array) -> tuple[Array, Array, Array, Array | None]:
+    """Returns log Z, the label's logit and the sum of logits, float32 [batch, time]; and logits of a single chunk."""
+    view = spec.view(head, x.dtype)
+    dims = (*spec.tokens, spec.vocab_axes)
 
     def body(carry, index):
         top, z, label, total = carry
-        w, _, ids = plan.chunk(view, index, x.dtype)
-        logits = plan.logits(x, w)
-        if plan.masks:
+        w, _, ids = spec.chunk(view, index, x.dtype)
+        logits = spec.logits(x, w)
+        if spec.has_masked_ids:
             logits = jnp.where(ids >= 0, logits, MASKED)
         new = jnp.maximum(top, logits.max(-1))
         z = z * jnp.exp(top - new) + jnp.exp(logits - new[..., None]).sum(-1)
         label += jnp.where(ids == targets[..., None, None], logits, 0.0).sum(-1)
-        if plan.smoothing:
+        if spec.smoothing:
             total += jnp.where(ids >= 0, logits, 0.0).sum(-1)
-        return tuple(plan.sharder.constrain_dims(a, kept) for a in (new, z, label, total)), logits
+        return tuple(spec.sharder.constrain_dims(a, dims) for a in (new, z, label, total)), logits
 
-    zeros = plan.sharder.constrain_dims(jnp.zeros((*targets.shape, plan.shards), jnp.float32), kept)
+    zeros = spec.sharder.constrain_dims(jnp.zeros((*targets.shape, spec.shards), jnp.float32), dims)
     start = (zeros + MASKED, zeros, zeros, zeros)
-    if plan.count == 1:
-        (top, z, label, total), only = body(start, jnp.int32(0))
+    if spec.count == 1:
+        (top, z, label, total), single_logits = body(start, jnp.int32(0))
     else:
-        indices = jnp.arange(plan.count, dtype=jnp.int32)
-        (top, z, label, total), only = lax.scan(lambda c, i: (body(c, i)[0], None), start, indices)
+        indices = jnp.arange(spec.count, dtype=jnp.int32)
+        (top, z, label, total), single_logits = lax.scan(lambda c, i: (body(c, i)[0], None), start, indices)
     highest = top.max(-1)
     z = highest + jnp.log((z * jnp.exp(top - highest[..., None])).sum(-1))
-    return z, label.sum(-1), total.sum(-1), only
+    return z, label.sum(-1), total.sum(-1), single_logits
 
 
-def _sums_bwd(plan: _ChunkSpec, saved, cotangents):
-    x, head, targets, weights, z, only = saved
+def _sums_bwd(spec: _ChunkSpec, residuals, cotangents):
+    x, head, targets, weights, z, single_logits = residuals
     g_nll, g_squares = cotangents
-    view = plan.view(head, x.dtype)
+    view = spec.view(head, x.dtype)
     scale = (weights * (g_nll + 2 * g_squares * z))[..., None, None]  # of the probabilities
-    hit = (weights * g_nll * (1 - plan.smoothing))[..., None, None]  # of the label
-    rest = (weights * g_nll * plan.smoothing / plan.vocab)[..., None, None]  # of every id
-    dx_places = (*plan.tokens, plan.over, ())
+    label_scale = (weights * g_nll * (1 - spec.smoothing))[..., None, None]  # of the label
+    id_scale = (weights * g_nll * spec.smoothing / spec.vocab)[..., None, None]  # of every id
+    dx_dims = (*spec.tokens, spec.vocab_axes, ())
 
     def body(carry, index):
         dx, dview = carry
-        w, start, ids = plan.chunk(view, index, x.dtype)
-        logits = plan.logits(x, w) if only is None else only
-        d = scale * jnp.exp(logits - z[..., None, None]) - jnp.where(ids == targets[..., None, None], hit, 0.0)
-        if plan.smoothing:
-            d -= rest
-        if plan.softcap is not None:
-            d *= 1 - jnp.square(logits / plan.softcap)
-        if plan.masks:
+        w, start, ids = spec.chunk(view, index, x.dtype)
+        logits = spec.logits(x, w) if single_logits is None else single_logits
+        d = scale * jnp.exp(logits - z[..., None, None]) - jnp.where(ids == targets[..., None, None], label_scale, 0.0)
+        if spec.smoothing:
+            d -= id_scale
+        if spec.softcap is not None:
+            d *= 1 - jnp.square(logits / spec.softcap)
+        if spec.has_masked_ids:
             d = jnp.where(ids >= 0, d, 0.0)
-        d = plan.sharder.constrain_dims(d.astype(x.dtype), dx_places)
-        back = "btnc,ncd->btnd" if plan.tied else "btnc,dnc->btnd"
-        dx += jnp.einsum(back, d, w, preferred_element_type=jnp.float32)
-        dw = jnp.einsum("btd,btnc->ncd" if plan.tied else "btd,btnc->dnc", x, d)
-        dw = plan.sharder.constrain_dims(dw, plan.graded).astype(
-            dview.dtype
-        )  # reduced into the shards, in compute dtype
-        if plan.part % plan.size:  # the last chunk overlaps the one before
-            dw += lax.dynamic_slice_in_dim(dview, start, plan.size, plan.dim)
-        dview = lax.dynamic_update_slice_in_dim(dview, dw, start, plan.dim)
-        return (plan.sharder.constrain_dims(dx, dx_places), plan.sharder.constrain_dims(dview, plan.graded)), None
+        d = spec.sharder.constrain_dims(d.astype(x.dtype), dx_dims)
+        equation = "btnc,ncd->btnd" if spec.tied else "btnc,dnc->btnd"
+        dx += jnp.einsum(equation, d, w, preferred_element_type=jnp.float32)
+        dw = jnp.einsum("btd,btnc->ncd" if spec.tied else "btd,btnc->dnc", x, d)
+        # Reduced into the shards in the compute dtype, then cast.
+        dw = spec.sharder.constrain_dims(dw, spec.chunk_grad).astype(dview.dtype)
+        if spec.part % spec.size:  # the last chunk overlaps the one before
+            dw += lax.dynamic_slice_in_dim(dview, start, spec.size, spec.dim)
+        dview = lax.dynamic_update_slice_in_dim(dview, dw, start, spec.dim)
+        return (spec.sharder.constrain_dims(dx, dx_dims), spec.sharder.constrain_dims(dview, spec.chunk_grad)), None
 
-    dx = jnp.zeros((*targets.shape, plan.shards, x.shape[-1]), jnp.float32)
+    dx = jnp.zeros((*targets.shape, spec.shards, x.shape[-1]), jnp.float32)
     dview = jnp.zeros(view.shape, head.dtype)
-    start = (plan.sharder.constrain_dims(dx, dx_places), plan.sharder.constrain_dims(dview, plan.graded))
-    if plan.count == 1:
+    start = (spec.sharder.constrain_dims(dx, dx_dims), spec.sharder.constrain_dims(dview, spec.chunk_grad))
+    if spec.count == 1:
         (dx, dview), _ = body(start, jnp.int32(0))
     else:
-        (dx, dview), _ = lax.scan(body, start, jnp.arange(plan.count, dtype=jnp.int32))
-    # A matmul, because jnp.sum would widen what travels to float32, and the reducer of a bfloat16 lax.reduce comes out
-    # of a shard_map over other axes with a copy in it, on which XLA's CPU compiler aborts (AllReducePromotion).
+        (dx, dview), _ = lax.scan(body, start, jnp.arange(spec.count, dtype=jnp.int32))
+    # A matmul, because jnp.sum would communicate in float32, and a bfloat16 lax.reduce inside a shard_map over other
+    # axes gets a copy in its reducer, on which XLA's CPU compiler aborts (AllReducePromotion).
     dx = dx.astype(x.dtype)
-    dx = dx[:, :, 0] if plan.shards == 1 else jnp.einsum("btnd,n->btd", dx, jnp.ones((plan.shards,), x.dtype))
-    dx = plan.sharder.constrain(dx, "batch", "sequence", None)
-    return dx, plan.unsplit(dview), None, None
+    dx = dx[:, :, 0] if spec.shards == 1 else jnp.einsum("btnd,n->btd", dx, jnp.ones((spec.shards,), x.dtype))
+    dx = spec.sharder.constrain(dx, "batch", "sequence", None)
+    return dx, spec.unsplit(dview), None, None
 
 
 _sums.defvjp(_sums_fwd, _sums_bwd)

@@ -88,7 +88,7 @@ def _muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
 
     numbers_tree = map_names(numbers, names)
 
-    def scale_rms(u: jax.Array, dims: contrib.MuonDimensionNumbers) -> jax.Array:
+    def scale_rms(u: jax.Array, dims: Any) -> jax.Array:
         # An orthogonal [n, m] matrix has RMS 1 / sqrt(max(n, m)).
         fan_in, fan_out = (prod(u.shape[axis] for axis in axes) for axes in dims)
         return u * (MUON_RMS * max(fan_in, fan_out) ** 0.5)

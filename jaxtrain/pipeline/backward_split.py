@@ -24,17 +24,7 @@ from jax import Array
 from jax.core import Tracer
 
 from jaxtrain.nn.stack import CHEAP
-from jaxtrain.pipeline.jaxpr_ops import (
-    Loop,
-    Op,
-    OpProgram,
-    Ops,
-    Value,
-    add_dependencies,
-    add_dependents,
-    flatten_jaxpr,
-    walk,
-)
+from jaxtrain.pipeline.jaxpr_ops import Loop, Op, OpProgram, Ops, Value, add_dependencies, add_dependents, flatten, walk
 from jaxtrain.pipeline.min_cut import SINK, SOURCE, UNCUTTABLE, Graph
 
 # Operations that both parts may compute: no sums, so that they fuse into their readers.
@@ -104,17 +94,11 @@ class SplitBackward:
         Returns:
             The weight gradients that are not in `b_grads`; the tree has None for those.
         """
-        all_residuals, constant_values, cotangents = self._inputs
         b, w = self._programs
-        inputs = (
-            [all_residuals[i] for i in self.w_residuals],
-            constant_values,
-            [cotangents[i] for i in self.w_cotangents],
-            b.saved,
-        )
+        read = [self._inputs[0][i] for i in self.w_residuals], [self._inputs[2][i] for i in self.w_cotangents]
+        bindings = _bindings((*read, self._inputs[1], b.saved), (residuals, dy, jax.tree.leaves(constants), saved))
         outputs = {i: value for i, value in enumerate(self._grads[0]) if i not in self.b_grads}
-        arrays = (residuals, jax.tree.leaves(constants), dy, saved)
-        results, _ = w(_bindings(inputs, arrays), list(outputs.values()))
+        results, _ = w(bindings, list(outputs.values()))
         return self._weight_tree(dict(zip(outputs, results)))
 
     def _weight_tree(self, grads: dict[int, Array]) -> Any:
@@ -142,7 +126,7 @@ def split_backward(
     if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise ValueError("the pullback closes over a traced value; expected it in `residuals` or `constants`")
     arguments = [Value(var.aval) for var in getattr(jaxpr, "jaxpr", jaxpr).invars]
-    ops, outputs = flatten_jaxpr(jaxpr, arguments)
+    ops, outputs = flatten(jaxpr, arguments)
     first_constant = len(jax.tree.leaves(list(residuals)))
     first_cotangent = first_constant + len(jax.tree.leaves(constants))
     inputs = arguments[:first_constant], arguments[first_constant:first_cotangent], arguments[first_cotangent:]
@@ -156,13 +140,9 @@ def split_backward(
     saved = [value for value in saved if value in needed]
     b_needed = add_dependencies(ops, {*dx, *saved, *(dw[i] for i in b_grads)})
     programs = OpProgram(ops, b_needed, frozenset(arguments), saved), OpProgram(ops, needed, w_inputs, [])
-    w_residuals, w_cotangents = (
-        tuple(i for i, value in enumerate(values) if value in needed) for values in (inputs[0], inputs[2])
-    )
-    saved_shapes = [
-        jax.ShapeDtypeStruct((*_loop_lengths(ops, value), *value.aval.shape), value.aval.dtype) for value in saved
-    ]
-    return SplitBackward(w_residuals, w_cotangents, saved_shapes, b_grads, inputs, (dw, dx), trees, programs)
+    w_residuals, w_cotangents = (tuple(i for i, v in enumerate(vs) if v in needed) for vs in (inputs[0], inputs[2]))
+    shapes_saved = [jax.ShapeDtypeStruct((*_loop_lengths(ops, v), *v.aval.shape), v.aval.dtype) for v in saved]
+    return SplitBackward(w_residuals, w_cotangents, shapes_saved, b_grads, inputs, (dw, dx), trees, programs)
 
 
 def _cheap_gradients(ops: Ops, dw: list[Value], w_inputs: frozenset[Value], saved: frozenset[Value]) -> tuple[int, ...]:
@@ -179,10 +159,9 @@ def _cheap_gradients(ops: Ops, dw: list[Value], w_inputs: frozenset[Value], save
         )
 
     cheap = [is_cheap(needed) for needed in dependencies]
-    of_others = set().union(*(needed for needed, is_one in zip(dependencies, cheap) if not is_one))
-    return tuple(
-        i for i, needed in enumerate(dependencies) if cheap[i] and needed & saved and not needed & saved & of_others
-    )
+    others = set().union(*(needed for needed, is_one in zip(dependencies, cheap) if not is_one))
+    saved_for = [needed & saved for needed in dependencies]
+    return tuple(i for i, values in enumerate(saved_for) if cheap[i] and values and not values & others)
 
 
 def _bindings(values: Iterable[Sequence[Value]], arrays: Iterable[Sequence[Array]]) -> dict[Value, Array]:

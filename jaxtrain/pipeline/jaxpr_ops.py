@@ -106,7 +106,7 @@ class Loop:
 Ops = list[Op | Loop]
 
 
-def flatten_jaxpr(jaxpr: Any, args: Sequence[Value], iterations: int = 1) -> tuple[Ops, list[Value]]:
+def flatten(jaxpr: Any, args: Sequence[Value], iterations: int = 1) -> tuple[Ops, list[Value]]:
     """Returns the operations that apply a (closed) jaxpr to `args`, and their results.
 
     Raises:
@@ -125,7 +125,7 @@ def flatten_jaxpr(jaxpr: Any, args: Sequence[Value], iterations: int = 1) -> tup
         inputs = [read(atom) for atom in eqn.invars]
         if eqn.primitive in CALLS:
             called = next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
-            called_ops, outputs = flatten_jaxpr(called, inputs, iterations)
+            called_ops, outputs = flatten(called, inputs, iterations)
             ops += called_ops
         else:
             outputs = [Value(var.aval, iterations) for var in eqn.outvars]
@@ -151,7 +151,7 @@ def _loop(eqn: Any, inputs: list[Value], outputs: list[Value], iterations: int) 
         else prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
     )
     body_inputs = [Value(var.aval, iterations * length) for var in getattr(jaxpr, "jaxpr", jaxpr).invars]
-    body, body_outputs = flatten_jaxpr(jaxpr, body_inputs, iterations * length)
+    body, body_outputs = flatten(jaxpr, body_inputs, iterations * length)
     links, results = list(map(LoopValue, inputs, body_inputs)), list(map(LoopValue, outputs, body_outputs))
     if not is_scan:
         return Loop(eqn, length, body, [], [], links, results)

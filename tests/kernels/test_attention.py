@@ -1,4 +1,4 @@
-"""Every attention kernel on every case, forward and gradients, against the reference; and that against NumPy."""
+"""Every attention kernel on every spec, forward and gradients, against the reference; and that against NumPy."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxtrain.kernels import attention as room
 from jaxtrain.kernels.attention import RESIDUALS, attention, cudnn, splash, xla
-from jaxtrain.kernels.attention.spec import Case, TokenOrder
+from jaxtrain.kernels.attention.spec import AttnSpec, TokenOrder
 from jaxtrain.sharding.sharder import Sharder
 
 HEAD_DIM = 8
@@ -111,13 +111,13 @@ def outputs(call, q, k, v, g):
 def by_kernel(kernel, want, segments):
     ids = None if segments is None else jnp.asarray(segments)
     if kernel == "blocks":  # as `xla` does long sequences, with blocks small enough for a test
-        case = Case(want.causal, want.window, want.softcap, HEAD_DIM**-0.5)
-        return lambda q, k, v: xla.attention(q, k, v, case, TokenOrder(ids, ids), block=4)
+        spec = AttnSpec(want.causal, want.window, want.softcap, HEAD_DIM**-0.5)
+        return lambda q, k, v: xla.attention(q, k, v, spec, TokenOrder(ids, ids), block=4)
     return lambda q, k, v: attention(q, k, v, segments_BT=ids, kernel=kernel, **want.options)
 
 
-def check(got, expected, tolerance):
-    for name, a, b in zip(("o", "dq", "dk", "dv"), got, expected):
+def check(actual, expected, tolerance):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), actual, expected):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all(), f"{name} is not finite"
         error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
@@ -161,7 +161,7 @@ FEW = {2: "many_places", 3: "few_places"}  # packed rows hold 3 runs
     [pytest.param(w, few, id=f"{w}-{FEW[few]}") for w in CUDNN for few in (FEW if w.segments else [3])],
 )
 def test_cudnn_matches_reference(want, few, monkeypatch):
-    monkeypatch.setattr(cudnn, "FEW", few)
+    monkeypatch.setattr(cudnn, "FEW_RUNS", few)
     with jax.default_device(gpu()):
         segments = segments_of(want.segments, 2, 256)
         arrays = [jax.device_put(np.asarray(x), gpu()) for x in inputs(256, want.heads, "bfloat16")]
@@ -173,9 +173,9 @@ def test_bfloat16_stays_near_float32():
     want = Want(True, None, "packed", "gqa", None)
     segments = segments_of("packed", 2, 14)
     expected = numpy_attention(*inputs(14, "gqa"), want, segments)
-    got = outputs(by_kernel("xla", want, segments), *inputs(14, "gqa", "bfloat16"))
-    assert all(x.dtype == jnp.bfloat16 for x in got)
-    check(got, expected, 2e-2)
+    actual = outputs(by_kernel("xla", want, segments), *inputs(14, "gqa", "bfloat16"))
+    assert all(x.dtype == jnp.bfloat16 for x in actual)
+    check(actual, expected, 2e-2)
 
 
 def test_segments_hide_the_other_document():
@@ -200,7 +200,7 @@ def test_cache_gives_what_the_whole_sequence_gives(kernel):
     key, value = (jnp.full((2, 20, 2, HEAD_DIM), jnp.nan).at[:, slots].set(x) for x in (k, v))
     filled = jnp.zeros((2, 20), jnp.int32).at[:, slots].set(1)
     positions = jnp.full((2, 20), 99, jnp.int32).at[:, slots].set(np.arange(14))
-    got = attention(
+    actual = attention(
         q[:, 11:],
         jnp.nan_to_num(key),
         jnp.nan_to_num(value),
@@ -211,7 +211,7 @@ def test_cache_gives_what_the_whole_sequence_gives(kernel):
         window=6,
         kernel=kernel,
     )
-    np.testing.assert_allclose(got, whole[:, 11:], atol=2e-6)
+    np.testing.assert_allclose(actual, whole[:, 11:], atol=2e-6)
 
 
 def test_window_may_differ_from_layer_to_layer():
@@ -219,8 +219,8 @@ def test_window_may_differ_from_layer_to_layer():
     one = jax.jit(lambda window: attention(q, k, v, window=window, kernel="xla"))
     np.testing.assert_allclose(one(jnp.int32(5)), attention(q, k, v, window=5, kernel="reference"), atol=2e-6)
     np.testing.assert_allclose(one(jnp.int32(2**30)), attention(q, k, v, kernel="reference"), atol=2e-6)
-    case = Case(True, jnp.int32(5), None, HEAD_DIM**-0.5)
-    blocks = jax.jit(lambda: xla.attention(q, k, v, case, TokenOrder(), block=4))()
+    spec = AttnSpec(True, jnp.int32(5), None, HEAD_DIM**-0.5)
+    blocks = jax.jit(lambda: xla.attention(q, k, v, spec, TokenOrder(), block=4))()
     np.testing.assert_allclose(blocks, one(jnp.int32(5)), atol=2e-6)
 
 
@@ -240,9 +240,9 @@ def test_eight_devices_give_what_one_gives(kernel):
     placed = [jax.device_put(x, sharder.sharding(n)) for x, n in zip(arrays, names)]
     rows = jax.device_put(ids, sharder.sharding(("batch", None)))
     run = partial(attention, kernel=kernel, sharder=sharder)
-    got = jax.jit(lambda ids, *a: outputs(partial(run, segments_BT=ids), *a), compiler_options=QUICK)(rows, *placed)
-    check(got, expected, 3e-6)
-    assert got[0].addressable_shards[0].data.shape == (2, time, 2, HEAD_DIM)
+    actual = jax.jit(lambda ids, *a: outputs(partial(run, segments_BT=ids), *a), compiler_options=QUICK)(rows, *placed)
+    check(actual, expected, 3e-6)
+    assert actual[0].addressable_shards[0].data.shape == (2, time, 2, HEAD_DIM)
 
 
 def test_long_sequences_never_hold_all_scores():
@@ -258,35 +258,35 @@ def test_long_sequences_never_hold_all_scores():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"kernel": "flash"}, "no kernel `flash`"),
         ({"kernel": "cudnn"}, "`cudnn` runs on NVIDIA GPUs, not on cpu; `xla`"),
         ({"kernel": "splash", "window": jnp.int32(4)}, "`splash` needs a window known when tracing"),
-        ({"kernel": "splash", "kv_segments_BS": jnp.ones((2, 14), jnp.int32)}, "`splash` does self-attention"),
-        ({"window": 0}, "window is 0; at least 1"),
+        ({"kernel": "splash", "kv_segments_BS": jnp.ones((2, 14), jnp.int32)}, "`splash` supports self-attention"),
+        ({"window": 0}, "window is 0; expected at least 1"),
         ({"kv_positions_BS": jnp.ones((2, 14), jnp.int32)}, "kv_positions_BS needs positions_BT"),
     ],
 )
-def test_refusals_are_one_line(options, says):
+def test_refusals_are_one_line(options, message):
     q, k, v, _ = inputs(14, "gqa")
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         attention(q, k, v, **options)
     assert "\n" not in str(error.value)
 
 
 def test_shapes_are_checked():
     q, k, v, _ = inputs(14, "gqa")
-    with pytest.raises(ValueError, match="heads that divide"):
+    with pytest.raises(ValueError, match="heads a multiple of kv_heads"):
         attention(q[:, :, :3], k, v)
     with pytest.raises(ValueError, match="have no common order"):
         attention(q[:, :3], k, v)
-    with pytest.raises(ValueError, match="7 batch over 4 shards"):
+    with pytest.raises(ValueError, match="7 batch are not divisible by 4 shards"):
         attention(*(x[jnp.zeros(7, int)] for x in (q, k, v)), kernel="splash", sharder=eight())
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({}, None),
         ({"dtype": "float32"}, "bfloat16"),
@@ -299,12 +299,12 @@ def test_shapes_are_checked():
         ({"time": 13, "source": 13}, "even number"),
     ],
 )
-def test_cudnn_says_what_it_can_not_do(options, says):
+def test_cudnn_says_what_it_can_not_do(options, message):
     o = {"dtype": "bfloat16", "softcap": None, "head_dim": 64, "hopper": True, "causal": True, "window": None} | options
-    case = Case(o["causal"], o["window"], o["softcap"], 1.0)
+    spec = AttnSpec(o["causal"], o["window"], o["softcap"], 1.0)
     shapes = (2, o.get("time", 14), 4, o["head_dim"]), (2, o.get("source", 14), 2, o["head_dim"])
-    reason = cudnn.refusal(case, *shapes, o["dtype"], o["hopper"])
-    assert reason is None if says is None else says in reason
+    reason = cudnn.unsupported_reason(spec, *shapes, o["dtype"], o["hopper"])
+    assert reason is None if message is None else message in reason
 
 
 def test_auto_takes_the_platform_kernel_or_xla():
@@ -312,7 +312,7 @@ def test_auto_takes_the_platform_kernel_or_xla():
         platform, compute_capability = "gpu", "9.0"
 
     q, k, _, _ = inputs(14, "gqa", "bfloat16")
-    plain, capped = Case(True, None, None, 1.0), Case(True, None, 3.0, 1.0)
+    plain, capped = AttnSpec(True, None, None, 1.0), AttnSpec(True, None, 3.0, 1.0)
     assert room._choose("auto", plain, True, q, k, Gpu()) == "cudnn"
     assert room._choose("auto", capped, True, q, k, Gpu()) == "xla"
     assert room._choose("auto", plain, False, q, k, Gpu()) == "xla"
@@ -340,8 +340,8 @@ PACKED = [
 @pytest.mark.parametrize("few", FEW, ids=FEW.get)
 @pytest.mark.parametrize("want", PACKED, ids=str)
 def test_cudnn_packing(want, few, monkeypatch):
-    """The sequences handed to cuDNN, with cuDNN replaced by what its interface says it does."""
-    monkeypatch.setattr(cudnn, "FEW", few)
+    """The sequences handed to cuDNN, with cuDNN replaced by what its interface message it does."""
+    monkeypatch.setattr(cudnn, "FEW_RUNS", few)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
     def stand_in(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
@@ -360,26 +360,26 @@ def test_cudnn_packing(want, few, monkeypatch):
     without_cudnn(monkeypatch, stand_in)
     time = 14
     segments = segments_of(want.segments, 2, time)
-    case = Case(want.causal, want.window, None, HEAD_DIM**-0.5)
+    spec = AttnSpec(want.causal, want.window, None, HEAD_DIM**-0.5)
     arrays = inputs(time, want.heads)
-    run = partial(cudnn.attention, segments_BT=jnp.asarray(segments), case=case, hopper=True)
-    got = jax.jit(partial(outputs, run), compiler_options=QUICK)(*arrays)
-    check(got, numpy_attention(*arrays, want, segments), 3e-6)
+    run = partial(cudnn.attention, segments_BT=jnp.asarray(segments), spec=spec, hopper=True)
+    actual = jax.jit(partial(outputs, run), compiler_options=QUICK)(*arrays)
+    check(actual, numpy_attention(*arrays, want, segments), 3e-6)
 
 
 @pytest.mark.parametrize(("blocks", "hopper"), [(1, True), (3, False)], ids=["too_many_documents", "before_hopper"])
 def test_cudnn_with_a_mask(blocks, hopper, monkeypatch):
-    monkeypatch.setattr(cudnn, "MASK", 2 * 48 * 48 // blocks)
+    monkeypatch.setattr(cudnn, "MAX_MASK", 2 * 48 * 48 // blocks)
     without_cudnn(monkeypatch, lambda q, *_, **__: jnp.full_like(q, jnp.nan))
     arrays = inputs(48, "gqa")
     many = np.tile(np.arange(48, dtype=np.int32) // 2 + 1, (2, 1))
     many[0, -6:] = 0
     want = Want(True, None if blocks == 1 else 3, "many", "gqa", None)
-    case = Case(want.causal, want.window, None, HEAD_DIM**-0.5)
-    run = partial(cudnn.attention, segments_BT=jnp.asarray(many), case=case, hopper=hopper)
+    spec = AttnSpec(want.causal, want.window, None, HEAD_DIM**-0.5)
+    run = partial(cudnn.attention, segments_BT=jnp.asarray(many), spec=spec, hopper=hopper)
     run = jax.jit(partial(outputs, run), compiler_options=QUICK)
     check(run(*arrays), numpy_attention(*arrays, want, many), 3e-6)
-    few = cudnn.attention(*arrays[:3], jnp.asarray(many // 4), case, hopper)
+    few = cudnn.attention(*arrays[:3], jnp.asarray(many // 4), spec, hopper)
     assert np.isnan(few).any() == hopper  # these few documents do go to cuDNN's packed layout
 
 

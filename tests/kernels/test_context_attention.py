@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxtrain.kernels.attention import RESIDUALS, attention, halo_exchange, xla
-from jaxtrain.kernels.attention.context_parallel import choose
+from jaxtrain.kernels.attention.context_parallel import choose_method
 from jaxtrain.sharding.context_parallel import zigzag
 from jaxtrain.sharding.sharder import Sharder
 
@@ -89,12 +89,12 @@ def expected(name: str) -> tuple[np.ndarray, ...]:
     return reference(want)
 
 
-def across(formulation: str, want: Want, place: Sharder, dtype: str = "float32", **options) -> tuple[np.ndarray, ...]:
+def across(method: str, want: Want, place: Sharder, dtype: str = "float32", **options) -> tuple[np.ndarray, ...]:
     """The same in shards, in natural order again."""
     arrays = inputs(want.heads, want.tokens, want.is_packed)
     arrays = [x.astype(dtype) if x.dtype == np.float32 else x for x in arrays]
-    order = zigzag(want.tokens, want.context) if formulation == "ring" else np.arange(want.tokens)
-    run = partial(outputs, context_parallel=formulation, sharder=place, **{**want.options, **options})
+    order = zigzag(want.tokens, want.context) if method == "ring" else np.arange(want.tokens)
+    run = partial(outputs, context_parallel=method, sharder=place, **{**want.options, **options})
     got = jax.jit(run, compiler_options=QUICK)(*(x[:, order] for x in arrays))
     return tuple(np.asarray(x.astype(np.float32))[:, np.argsort(order)] for x in got)
 
@@ -112,48 +112,48 @@ SOME = ("packed", "long_window", "gqa_on_eight", "mqa_and_tensor_parallel", "sof
 CASES = [(f, name) for f in FORMULATIONS for name in WANTS if f != "ulysses" or name in SOME]
 
 
-@pytest.mark.parametrize(("formulation", "name"), CASES)
-def test_shards_give_what_one_device_gives(formulation: str, name: str, monkeypatch):
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_shards_give_what_one_device_gives(method: str, name: str, monkeypatch):
     monkeypatch.setattr(halo_exchange, "TILE", 1)  # no more than the window travels
     if name in ("packed", "mqa_and_tensor_parallel"):
         monkeypatch.setattr(xla, "CPU_BLOCK", 3)  # several blocks of queries to a chunk, the last one not whole
     want = WANTS[name]
-    got = across(formulation, want, sharder(want))
+    got = across(method, want, sharder(want))
     check(got, expected(name), 1e-6)
     padding = inputs(want.heads, want.tokens, want.is_packed)[4] == 0
     assert all((x[padding] == 0).all() for x in got)
 
 
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_bfloat16_stays_near_float32(formulation: str):
-    got = across(formulation, WANTS["packed"], sharder(WANTS["packed"]), "bfloat16")
+@pytest.mark.parametrize("method", FORMULATIONS)
+def test_bfloat16_stays_near_float32(method: str):
+    got = across(method, WANTS["packed"], sharder(WANTS["packed"]), "bfloat16")
     check(got, expected("packed"), 1e-2)
 
 
-@pytest.mark.parametrize("formulation", ["gather", "ulysses"])
-def test_attention_both_ways(formulation: str):
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_attention_both_ways(method: str):
     want = Want(4, options={"causal": False, "window": 5})
-    check(across(formulation, want, sharder(want)), reference(want), 1e-6)
+    check(across(method, want, sharder(want)), reference(want), 1e-6)
 
 
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_a_sequence_over_two_mesh_axes(formulation: str):
+@pytest.mark.parametrize("method", FORMULATIONS)
+def test_a_sequence_over_two_mesh_axes(method: str):
     place = sharder(WANTS["packed"], ("expert", "context"), (2, 2))
-    check(across(formulation, WANTS["packed"], place), expected("packed"), 1e-6)
+    check(across(method, WANTS["packed"], place), expected("packed"), 1e-6)
 
 
-@pytest.mark.parametrize(("formulation", "window"), [("ulysses", None), ("ring", 9)])
-def test_fast_kernels_run_on_whole_sequences_and_on_halos(formulation: str, window: int | None):
+@pytest.mark.parametrize(("method", "window"), [("ulysses", None), ("ring", 9)])
+def test_fast_kernels_run_on_whole_sequences_and_on_halos(method: str, window: int | None):
     want = Want(2, options={"window": window})
-    check(across(formulation, want, sharder(want), kernel="splash"), reference(want), 2e-6)
+    check(across(method, want, sharder(want), kernel="splash"), reference(want), 2e-6)
 
 
-@pytest.mark.parametrize("formulation", FORMULATIONS)
-def test_layers_in_a_scan_rematerialised(formulation: str):
+@pytest.mark.parametrize("method", FORMULATIONS)
+def test_layers_in_a_scan_rematerialised(method: str):
     """Gradients through three layers; and what remat saves under the kernels' name is not computed again."""
     want = Want(8, heads=(8, 8))
     q, _, _, g, segments, positions = inputs(want.heads, want.tokens, want.is_packed)
-    order = zigzag(want.tokens, 8) if formulation == "ring" else np.arange(want.tokens)
+    order = zigzag(want.tokens, 8) if method == "ring" else np.arange(want.tokens)
 
     def layers(policy, segments, positions, **options):
         @partial(jax.checkpoint, policy=policy)
@@ -171,9 +171,7 @@ def test_layers_in_a_scan_rematerialised(formulation: str):
     wanted = gradients(layers(None, segments, positions, kernel="reference"), g, q, scales)
     counts, names = [], jax.checkpoint_policies.save_only_these_names(RESIDUALS)
     for policy in (None, names):
-        run = layers(
-            policy, segments[:, order], positions[:, order], context_parallel=formulation, sharder=sharder(want)
-        )
+        run = layers(policy, segments[:, order], positions[:, order], context_parallel=method, sharder=sharder(want))
         compiled = jax.jit(partial(gradients, run), compiler_options=QUICK).lower(g[:, order], q[:, order], scales)
         compiled = compiled.compile()
         counts.append(compiled.as_text().count(" collective-permute("))
@@ -182,11 +180,11 @@ def test_layers_in_a_scan_rematerialised(formulation: str):
         check((np.asarray(out)[:, back], np.asarray(dx)[:, back], dscales), wanted, 1e-5)
     # Keys and values: two hops before the loop, one in it. The same in the backward pass (a forward pass that runs
     # again shares the first two), where their gradients hop in the loop, after it and home.
-    assert counts == ([6 + 2 + 12, 6 + 12] if formulation == "ring" else [0, 0])
+    assert counts == ([6 + 2 + 12, 6 + 12] if method == "ring" else [0, 0])
 
 
-@pytest.mark.parametrize("formulation", ["gather", "ring"])
-def test_long_sequences_never_hold_a_square(formulation: str):
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_long_sequences_never_hold_a_square(method: str):
     """Neither scores nor masks, also where JAX takes what is the same in every layer out of the loop over layers."""
     place, tokens, heads = sharder(Want(2)), 8192, 4
     x = jax.ShapeDtypeStruct((1, tokens, heads, 16), jnp.float32)
@@ -195,7 +193,7 @@ def test_long_sequences_never_hold_a_square(formulation: str):
     def loss(x, scales, rows):
         @jax.checkpoint
         def layer(x, scale):
-            options = {"segments_BT": rows, "positions_BT": rows, "context": formulation, "sharder": place}
+            options = {"segments_BT": rows, "positions_BT": rows, "context_parallel": method, "sharder": place}
             return attention(x * scale, x, x, **options), None
 
         return jax.lax.scan(layer, x, scales)[0].sum()
@@ -217,27 +215,27 @@ def test_zigzag_pairs_an_early_chunk_with_a_late_one():
 
 
 def test_auto_takes_ulysses_where_heads_divide():
-    assert [choose("auto", heads, 4) for heads in (4, 8, 6, 1)] == ["ulysses", "ulysses", "gather", "gather"]
-    assert choose("ring", 1, 4) == "ring"
+    assert [choose_method("auto", heads, 4) for heads in (4, 8, 6, 1)] == ["ulysses", "ulysses", "gather", "gather"]
+    assert choose_method("ring", 1, 4) == "ring"
 
 
 @pytest.mark.parametrize(
-    ("context", "options", "says"),
+    ("context", "options", "message"),
     [
-        ("rings", {}, "no formulation `rings`; there are auto, gather, ulysses, ring"),
+        ("rings", {}, "no context parallel method `rings`; expected auto, gather, ulysses, ring"),
         ("ulysses", {"heads": 2}, "ulysses cannot split 2 heads over 4 shards; ring and gather can"),
-        ("ring", {"causal": False}, "the ring is causal; gather and ulysses can do without"),
-        ("ring", {"positions_BT": None}, "the ring needs positions_BT"),
-        ("ring", {"kernel": "splash"}, "`splash` needs whole sequences, ring keeps shards; give auto or xla"),
-        ("gather", {"kernel": "reference"}, "`reference` needs whole sequences, gather keeps shards"),
-        ("ring", {"tokens": 12}, "12 tokens over 4 shards under ring"),
+        ("ring", {"causal": False}, "ring supports only causal attention; expected gather or ulysses"),
+        ("ring", {"positions_BT": None}, "ring needs positions_BT"),
+        ("ring", {"kernel": "splash"}, "`splash` does not support sequence shards of ring; expected auto or xla"),
+        ("gather", {"kernel": "reference"}, "`reference` does not support sequence shards of gather"),
+        ("ring", {"tokens": 12}, "12 tokens do not divide over 4 shards under ring"),
     ],
 )
-def test_refusals_are_one_line(context: str, options: dict, says: str):
+def test_refusals_are_one_line(context: str, options: dict, message: str):
     options = dict(options)
     tokens, heads = options.pop("tokens", 16), options.pop("heads", 4)
     q = jnp.zeros((ROWS, tokens, heads, HEAD_DIM))
     rows = {"segments_BT": jnp.ones((ROWS, tokens), jnp.int32), "positions_BT": jnp.zeros((ROWS, tokens), jnp.int32)}
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         attention(q, q, q, context_parallel=context, sharder=sharder(Want(4)), **(rows | options))
     assert "\n" not in str(error.value)

@@ -212,16 +212,16 @@ def test_each_chunk_of_a_stored_head_is_gathered_once_a_pass():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ({"chunks": 0}, "chunks is 0; at least 1"),
+        ({"chunks": 0}, "chunks is 0; expected at least 1"),
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
         ({"tied": True}, r"head \(16, 2048\) does not fit"),
         ({"targets_BT": jnp.zeros((8, 5), jnp.int32)}, r"must be \(8, 6\)"),
     ],
 )
-def test_errors_are_one_line(change, says):
+def test_errors_are_one_line(change, message):
     names = ("x_BTD", "head", "targets_BT", "weights_BT")
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=message) as error:
         cross_entropy(**{**dict(zip(names, inputs(Want("errors")))), **change})
     assert "\n" not in str(error.value)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.kernels.moe import experts, token_dispatcher
-from jaxtrain.kernels.moe.device_group import Group
+from jaxtrain.kernels.moe import run_experts, token_dispatcher
+from jaxtrain.kernels.moe.device_group import DeviceGroup
 from jaxtrain.kernels.moe.grouped_matmul import grouped
 from jaxtrain.kernels.moe.ragged_all_to_all import ExchangeSizes, exchange
-from jaxtrain.kernels.moe.routing import Load, Routing, places, route
+from jaxtrain.kernels.moe.routing import Load, Routing, expert_capacity, route
 from jaxtrain.losses.load_balancing import load_balance_loss, load_metrics, router_z_loss
 from jaxtrain.nn.mlp import HIDDEN
 from jaxtrain.sharding.devices import make_mesh
@@ -43,8 +43,8 @@ def tokens(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return logits.astype(np.float32), is_token
 
 
-def routed_by_hand(logits, bias, is_token, top_k, normalize, capacity, order):
-    """Expert (E where there is none), gate and rank of every choice, one token after the other."""
+def route_by_loops(logits, bias, is_token, top_k, normalize, capacity, order):
+    """Returns expert (E for a dropped choice), gate and rank of every choice, one token at a time."""
     expert, gate = np.full((B, T, top_k), E), np.zeros((B, T, top_k))
     for b, t in np.ndindex(B, T):
         p = np.exp(logits[b, t].astype(np.float64))
@@ -55,14 +55,14 @@ def routed_by_hand(logits, bias, is_token, top_k, normalize, capacity, order):
             expert[b, t] = best
     dropped = expert.copy()
     if capacity is not None:
-        room = min(T, math.ceil(capacity * T * top_k / E))
+        limit = min(T, math.ceil(capacity * T * top_k / E))
         for b in range(B):
             used = [0] * (E + 1)
             for k in range(top_k):
                 for t in np.argsort(order[b]):
                     e = expert[b, t, k]
                     used[e] += 1
-                    if used[e] > room:
+                    if used[e] > limit:
                         dropped[b, t, k] = E
     return expert, gate, dropped
 
@@ -76,10 +76,10 @@ def test_routing_equals_loops(top_k: int, capacity: float | None):
     order = np.stack([rng.permutation(5 * T)[:T] for _ in range(B)]).astype(np.int32)
     normalize = top_k > 1
     run = jax.jit(
-        lambda x: route(x, bias, is_token, top_k=top_k, normalize=normalize, capacity=capacity, order_BT=order)
+        lambda x: route(x, bias, is_token, top_k=top_k, normalize=normalize, capacity_factor=capacity, order_BT=order)
     )
     routing, load = run(logits)
-    chosen, gate, expert = routed_by_hand(logits, bias, is_token, top_k, normalize, capacity, order)
+    chosen, gate, expert = route_by_loops(logits, bias, is_token, top_k, normalize, capacity, order)
     np.testing.assert_array_equal(routing.expert_BTK, expert)
     np.testing.assert_allclose(np.where(is_token[..., None], routing.gate_BTK - gate, 0), 0, atol=1e-6)
     np.testing.assert_array_equal(load.chosen_E, np.bincount(chosen.ravel(), minlength=E + 1)[:E])
@@ -89,10 +89,10 @@ def test_routing_equals_loops(top_k: int, capacity: float | None):
         return
     assert (expert != chosen).sum() > 10  # choices were dropped
     slot = np.asarray(routing.slot_BTK)
-    for b, e in np.ndindex(B, E):  # the places of an expert are each used once, from the first on
+    for b, e in np.ndindex(B, E):  # the slots of an expert are each used once, from the first on
         used = sorted(slot[b][expert[b] == e])
         assert used == list(range(len(used)))
-        assert len(used) <= places(T, E, top_k, capacity)
+        assert len(used) <= expert_capacity(T, E, top_k, capacity)
 
 
 def test_without_a_bias_equal_logits_choose_the_first():
@@ -158,24 +158,24 @@ def operands(activation: str = "swiglu"):
     return draw(B, T, D), (inner, draw(E, F, D))
 
 
-def everywhere(x, logits, weights, capacity, hidden):
-    """Every expert on every token, weighed by the gates of the choices that found a place."""
-    routing, _ = route(logits, None, jnp.asarray(tokens()[1]), top_k=K, normalize=True, capacity=capacity)
+def all_experts(x, logits, weights, capacity, hidden):
+    """Computes every expert on every token, weighted by the gates of the choices that were not dropped."""
+    routing, _ = route(logits, None, jnp.asarray(tokens()[1]), top_k=K, normalize=True, capacity_factor=capacity)
     inner, down = weights
     y = jnp.einsum("ebtf,efd->ebtd", hidden(*(jnp.einsum("btd,edf->ebtf", x, w) for w in inner)), down)
     return jnp.einsum("ebtd,btke,btk->btd", y, jax.nn.one_hot(routing.expert_BTK, E), routing.gate_BTK)
 
 
-def by_transport(x, logits, weights, capacity, hidden, place: Sharder):
+def dispatched(x, logits, weights, capacity, hidden, place: Sharder):
     routing, _ = route(
-        logits, None, jnp.asarray(tokens()[1]), top_k=K, normalize=True, capacity=capacity, sharder=place
+        logits, None, jnp.asarray(tokens()[1]), top_k=K, normalize=True, capacity_factor=capacity, sharder=place
     )
-    slots = None if capacity is None else places(T, E, K, capacity)
-    return experts(x, routing, weights, hidden=hidden, places=slots, sharder=place)
+    slots = None if capacity is None else expert_capacity(T, E, K, capacity)
+    return run_experts(x, routing, weights, hidden=hidden, capacity=slots, sharder=place)
 
 
 def gradients(run, x, weights):
-    """Output, and gradients of x, router logits and weights, of a sum that tells all elements apart."""
+    """Returns the output, and gradients of x, router logits and weights, of a sum with distinct weights."""
     probe = jnp.cos(jnp.arange(B * T * D, dtype=jnp.float32)).reshape(B, T, D)
 
     def loss(x, logits, weights):
@@ -189,12 +189,12 @@ def gradients(run, x, weights):
 @functools.cache
 def expected(capacity: float | None, activation: str = "swiglu"):
     x, weights = operands(activation)
-    run = lambda x, logits, weights: everywhere(x, logits, weights, capacity, HIDDEN[activation])  # noqa: E731
+    run = lambda x, logits, weights: all_experts(x, logits, weights, capacity, HIDDEN[activation])  # noqa: E731
     return gradients(run, x, weights)
 
 
-def close(got, want) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+def close(actual, wanted) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(actual), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(a), jax.tree_util.keystr(path)
 
@@ -212,27 +212,27 @@ MESHES = {
 
 @pytest.mark.parametrize("capacity", [None, 1.0], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_transports_equal_every_expert_on_every_token(mesh: str, capacity: float | None):
+def test_dispatch_equals_every_expert_on_every_token(mesh: str, capacity: float | None):
     place = Sharder() if MESHES[mesh] is None else sharder(MESHES[mesh])
     x, weights = operands()
-    run = lambda x, logits, weights: by_transport(x, logits, weights, capacity, HIDDEN["swiglu"], place)  # noqa: E731
+    run = lambda x, logits, weights: dispatched(x, logits, weights, capacity, HIDDEN["swiglu"], place)  # noqa: E731
     close(gradients(run, x, weights), expected(capacity))
 
 
-def test_what_dropless_experts_send_is_what_is_routed(monkeypatch):
-    """Each choice there and back over `expert` once, and among the four members that share its expert's width once to
-    each other one and back; no row of the buffers' worst case."""
+def test_dropless_experts_send_only_routed_rows(monkeypatch):
+    """Each choice is sent over `expert` and back once, and to the three other devices that shard its expert's width and
+    back; no padding of the buffers is sent."""
     sent = collections.Counter()
 
-    def counted(devices, native, rows, x, there, back):
-        jax.debug.callback(lambda size: sent.update({devices.axes: int(size)}), there.size.sum())
-        return exchange(devices, native, rows, x, there, back)
+    def counted(devices, native, rows, x, forward, inverse):
+        jax.debug.callback(lambda size: sent.update({devices.axes: int(size)}), forward.send_size.sum())
+        return exchange(devices, native, rows, x, forward, inverse)
 
     monkeypatch.setattr(token_dispatcher, "exchange", counted)
     logits, is_token = tokens()
     x, weights = operands()
     place = sharder({"expert": 2, "model": 4})
-    jax.jit(lambda x: by_transport(x, logits, weights, None, HIDDEN["swiglu"], place))(x)
+    jax.jit(lambda x: dispatched(x, logits, weights, None, HIDDEN["swiglu"], place))(x)
     jax.effects_barrier()
     choices = int(is_token.sum()) * K
     assert sent == {("expert",): 2 * choices, ("model",): 2 * 3 * choices}
@@ -243,25 +243,25 @@ def test_without_sequence_parallelism_or_gates(capacity: float | None):
     """The residual stream replicated over `model`; GELU has one inner matrix."""
     place = sharder({"expert": 4, "model": 2}, {k: v for k, v in RULES.items() if k != "sequence"})
     x, weights = operands("gelu")
-    run = lambda x, logits, weights: by_transport(x, logits, weights, capacity, HIDDEN["gelu"], place)  # noqa: E731
+    run = lambda x, logits, weights: dispatched(x, logits, weights, capacity, HIDDEN["gelu"], place)  # noqa: E731
     close(gradients(run, x, weights), expected(capacity, "gelu"))
 
 
 @pytest.mark.parametrize("length", [T, T - 1])
 @pytest.mark.parametrize("mesh", ["data2_expert4", "fsdp2_expert2_model2"])
 def test_all_tokens_on_one_expert_fit(mesh: str, length: int):
-    """The worst case for the dropless buffers; and devices that receive nothing. A length that `model` cannot split."""
+    """Tests the worst case of the dropless buffers, and a length that `model` does not divide."""
     place = sharder(MESHES[mesh], {k: v for k, v in RULES.items() if k != "sequence"})
     x, weights = operands()
     x = x[:, :length]
     routing = Routing(jnp.full((B, length, 1), E - 1), jnp.ones((B, length, 1)), None)
-    run = jax.jit(lambda x: experts(x, routing, weights, hidden=HIDDEN["swiglu"], places=None, sharder=place))
+    run = jax.jit(lambda x: run_experts(x, routing, weights, hidden=HIDDEN["swiglu"], capacity=None, sharder=place))
     (gate, up), down = weights
-    want = HIDDEN["swiglu"](x @ gate[-1], x @ up[-1]) @ down[-1]
-    np.testing.assert_allclose(run(x), want, rtol=1e-4, atol=1e-4)
+    wanted = HIDDEN["swiglu"](x @ gate[-1], x @ up[-1]) @ down[-1]
+    np.testing.assert_allclose(run(x), wanted, rtol=1e-4, atol=1e-4)
     gradient = jax.jit(jax.grad(lambda x: run(x).sum()))(x)
-    want = jax.grad(lambda x: (HIDDEN["swiglu"](x @ gate[-1], x @ up[-1]) @ down[-1]).sum())(x)
-    np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-4)
+    wanted = jax.grad(lambda x: (HIDDEN["swiglu"](x @ gate[-1], x @ up[-1]) @ down[-1]).sum())(x)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_matmuls_skip_what_is_empty():
@@ -274,7 +274,7 @@ def test_grouped_matmuls_skip_what_is_empty():
     _, ((gate, up), down) = operands()
     weights = ((gate[:3], up[:3]), down[:3])
     run = functools.partial(grouped, HIDDEN["swiglu"], 4)
-    got, pull = jax.vjp(lambda x, w: run(x, w, jnp.asarray(start), jnp.asarray(size)), jnp.asarray(x), weights)
+    actual, pull = jax.vjp(lambda x, w: run(x, w, jnp.asarray(start), jnp.asarray(size)), jnp.asarray(x), weights)
 
     def one_by_one(x, weights):
         (gate, up), down = weights
@@ -284,28 +284,28 @@ def test_grouped_matmuls_skip_what_is_empty():
             y = y.at[rows].set(HIDDEN["swiglu"](x[rows] @ gate[g], x[rows] @ up[g]) @ down[g])
         return y
 
-    want, pull_want = jax.vjp(one_by_one, jnp.asarray(x), weights)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    close(pull(jnp.where(want != 0, 1.5, 0.0)), pull_want(jnp.where(want != 0, 1.5, 0.0)))
+    wanted, pull_want = jax.vjp(one_by_one, jnp.asarray(x), weights)
+    np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+    close(pull(jnp.where(wanted != 0, 1.5, 0.0)), pull_want(jnp.where(wanted != 0, 1.5, 0.0)))
 
 
-def runs_of(count: np.ndarray) -> tuple[ExchangeSizes, ExchangeSizes]:
-    """Tables of all devices for `count` [sender, receiver, run] rows: received in order of (run, sender)."""
+def exchange_sizes(count: np.ndarray) -> tuple[ExchangeSizes, ExchangeSizes]:
+    """Returns the tables of all devices for `count` [sender, receiver, run] rows, received by (run, sender)."""
     N, _, M = count.shape
     begin = count.reshape(N, -1).cumsum(1).reshape(count.shape) - count
     by_run = count.transpose(1, 2, 0)  # receiver, run, sender
-    land = (by_run.reshape(N, -1).cumsum(1).reshape(by_run.shape) - by_run).transpose(2, 0, 1)
+    output = (by_run.reshape(N, -1).cumsum(1).reshape(by_run.shape) - by_run).transpose(2, 0, 1)
     swap = lambda a: a.transpose(1, 0, 2)  # noqa: E731
     flat = lambda *tables: ExchangeSizes(*(jnp.asarray(t.reshape(N, N * M), jnp.int32) for t in tables))  # noqa: E731
-    return flat(begin, count, land, swap(count)), flat(swap(land), swap(count), swap(begin), count)
+    return flat(begin, count, output, swap(count)), flat(swap(output), swap(count), swap(begin), count)
 
 
 def exchanger(place: Sharder, native: bool, rows: int):
     P = jax.sharding.PartitionSpec("expert")
 
     def local(x, *runs):
-        there, back = (ExchangeSizes(*(table[0] for table in half)) for half in (runs[:4], runs[4:]))
-        return exchange(Group.of(place, "expert"), native, rows, x, there, back)
+        forward, inverse = (ExchangeSizes(*(table[0] for table in half)) for half in (runs[:4], runs[4:]))
+        return exchange(DeviceGroup.of(place, "expert"), native, rows, x, forward, inverse)
 
     return jax.shard_map(local, mesh=place.mesh, in_specs=P, out_specs=P, check_vma=False)
 
@@ -315,27 +315,31 @@ def test_exchange_moves_runs_and_its_gradient_moves_them_back():
     count = rng.integers(0, 4, (4, 4, 2))
     count[1] = 0  # sends nothing
     count[:, 2] = 0  # receives nothing
-    there, back = runs_of(count)
+    forward, inverse = exchange_sizes(count)
     sent, received = 20, 24
     x = rng.normal(size=(4, sent, 3)).astype(np.float32)
-    want, begin, land = np.zeros((4, received, 3)), np.asarray(there.begin), np.asarray(there.land)
+    wanted, begin, output = (
+        np.zeros((4, received, 3)),
+        np.asarray(forward.input_offset),
+        np.asarray(forward.output_offset),
+    )
     for s, r, m in np.ndindex(count.shape):
-        n, b, at = count[s, r, m], begin[s, 2 * r + m], land[s, 2 * r + m]
-        want[r, at : at + n] = x[s, b : b + n]
+        n, b, at = count[s, r, m], begin[s, 2 * r + m], output[s, 2 * r + m]
+        wanted[r, at : at + n] = x[s, b : b + n]
     run = exchanger(place, False, received)
-    got, pull = jax.vjp(jax.jit(lambda x: run(x, *there, *back)), jnp.asarray(x.reshape(-1, 3)))
-    np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), want)
-    g = rng.normal(size=want.shape)
+    actual, pull = jax.vjp(jax.jit(lambda x: run(x, *forward, *inverse)), jnp.asarray(x.reshape(-1, 3)))
+    np.testing.assert_array_equal(np.asarray(actual).reshape(wanted.shape), wanted)
+    g = rng.normal(size=wanted.shape)
     (gradient,) = pull(jnp.asarray(g.reshape(-1, 3), jnp.float32))
-    np.testing.assert_allclose(np.sum(gradient * x.reshape(-1, 3)), np.sum(g * want), rtol=1e-5)
+    np.testing.assert_allclose(np.sum(gradient * x.reshape(-1, 3)), np.sum(g * wanted), rtol=1e-5)
     np.testing.assert_array_equal(np.asarray(gradient != 0).reshape(4, sent, 3)[..., 0].sum(1), count.sum((1, 2)))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_the_native_exchange_lowers_for_accelerators(platform: str):
     place = sharder({"expert": 4})
-    there, back = runs_of(np.ones((4, 4, 2), int))
+    forward, inverse = exchange_sizes(np.ones((4, 4, 2), int))
     run = exchanger(place, True, 8)
-    step = jax.jit(jax.grad(lambda x: run(x, *there, *back).sum()))
+    step = jax.jit(jax.grad(lambda x: run(x, *forward, *inverse).sum()))
     text = step.trace(jnp.ones((32, 3))).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("ragged_all_to_all") >= 1

@@ -15,7 +15,7 @@ from wire_theory import ROWS, Rows, Sizes, moved_norms, rows_of_table, sharded, 
 
 from jaxtrain.config.schema import Config
 from jaxtrain.kernels.moe import BLOCK
-from jaxtrain.kernels.moe.routing import places
+from jaxtrain.kernels.moe.routing import expert_capacity
 
 
 def layers(capacity: float | None) -> dict[str, object]:
@@ -47,7 +47,7 @@ class Experts:
         room = (
             None
             if moe.capacity_factor is None
-            else places(config.data.sequence, moe.num_experts, moe.top_k, moe.capacity_factor)
+            else expert_capacity(config.data.sequence, moe.num_experts, moe.top_k, moe.capacity_factor)
         )
         own = weights // axes["expert"] // axes["model"]
         return cls(replace(s, weights=s.weights - weights - router), moe.num_experts, moe.top_k, own, router, room)

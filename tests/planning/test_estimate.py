@@ -155,7 +155,7 @@ def sized(**sizes: int) -> tuple[int, ...]:
 
 def test_places_of_documents_are_the_kernel_s():
     for time in (1024, 8192, 65536):
-        assert max(formulas.MIN_DOCUMENTS, time // formulas.TOKENS_PER_DOCUMENT) == cudnn._places(time)[-1]
+        assert max(formulas.MIN_DOCUMENTS, time // formulas.TOKENS_PER_DOCUMENT) == cudnn._run_limits(time)[-1]
     assert cudnn.HOPPER[0] == formulas.HOPPER
 
 

@@ -1,13 +1,14 @@
-"""Attention whose sequence lies in shards (the logical name `context`), in three formulations.
+"""Attention over a sharded sequence (the logical name `context`), by three methods.
 
-`ulysses` hands every shard whole sequences of some heads by all-to-alls (Jacobs et al. 2023, arXiv:2309.14509), so
-that the fast kernels run as they are: the least traffic, for as many shards as there are heads. `ring` passes keys and
-values round (see `ring.py`), for any number of shards and the longest sequences; rows must be in zig-zag order.
-`gather` gives every shard all keys and values: for few key/value heads, or where heads do not divide.
-Under `ring` and `gather` a window no longer than a chunk and a token needs its neighbour's end only (see `halo.py`).
+`ulysses` gives every shard whole sequences of some heads by all-to-alls (Jacobs et al. 2023, arXiv:2309.14509), so that
+the fast kernels can be used: the least traffic, for at most as many shards as heads. `ring` rotates keys and values
+(see `ring.py`), for any number of shards and the longest sequences; rows must be in zig-zag order. `gather` gives every
+shard all keys and values: for few key/value heads, or heads that the shards do not divide.
+Under `ring` and `gather` a window of at most a chunk and a token needs only the end of the neighbouring chunk (see
+`halo_exchange.py`).
 
-All bodies run in `jax.shard_map` over every mesh axis, because kernels cannot be partitioned, and unchecked
-(check_vma=False), because kernels do not say what varies; so nothing is differentiated inside.
+All bodies run in `jax.shard_map` over every mesh axis, because kernels can not be partitioned, and with
+check_vma=False, because kernels do not declare what varies; so nothing is differentiated inside.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from jax.sharding import PartitionSpec
 from jaxtrain.errors import UserError
 from jaxtrain.kernels.attention import halo_exchange, xla
 from jaxtrain.kernels.attention.ring import RingShard, ring_backward, ring_forward
-from jaxtrain.kernels.attention.spec import RESIDUALS, Case, TokenOrder
+from jaxtrain.kernels.attention.spec import RESIDUALS, AttnSpec, TokenOrder
 from jaxtrain.sharding.context_parallel import ANY_KERNEL
 from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.sharding.sharder import Sharder
 
-FORMULATIONS = ("gather", "ulysses", "ring")
-SCORES = 2**22  # of a head that `gather` has at a time: fewer queries meet longer rows
-SMALLEST = 32  # queries, for the matrix units
-Local = Callable[[Any, Any], halo_exchange.Run]  # (q, k) with the shapes of one shard -> the kernel for them
+METHODS = ("gather", "ulysses", "ring")
+MAX_SCORES = 2**22  # scores of a head that `gather` has at a time: blocks have fewer queries for longer rows
+MIN_QUERIES = 32  # of a block, for the matrix units
+Local = Callable[[Any, Any], halo_exchange.Run]  # q and k of one shard -> the kernel for their shapes
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Sharding of queries and keys, as PartitionSpecs of their four dims, and the mesh axes of the context."""
+    """Sharding of queries and keys, as PartitionSpecs of their four dims, and the mesh axes of the sequence."""
 
     sharder: Sharder
     queries: PartitionSpec
@@ -49,100 +50,100 @@ class Shards:
 
     @property
     def rows(self) -> PartitionSpec:
-        """PartitionSpec of [batch, tokens] with all tokens on every shard."""
+        """PartitionSpec of [batch, tokens], replicated over the shards of a sequence."""
         return self.sharder.spec((BATCH, None))
 
     @property
     def count(self) -> int:
-        """Shards of a sequence."""
+        """Number of shards of a sequence."""
         return self.sharder.size(CONTEXT)
 
     def run(self, body: Callable, in_specs: Any, out_specs: Any, *args: Any) -> Any:
-        """`body` on the shards."""
+        """Runs `body` on the shards."""
         return self.sharder.shard_map(body, in_specs, out_specs)(*args)
 
 
-def choose(formulation: str, heads: int, shards: int) -> str:
-    """The formulation for so many heads to a device: `auto` is ulysses where the heads divide, else gather.
+def choose_method(method: str, heads: int, shards: int) -> str:
+    """Returns the method for the heads of a device: `auto` is ulysses if the shards divide them, else gather.
 
-    Ulysses sends (2 heads + 2 kv_heads) / shards of a sequence and keeps the fast kernels and equal work; key/value
-    heads are repeated as far as they must. The ring needs rows permuted, so it is never chosen unasked.
+    Ulysses sends (2 heads + 2 kv_heads) / shards of a sequence, uses the fast kernels and balances the work; key/value
+    heads are repeated as often as needed. `auto` is never the ring, which needs permuted rows.
 
     Raises:
-        ValueError: there is no such formulation, or heads that ulysses can not divide.
+        ValueError: unknown method, or heads that ulysses can not divide.
     """
-    if formulation not in (*FORMULATIONS, "auto"):
-        raise UserError(f"attention: no formulation `{formulation}`; there are auto, {', '.join(FORMULATIONS)}")
-    if formulation == "auto":
+    if method not in (*METHODS, "auto"):
+        raise UserError(f"attention: no context parallel method `{method}`; expected auto, {', '.join(METHODS)}")
+    if method == "auto":
         return "gather" if heads % shards else "ulysses"
-    if formulation == "ulysses" and heads % shards:
+    if method == "ulysses" and heads % shards:
         raise UserError(f"attention: ulysses cannot split {heads} heads over {shards} shards; ring and gather can")
-    return formulation
+    return method
 
 
 def attention(
     q_BTHD: Array,
     k_BTKD: Array,
     v_BTKD: Array,
-    case: Case,
+    options: AttnSpec,
     tokens: TokenOrder,
     *,
-    formulation: str,
+    method: str,
     kernel: str,
     local: Local,
     block: int,
     shards: Shards,
 ) -> Array:
-    """Self-attention [batch, time, heads, head_dim] of sequences in shards.
+    """Computes self-attention [batch, time, heads, head_dim] of sharded sequences.
 
     Args:
-        q_BTHD: queries; `k_BTKD` and `v_BTKD` alike.
+        q_BTHD: queries.
         k_BTKD: keys.
         v_BTKD: values.
-        case: the options.
+        options: mask, softcap and scale.
         tokens: `segments_BT` of the row, and for the ring `order_BT`.
-        formulation: see `choose`.
-        kernel: what was asked for; ring and gather have no other than that of XLA.
-        local: makes the kernel for the shapes of one shard.
-        block: queries that scores exist for at a time, outside of such kernels.
-        shards: where everything lies.
+        method: see `choose_method`.
+        kernel: configured kernel; ring and gather support only that of XLA.
+        local: returns the kernel for the shapes of one shard.
+        block: queries per block of the XLA kernel.
+        shards: sharding of queries and keys.
 
     Raises:
-        ValueError: a formulation that can not do the case.
+        ValueError: the method does not support the options.
     """
-    own = q_BTHD.shape[2] // shards.sharder.size("heads")
-    formulation = choose(formulation, own, shards.count)
-    if q_BTHD.shape[1] % (shards.count * (2 if formulation == "ring" else 1)):
-        raise UserError(f"attention: {q_BTHD.shape[1]} tokens over {shards.count} shards under {formulation}")
-    chunk = q_BTHD.shape[1] // shards.count // (2 if formulation == "ring" else 1)
-    if formulation == "ring" and not case.causal:
-        raise UserError("attention: the ring is causal; gather and ulysses can do without")
-    with jax.named_scope(f"attention_{formulation}"):
-        if formulation == "ulysses":
+    method = choose_method(method, q_BTHD.shape[2] // shards.sharder.size("heads"), shards.count)
+    chunk, rest = divmod(q_BTHD.shape[1], shards.count * (2 if method == "ring" else 1))
+    window = options.static_window
+    if rest:
+        raise UserError(f"attention: {q_BTHD.shape[1]} tokens do not divide over {shards.count} shards under {method}")
+    if method == "ring" and not options.causal:
+        raise UserError("attention: ring supports only causal attention; expected gather or ulysses")
+    with jax.named_scope(f"attention_{method}"):
+        if method == "ulysses":
             body = partial(_ulysses, axes=shards.axes, local=local)
-        elif case.causal and case.span is not None and case.span <= chunk + 1 and not shards.sharder.in_pipeline_stage:
-            body = partial(_halo, axes=shards.axes, local=local, window=case.span, zigzag=formulation == "ring")
+        elif options.causal and window is not None and window <= chunk + 1 and not shards.sharder.in_pipeline_stage:
+            body = partial(_halo, axes=shards.axes, local=local, window=window, zigzag=method == "ring")
         elif kernel not in ANY_KERNEL:
-            able = " or ".join(ANY_KERNEL)
-            raise UserError(f"attention: `{kernel}` needs whole sequences, {formulation} keeps shards; give {able}")
-        elif formulation == "ring":
-            return _on_ring(shards, case, block, q_BTHD, k_BTKD, v_BTKD, tokens)
+            expected = " or ".join(ANY_KERNEL)
+            raise UserError(f"attention: `{kernel}` does not support sequence shards of {method}; expected {expected}")
+        elif method == "ring":
+            return _on_ring(shards, options, block, q_BTHD, k_BTKD, v_BTKD, tokens)
         else:
-            return _gathered(shards, case, block, q_BTHD, k_BTKD, v_BTKD, tokens.segments_BT)
+            return _gathered(shards, options, block, q_BTHD, k_BTKD, v_BTKD, tokens.segments_BT)
         rows = None if tokens.segments_BT is None else shards.rows
         specs = (shards.queries, shards.keys, shards.keys, rows)
         return shards.run(body, specs, shards.queries, q_BTHD, k_BTKD, v_BTKD, tokens.segments_BT)
 
 
 def _ulysses(q: Array, k: Array, v: Array, segments_BT: Array | None, axes: tuple[str, ...], local: Local) -> Array:
-    """Attends with all tokens of some heads instead of some tokens of all heads (DeepSpeed-Ulysses)."""
+    """Computes attention of all tokens of some heads instead of some tokens of all heads (DeepSpeed-Ulysses)."""
     count, kv_heads = lax.axis_size(axes), k.shape[2]
     repeats = count // gcd(kv_heads, count)
 
-    def whole(x: Array) -> Array:
+    def to_heads(x: Array) -> Array:
         return lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
 
-    q, k, v = whole(q), *(whole(jnp.repeat(x, repeats, axis=2) if repeats > 1 else x) for x in (k, v))
+    q, k, v = to_heads(q), *(to_heads(jnp.repeat(x, repeats, axis=2) if repeats > 1 else x) for x in (k, v))
     out = local(q, k)(q, k, v, segments_BT)
     return lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
 
@@ -154,91 +155,93 @@ def _halo(q, k, v, segments_BT, axes: tuple[str, ...], local: Local, window: int
     return halo_exchange.attention(run, q, k, v, segments_BT, axes, window, zigzag)
 
 
-def _gathered(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Array, segments_BT: Array | None) -> Array:
-    """Queries stay; keys and values of the whole row come together."""
-    window = case.window if case.span is None else None
-    block = min(block, max(SMALLEST, SCORES // q.shape[1]))
+def _gathered(
+    shards: Shards, options: AttnSpec, block: int, q: Array, k: Array, v: Array, segments_BT: Array | None
+) -> Array:
+    """Gathers keys and values of the whole row on every shard."""
+    block = min(block, max(MIN_QUERIES, MAX_SCORES // q.shape[1]))
 
     def body(q: Array, k: Array, v: Array, segments_BT: Array | None, window: Array | None) -> Array:
         k, v = (lax.all_gather(x, shards.axes, axis=1, tiled=True) for x in (k, v))
         size = q.shape[1]
         start = lax.axis_index(shards.axes) * size
-        own = None if segments_BT is None else lax.dynamic_slice_in_dim(segments_BT, start, size, axis=1)
+        segments = None if segments_BT is None else lax.dynamic_slice_in_dim(segments_BT, start, size, axis=1)
         order = start + jnp.arange(size, dtype=jnp.int32)
-        tokens = TokenOrder(own, segments_BT, order[None], jnp.arange(k.shape[1], dtype=jnp.int32)[None])
-        return xla.attention(q, k, v, case if window is None else replace(case, window=window), tokens, block)
+        tokens = TokenOrder(segments, segments_BT, order[None], jnp.arange(k.shape[1], dtype=jnp.int32)[None])
+        return xla.attention(q, k, v, options if window is None else replace(options, window=window), tokens, block)
 
     rows = None if segments_BT is None else shards.rows
-    specs = (shards.queries, shards.keys, shards.keys, rows, None if window is None else PartitionSpec())
-    out = shards.run(body, specs, shards.queries, q, k, v, segments_BT, window)
+    specs = (shards.queries, shards.keys, shards.keys, rows, None if options.traced_window is None else PartitionSpec())
+    out = shards.run(body, specs, shards.queries, q, k, v, segments_BT, options.traced_window)
     return checkpoint_name(out, RESIDUALS)
 
 
-def _on_ring(shards: Shards, case: Case, block: int, q: Array, k: Array, v: Array, tokens: TokenOrder) -> Array:
+def _on_ring(shards: Shards, options: AttnSpec, block: int, q: Array, k: Array, v: Array, tokens: TokenOrder) -> Array:
     if tokens.order_BT is None:
-        raise UserError("attention: the ring needs positions_BT: its rows are permuted")
-    window = case.window if case.span is None else None
-    case = case if window is None else replace(case, window=None)
-    return _ring(_RingSpec(shards, case, block), q, k, v, (tokens.order_BT, tokens.segments_BT, window))
+        raise UserError("attention: ring needs positions_BT, as its rows are permuted")
+    window = options.traced_window
+    options = options if window is None else replace(options, window=None)
+    return _ring(_RingSpec(shards, options, block), q, k, v, (tokens.order_BT, tokens.segments_BT, window))
 
 
 @dataclass(frozen=True, eq=False)
 class _RingSpec:
-    """Static options of a ring. A window that is not known when tracing comes with the tokens."""
+    """Static options of a ring. A traced window is an argument like the tokens."""
 
     shards: Shards
-    case: Case
+    options: AttnSpec
     block: int
 
     def ring(self, rows: tuple) -> RingShard:
         order_BT, segments_BT, window = rows
-        case = self.case if window is None else replace(self.case, window=window)
-        return RingShard(case, self.shards.axes, self.block, order_BT, segments_BT)
+        options = self.options if window is None else replace(self.options, window=window)
+        return RingShard(options, self.shards.axes, self.block, order_BT, segments_BT)
 
     def specs(self, rows: tuple) -> tuple:
-        """PartitionSpecs of q, k, v and the rows."""
+        """Returns the PartitionSpecs of q, k, v and the rows."""
         _, segments_BT, window = rows
-        whole = self.shards.rows
-        tokens = (whole, None if segments_BT is None else whole, None if window is None else PartitionSpec())
+        spec = self.shards.rows
+        tokens = (spec, None if segments_BT is None else spec, None if window is None else PartitionSpec())
         return self.shards.queries, self.shards.keys, self.shards.keys, tokens
 
 
-def _tied(rows: Any, q: Array) -> Any:
-    """`rows` as if they depended on `q`.
+def _dependent(rows: Any, q: Array) -> Any:
+    """Returns `rows` with a dependency on `q`.
 
-    Masks depend on nothing else, and when JAX differentiates a scan over layers it takes what is the same in every
-    layer out of the loop: the masks of all blocks of all hops at once, quadratic in the sequence.
+    When JAX differentiates a scan over layers, it moves values that are the same in every layer out of the loop. Masks
+    depend on rows alone: without the dependency those of all blocks and hops, quadratic in the sequence, would exist at
+    once.
     """
     return lax.optimization_barrier((rows, lax.stop_gradient(q)))[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(plan: _RingSpec, q: Array, k: Array, v: Array, rows: tuple) -> Array:
-    return _ring_fwd(plan, q, k, v, rows)[0]
+def _ring(spec: _RingSpec, q: Array, k: Array, v: Array, rows: tuple) -> Array:
+    return _ring_fwd(spec, q, k, v, rows)[0]
 
 
-def _ring_fwd(plan: _RingSpec, q: Array, k: Array, v: Array, rows: tuple):
-    queries = plan.shards.queries
+def _ring_fwd(spec: _RingSpec, q: Array, k: Array, v: Array, rows: tuple):
+    queries = spec.shards.queries
     statistics = PartitionSpec(*queries[:3])
-    body = lambda q, k, v, rows: ring_forward(plan.ring(_tied(rows, q)), q, k, v)  # noqa: E731
-    out, lse = plan.shards.run(body, plan.specs(rows), (queries, statistics), q, k, v, rows)
+    body = lambda q, k, v, rows: ring_forward(spec.ring(_dependent(rows, q)), q, k, v)  # noqa: E731
+    out, lse = spec.shards.run(body, spec.specs(rows), (queries, statistics), q, k, v, rows)
     out, lse = (checkpoint_name(x, RESIDUALS) for x in (out, lse))
     return out, (q, k, v, rows, out, lse)
 
 
-def _ring_bwd(plan: _RingSpec, saved: tuple, g: Array):
-    q, k, v, rows, out, lse = saved
-    queries, keys, _, tokens = plan.specs(rows)
+def _ring_bwd(spec: _RingSpec, residuals: tuple, g: Array):
+    q, k, v, rows, out, lse = residuals
+    queries, keys, _, tokens = spec.specs(rows)
     specs = (queries, keys, keys, tokens, queries, PartitionSpec(*queries[:3]), queries)
 
-    shared = tuple(a for a in plan.shards.sharder.axes("heads") if a not in jax.tree.leaves(tuple(keys)))
+    replicated = tuple(a for a in spec.shards.sharder.axes("heads") if a not in jax.tree.leaves(tuple(keys)))
 
     def body(q, k, v, rows, out, lse, g):
-        dq, dk, dv = ring_backward(plan.ring(rows), q, k, v, out, lse, g)
-        # Where query heads lie in shards and their one key head does not, each shard has a part of its gradient.
-        return (dq, *lax.psum((dk, dv), shared)) if shared else (dq, dk, dv)
+        dq, dk, dv = ring_backward(spec.ring(rows), q, k, v, out, lse, g)
+        # If query heads are sharded and their one key head is not, the shards sum its gradient.
+        return (dq, *lax.psum((dk, dv), replicated)) if replicated else (dq, dk, dv)
 
-    return *plan.shards.run(body, specs, (queries, keys, keys), q, k, v, rows, out, lse, g), None
+    return *spec.shards.run(body, specs, (queries, keys, keys), q, k, v, rows, out, lse, g), None
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)

@@ -1,4 +1,4 @@
-"""Specification of an attention call for every kernel: static options and the mask."""
+"""Options and mask of an attention call."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-RESIDUALS = "attention"  # checkpoint name of what a fused kernel keeps: its output and its statistics
-MASKED = -1e30  # finite: -inf gives NaN in rows that see nothing
+RESIDUALS = "attention"  # checkpoint name of the residuals of a fused kernel: its output and statistics
+MASKED = -1e30  # finite, because -inf gives NaN in fully masked rows
 
 
 @dataclass(frozen=True)
-class Case:
+class AttnSpec:
     """Options of one attention call.
 
-    `window` is the number of tokens seen on the left, the token itself included (and as many on the right
-    without `causal`); an int where known when tracing, or an int32 scalar that differs from layer to layer.
+    Attributes:
+        causal: tokens do not attend to later ones.
+        window: tokens visible on the left, including the token itself (without `causal` as many on the right); an int,
+            or a traced int32 scalar that differs from layer to layer.
+        softcap: cap of the scores by tanh.
+        scale: factor of the scores.
     """
 
     causal: bool
@@ -25,17 +29,21 @@ class Case:
     scale: float
 
     @property
-    def span(self) -> int | None:
-        """The window where it is known when tracing."""
+    def traced_window(self) -> Array | None:
+        """The window if it is traced, None if it is an int."""
+        return None if isinstance(self.window, int) else self.window
+
+    @property
+    def static_window(self) -> int | None:
+        """The window if it is an int, None if it is traced."""
         return self.window if isinstance(self.window, int) else None
 
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Tokens that may attend to each other: segments and order of the queries [batch, time] and of the keys [batch,
-    source].
+    """Segments and order of the queries [batch, time] and of the keys [batch, source], which determine the mask.
 
-    Segment 0 is padding and sees nothing, nor is seen. `order` None means the index in the array.
+    Segment 0 is padding: it attends to nothing, and nothing attends to it. `order` None means the index in the array.
     """
 
     segments_BT: Array | None = None
@@ -44,27 +52,29 @@ class TokenOrder:
     kv_order_BS: Array | None = None
 
 
-def visible(case: Case, tokens: TokenOrder, query: slice, source: slice, first: Array | int = 0) -> Array | None:
-    """Boolean mask [batch or 1, queries, keys] of a block, or None where everything is visible.
+def attention_mask(
+    spec: AttnSpec, tokens: TokenOrder, query: slice, source: slice, first: Array | int = 0
+) -> Array | None:
+    """Returns the boolean mask [batch or 1, queries, keys] of a block, or None if everything is visible.
 
     Args:
-        case: the options.
-        tokens: `segments_BT` and `order_BT` already cut to the block's queries.
-        query: indices of the block's queries, less `first`.
+        spec: the options.
+        tokens: with `segments_BT` and `order_BT` of the block's queries only.
+        query: indices of the block's queries, relative to `first`.
         source: indices of the block's keys.
-        first: index (it may be traced) to add to the queries'.
+        first: offset of the queries' indices, may be traced.
     """
     mask = None
-    if case.causal or case.window is not None:
+    if spec.causal or spec.window is not None:
         if tokens.order_BT is None or tokens.kv_order_BS is None:
             q = (first + jnp.arange(query.start, query.stop, dtype=jnp.int32))[None]
             k = jnp.arange(source.start, source.stop, dtype=jnp.int32)[None]
         else:
             q, k = tokens.order_BT, tokens.kv_order_BS[:, source]
-        ahead = q[:, :, None] - k[:, None, :]  # how far the key lies behind
-        mask = ahead >= 0 if case.causal else None
-        if case.window is not None:
-            near = (ahead if case.causal else jnp.abs(ahead)) < case.window
+        distance = q[:, :, None] - k[:, None, :]  # from the key to the query
+        mask = distance >= 0 if spec.causal else None
+        if spec.window is not None:
+            near = (distance if spec.causal else jnp.abs(distance)) < spec.window
             mask = near if mask is None else mask & near
     if tokens.segments_BT is not None and tokens.kv_segments_BS is not None:
         q, k = tokens.segments_BT[:, :, None], tokens.kv_segments_BS[:, None, source]

@@ -1,7 +1,7 @@
 """Routing of tokens to experts: choices, gates, and slots within the capacity.
 
-Everything here has the meaning it has on one device: it runs outside any `shard_map`, on whole rows of the batch, so
-that no layout changes a decision. Shapes: B batch, T tokens, K choices of a token, E experts.
+It runs outside any `shard_map`, on whole rows of the batch, so that decisions do not depend on the layout.
+Shapes: B batch, T tokens, K choices of a token, E experts.
 
 Switch: Fedus et al. 2021, arXiv 2101.03961. Top-k gates that sum to one: Shazeer et al. 2017, arXiv 1701.06538, and
 Mixtral, arXiv 2401.04088. A selection bias in place of a balance loss: Wang et al. 2024, arXiv 2408.15664.
@@ -23,9 +23,10 @@ from jaxtrain.sharding.sharder import Sharder
 class Routing(NamedTuple):
     """Experts and slots of tokens.
 
-    expert_BTK: int32; E for a choice that goes nowhere (padding, or no place left).
-    gate_BTK: float32 factor of that expert's output.
-    slot_BTK: int32 place among the tokens of the same sequence and expert; None without a capacity.
+    Attributes:
+        expert_BTK: int32; E for a dropped choice (padding, or beyond the capacity).
+        gate_BTK: float32 factor of that expert's output.
+        slot_BTK: int32 index among the tokens of the same sequence and expert; None without a capacity.
     """
 
     expert_BTK: Array
@@ -36,10 +37,11 @@ class Routing(NamedTuple):
 class Load(NamedTuple):
     """Sums over tokens, float32; a stack of layers has a leading dim on each.
 
-    chosen_E: choices of every expert, whether they found a place or not.
-    placed: choices that found a place.
-    probability_E: router probability of every expert.
-    squares: log(Z)^2 of the router.
+    Attributes:
+        chosen_E: choices of every expert, including dropped ones.
+        placed: choices within the capacity.
+        probability_E: router probability of every expert.
+        squares: log(Z)^2 of the router.
     """
 
     chosen_E: Array
@@ -48,9 +50,9 @@ class Load(NamedTuple):
     squares: Array
 
 
-def places(length: int, experts: int, top_k: int, capacity: float) -> int:
-    """Places that an expert has for the tokens of one sequence: an even share times `capacity`, rounded up."""
-    return min(length, math.ceil(capacity * length * top_k / experts))
+def expert_capacity(length: int, experts: int, top_k: int, factor: float) -> int:
+    """Returns the tokens that an expert takes of one sequence: an even share times the capacity factor, rounded up."""
+    return min(length, math.ceil(factor * length * top_k / experts))
 
 
 def route(
@@ -60,7 +62,7 @@ def route(
     *,
     top_k: int,
     normalize: bool,
-    capacity: float | None = None,
+    capacity_factor: float | None = None,
     order_BT: Array | None = None,
     sharder: Sharder | None = None,
 ) -> tuple[Routing, Load]:
@@ -68,22 +70,21 @@ def route(
 
     Args:
         logits_BTE: float32 router logits.
-        bias_E: float32, added to the probabilities for the selection alone, not for the gates; or None. Its
-            gradient is made up: see `steer`.
-        is_token_BT: bool; False is padding, neither routed nor counted.
-        top_k: choices of a token.
-        normalize: the gates of a token sum to one; else they are the probabilities.
-        capacity: places of an expert over its even share of a sequence; None takes every choice. First choices of
-            all tokens go before second ones, earlier tokens before later ones, in each sequence by itself: groups
-            that followed the devices would drop other tokens on other layouts.
-        order_BT: int32, rising with the true order of the tokens of a sequence, no two alike, where the arrays may be
-            in another order.
-        sharder: places whole rows on one device for the ranks.
+        bias_E: float32, added to the probabilities for the selection only, not for the gates; or None. For its
+            gradient see `with_bias_gradient`.
+        is_token_BT: bool; False is padding, which is neither routed nor counted.
+        top_k: choices per token.
+        normalize: scale the gates of a token to sum to one; else they are the probabilities.
+        capacity_factor: capacity of an expert over its even share of a sequence; None drops no choice. First choices of
+            all tokens precede second ones, and earlier tokens later ones, in each sequence separately: groups that
+            depend on the devices would drop different tokens on different layouts.
+        order_BT: int32, unique, increasing with the true order of the tokens of a sequence if the arrays are permuted.
+        sharder: mesh and rules; ranks are computed on whole rows.
     """
     experts = logits_BTE.shape[-1]
     probability_BTE = jax.nn.softmax(logits_BTE, -1)
     score_BTE = logits_BTE if bias_E is None else probability_BTE + bias_E
-    expert_BTK = largest(lax.stop_gradient(score_BTE), top_k)
+    expert_BTK = top_k_indices(lax.stop_gradient(score_BTE), top_k)
     # One-hot sums rather than gathers: their gradients are sums too, not scatters.
     one_hot_BTKE = (expert_BTK[..., None] == jnp.arange(experts)) & is_token_BT[..., None, None]
     gate_BTK = jnp.sum(jnp.where(one_hot_BTKE, probability_BTE[:, :, None], 0.0), -1)
@@ -92,12 +93,13 @@ def route(
         gate_BTK = gate_BTK / jnp.where(total_BT1 > 0, total_BT1, 1.0)
     chosen_E = jnp.sum(one_hot_BTKE, (0, 1, 2), dtype=jnp.int32).astype(jnp.float32)
     if bias_E is not None:
-        gate_BTK = steer(gate_BTK, bias_E, experts * chosen_E - chosen_E.sum())
+        gate_BTK = with_bias_gradient(gate_BTK, bias_E, experts * chosen_E - chosen_E.sum())
     expert_BTK = jnp.where(is_token_BT[..., None], expert_BTK, experts)
     slot_BTK, placed = None, chosen_E.sum()
-    if capacity is not None:
-        slot_BTK = ranks(expert_BTK, experts, order_BT, sharder or Sharder())
-        fits = (slot_BTK < places(logits_BTE.shape[1], experts, top_k, capacity)) & (expert_BTK < experts)
+    if capacity_factor is not None:
+        slot_BTK = expert_ranks(expert_BTK, experts, order_BT, sharder or Sharder())
+        capacity = expert_capacity(logits_BTE.shape[1], experts, top_k, capacity_factor)
+        fits = (slot_BTK < capacity) & (expert_BTK < experts)
         expert_BTK, placed = jnp.where(fits, expert_BTK, experts), jnp.sum(fits, dtype=jnp.int32).astype(jnp.float32)
     squares_BT = jnp.square(jax.nn.logsumexp(logits_BTE, -1))
     load = Load(
@@ -109,10 +111,10 @@ def route(
     return Routing(expert_BTK, gate_BTK, slot_BTK), load
 
 
-def largest(score_BTE: Array, top_k: int) -> Array:
-    """Indices of the `top_k` largest, int32 [B, T, K], the first of equals first.
+def top_k_indices(score_BTE: Array, top_k: int) -> Array:
+    """Returns the indices of the `top_k` largest scores, int32 [B, T, K]; of equal ones the first.
 
-    As many argmaxes: partitioned, `lax.top_k` gathers the whole batch once tokens are replicated over an axis.
+    By repeated argmax: the partitioner gathers the whole batch for `lax.top_k` if tokens are replicated over an axis.
     """
     chosen = []
     for _ in range(top_k):
@@ -122,11 +124,11 @@ def largest(score_BTE: Array, top_k: int) -> Array:
     return jnp.stack(chosen, -1)
 
 
-def ranks(expert_BTK: Array, experts: int, order_BT: Array | None, sharder: Sharder) -> Array:
-    """Rank of every choice among those of the same row and expert, int32 [B, T, K].
+def expert_ranks(expert_BTK: Array, experts: int, order_BT: Array | None, sharder: Sharder) -> Array:
+    """Returns the rank of every choice among those of the same row and expert, int32 [B, T, K].
 
-    By (choice, order of the token), a total order: two sorts, and nothing left to their stability. A value is
-    meaningless where the expert is `experts`.
+    The order is by (choice, order of the token), a total order, so that the stability of the two sorts does not matter.
+    A value is meaningless if the expert is `experts`.
     """
     B, T, K = expert_BTK.shape
     order_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T)) if order_BT is None else order_BT
@@ -146,23 +148,23 @@ def ranks(expert_BTK: Array, experts: int, order_BT: Array | None, sharder: Shar
 
 
 @jax.custom_vjp
-def steer(gate_BTK: Array, bias_E: Array, excess_E: Array) -> Array:
-    """`gate_BTK`, and a gradient for the selection bias, which has none of its own: `excess_E`.
+def with_bias_gradient(gate_BTK: Array, bias_E: Array, excess_E: Array) -> Array:
+    """Returns `gate_BTK`, and defines `excess_E` as the gradient of the selection bias.
 
-    The excess, experts * choices - all choices, is above zero for an expert with more than its share. It is a sum
-    over tokens of whole numbers: microbatches and shards add up to the same, exactly (below 2^24). The optimizer
-    takes a step against its sign (`optim.balance`).
+    The excess, experts * choices - all choices, is positive for an expert with more than its share. It is a sum of
+    whole numbers over tokens, so that sums over microbatches and shards are exact (below 2^24). The optimizer takes a
+    step against its sign (`optim.selection_bias`).
     """
     del bias_E, excess_E
     return gate_BTK
 
 
-def _steer_fwd(gate_BTK, bias_E, excess_E):
+def _bias_gradient_fwd(gate_BTK, bias_E, excess_E):
     return gate_BTK, (excess_E.astype(bias_E.dtype), jnp.zeros_like(excess_E))
 
 
-def _steer_bwd(residuals, gradient):
+def _bias_gradient_bwd(residuals, gradient):
     return (gradient, *residuals)
 
 
-steer.defvjp(_steer_fwd, _steer_bwd)
+with_bias_gradient.defvjp(_bias_gradient_fwd, _bias_gradient_bwd)

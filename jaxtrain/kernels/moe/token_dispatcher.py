@@ -1,7 +1,7 @@
-"""Dispatch of tokens to experts and back, on one device: two transports that give the same numbers.
+"""Dispatch of tokens to experts and back, on one device, by two methods with equal results.
 
-`padded` sends a fixed number of places per expert and sequence in an all-to-all: the sizes are static, and choices
-without a place were dropped by the routing. `dropless` sends runs of rows, as many as there are.
+`padded` sends the capacity of every expert and sequence in an all-to-all: the sizes are static, and the routing has
+dropped choices beyond the capacity. `dropless` sends the rows of all choices, of sizes known at run time.
 Shapes: B rows of the batch and T tokens of them on this device, K choices, E experts, M of them on this device.
 """
 
@@ -13,121 +13,128 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtrain.kernels.moe.device_group import Group
+from jaxtrain.kernels.moe.device_group import DeviceGroup
 from jaxtrain.kernels.moe.grouped_matmul import Hidden, Weights, feed_forward, grouped
-from jaxtrain.kernels.moe.ragged_all_to_all import ExchangeSizes, exchange, rotation
-from jaxtrain.kernels.moe.routing import Routing, ranks
-from jaxtrain.kernels.moe.token_gather import combine, dispatch, places_of
+from jaxtrain.kernels.moe.ragged_all_to_all import ExchangeSizes, exchange, rotation_sizes
+from jaxtrain.kernels.moe.routing import Routing, expert_ranks
+from jaxtrain.kernels.moe.token_gather import combine, dispatch, row_map
 from jaxtrain.sharding.sharder import Sharder
 
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """Static options of a transport.
+    """Static options of a dispatch.
 
-    experts: of all devices. places: of an expert per sequence, or None without a capacity. devices: share the
-    experts. split: share the width of each expert. is_spread: tokens come split over `split` too. block: rows of one
-    matmul of `dropless`. native: the platform has `ragged_all_to_all`.
+    Attributes:
+        hidden: hidden activations of an expert.
+        experts: number of experts on all devices.
+        capacity: tokens per expert and sequence; None is dropless.
+        devices: devices that shard the experts.
+        split: devices that shard the width of each expert.
+        is_spread: tokens are sharded over `split` too.
+        block: rows of one matmul of `dropless`.
+        native: the platform supports `ragged_all_to_all`.
     """
 
     hidden: Hidden
     experts: int
-    places: int | None
-    devices: Group
-    split: Group
+    capacity: int | None
+    devices: DeviceGroup
+    split: DeviceGroup
     is_spread: bool
     block: int
     native: bool
 
 
-def padded(plan: DispatchSpec, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
-    """[B, T, D], to be summed over `plan.split`.
+def padded(spec: DispatchSpec, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
+    """Returns [B, T, D], to be summed over `spec.split`.
 
-    Where the experts are on several devices, each member of `split` carries its share of the places: the same tokens
-    never travel twice over the network of the experts, but are gathered and reduced among the members.
+    If the experts are on several devices, each device of `split` sends its share of the capacity: no token is sent
+    twice over the network of the experts; tokens are gathered and reduced within `split`.
     """
     B, T, D = x_BTD.shape
-    members = plan.split if plan.devices.size > 1 else Group()
-    width = -(-cast(int, plan.places) // members.size)
-    slot_BTK = cast(Array, routing.slot_BTK) - members.index() * width
-    is_here = (slot_BTK >= 0) & (slot_BTK < width) & (routing.expert_BTK < plan.experts)
+    split = spec.split if spec.devices.size > 1 else DeviceGroup()
+    width = -(-cast(int, spec.capacity) // split.size)
+    slot_BTK = cast(Array, routing.slot_BTK) - split.index() * width
+    is_here = (slot_BTK >= 0) & (slot_BTK < width) & (routing.expert_BTK < spec.experts)
     row_BTK = (routing.expert_BTK * B + jnp.arange(B)[:, None, None]) * width + slot_BTK
-    places = places_of(jnp.where(is_here, row_BTK, -1).reshape(-1), plan.experts * B * width)
-    x_ERD = dispatch(x_BTD.reshape(B * T, D), places).reshape(plan.experts, B * width, D)
-    x_MRD = members.gather(plan.devices.swap(x_ERD, 0, 1), 1)
-    y_MRD = members.scatter(feed_forward(plan.hidden, x_MRD, weights), 1)
-    y_ERD = plan.devices.swap(y_MRD, 1, 0)
-    return combine(y_ERD.reshape(-1, D), routing.gate_BTK.reshape(B * T, -1), places).reshape(B, T, D)
+    rows = row_map(jnp.where(is_here, row_BTK, -1).reshape(-1), spec.experts * B * width)
+    x_ERD = dispatch(x_BTD.reshape(B * T, D), rows).reshape(spec.experts, B * width, D)
+    x_MRD = split.gather(spec.devices.all_to_all(x_ERD, 0, 1), 1)
+    y_MRD = split.scatter(feed_forward(spec.hidden, x_MRD, weights), 1)
+    y_ERD = spec.devices.all_to_all(y_MRD, 1, 0)
+    return combine(y_ERD.reshape(-1, D), routing.gate_BTK.reshape(B * T, -1), rows).reshape(B, T, D)
 
 
-def dropless(plan: DispatchSpec, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
-    """[B, T, D]; to be summed over `plan.split` unless `plan.is_spread`."""
+def dropless(spec: DispatchSpec, x_BTD: Array, routing: Routing, weights: Weights) -> Array:
+    """Returns [B, T, D], to be summed over `spec.split` unless `spec.is_spread`."""
     B, T, D = x_BTD.shape
     expert_A = routing.expert_BTK.reshape(-1)
-    count_E = jnp.sum(expert_A[:, None] == jnp.arange(plan.experts), 0, dtype=jnp.int32)
-    rank_A = ranks(expert_A.reshape(1, -1, 1), plan.experts, None, Sharder()).reshape(-1)
+    count_E = jnp.sum(expert_A[:, None] == jnp.arange(spec.experts), 0, dtype=jnp.int32)
+    rank_A = expert_ranks(expert_A.reshape(1, -1, 1), spec.experts, None, Sharder()).reshape(-1)
     gate_TK = routing.gate_BTK.reshape(B * T, -1)
     x_TD = x_BTD.reshape(B * T, D)
-    if plan.devices.size == 1:
-        start_E = _starts(_whole_blocks(count_E, plan.block))
-        places = places_of(_row(start_E, expert_A, rank_A), _room(expert_A.size, plan.experts, plan.block))
-        rows = dispatch(x_TD, places)
-        y_RD = grouped(plan.hidden, plan.block, rows, weights, start_E, count_E)
-        return combine(y_RD, gate_TK, places).reshape(B, T, D)
-    places = places_of(_row(_starts(count_E), expert_A, rank_A), expert_A.size)
-    there, back, start_M, size_M = _itinerary(plan, count_E)
-    most = B * T * min(gate_TK.shape[1], start_M.size)  # choices of one device that one device can get
-    room = _room(plan.devices.size * most, start_M.size, plan.block)
-    rows: Any = exchange(plan.devices, plan.native, room, dispatch(x_TD, places), there, back)
-    y_RD = _on_experts(plan, rows, weights, start_M, size_M)
-    y_AD = exchange(plan.devices, plan.native, expert_A.size, y_RD, back, there)
-    return combine(y_AD, gate_TK, places).reshape(B, T, D)
+    if spec.devices.size == 1:
+        start_E = _starts(_round_up(count_E, spec.block))
+        rows = row_map(_row(start_E, expert_A, rank_A), _padded_rows(expert_A.size, spec.experts, spec.block))
+        x_RD = dispatch(x_TD, rows)
+        y_RD = grouped(spec.hidden, spec.block, x_RD, weights, start_E, count_E)
+        return combine(y_RD, gate_TK, rows).reshape(B, T, D)
+    rows = row_map(_row(_starts(count_E), expert_A, rank_A), expert_A.size)
+    forward, inverse, start_M, size_M = _exchange_sizes(spec, count_E)
+    max_choices = B * T * min(gate_TK.shape[1], start_M.size)  # choices of one device that one device can receive
+    max_rows = _padded_rows(spec.devices.size * max_choices, start_M.size, spec.block)
+    x_RD: Any = exchange(spec.devices, spec.native, max_rows, dispatch(x_TD, rows), forward, inverse)
+    y_RD = _run_local_experts(spec, x_RD, weights, start_M, size_M)
+    y_AD = exchange(spec.devices, spec.native, expert_A.size, y_RD, inverse, forward)
+    return combine(y_AD, gate_TK, rows).reshape(B, T, D)
 
 
-def _on_experts(plan: DispatchSpec, rows: Array, weights: Weights, start_M: Array, size_M: Array) -> Array:
-    """The local experts on what arrived.
+def _run_local_experts(spec: DispatchSpec, x_RD: Array, weights: Weights, start_M: Array, size_M: Array) -> Array:
+    """Computes the local experts on the received rows.
 
-    Where tokens are spread, every member hands its rows to each other one, which has another part of the width, and
-    adds up in float32 what they return. One member after the other, in runs: a gather would send whole buffers, which
-    have room for all that could come, and hold those of all members at once.
+    If tokens are spread, every device of `split` sends its rows to each other one, which has another part of the width,
+    and sums their results in float32. It does so one device after the other, by runs: a gather would send whole
+    buffers, which are as large as the worst case, and hold those of all devices at once.
     """
 
     def outputs(x_RD: Array, start_M: Array, size_M: Array) -> Array:
-        return cast(Array, grouped(plan.hidden, plan.block, x_RD, weights, start_M, size_M))
+        return cast(Array, grouped(spec.hidden, spec.block, x_RD, weights, start_M, size_M))
 
-    y_RD = outputs(rows, start_M, size_M)
-    if not plan.is_spread:
+    y_RD = outputs(x_RD, start_M, size_M)
+    if not spec.is_spread:
         return y_RD
-    members, room = plan.split, rows.shape[0]
-    start_NM, size_NM = (members.gather(table[None], 0) for table in (start_M, size_M))
+    split, max_rows = spec.split, x_RD.shape[0]
+    start_NM, size_NM = (split.gather(table[None], 0) for table in (start_M, size_M))
     sum_RD = y_RD.astype(jnp.float32)
-    for hop in range(1, members.size):
-        there, back, source = rotation(members, hop, start_NM, size_NM)
-        x_RD: Any = exchange(members, plan.native, room, rows, there, back)
-        y_RD = outputs(x_RD, start_NM[source], size_NM[source])
-        theirs: Any = exchange(members, plan.native, room, y_RD, back, there)
-        sum_RD += theirs.astype(jnp.float32)
-    return sum_RD.astype(rows.dtype)
+    for hop in range(1, split.size):
+        forward, inverse, source = rotation_sizes(split, hop, start_NM, size_NM)
+        received_RD: Any = exchange(split, spec.native, max_rows, x_RD, forward, inverse)
+        y_RD = outputs(received_RD, start_NM[source], size_NM[source])
+        returned_RD: Any = exchange(split, spec.native, max_rows, y_RD, inverse, forward)
+        sum_RD += returned_RD.astype(jnp.float32)
+    return sum_RD.astype(x_RD.dtype)
 
 
-def _itinerary(plan: DispatchSpec, count_E: Array) -> tuple[ExchangeSizes, ExchangeSizes, Array, Array]:
-    """Runs to the experts and back, and where each local expert's rows begin (multiples of the block) and how many.
+def _exchange_sizes(spec: DispatchSpec, count_E: Array) -> tuple[ExchangeSizes, ExchangeSizes, Array, Array]:
+    """Returns the sizes of the exchange and of its inverse, and start (a multiple of the block) and rows of each local
+    expert.
 
-    A device's rows are sorted by expert; those of an expert lie sorted by the device they came from.
+    The rows of a device are sorted by expert; those of an expert are sorted by the device that sent them.
     """
-    devices, me = plan.devices, plan.devices.index()
+    devices, me = spec.devices, spec.devices.index()
     count_NE = devices.gather(count_E[None], 0)
-    local = plan.experts // devices.size
-    own = lambda table, dim: lax.dynamic_slice_in_dim(table, me * local, local, dim)  # noqa: E731
+    local = spec.experts // devices.size
+    of_device = lambda table, dim: lax.dynamic_slice_in_dim(table, me * local, local, dim)  # noqa: E731
     size_E = count_NE.sum(0)
-    start_E = _starts(_whole_blocks(size_E, plan.block).reshape(devices.size, local)).reshape(-1)
+    start_E = _starts(_round_up(size_E, spec.block).reshape(devices.size, local)).reshape(-1)
     begin_NE = _starts(count_NE)
-    land_NE = start_E + _starts(count_NE.T).T  # after the rows of earlier devices
-    begin_E, land_E = (lax.dynamic_index_in_dim(table, me, 0, keepdims=False) for table in (begin_NE, land_NE))
-    arrive = own(count_NE, 1).reshape(-1)
-    there = ExchangeSizes(begin_E, count_E, land_E, arrive)
-    back = ExchangeSizes(own(land_NE, 1).reshape(-1), arrive, own(begin_NE, 1).reshape(-1), count_E)
-    return there, back, own(start_E, 0), own(size_E, 0)
+    output_NE = start_E + _starts(count_NE.T).T  # after the rows of earlier devices
+    begin_E, output_E = (lax.dynamic_index_in_dim(table, me, 0, keepdims=False) for table in (begin_NE, output_NE))
+    received = of_device(count_NE, 1).reshape(-1)
+    forward = ExchangeSizes(begin_E, count_E, output_E, received)
+    inverse = ExchangeSizes(of_device(output_NE, 1).reshape(-1), received, of_device(begin_NE, 1).reshape(-1), count_E)
+    return forward, inverse, of_device(start_E, 0), of_device(size_E, 0)
 
 
 def _starts(size: Array) -> Array:
@@ -135,15 +142,15 @@ def _starts(size: Array) -> Array:
     return jnp.cumsum(size, -1, dtype=jnp.int32) - size
 
 
-def _whole_blocks(size: Array, block: int) -> Array:
+def _round_up(size: Array, block: int) -> Array:
     return -(-size // block) * block
 
 
 def _row(start_E: Array, expert_A: Array, rank_A: Array) -> Array:
-    """Row of every choice, -1 for those that go nowhere."""
+    """Returns the row of every choice, -1 for dropped ones."""
     return jnp.where(expert_A < start_E.size, start_E.at[expert_A].get(mode="clip") + rank_A, -1)
 
 
-def _room(rows: int, groups: int, block: int) -> int:
-    """Rows that hold so many in so many groups of whole blocks, however they are shared out."""
+def _padded_rows(rows: int, groups: int, block: int) -> int:
+    """Returns the rows that hold any split of `rows` into groups of whole blocks."""
     return -(-rows // block) * block + groups * block

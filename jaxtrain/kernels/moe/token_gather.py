@@ -1,7 +1,7 @@
-"""Moving rows to the experts and back: gathers in both directions, so that no gradient is a scatter-add.
+"""Permutation of tokens to rows of the experts and back: gathers in both directions, so no gradient is a scatter-add.
 
-Scatter-adds of bfloat16 are slow, and on a GPU they add up in an order that changes from run to run. Here every row
-has one source and every choice one place, so each map is a gather, and its transpose is a gather with the other map.
+Scatter-adds of bfloat16 are slow, and on a GPU not deterministic. Here every row has one source and every choice one
+row, so each map is a gather, and its transpose is a gather with the inverse map.
 Shapes: T tokens, K choices of a token, A = T K choices, R rows, D embed.
 """
 
@@ -14,44 +14,45 @@ import jax.numpy as jnp
 from jax import Array
 
 
-class Places(NamedTuple):
+class RowMap(NamedTuple):
     """A partial one-to-one map between choices and rows.
 
-    row_A: int32 row of every choice; R where it has none.
-    choice_R: int32 choice of every row; A where it is empty.
+    Attributes:
+        row_A: int32 row of every choice; R for none.
+        choice_R: int32 choice of every row; A if it is empty.
     """
 
     row_A: Array
     choice_R: Array
 
 
-def places_of(row_A: Array, rows: int) -> Places:
-    """The map with its inverse; rows outside of [0, rows) are none."""
+def row_map(row_A: Array, rows: int) -> RowMap:
+    """Returns the map with its inverse; rows outside of [0, rows) are none."""
     A = row_A.shape[0]
     row_A = jnp.where((row_A >= 0) & (row_A < rows), row_A, rows).astype(jnp.int32)
     choice_R = jnp.full((rows,), A, jnp.int32).at[row_A].set(jnp.arange(A, dtype=jnp.int32), mode="drop")
-    return Places(row_A, choice_R)
+    return RowMap(row_A, choice_R)
 
 
 def rows_at(x: Array, index: Array) -> Array:
-    """x[index], zeros where the index is out of range."""
+    """Returns x[index], zeros where the index is out of range."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def dispatch(x_TD: Array, places: Places) -> Array:
-    """[R, D]: the token of every row, zeros in empty rows."""
-    choices = places.row_A.shape[0] // x_TD.shape[0]
-    return rows_at(x_TD, places.choice_R // choices)
+def dispatch(x_TD: Array, rows: RowMap) -> Array:
+    """Returns [R, D]: the token of every row, zeros in empty rows."""
+    choices = rows.row_A.shape[0] // x_TD.shape[0]
+    return rows_at(x_TD, rows.choice_R // choices)
 
 
-def _dispatch_fwd(x_TD, places):
-    return dispatch(x_TD, places), (places, jnp.zeros((x_TD.shape[0], 0), x_TD.dtype))
+def _dispatch_fwd(x_TD, rows):
+    return dispatch(x_TD, rows), (rows, jnp.zeros((x_TD.shape[0], 0), x_TD.dtype))
 
 
 def _dispatch_bwd(residuals, g_RD):
-    places, like_T0 = residuals
-    g_TKD = rows_at(g_RD, places.row_A).reshape(like_T0.shape[0], -1, g_RD.shape[-1])
+    rows, like_T0 = residuals
+    g_TKD = rows_at(g_RD, rows.row_A).reshape(like_T0.shape[0], -1, g_RD.shape[-1])
     return g_TKD.astype(jnp.float32).sum(1).astype(like_T0.dtype), None
 
 
@@ -59,22 +60,22 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @jax.custom_vjp
-def combine(y_RD: Array, gate_TK: Array, places: Places) -> Array:
-    """[T, D]: the rows of each token's choices times their gates, added up in float32, in the dtype of `y_RD`."""
-    y_TKD = rows_at(y_RD, places.row_A).reshape(*gate_TK.shape, -1)
+def combine(y_RD: Array, gate_TK: Array, rows: RowMap) -> Array:
+    """Returns [T, D] in the dtype of `y_RD`: the float32 sum of the rows of each token's choices times their gates."""
+    y_TKD = rows_at(y_RD, rows.row_A).reshape(*gate_TK.shape, -1)
     return jnp.sum(y_TKD.astype(jnp.float32) * gate_TK[..., None], 1).astype(y_RD.dtype)
 
 
-def _combine_fwd(y_RD, gate_TK, places):
-    return combine(y_RD, gate_TK, places), (y_RD, gate_TK, places)
+def _combine_fwd(y_RD, gate_TK, rows):
+    return combine(y_RD, gate_TK, rows), (y_RD, gate_TK, rows)
 
 
 def _combine_bwd(residuals, g_TD):
-    y_RD, gate_TK, places = residuals
-    gate_R = rows_at(gate_TK.reshape(-1), places.choice_R)
-    from_token_RD = rows_at(g_TD, places.choice_R // gate_TK.shape[1])
+    y_RD, gate_TK, rows = residuals
+    gate_R = rows_at(gate_TK.reshape(-1), rows.choice_R)
+    from_token_RD = rows_at(g_TD, rows.choice_R // gate_TK.shape[1])
     g_RD = (from_token_RD.astype(jnp.float32) * gate_R[:, None]).astype(y_RD.dtype)
-    y_TKD = rows_at(y_RD, places.row_A).reshape(*gate_TK.shape, -1)
+    y_TKD = rows_at(y_RD, rows.row_A).reshape(*gate_TK.shape, -1)
     return g_RD, jnp.sum(y_TKD.astype(jnp.float32) * g_TD[:, None].astype(jnp.float32), -1), None
 
 

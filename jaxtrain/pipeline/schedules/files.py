@@ -31,7 +31,7 @@ import yaml
 
 from jaxtrain.errors import ScheduleError, did_you_mean, escape_unprintable, format_value, join_words
 from jaxtrain.pipeline.schedules.shipped import shipped_table
-from jaxtrain.pipeline.schedules.table import Action, Table, Task, table_from_rows
+from jaxtrain.pipeline.schedules.table import Action, Table, Task
 from jaxtrain.pipeline.schedules.validate import check_table
 
 SUFFIXES = (".csv", ".yaml", ".yml")
@@ -138,7 +138,7 @@ def _table(name: str, cells: Sequence[Sequence[Any]], options: dict[str, Any]) -
         fused = {Action.B: Action.BW}
         rows = [[task and task._replace(action=fused.get(task.action, task.action)) for task in row] for row in rows]
     ticks = max(tick + 1 for row in rows for tick, task in enumerate(row) if task)  # later columns are empty
-    return table_from_rows(
+    return Table.from_rows(
         [row[:ticks] for row in rows],
         name=name,
         placement=options.get("placement") or "loop",

@@ -60,6 +60,18 @@ class Table:
     microbatch: np.ndarray
     chunk: np.ndarray
 
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Sequence[Task | None]], *, name: str, placement: Placement, microbatches: int, chunks: int
+    ) -> Table:
+        """Returns the table of one row of tasks per stage, tick by tick; rows may have different lengths."""
+        grid = np.zeros((3, max(map(len, rows), default=0), len(rows)), np.int32)
+        for stage, row in enumerate(rows):
+            for tick, task in enumerate(row):
+                if task is not None:
+                    grid[:, tick, stage] = task
+        return cls(name, placement, microbatches, chunks, *grid)
+
     @property
     def ticks(self) -> int:
         return self.action.shape[0]
@@ -140,15 +152,3 @@ def dependencies(action: Action, virtual: int, last: int) -> list[tuple[Action, 
     if action == Action.W:
         return [(Action.B, virtual)]
     return [(Action.F, virtual), *([(Action.B, virtual + 1)] if virtual < last else [])]
-
-
-def table_from_rows(
-    rows: Sequence[Sequence[Task | None]], *, name: str, placement: Placement, microbatches: int, chunks: int
-) -> Table:
-    """Returns the table of one row of tasks per stage, tick by tick; rows may have different lengths."""
-    grid = np.zeros((3, max(map(len, rows), default=0), len(rows)), np.int32)
-    for stage, row in enumerate(rows):
-        for tick, task in enumerate(row):
-            if task is not None:
-                grid[:, tick, stage] = task
-    return Table(name, placement, microbatches, chunks, *grid)

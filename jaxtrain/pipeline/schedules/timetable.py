@@ -8,16 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxtrain.pipeline.schedules.table import (
-    Action,
-    Placement,
-    Table,
-    Task,
-    dependencies,
-    table_from_rows,
-    unfused,
-    virtual_stages,
-)
+from jaxtrain.pipeline.schedules.table import Action, Placement, Table, Task, dependencies, unfused, virtual_stages
 
 
 def build_table(
@@ -74,7 +65,7 @@ def build_table(
                 queues[stage].run(task)
                 done[list(unfused(task.action)), virtual_stage[stage, task.chunk], task.microbatch] = True
         tick += 1
-    return table_from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
+    return Table.from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
 
 
 class _StageQueue:
