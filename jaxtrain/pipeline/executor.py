@@ -46,7 +46,7 @@ class Executor:
         sharder: of the whole mesh.
         model_def: the model on the whole mesh, which computes embedding and head.
         stage_def: the model on one slice of the pipeline axis, which runs layers.
-        group: layers that must be on one stage.
+        group: layers per group; stages hold whole groups.
         timed_instructions: replaces `instructions`, without microbatches that reach embedding or head: for timing.
 
     Raises:

@@ -34,7 +34,7 @@ class LayerPartition:
     that are left are padding.
 
     Attributes:
-        group: layers that must be on one stage: a multiple of it goes to each.
+        group: layers per group; stages hold whole groups.
 
     Raises:
         UserError: the layers can not be partitioned.

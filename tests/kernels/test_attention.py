@@ -21,10 +21,10 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 @dataclass(frozen=True)
-class Want:
+class Case:
     causal: bool
     window: int | None
-    segments: str | None  # packed: documents and a padded tail; masked: the same beside a row of nothing but padding
+    segments: str | None  # packed: documents and padding at the end; masked: the same and a row of padding only
     heads: str
     softcap: float | None
 
@@ -37,10 +37,10 @@ class Want:
         return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
 
 
-EVERY = [Want(*w) for w in itertools.product((True, False), (None, 5), (None, "masked"), HEADS, (None, 3.0))]
-# For the kernels that are slow to compile here: each mask with and without segments, heads and caps in turn.
+EVERY = [Case(*w) for w in itertools.product((True, False), (None, 5), (None, "masked"), HEADS, (None, 3.0))]
+# For the kernels that are slow to compile here: each mask with and without segments, heads and caps cycle.
 SOME = [
-    Want(c, w, s, heads, cap)
+    Case(c, w, s, heads, cap)
     for (c, w, s), heads, cap in zip(
         itertools.product((True, False), (None, 5), (None, "masked")),
         itertools.cycle(HEADS),
@@ -71,7 +71,7 @@ def inputs(time, heads, dtype="float32", batch=2):
     return tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
 
 
-def numpy_attention(q, k, v, g, want, segments):
+def numpy_attention(q, k, v, g, case, segments):
     """Outputs and gradients by loops over rows and heads in float64."""
     q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
     B, T, H, D = q.shape
@@ -81,22 +81,22 @@ def numpy_attention(q, k, v, g, want, segments):
         seen = [
             s
             for s in range(T)
-            if (not want.causal or s <= t)
-            and (want.window is None or abs(t - s) < want.window)
+            if (not case.causal or s <= t)
+            and (case.window is None or abs(t - s) < case.window)
             and (segments is None or segments[b, t] == segments[b, s] != 0)
         ]
         if not seen:
             continue
         key, value = k[b, seen, h // group], v[b, seen, h // group]
         raw = key @ q[b, t, h] / np.sqrt(D)
-        capped = raw if want.softcap is None else want.softcap * np.tanh(raw / want.softcap)
+        capped = raw if case.softcap is None else case.softcap * np.tanh(raw / case.softcap)
         p = np.exp(capped - capped.max())
         p /= p.sum()
         o[b, t, h] = p @ value
         dp = value @ g[b, t, h]
         ds = p * (dp - p @ dp)
-        if want.softcap is not None:
-            ds *= 1 - (capped / want.softcap) ** 2
+        if case.softcap is not None:
+            ds *= 1 - (capped / case.softcap) ** 2
         dq[b, t, h] = ds @ key / np.sqrt(D)
         np.add.at(dk, (b, seen, h // group), ds[:, None] * q[b, t, h] / np.sqrt(D))
         np.add.at(dv, (b, seen, h // group), p[:, None] * g[b, t, h])
@@ -108,12 +108,12 @@ def outputs(call, q, k, v, g):
     return (out, *pull(g.astype(out.dtype)))
 
 
-def by_kernel(kernel, want, segments):
+def kernel_function(kernel, case, segments):
     ids = None if segments is None else jnp.asarray(segments)
     if kernel == "blocks":  # as `xla` does long sequences, with blocks small enough for a test
-        spec = AttnSpec(want.causal, want.window, want.softcap, HEAD_DIM**-0.5)
+        spec = AttnSpec(case.causal, case.window, case.softcap, HEAD_DIM**-0.5)
         return lambda q, k, v: xla.attention(q, k, v, spec, TokenOrder(ids, ids), block=4)
-    return lambda q, k, v: attention(q, k, v, segments_BT=ids, kernel=kernel, **want.options)
+    return lambda q, k, v: attention(q, k, v, segments_BT=ids, kernel=kernel, **case.options)
 
 
 def check(actual, expected, tolerance):
@@ -124,24 +124,24 @@ def check(actual, expected, tolerance):
         assert error < tolerance, f"{name} is off by {error:.1e} of its largest value"
 
 
-@pytest.mark.parametrize("want", EVERY, ids=str)
-def test_reference_and_xla_match_numpy(want):
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_reference_and_xla_match_numpy(case):
     time = 14
-    segments = segments_of(want.segments, 2, time)
-    arrays = inputs(time, want.heads)
-    expected = numpy_attention(*arrays, want, segments)
+    segments = segments_of(case.segments, 2, time)
+    arrays = inputs(time, case.heads)
+    expected = numpy_attention(*arrays, case, segments)
     for kernel in ("reference", "xla"):
-        check(outputs(by_kernel(kernel, want, segments), *arrays), expected, 3e-6)
+        check(outputs(kernel_function(kernel, case, segments), *arrays), expected, 3e-6)
 
 
-@pytest.mark.parametrize("want", SOME, ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.parametrize(("kernel", "time"), [("blocks", 22), ("splash", 200)])
-def test_kernel_matches_numpy(kernel, time, want, monkeypatch):
+def test_kernel_matches_numpy(kernel, time, case, monkeypatch):
     monkeypatch.setattr(splash, "BLOCK", 128)  # two tiles, the second partly padding
-    segments = segments_of(want.segments, 2, time)
-    arrays = inputs(time, want.heads)
-    run = jax.jit(partial(outputs, by_kernel(kernel, want, segments)), compiler_options=QUICK)
-    check(run(*arrays), numpy_attention(*arrays, want, segments), 3e-6)
+    segments = segments_of(case.segments, 2, time)
+    arrays = inputs(time, case.heads)
+    run = jax.jit(partial(outputs, kernel_function(kernel, case, segments)), compiler_options=QUICK)
+    check(run(*arrays), numpy_attention(*arrays, case, segments), 3e-6)
 
 
 def gpu():
@@ -152,33 +152,33 @@ def gpu():
 
 
 CUDNN = [w for w in EVERY if w.softcap is None and (w.causal or not w.window)]
-FEW = {2: "many_places", 3: "few_places"}  # packed rows hold 3 runs
+FEW = {2: "large_limit", 3: "small_limit"}  # packed rows hold 3 runs
 
 
 @pytest.mark.skipif(gpu() is None, reason="no GPU for cuDNN attention")
 @pytest.mark.parametrize(
-    ("want", "few"),
+    ("case", "few"),
     [pytest.param(w, few, id=f"{w}-{FEW[few]}") for w in CUDNN for few in (FEW if w.segments else [3])],
 )
-def test_cudnn_matches_reference(want, few, monkeypatch):
+def test_cudnn_matches_reference(case, few, monkeypatch):
     monkeypatch.setattr(cudnn, "FEW_RUNS", few)
     with jax.default_device(gpu()):
-        segments = segments_of(want.segments, 2, 256)
-        arrays = [jax.device_put(np.asarray(x), gpu()) for x in inputs(256, want.heads, "bfloat16")]
-        expected = outputs(by_kernel("reference", want, segments), *(x.astype(jnp.float32) for x in arrays))
-        check(jax.jit(partial(outputs, by_kernel("cudnn", want, segments)))(*arrays), expected, 2e-2)
+        segments = segments_of(case.segments, 2, 256)
+        arrays = [jax.device_put(np.asarray(x), gpu()) for x in inputs(256, case.heads, "bfloat16")]
+        expected = outputs(kernel_function("reference", case, segments), *(x.astype(jnp.float32) for x in arrays))
+        check(jax.jit(partial(outputs, kernel_function("cudnn", case, segments)))(*arrays), expected, 2e-2)
 
 
 def test_bfloat16_stays_near_float32():
-    want = Want(True, None, "packed", "gqa", None)
+    case = Case(True, None, "packed", "gqa", None)
     segments = segments_of("packed", 2, 14)
-    expected = numpy_attention(*inputs(14, "gqa"), want, segments)
-    actual = outputs(by_kernel("xla", want, segments), *inputs(14, "gqa", "bfloat16"))
+    expected = numpy_attention(*inputs(14, "gqa"), case, segments)
+    actual = outputs(kernel_function("xla", case, segments), *inputs(14, "gqa", "bfloat16"))
     assert all(x.dtype == jnp.bfloat16 for x in actual)
     check(actual, expected, 2e-2)
 
 
-def test_segments_hide_the_other_document():
+def test_segments_separate_documents():
     q, k, v, _ = inputs(14, "gqa")
     ids = jnp.asarray(segments_of("packed", 2, 14))
     other = k.at[0, :4].add(100.0), v.at[0, :4].add(100.0)
@@ -191,7 +191,7 @@ def test_segments_hide_the_other_document():
 
 
 @pytest.mark.parametrize("kernel", ["reference", "xla"])
-def test_cache_gives_what_the_whole_sequence_gives(kernel):
+def test_cache_equals_the_whole_sequence(kernel):
     q, k, v, _ = inputs(14, "gqa")
     whole = attention(q, k, v, window=6, kernel="reference")
     # A cache of 20 slots in any order, 14 of them filled; the last 3 tokens ask.
@@ -230,12 +230,12 @@ def eight():
 
 
 @pytest.mark.parametrize("kernel", ["reference", "xla", "splash"])
-def test_eight_devices_give_what_one_gives(kernel):
+def test_eight_devices_equal_one(kernel):
     sharder = eight()
     time = 130 if kernel == "splash" else 14
     arrays = inputs(time, "gqa", batch=8)
     ids = np.tile(segments_of("masked", 2, time), (4, 1))
-    expected = numpy_attention(*arrays, Want(True, None, "masked", "gqa", None), ids)
+    expected = numpy_attention(*arrays, Case(True, None, "masked", "gqa", None), ids)
     names = ("batch", None, "heads", None), *[("batch", None, "kv_heads", None)] * 2, ("batch", None, "heads", None)
     placed = [jax.device_put(x, sharder.sharding(n)) for x, n in zip(arrays, names)]
     rows = jax.device_put(ids, sharder.sharding(("batch", None)))
@@ -245,7 +245,7 @@ def test_eight_devices_give_what_one_gives(kernel):
     assert actual[0].addressable_shards[0].data.shape == (2, time, 2, HEAD_DIM)
 
 
-def test_long_sequences_never_hold_all_scores():
+def test_long_sequences_need_no_quadratic_memory():
     shape = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)
 
     def temporaries(kernel):
@@ -299,7 +299,7 @@ def test_shapes_are_checked():
         ({"time": 13, "source": 13}, "even number"),
     ],
 )
-def test_cudnn_says_what_it_can_not_do(options, message):
+def test_reasons_for_unsupported_options_of_cudnn(options, message):
     o = {"dtype": "bfloat16", "softcap": None, "head_dim": 64, "hopper": True, "causal": True, "window": None} | options
     spec = AttnSpec(o["causal"], o["window"], o["softcap"], 1.0)
     shapes = (2, o.get("time", 14), 4, o["head_dim"]), (2, o.get("source", 14), 2, o["head_dim"])
@@ -307,7 +307,7 @@ def test_cudnn_says_what_it_can_not_do(options, message):
     assert reason is None if message is None else message in reason
 
 
-def test_auto_takes_the_platform_kernel_or_xla():
+def test_auto_is_the_platform_kernel_or_xla():
     class Gpu:
         platform, compute_capability = "gpu", "9.0"
 
@@ -331,15 +331,15 @@ def without_cudnn(monkeypatch, packed):
 
 
 PACKED = [
-    Want(True, None, "packed", "gqa", None),
-    Want(True, 5, "masked", "mqa", None),
-    Want(False, None, "masked", "mha", None),
+    Case(True, None, "packed", "gqa", None),
+    Case(True, 5, "masked", "mqa", None),
+    Case(False, None, "masked", "mha", None),
 ]
 
 
 @pytest.mark.parametrize("few", FEW, ids=FEW.get)
-@pytest.mark.parametrize("want", PACKED, ids=str)
-def test_cudnn_packing(want, few, monkeypatch):
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_cudnn_packing(case, few, monkeypatch):
     """The sequences handed to cuDNN, with cuDNN replaced by what its interface message it does."""
     monkeypatch.setattr(cudnn, "FEW_RUNS", few)
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
@@ -359,12 +359,12 @@ def test_cudnn_packing(want, few, monkeypatch):
 
     without_cudnn(monkeypatch, stand_in)
     time = 14
-    segments = segments_of(want.segments, 2, time)
-    spec = AttnSpec(want.causal, want.window, None, HEAD_DIM**-0.5)
-    arrays = inputs(time, want.heads)
+    segments = segments_of(case.segments, 2, time)
+    spec = AttnSpec(case.causal, case.window, None, HEAD_DIM**-0.5)
+    arrays = inputs(time, case.heads)
     run = partial(cudnn.attention, segments_BT=jnp.asarray(segments), spec=spec, hopper=True)
     actual = jax.jit(partial(outputs, run), compiler_options=QUICK)(*arrays)
-    check(actual, numpy_attention(*arrays, want, segments), 3e-6)
+    check(actual, numpy_attention(*arrays, case, segments), 3e-6)
 
 
 @pytest.mark.parametrize(("blocks", "hopper"), [(1, True), (3, False)], ids=["too_many_documents", "before_hopper"])
@@ -374,16 +374,16 @@ def test_cudnn_with_a_mask(blocks, hopper, monkeypatch):
     arrays = inputs(48, "gqa")
     many = np.tile(np.arange(48, dtype=np.int32) // 2 + 1, (2, 1))
     many[0, -6:] = 0
-    want = Want(True, None if blocks == 1 else 3, "many", "gqa", None)
-    spec = AttnSpec(want.causal, want.window, None, HEAD_DIM**-0.5)
+    case = Case(True, None if blocks == 1 else 3, "many", "gqa", None)
+    spec = AttnSpec(case.causal, case.window, None, HEAD_DIM**-0.5)
     run = partial(cudnn.attention, segments_BT=jnp.asarray(many), spec=spec, hopper=hopper)
     run = jax.jit(partial(outputs, run), compiler_options=QUICK)
-    check(run(*arrays), numpy_attention(*arrays, want, many), 3e-6)
+    check(run(*arrays), numpy_attention(*arrays, case, many), 3e-6)
     few = cudnn.attention(*arrays[:3], jnp.asarray(many // 4), spec, hopper)
     assert np.isnan(few).any() == hopper  # these few documents do go to cuDNN's packed layout
 
 
-def test_saved_residuals_spare_the_second_forward():
+def test_saved_residuals_avoid_a_second_forward():
     q, k, v, g = inputs(128, "mha")
 
     def loops(policy):  # an interpreted kernel is a loop; backward is two of them

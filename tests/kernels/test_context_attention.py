@@ -19,11 +19,11 @@ from jaxtrain.sharding.sharder import Sharder
 
 HEAD_DIM, ROWS = 8, 4
 QUICK = {"xla_backend_optimization_level": 0}
-FORMULATIONS = ("gather", "ulysses", "ring")
+METHODS = ("gather", "ulysses", "ring")
 
 
 @dataclass(frozen=True)
-class Want:
+class Case:
     context: int
     data: int = 1
     model: int = 1
@@ -33,22 +33,22 @@ class Want:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-WANTS = {
-    "causal": Want(2, is_packed=False),
-    "packed": Want(4),
-    "short_window": Want(4, options={"window": 3}),
-    "window_of_a_chunk_and_one": Want(2, options={"window": 9}),
-    "short_window_unpacked": Want(4, is_packed=False, options={"window": 4}),
-    "long_window": Want(4, options={"window": 11}),
-    "window_by_layer": Want(2, options={"window": np.int32(6)}),
-    "gqa_on_eight": Want(8, heads=(8, 2)),
-    "mqa_and_tensor_parallel": Want(4, model=2, heads=(8, 1), options={"scale": 0.5}),
-    "softcap_on_three_axes": Want(2, 2, 2, options={"softcap": 3.0}),
+CASES = {
+    "causal": Case(2, is_packed=False),
+    "packed": Case(4),
+    "short_window": Case(4, options={"window": 3}),
+    "window_of_a_chunk_and_one": Case(2, options={"window": 9}),
+    "short_window_unpacked": Case(4, is_packed=False, options={"window": 4}),
+    "long_window": Case(4, options={"window": 11}),
+    "window_by_layer": Case(2, options={"window": np.int32(6)}),
+    "gqa_on_eight": Case(8, heads=(8, 2)),
+    "mqa_and_tensor_parallel": Case(4, model=2, heads=(8, 1), options={"scale": 0.5}),
+    "softcap_on_three_axes": Case(2, 2, 2, options={"softcap": 3.0}),
 }
 
 
-def sharder(want: Want, axes: tuple[str, ...] = ("context",), shape: tuple[int, ...] | None = None) -> Sharder:
-    shape = (want.data, *(shape or (want.context,)), want.model)
+def sharder(case: Case, axes: tuple[str, ...] = ("context",), shape: tuple[int, ...] | None = None) -> Sharder:
+    shape = (case.data, *(shape or (case.context,)), case.model)
     grid = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     mesh = Mesh(grid, ("data", *axes, "model"), axis_types=(AxisType.Auto,) * len(shape))
     return Sharder(mesh, {"batch": ("data",), "context": axes, "heads": ("model",), "kv_heads": ("model",)})
@@ -56,8 +56,10 @@ def sharder(want: Want, axes: tuple[str, ...] = ("context",), shape: tuple[int, 
 
 @cache
 def inputs(heads: tuple[int, int], tokens: int, is_packed: bool) -> tuple[np.ndarray, ...]:
-    """q, k, v, the output's cotangent, segments and positions. Packed: documents over shards, padding over whole
-    shards, a row of nothing but padding."""
+    """Returns q, k, v, the output's cotangent, segments and positions.
+
+    Packed: documents across shards, and shards and a row of padding only.
+    """
     rng = np.random.default_rng(tokens)
     shapes = [(ROWS, tokens, n, HEAD_DIM) for n in (heads[0], heads[1], heads[1], heads[0])]
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
@@ -78,29 +80,31 @@ def outputs(q, k, v, g, segments, positions, **options):
     return out, *pull(g)
 
 
-def reference(want: Want) -> tuple[np.ndarray, ...]:
-    run = jax.jit(partial(outputs, kernel="reference", **want.options), compiler_options=QUICK)
-    return tuple(np.asarray(x) for x in run(*inputs(want.heads, want.tokens, want.is_packed)))
+def reference(case: Case) -> tuple[np.ndarray, ...]:
+    run = jax.jit(partial(outputs, kernel="reference", **case.options), compiler_options=QUICK)
+    return tuple(np.asarray(x) for x in run(*inputs(case.heads, case.tokens, case.is_packed)))
 
 
 @cache
 def expected(name: str) -> tuple[np.ndarray, ...]:
-    want = WANTS[name]
-    return reference(want)
+    case = CASES[name]
+    return reference(case)
 
 
-def across(method: str, want: Want, place: Sharder, dtype: str = "float32", **options) -> tuple[np.ndarray, ...]:
-    """The same in shards, in natural order again."""
-    arrays = inputs(want.heads, want.tokens, want.is_packed)
+def sharded_outputs(
+    method: str, case: Case, place: Sharder, dtype: str = "float32", **options
+) -> tuple[np.ndarray, ...]:
+    """Returns the outputs computed on shards, in natural order."""
+    arrays = inputs(case.heads, case.tokens, case.is_packed)
     arrays = [x.astype(dtype) if x.dtype == np.float32 else x for x in arrays]
-    order = zigzag(want.tokens, want.context) if method == "ring" else np.arange(want.tokens)
-    run = partial(outputs, context_parallel=method, sharder=place, **{**want.options, **options})
-    got = jax.jit(run, compiler_options=QUICK)(*(x[:, order] for x in arrays))
-    return tuple(np.asarray(x.astype(np.float32))[:, np.argsort(order)] for x in got)
+    order = zigzag(case.tokens, case.context) if method == "ring" else np.arange(case.tokens)
+    run = partial(outputs, context_parallel=method, sharder=place, **{**case.options, **options})
+    actual = jax.jit(run, compiler_options=QUICK)(*(x[:, order] for x in arrays))
+    return tuple(np.asarray(x.astype(np.float32))[:, np.argsort(order)] for x in actual)
 
 
-def check(got, wanted, tolerance: float) -> None:
-    for name, a, b in zip(("o", "dq", "dk", "dv"), got, wanted):
+def check(actual, wanted, tolerance: float) -> None:
+    for name, a, b in zip(("o", "dq", "dk", "dv"), actual, wanted):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.isfinite(a).all(), f"{name} is not finite"
         error = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
@@ -109,51 +113,51 @@ def check(got, wanted, tolerance: float) -> None:
 
 # Under ulysses masks are those of the local kernels, which have their own tests.
 SOME = ("packed", "long_window", "gqa_on_eight", "mqa_and_tensor_parallel", "softcap_on_three_axes")
-CASES = [(f, name) for f in FORMULATIONS for name in WANTS if f != "ulysses" or name in SOME]
+CASES = [(f, name) for f in METHODS for name in CASES if f != "ulysses" or name in SOME]
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_shards_give_what_one_device_gives(method: str, name: str, monkeypatch):
+def test_shards_equal_one_device(method: str, name: str, monkeypatch):
     monkeypatch.setattr(halo_exchange, "TILE", 1)  # no more than the window travels
     if name in ("packed", "mqa_and_tensor_parallel"):
         monkeypatch.setattr(xla, "CPU_BLOCK", 3)  # several blocks of queries to a chunk, the last one not whole
-    want = WANTS[name]
-    got = across(method, want, sharder(want))
-    check(got, expected(name), 1e-6)
-    padding = inputs(want.heads, want.tokens, want.is_packed)[4] == 0
-    assert all((x[padding] == 0).all() for x in got)
+    case = CASES[name]
+    actual = sharded_outputs(method, case, sharder(case))
+    check(actual, expected(name), 1e-6)
+    padding = inputs(case.heads, case.tokens, case.is_packed)[4] == 0
+    assert all((x[padding] == 0).all() for x in actual)
 
 
-@pytest.mark.parametrize("method", FORMULATIONS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_stays_near_float32(method: str):
-    got = across(method, WANTS["packed"], sharder(WANTS["packed"]), "bfloat16")
-    check(got, expected("packed"), 1e-2)
+    actual = sharded_outputs(method, CASES["packed"], sharder(CASES["packed"]), "bfloat16")
+    check(actual, expected("packed"), 1e-2)
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_attention_both_ways(method: str):
-    want = Want(4, options={"causal": False, "window": 5})
-    check(across(method, want, sharder(want)), reference(want), 1e-6)
+    case = Case(4, options={"causal": False, "window": 5})
+    check(sharded_outputs(method, case, sharder(case)), reference(case), 1e-6)
 
 
-@pytest.mark.parametrize("method", FORMULATIONS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_sequence_over_two_mesh_axes(method: str):
-    place = sharder(WANTS["packed"], ("expert", "context"), (2, 2))
-    check(across(method, WANTS["packed"], place), expected("packed"), 1e-6)
+    place = sharder(CASES["packed"], ("expert", "context"), (2, 2))
+    check(sharded_outputs(method, CASES["packed"], place), expected("packed"), 1e-6)
 
 
 @pytest.mark.parametrize(("method", "window"), [("ulysses", None), ("ring", 9)])
 def test_fast_kernels_run_on_whole_sequences_and_on_halos(method: str, window: int | None):
-    want = Want(2, options={"window": window})
-    check(across(method, want, sharder(want), kernel="splash"), reference(want), 2e-6)
+    case = Case(2, options={"window": window})
+    check(sharded_outputs(method, case, sharder(case), kernel="splash"), reference(case), 2e-6)
 
 
-@pytest.mark.parametrize("method", FORMULATIONS)
+@pytest.mark.parametrize("method", METHODS)
 def test_layers_in_a_scan_rematerialised(method: str):
     """Gradients through three layers; and what remat saves under the kernels' name is not computed again."""
-    want = Want(8, heads=(8, 8))
-    q, _, _, g, segments, positions = inputs(want.heads, want.tokens, want.is_packed)
-    order = zigzag(want.tokens, 8) if method == "ring" else np.arange(want.tokens)
+    case = Case(8, heads=(8, 8))
+    q, _, _, g, segments, positions = inputs(case.heads, case.tokens, case.is_packed)
+    order = zigzag(case.tokens, 8) if method == "ring" else np.arange(case.tokens)
 
     def layers(policy, segments, positions, **options):
         @partial(jax.checkpoint, policy=policy)
@@ -171,7 +175,7 @@ def test_layers_in_a_scan_rematerialised(method: str):
     wanted = gradients(layers(None, segments, positions, kernel="reference"), g, q, scales)
     counts, names = [], jax.checkpoint_policies.save_only_these_names(RESIDUALS)
     for policy in (None, names):
-        run = layers(policy, segments[:, order], positions[:, order], context_parallel=method, sharder=sharder(want))
+        run = layers(policy, segments[:, order], positions[:, order], context_parallel=method, sharder=sharder(case))
         compiled = jax.jit(partial(gradients, run), compiler_options=QUICK).lower(g[:, order], q[:, order], scales)
         compiled = compiled.compile()
         counts.append(compiled.as_text().count(" collective-permute("))
@@ -184,9 +188,9 @@ def test_layers_in_a_scan_rematerialised(method: str):
 
 
 @pytest.mark.parametrize("method", ["gather", "ring"])
-def test_long_sequences_never_hold_a_square(method: str):
-    """Neither scores nor masks, also where JAX takes what is the same in every layer out of the loop over layers."""
-    place, tokens, heads = sharder(Want(2)), 8192, 4
+def test_long_sequences_need_no_quadratic_memory(method: str):
+    """Neither for scores nor for masks, although JAX moves values that all layers share out of the loop over layers."""
+    place, tokens, heads = sharder(Case(2)), 8192, 4
     x = jax.ShapeDtypeStruct((1, tokens, heads, 16), jnp.float32)
     rows = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
@@ -214,7 +218,7 @@ def test_zigzag_pairs_an_early_chunk_with_a_late_one():
         zigzag(12, 4)
 
 
-def test_auto_takes_ulysses_where_heads_divide():
+def test_auto_is_ulysses_if_heads_divide():
     assert [choose_method("auto", heads, 4) for heads in (4, 8, 6, 1)] == ["ulysses", "ulysses", "gather", "gather"]
     assert choose_method("ring", 1, 4) == "ring"
 
@@ -237,5 +241,5 @@ def test_refusals_are_one_line(context: str, options: dict, message: str):
     q = jnp.zeros((ROWS, tokens, heads, HEAD_DIM))
     rows = {"segments_BT": jnp.ones((ROWS, tokens), jnp.int32), "positions_BT": jnp.zeros((ROWS, tokens), jnp.int32)}
     with pytest.raises(ValueError, match=message) as error:
-        attention(q, q, q, context_parallel=context, sharder=sharder(Want(4)), **(rows | options))
+        attention(q, q, q, context_parallel=context, sharder=sharder(Case(4)), **(rows | options))
     assert "\n" not in str(error.value)

@@ -112,7 +112,7 @@ def test_the_gradient_of_the_bias_is_the_excess_load_in_whole_numbers():
     np.testing.assert_array_equal(gradient, E * np.asarray(chosen) - np.sum(chosen))
 
 
-def test_steps_against_the_gradient_of_the_bias_even_the_load():
+def test_steps_against_the_gradient_of_the_bias_balance_the_load():
     logits, is_token = tokens()
 
     @jax.jit
@@ -132,7 +132,7 @@ def test_steps_against_the_gradient_of_the_bias_even_the_load():
     assert max(busiest[-10:]) < 1.25
 
 
-def test_losses_and_metrics_by_formula():
+def test_losses_and_metrics_equal_their_formulas():
     logits, is_token = tokens()
     p = np.exp(logits.astype(np.float64))
     p /= p.sum(-1, keepdims=True)
@@ -264,7 +264,7 @@ def test_all_tokens_on_one_expert_fit(mesh: str, length: int):
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_grouped_matmuls_skip_what_is_empty():
+def test_grouped_matmuls_skip_empty_blocks():
     """Three groups, one of them empty; rows between the groups are zeros and stay so."""
     rng = np.random.default_rng(0)
     start, size = np.array([0, 8, 8]), np.array([5, 0, 9])

@@ -69,7 +69,7 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Table:
     """1F1B with weight gradients deferred to where a stage would wait (Qi et al., arXiv 2401.10241, 2.2).
 
     3m + p - 1 ticks, which no schedule of one chunk can beat; bubble (p-1)(F+B-W), the paper's, where W <= F and
-    W <= B, and (p-1) max(F+B-W, F, B) in general; p activations, kept until W.
+    W <= B, and (p-1) max(F+B-W, F, B) in general; p activations, held until W.
     """
     orders = [_one_chunk_order(microbatches, Action.B, warmup=stages - 1 - stage) for stage in range(stages)]
     return build_table(orders, name="zb_h1", placement="loop", microbatches=microbatches, chunks=chunks, limit=stages)
@@ -81,7 +81,7 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
     6m + p - 1 ticks of half a stage, which nothing can beat: the last stage has to wait p - 1 of them. For
     m >= 2p - 1 no stage waits between its first action and its last one, which is the paper's zero bubble; to gain
     from that beyond lockstep, stages would have to update their weights without waiting for each other. p activations
-    at most, kept until W.
+    at most, held until W.
     """
     build = partial(build_table, name="zb_v", placement="v", microbatches=microbatches, chunks=chunks)
     return build(_v_orders(stages, microbatches, down=4, up=2), limit=2 * stages, eager=True)
@@ -90,7 +90,7 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
 def v_half(stages: int, microbatches: int, chunks: int = 2) -> Table:
     """Two chunks in a V with half the activations of 1F1B (Qi et al., arXiv 2405.15362, 3).
 
-    floor((p+2)/2) activations at most, kept until W; 6m + 3p - 3 ticks of half a stage, one less for odd p > 1.
+    floor((p+2)/2) activations at most, held until W; 6m + 3p - 3 ticks of half a stage, one less for odd p > 1.
     """
     build = partial(build_table, name="v_half", placement="v", microbatches=microbatches, chunks=chunks)
     return build(_v_orders(stages, microbatches, down=2, up=1), limit=2 * ((stages + 2) // 2))
