@@ -56,7 +56,7 @@ class LayerPartition:
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """Int [virtual stages + 1]: the first layer of each virtual stage, and the number of layers."""
+        """First layer of each virtual stage, and the number of layers: int [virtual stages + 1]."""
         each, more = divmod(self._layers // self.group, self.table.virtual_stage.size)
         sizes = each + (np.arange(self.table.virtual_stage.size) < more)
         return np.concatenate([[0], np.cumsum(sizes)]) * self.group

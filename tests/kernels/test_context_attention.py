@@ -113,14 +113,14 @@ def check(actual, wanted, tolerance: float) -> None:
 
 # Under ulysses masks are those of the local kernels, which have their own tests.
 SOME = ("packed", "long_window", "gqa_on_eight", "mqa_and_tensor_parallel", "softcap_on_three_axes")
-CASES = [(f, name) for f in METHODS for name in CASES if f != "ulysses" or name in SOME]
+METHOD_CASES = [(m, name) for m in METHODS for name in CASES if m != "ulysses" or name in SOME]
 
 
-@pytest.mark.parametrize(("method", "name"), CASES)
+@pytest.mark.parametrize(("method", "name"), METHOD_CASES)
 def test_shards_equal_one_device(method: str, name: str, monkeypatch):
-    monkeypatch.setattr(halo_exchange, "TILE", 1)  # no more than the window travels
+    monkeypatch.setattr(halo_exchange, "TILE", 1)  # sends no more than the window
     if name in ("packed", "mqa_and_tensor_parallel"):
-        monkeypatch.setattr(xla, "CPU_BLOCK", 3)  # several blocks of queries to a chunk, the last one not whole
+        monkeypatch.setattr(xla, "CPU_BLOCK", 3)  # several blocks of queries per chunk, the last one partial
     case = CASES[name]
     actual = sharded_outputs(method, case, sharder(case))
     check(actual, expected(name), 1e-6)

@@ -117,10 +117,10 @@ def _run_local_experts(spec: DispatchSpec, x_RD: Array, weights: Weights, start_
 
 
 def _exchange_sizes(spec: DispatchSpec, count_E: Array) -> tuple[ExchangeSizes, ExchangeSizes, Array, Array]:
-    """Returns the sizes of the exchange and of its inverse, and start (a multiple of the block) and rows of each local
-    expert.
+    """Returns the sizes of the exchange and of its inverse, and start and rows of each local expert.
 
-    The rows of a device are sorted by expert; those of an expert are sorted by the device that sent them.
+    Starts are multiples of the block. The rows of a device are sorted by expert; those of an expert are sorted by the
+    device that sent them.
     """
     devices, me = spec.devices, spec.devices.index()
     count_NE = devices.gather(count_E[None], 0)
