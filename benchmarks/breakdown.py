@@ -132,7 +132,7 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
 
     from jaxtrain.kernels.cross_entropy import cross_entropy
     from jaxtrain.optim.optimizers import clip_by_global_norm, make_optimizer
-    from jaxtrain.optim.schedules import schedule
+    from jaxtrain.optim.schedules import make_schedule
     from jaxtrain.precision.policy import POLICIES
 
     model_def, config = program.model_def, program.config
@@ -146,7 +146,7 @@ def ablation(program: Any, state: Any, batch: Any) -> dict[str, float]:
         total, weight = cross_entropy(x, head, batch["targets"], batch["weights"])["cross_entropy"]
         return total / weight
 
-    rate = schedule(config.optimizer.lr, config.schedule, config.steps)
+    rate = make_schedule(config.optimizer.lr, config.schedule, config.steps)
     tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params)
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
