@@ -189,7 +189,7 @@ class Checkpointer(CheckpointReader):
             step, content, prepare, no_op, begun, waited=waited, tries=tries, scheduled_step=scheduled_step
         )
         again = partial(self.save, step, state, manifest=manifest, metrics=metrics)
-        self._saver.remember(list(arrays.values()), again)
+        self._saver.hold_for_retry(list(arrays.values()), again)
         if not self._should_write(save):
             return False
         try:

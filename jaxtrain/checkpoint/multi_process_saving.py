@@ -133,7 +133,7 @@ class MultiProcessSaver(Saver):
         self.cancel_retry()
         return 1, step
 
-    def remember(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
+    def hold_for_retry(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
         """Stores the arrays of a save that begins now and the function that saves them."""
         self._last = arrays, save
 

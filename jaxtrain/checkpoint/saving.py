@@ -103,7 +103,7 @@ class Saver:
         """Returns (number of the try, scheduled step) of a save that begins now. Cancels any other pending retry."""
         return 1, step
 
-    def remember(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
+    def hold_for_retry(self, arrays: Sequence[jax.Array], save: Callable[[], bool]) -> None:
         """Stores what `retry_last` needs of a save that begins now."""
 
     def is_retry_due(self, step: int) -> bool:

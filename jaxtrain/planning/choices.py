@@ -103,7 +103,7 @@ class LayoutChoice:
         return {"microbatches": self.microbatches, "remat": remat, "remat_save": saved}
 
     @property
-    def options(self) -> str:
+    def options_text(self) -> str:
         """Options besides the mesh: `zero 1, no sequence parallelism, 4 microbatches, remat full`."""
         out = [f"zero {self.zero}"] if self.zero else []
         out += ["no sequence parallelism"] if self.size("model") > 1 and not self.sequence_parallel else []
@@ -116,7 +116,7 @@ class LayoutChoice:
         return ", ".join(out)
 
     def __str__(self) -> str:
-        return f"{self.mesh}, {self.options}"
+        return f"{self.mesh}, {self.options_text}"
 
     @property
     def complexity(self) -> tuple[int, ...]:

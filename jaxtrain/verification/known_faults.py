@@ -20,7 +20,7 @@ from jaxtrain.core.placement import Placer
 from jaxtrain.nn import attention
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.verification.compare import Flat
-from jaxtrain.verification.packed_batch import Batch, merge_documents, weight_rows
+from jaxtrain.verification.packed_batch import Batch, weight_rows, without_document_boundaries
 
 MISSING, DOUBLED, SCALED = "missing-reduction", "doubled-reduction", "microbatch-scaling"
 MASK, TAIL = "segment-mask", "dropped-tail"
@@ -42,7 +42,7 @@ def variants(
     rows = len(batch["weights"])
     out = {TAIL + ": rows at the end of the batch do not count": gradients(weight_rows(batch, np.arange(rows - 1)))}
     if "segments" in batch:
-        out[MASK + ": attention crosses documents"] = gradients(merge_documents(batch))
+        out[MASK + ": attention crosses documents"] = gradients(without_document_boundaries(batch))
     grid = np.arange(rows).reshape(*shards.values(), -1)
     for dim, (axis, size) in enumerate(shards.items()):
         if size > 1:

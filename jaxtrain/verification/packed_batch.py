@@ -40,6 +40,6 @@ def weight_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
     return {**batch, "weights": weights}
 
 
-def merge_documents(batch: Mapping[str, np.ndarray]) -> Batch:
+def without_document_boundaries(batch: Mapping[str, np.ndarray]) -> Batch:
     """Makes each row one document, as attention that ignores segments sees it."""
     return {**batch, "segments": (batch["segments"] > 0).astype(np.int32)}

@@ -47,7 +47,7 @@ def details(outcome: Outcome, width: int) -> list[str]:
     return ["", f"{'worst tensor; ' * (width < WIDE)}collectives per step", *lines, ""]
 
 
-def conclusion(outcome: Outcome) -> list[str]:
+def summary_lines(outcome: Outcome) -> list[str]:
     """Lines for the failures and their causes, the layouts that were not tried, and the verdict."""
     different = [row for row in outcome.rows if not row.is_equal]
     lines = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]

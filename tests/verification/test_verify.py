@@ -21,7 +21,7 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Recording, Verdict, compare, diagnose
-from jaxtrain.verification.report import conclusion, details, table
+from jaxtrain.verification.report import details, summary_lines, table
 from jaxtrain.verification.shrink import shrink
 from jaxtrain.verification.verify import (
     LayoutResult,
@@ -118,7 +118,7 @@ def test_formulations_are_apart_on_whatever_axis_shards_the_context(tmp_path, pa
 
 
 def test_nothing_compared_is_not_called_equal():
-    *_, last = conclusion(Outcome([], [], {"ep": "no experts"}, 8, 3))
+    *_, last = summary_lines(Outcome([], [], {"ep": "no experts"}, 8, 3))
     assert last == "NOTHING COMPARED: no layout was tried on 8 devices"
 
 

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from jaxtrain.cli.progress import progress_bar
-    from jaxtrain.verification.report import WIDEST, conclusion, details, table
+    from jaxtrain.verification.report import WIDEST, details, summary_lines, table
     from jaxtrain.verification.verify import verify
 
     names = [name.strip() for name in args.layouts.split(",") if name.strip()]
@@ -29,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=width, highlight=False)
     console.print("shrunk to compile fast, in float32:", *(f"  {change}" for change in outcome.changes), sep="\n")
     console.print(table(outcome, console.width))
-    for line in details(outcome, console.width) + conclusion(outcome):
+    for line in details(outcome, console.width) + summary_lines(outcome):
         console.print(line, markup=False, soft_wrap=True)
     return OK if outcome.rows and all(row.is_equal for row in outcome.rows) else ERROR

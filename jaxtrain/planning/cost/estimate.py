@@ -270,7 +270,7 @@ class CostModel:
         return self._estimate(choice, ScheduleEffect.from_table(table))
 
     def _estimate(self, choice: LayoutChoice, schedule: ScheduleEffect) -> Estimate:
-        parameters, sizes = self.parameters(choice), self.sizes(choice)
+        parameters, sizes = self.sharded_parameters(choice), self.sizes(choice)
         memory = self._memory(choice, parameters, sizes, schedule)
         parts, costs = self._compute(choice, parameters, sizes, memory)
         is_tight = self.target.platform == "cuda" and sum(memory.values()) > TIGHT_MEMORY * self.chip.memory.value
@@ -289,7 +289,7 @@ class CostModel:
         """Sizes of a choice on a device."""
         return DeviceSizes.of(self.model, self.data, self.workload.precision, choice)
 
-    def parameters(self, choice: LayoutChoice) -> ParameterSizes:
+    def sharded_parameters(self, choice: LayoutChoice) -> ParameterSizes:
         """Sharded sizes of the parameters for a choice's mesh and ZeRO stage."""
         key = choice.sizes, choice.sequence_parallel, choice.zero, choice.microbatches > 1
         if key not in self._parameters:

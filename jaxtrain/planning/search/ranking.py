@@ -108,7 +108,7 @@ class RankedLayout:
         """Converts the layout for JSON."""
         return {
             "mesh": {axis: size for axis, size in self.estimate.choice.axis_sizes.items() if size > 1},
-            "options": self.estimate.choice.options, "keys": self.keys, "layout": layout_values(self.config),
+            "options": self.estimate.choice.options_text, "keys": self.keys, "layout": layout_values(self.config),
             "target": self.target, "source": self.source, "fits": self.fits, "needs": round(self.needs),
             "step_seconds": self.step_seconds, "reason": self.reason, "estimate": self.estimate.as_dict(),
             "plan": self.plan.as_dict() if self.plan else None,
@@ -189,7 +189,7 @@ def ranking_table(result: SearchResult) -> RenderableType:
     has_targets = len({one.target for one in result.ranking}) > 1
     for place, one in enumerate(result.ranking, start=1):
         choice = one.estimate.choice
-        name = f"{choice.mesh}{f' of {one.target}' if has_targets else ''}, {choice.options}"
+        name = f"{choice.mesh}{f' of {one.target}' if has_targets else ''}, {choice.options_text}"
         style = "bold" if one is result.winner else None if one.fits else "dim"
         source = one.source + (", as a pod" if one.plan and one.plan.pods else "")
         table.add_row(
