@@ -133,5 +133,5 @@ def test_a_process_asks_only_for_its_rows(monkeypatch):
     mine = {jax.devices()[i]: (slice(0, 2) if i < 2 else slice(2, 4),) for i in range(4)}
     with monkeypatch.context() as patch:
         patch.setattr(jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda self, shape: mine)
-        placer = Placer(fetch, sharder, 8, sequence=False)
+        placer = Placer(fetch, sharder, 8, has_sequence=False)
     np.testing.assert_array_equal(placer.local_rows, [0, 1, 2, 3])
