@@ -31,7 +31,7 @@ def one_device():
 
 @pytest.mark.parametrize("formulation", FORMULATIONS)
 def test_twenty_steps_equal_one_device(formulation: str):
-    state, metrics = harness.run(harness.program({"context": 4}, RULES, context=formulation), 20)
+    state, metrics = harness.run(harness.program({"context": 4}, RULES, context_parallel=formulation), 20)
     expected_state, expected = one_device()
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-4)
@@ -83,22 +83,22 @@ def test_generation_on_a_ring():
 def test_rows_are_permuted_on_the_host_for_the_ring_alone():
     host = {"tokens": np.arange(64, dtype=np.int32).reshape(2, 32), "labels": np.arange(2)}
     for formulation, first in (("ring", [0, 1, 2, 3, 28, 29, 30, 31]), ("ulysses", list(range(8)))):
-        program = harness.program({"context": 4}, RULES, context=formulation)
+        program = harness.program({"context": 4}, RULES, context_parallel=formulation)
         order = row_order(program.config.context_parallel, program.config.data.sequence, program.sharder)
         batch = Placer(lambda step, rows: host, program.sharder, 2, True, order)(0)
         shards = {s.index[1].start or 0: np.asarray(s.data) for s in batch["tokens"].addressable_shards}
         assert shards[0].tolist() == [first, [32 + i for i in first]]
         assert batch["labels"].tolist() == [0, 1]
-    assert row_order(harness.program(context_parallel="auto").config, harness.program().sharder) is None
+    assert row_order("auto", 32, harness.program().sharder) is None
     short = Placer(lambda step, rows: {"tokens": host["tokens"][:, :16]}, program.sharder, 2, True, np.arange(32))
-    with pytest.raises(ValueError, match=r"data\.sequence: 32 tokens a row, but the data gave 16"):
+    with pytest.raises(ValueError, match=r"data\.sequence: expected rows of 32 tokens from the data; found 16"):
         short(0)
 
 
 def collectives(formulation: str) -> list[tuple[str, str, str]]:
     """Kind, shape and origin of every collective of the compiled gradient of four layers on four shards."""
     model = {"layers": 4, "sliding_window": None, "sliding_window_pattern": 1, "heads": 8, "kv_heads": 4}
-    program = harness.program({"context": 4}, RULES, context=formulation, model=model)
+    program = harness.program({"context": 4}, RULES, context_parallel=formulation, model=model)
     run = jax.jit(program.gradients)
     args = (program.state["params"], harness.placed(program, 0), jax.random.key(0))
     kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"

@@ -148,7 +148,7 @@ def test_stages_of_unequal_numbers_of_layers(kind: str, layers: int, mesh: str, 
 def test_shards_of_a_sequence(context: str):
     """With a window that elsewhere would have the neighbour's end sent, by a permutation."""
     rules = {**RULES, "context": ["context"], "sequence": ["context", "model"]}
-    equal("window", {"pipeline": 2, "context": 2, "model": 2}, rules, context=context)
+    equal("window", {"pipeline": 2, "context": 2, "model": 2}, rules, context_parallel=context)
 
 
 def test_unrolled_layers():
@@ -186,7 +186,7 @@ def test_a_model_without_parts_is_refused():
         model={"type": "linear_model:Linear", "options": {"size": 4}},
     )  # fmt: skip
     with pytest.raises(
-        UserError, match="need its methods embed_inputs, run_layers and head_loss, and it has no `begin`"
+        UserError, match="need its methods embed_inputs, run_layers and head_loss, and it has no `embed_inputs`"
     ):
         build_program(cfg, None, jax.devices()[:2])
 
@@ -197,5 +197,5 @@ def test_a_model_that_does_not_leave_out_what_is_no_layer_is_refused():
         step={"microbatches": 2}, model={"type": "tower_model:Heedless", "options": {"size": 4, "layers": 3}},
     )  # fmt: skip
     program = build_program(cfg, None, jax.devices()[:2])
-    with pytest.raises(UserError, match="3 layers in unequal parts need `through` to hand its `layers` on to"):
+    with pytest.raises(UserError, match="3 layers in unequal parts need `run_layers` to pass its `layers` to"):
         jax.eval_shape(program.gradients, program.state["params"], tower_model.batch(4, 4), jax.random.key(0))

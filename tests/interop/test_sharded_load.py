@@ -212,5 +212,5 @@ def test_commands_with_a_gpt2_of_few_positions(tmp_path, capfd):
     output = capfd.readouterr()
     assert (output.out, len(output.err.splitlines())) == ("", 1)
     assert "5 tokens and 60 new ones are more than the model's 64 learned positions" in output.err
-    with pytest.raises(ConfigError, match=r"data.sequence: 1024 tokens, and .* expected at most 64$"):
+    with pytest.raises(ConfigError, match=r"data.sequence: expected at most 64 tokens .* found 1024$"):
         load_config(None, f"model.from={folder}")

@@ -43,7 +43,7 @@ class Experts:
     def of(cls, config: Config, axes: dict[str, int]) -> Experts:
         moe, s = config.model.moe, Sizes.of(config, axes)
         assert moe is not None
-        weights, router = 3 * moe.num_experts * s.embed * (moe.mlp or config.model.mlp), s.embed * moe.num_experts
+        weights, router = 3 * moe.num_experts * s.embed * config.model.mlp, s.embed * moe.num_experts
         room = (
             None
             if moe.capacity_factor is None
