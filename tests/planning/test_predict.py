@@ -226,7 +226,7 @@ def test_advice_for_pipelines_and_for_steps_that_do_not_fit():
     assert schedule is not None
     runs = pipeline_bubble.loop_runs(schedule)
     assert sum(runs[action.name] for action in Action) == pytest.approx(1)
-    assert runs["begin"] == pytest.approx(8 / schedule.ticks)
+    assert runs["embed"] == pytest.approx(8 / schedule.ticks)
     sizes = plan().sizes | {"fsdp": 1, "pipeline": 4}
     found = advice.suggest(config, plan(sizes=sizes, traffic=(), exposed_seconds=0.0, bubble_seconds=0.3))
     assert found[0].change == "step.microbatches=16"

@@ -106,14 +106,14 @@ def _times(count: int, rows: Rows) -> Rows:
 
 # Name -> layout, changes, theory.
 ZERO: dict[str, tuple[str, dict[str, int], Callable[[Sizes, int], Rows]]] = {
-    "ddp x4": ("ddp", {"step__accumulate": 4}, once(alone, 0)),
+    "ddp x4": ("ddp", {"step__microbatches": 4}, once(alone, 0)),
     "zero1": ("zero1", {}, each(alone, "data")),
-    "zero1 x4": ("zero1", {"step__accumulate": 4}, once(alone, 1)),
-    "zero2 x4": ("zero2", {"step__accumulate": 4}, each(alone, "data")),
-    "zero3 x4": ("zero3", {"step__accumulate": 4}, stage3),
-    "hsdp x4": ("hsdp", {"step__accumulate": 4}, once(in_fsdp, 0)),
-    "zero1 hsdp x4": ("hsdp", {"zero": 1, "step__accumulate": 4}, once(in_fsdp, 1)),
-    "zero2 hsdp x4": ("hsdp", {"zero": 2, "step__accumulate": 4}, each(in_fsdp, "data+fsdp")),
-    "zero1 tp_sp x4": ("tp_sp", {"zero": 1, "step__accumulate": 4}, once(in_tensor, 1)),
-    "zero2 tp_sp x4": ("tp_sp", {"zero": 2, "step__accumulate": 4}, each(in_tensor, "data")),
+    "zero1 x4": ("zero1", {"step__microbatches": 4}, once(alone, 1)),
+    "zero2 x4": ("zero2", {"step__microbatches": 4}, each(alone, "data")),
+    "zero3 x4": ("zero3", {"step__microbatches": 4}, stage3),
+    "hsdp x4": ("hsdp", {"step__microbatches": 4}, once(in_fsdp, 0)),
+    "zero1 hsdp x4": ("hsdp", {"zero": 1, "step__microbatches": 4}, once(in_fsdp, 1)),
+    "zero2 hsdp x4": ("hsdp", {"zero": 2, "step__microbatches": 4}, each(in_fsdp, "data+fsdp")),
+    "zero1 tp_sp x4": ("tp_sp", {"zero": 1, "step__microbatches": 4}, once(in_tensor, 1)),
+    "zero2 tp_sp x4": ("tp_sp", {"zero": 2, "step__microbatches": 4}, each(in_tensor, "data")),
 }

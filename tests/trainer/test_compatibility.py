@@ -74,7 +74,7 @@ def test_each_difference_is_named(monkeypatch):
         (("versions", "jax"), "9", f"versions jax: {jax.__version__} -> 9"),
         (("device_kind",), "TPU v5p", "-> TPU v5p"),
         (("flags", "XLA_FLAGS"), "--fast", "flags XLA_FLAGS: none -> --fast"),
-        (("config", "step", "accumulate"), 4, "config step.microbatches: 1 -> 4"),
+        (("config", "step", "microbatches"), 4, "config step.microbatches: 1 -> 4"),
         (("config", "optimizer", "lr"), 1.0, "config optimizer.lr: 0.0003 -> 1.0"),
     ]:
         now = copy.deepcopy(saved)
