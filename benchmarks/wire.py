@@ -29,7 +29,7 @@ import common
 
 OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 LONG = 131072
-MOE = "model.moe={num_experts: 8, top_k: 2, capacity: 1.25}"
+MOE = "model.moe={num_experts: 8, top_k: 2, capacity_factor: 1.25}"
 
 
 @dataclass(frozen=True)
