@@ -66,7 +66,7 @@ def theory(config: Any, sizes: dict[str, int], vocab: int) -> float:
 
     model, moe = config.model, config.model.moe
     tokens = config.data.sequence * config.data.global_batch // prod(sizes.values())
-    experts = 0 if moe is None else 3 * model.layers * moe.num_experts * model.embed * (moe.mlp or model.mlp)
+    experts = 0 if moe is None else 3 * model.layers * moe.num_experts * model.embed * model.mlp
     dense = parameter_count(model, vocab) - vocab * model.embed - experts
     storage = [sizes[axis] for axis in ("fsdp", "context", "expert")]
     weights = 3 * 2 * (dense * _ring(prod(storage)) + experts / sizes["expert"] * _ring(sizes["fsdp"])) / sizes["model"]
