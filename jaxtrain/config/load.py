@@ -219,7 +219,10 @@ def _replaced_sizes(tree: Node, layout: Node) -> list[str]:
     """Returns a note on the mesh sizes of files that a layout of the command line replaces."""
     mesh = find_node(tree, ["mesh"])
     nodes = mesh.value.items() if mesh is not None and isinstance(mesh.value, dict) else ()
-    sizes = [(axis, node) for axis, node in nodes if not node.origin.startswith(("layout ", "default"))]
+    sizes = [
+        (axis, node) for axis, node in nodes
+        if not node.origin.startswith(("layout ", "default")) and to_python(node) not in (1, {})
+    ]  # fmt: skip
     if mesh is None or not sizes:
         return []
     text = ", ".join(f"{axis} {format_value(to_python(node))}" for axis, node in sizes)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxtrain.cli.main import main
 from jaxtrain.config import Config, ConfigError, layout_names
+from jaxtrain.config.show import dump_yaml
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.sharding.axes import AXES, fill
@@ -58,6 +59,14 @@ def test_checkpoints_and_validations_need_not_meet(overrides: list[str], notes: 
     lines = load(*overrides)[1]
     assert len(lines) == len(notes)
     assert all(line.startswith(note) for line, note in zip(lines, notes))
+
+
+def test_the_note_on_replaced_sizes_of_a_saved_run_leaves_out_axes_of_one(tmp_path: Path) -> None:
+    saved, notes = tmp_path / "config.yaml", []
+    saved.write_text(dump_yaml(load()[0]))
+    resolve(saved, "layout=fsdp", notes=notes)
+    assert len(notes) == 1
+    assert "has its own mesh: data 2, fsdp 2, model 2 of" in notes[0]
 
 
 @pytest.mark.parametrize("name", layout_names())
