@@ -52,16 +52,3 @@ class CountsFlops(Protocol):
     def flops(self, shapes: dict[str, tuple[int, ...]]) -> float:
         """Returns the FLOPs of forward and backward pass on a global batch of these shapes."""
         ...
-
-
-@runtime_checkable
-class Generates(Protocol):
-    """Generates tokens with a cache of keys and values."""
-
-    def empty_cache(self, batch: int, length: int) -> Any:
-        """Returns a cache for `batch` sequences of `length` tokens."""
-        ...
-
-    def decode(self, tokens_BT: jax.Array, cache: Any, length: Any = None) -> tuple[jax.Array, Any]:
-        """Returns float32 logits [B, V] after the last token, and the extended cache."""
-        ...
