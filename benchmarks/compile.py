@@ -42,7 +42,7 @@ def started() -> float:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """The phases of one start, seconds."""
+    """Times the phases of one start, in seconds, and tells whether the train step came from the compilation cache."""
     begin, phases = started(), {}
     mark = begin
 
@@ -58,6 +58,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.distributed import runtime
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     done("imports")
     base = {
         "precision": "fp32", "simulate": spec["devices"],
@@ -75,18 +77,21 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     done("trace")
     lowered = traced.lower()
     done("lower")
+    events.clear()
     compiled = lowered.compile()
+    from_cache = "/jax/compilation_cache/cache_hits" in events
     done("compile")
     jax.block_until_ready(compiled(state, batch))
     done("step")
-    return {"phases": phases, "first_step": mark - begin, "machine": common.machine()}
+    return {"phases": phases, "first_step": mark - begin, "from_cache": from_cache, "machine": common.machine()}
 
 
 def point(layers: int, devices: int, quick: bool) -> dict[str, Any]:
     """One start; on one device a second one, with the cache of the first."""
     spec = {"layers": layers, "devices": devices, "rows": 64 if devices > 8 else 8, "length": 32 if quick else 128}
     with tempfile.TemporaryDirectory() as cache:
-        runs = [common.in_child(__file__, spec | {"cache": cache}) for _ in range(2 if devices == 1 else 1)]
+        env = {"JAX_COMPILATION_CACHE_DIR": cache}
+        runs = [common.in_child(__file__, spec, env) for _ in range(2 if devices == 1 else 1)]
     error = next((run["error"] for run in runs if "error" in run), None)
     if error:
         return {"point": spec, "error": error}
