@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any
-
-from rich.table import Table
 
 from jaxtrain.errors import UserError
 from jaxtrain.hlo import device_groups, parse
@@ -216,33 +214,9 @@ def totals_by_axes(rows: Iterable[Collective]) -> dict[tuple[str, str], tuple[in
     return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
 
-def table(rows: Sequence[Collective], scopes: bool = True) -> Table:
-    """Table for a terminal: a line for every scope, or for every (axes, op); totals below."""
-    out = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True, footer_style="bold")
-    widths = {"axes": max((len(row.axes_text) for row in rows), default=5), "operation": 18, "count": 7, "GB sent": 10}
-    footers = ("total", "", f"{sum(row.count for row in rows):,}", _gigabytes(sum(row.bytes for row in rows)))
-    for (title, width), footer in zip(widths.items(), footers):  # numbers are never cut
-        justify = "right" if title in ("count", "GB sent") else "left"
-        out.add_column(title, footer=footer, justify=justify, min_width=width, no_wrap=True)
-    if not scopes:
-        for (axes, op), (count, size) in totals_by_axes(rows).items():
-            out.add_row(axes, op, f"{count:,}", _gigabytes(size))
-        return out
-    out.add_column("type", no_wrap=True, min_width=8)
-    out.add_column("scope", overflow="ellipsis", no_wrap=True)
-    for row in rows:
-        scope = " ".join(filter(None, (shorten_scope(row.scope), f"({row.note})" if row.note else "")))
-        out.add_row(row.axes_text, row.op, f"{row.count:,}", _gigabytes(row.bytes), row.dtype, scope)
-    return out
-
-
 def shorten_scope(scope: str) -> str:
     """Drops the parts that every scope has: `jit(step)/jvp()/while/body/closed_call/x` becomes `jvp()/x`."""
     common = ("while", "body", "closed_call", "cond", "branch_1_fun", "sharding_constraint")
     parts = scope.split("/")
     text = "/".join(part for part in parts if part not in common and not part.startswith("jit(step")) or parts[-1]
     return text if len(text) <= 72 else text[:69] + "..."
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.4g}" if size >= 1e5 else f"{size / 1e9:.1e}" if size else "0"

@@ -19,6 +19,7 @@ from jaxtrain.cli.commands.report import braille, columns, report
 from jaxtrain.cli.main import main
 from jaxtrain.io import svg
 from jaxtrain.reports import page as report_page
+from jaxtrain.reports import plots
 from jaxtrain.reports.history import read_history
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" [red]\x1b[31m"
@@ -97,8 +98,7 @@ def test_text_of_others_is_escaped(tmp_path):
 def test_the_bar_of_all_time_is_to_scale(tmp_path):
     three_attempts(tmp_path)
     bars = {
-        node.attrib["class"]: float(node.attrib["width"])
-        for node in parsed(report_page.time_bar(read_history(tmp_path)))
+        node.attrib["class"]: float(node.attrib["width"]) for node in parsed(plots.time_bar(read_history(tmp_path)))
     }
     assert bars["compute"] == pytest.approx(12 * bars["checkpoint"], rel=0.02)
     assert sum(bars.values()) == pytest.approx(svg.WIDTH - 20, abs=0.5)
@@ -106,19 +106,19 @@ def test_the_bar_of_all_time_is_to_scale(tmp_path):
 
 def test_attempts_lie_where_they_were_in_time(tmp_path):
     three_attempts(tmp_path)
-    nodes = [n for n in parsed(report_page.timeline(read_history(tmp_path))) if n.tag.endswith("rect")]
+    nodes = [n for n in parsed(plots.timeline(read_history(tmp_path))) if n.tag.endswith("rect")]
     rows: dict[str, list[tuple[float, float]]] = {}
     for node in nodes:
         rows.setdefault(node.attrib["y"], []).append((float(node.attrib["x"]), float(node.attrib["width"])))
-    unit = (report_page.RIGHT - report_page.LEFT) / 280
+    unit = (plots.RIGHT - plots.LEFT) / 280
     spans = [(min(x for x, _ in row), sum(wide for _, wide in row)) for row in rows.values()]
-    expected = [(report_page.LEFT + unit * begin, unit * lived) for begin, lived in ((0, 100), (120, 49), (180, 100))]
+    expected = [(plots.LEFT + unit * begin, unit * lived) for begin, lived in ((0, 100), (120, 49), (180, 100))]
     assert spans == [pytest.approx(pair, abs=0.5) for pair in expected]
 
 
 def test_a_curve_goes_through_its_values(tmp_path):
     three_attempts(tmp_path)
-    drawn = report_page.curve(read_history(tmp_path), "loss", "loss")
+    drawn = plots.curve(read_history(tmp_path), "loss", "loss")
     (line,) = re.findall(r'class="curve" points="([^"]+)"', drawn)
     points = [tuple(map(float, point.split(","))) for point in line.split()]
     assert len(points) == 30
@@ -131,7 +131,7 @@ def test_a_curve_goes_through_its_values(tmp_path):
 
 def test_long_curves_are_small():
     points = [(float(step), value) for step, value in enumerate([1.0, 3.0] * 50_000)]
-    thin = report_page.downsample(points, 600)
+    thin = plots.downsample(points, 600)
     assert len(thin) <= 600
     assert [value for _, value in thin] == pytest.approx([2.0] * len(thin), abs=0.02)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxtrain.planning.hardware import chips, targets
 from jaxtrain.planning.hardware.calibration import calibration_of
@@ -101,8 +102,7 @@ def chip_of(plan: Plan) -> Chip | None:
     return targets.parse(plan.target).chip or chips.chip_of_device(plan.device)
 
 
-@dataclass(frozen=True)
-class PlanFact:
+class PlanFact(NamedTuple):
     """A figure of a plan with its name and a note."""
 
     name: str
