@@ -217,7 +217,7 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int,
         happened[name] -= happened[name] > 0
     outcome.passed_over = [*passed.elements(), *launch.outside]
     outcome.plan = list((Counter(plan) - Counter(outcome.passed_over)).elements())
-    if passed and not memory:
+    if passed.total() and not memory:
         outcome.wrong.append(f"did not come: {', '.join(passed.elements())}")
     return outcome
 
