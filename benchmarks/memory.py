@@ -72,7 +72,7 @@ def held(config: Any, devices: list[Any]) -> dict[str, int]:
     sizes = {path: prod(shape) for path, (shape, _) in program.model_def.tensors().items()}
     ends = sum(size for path, size in sizes.items() if not path.startswith("layers/"))
     whole_step = {
-        name: size for name, size in step_program.held_bytes(program).items() if name != "gathered"
+        name: size for name, size in step_program.weight_and_gradient_bytes(program).items() if name != "gathered"
     }  # a layer's
     return {"parameters": sum(sizes.values()), "ends": ends, **memory.state_bytes(program.state), **whole_step}
 

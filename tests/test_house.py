@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config.keys import all_keys
+from jaxtrain.config.key_names import all_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "jaxtrain").rglob("*.py"))

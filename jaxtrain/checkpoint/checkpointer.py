@@ -311,7 +311,7 @@ class Checkpointer(CheckpointReader):
         return lambda: orbax.write(path, tree, self._timeout)
 
     def _prune(self) -> list[int]:
-        """Deletes surplus steps and returns them."""
+        """Deletes steps beyond the limit and returns them."""
         return self.store.prune(*self._kept, held=() if self._copier is None else self._copier.held())
 
 

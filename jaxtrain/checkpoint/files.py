@@ -70,7 +70,7 @@ def step_files(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith("jaxtrain."))
 
 
-def seal(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
+def flush_and_digest(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
     """Flushes files of a step to the disk and returns {name: (size, digest)}."""
     sealed = {}
     for name in names:

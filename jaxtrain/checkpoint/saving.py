@@ -12,7 +12,15 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.events import Committed, Event, Retrying, SaveFailed
-from jaxtrain.checkpoint.files import FORMAT, TensorSpecs, failure_reason, fsync_folders, seal, step_files, write_marker
+from jaxtrain.checkpoint.files import (
+    FORMAT,
+    TensorSpecs,
+    failure_reason,
+    flush_and_digest,
+    fsync_folders,
+    step_files,
+    write_marker,
+)
 from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import RetryError, retry
@@ -153,7 +161,7 @@ class Saver:
     def _seal(self, save: PendingSave) -> None:
         """Flushes and digests the files that this process wrote."""
         folder, index, count = self._store.path(save.step), jax.process_index(), jax.process_count()
-        save.files = seal(folder, [name for name in step_files(folder) if _writer_of(name, count) == index])
+        save.files = flush_and_digest(folder, [name for name in step_files(folder) if _writer_of(name, count) == index])
 
     def _commit(self, save: PendingSave) -> int:
         """Flushes the folders and writes the marker. Returns the bytes of the step, of all processes."""

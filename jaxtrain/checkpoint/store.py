@@ -157,13 +157,13 @@ class CheckpointStore:
     def prune(
         self, keep: int, keep_best: int = 0, best: str | None = None, held: Collection[int] = frozenset()
     ) -> list[int]:
-        """Deletes the `surplus` steps except those in `held`. Returns the deleted steps."""
-        steps = [step for step in surplus(self.steps(), keep, keep_best, best) if step not in held]
+        """Deletes the `steps_beyond_limit` except those in `held`. Returns the deleted steps."""
+        steps = [step for step in steps_beyond_limit(self.steps(), keep, keep_best, best) if step not in held]
         self.delete(*map(str, steps))
         return steps
 
 
-def surplus(steps: Sequence[StepInfo], keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:
+def steps_beyond_limit(steps: Sequence[StepInfo], keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:
     """Returns the steps beyond the newest `keep` and the `keep_best` lowest in metric `best`.
 
     The newest always stays; a metric that is absent or not finite never counts as best.

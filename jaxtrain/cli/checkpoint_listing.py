@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.checkpoint.files import MARKER, read_marker, size_problem
-from jaxtrain.checkpoint.store import CheckpointStore, surplus
+from jaxtrain.checkpoint.store import CheckpointStore, steps_beyond_limit
 from jaxtrain.errors import CheckpointError
 
 GOOD, DAMAGED, ASIDE, UNFINISHED = "good", "damaged", "set aside", "unfinished"
@@ -88,7 +88,7 @@ def steps_to_prune(store: CheckpointStore, keep: int | None, steps: Collection[i
         if keep < 1:
             raise CheckpointError(f"expected --keep of at least 1; found {keep}")
         complete = store.steps()
-        chosen |= set(surplus(complete, keep, *_best(store, complete[-1].step if complete else -1)))
+        chosen |= set(steps_beyond_limit(complete, keep, *_best(store, complete[-1].step if complete else -1)))
     return sorted(chosen)
 
 

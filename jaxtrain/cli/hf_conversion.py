@@ -30,7 +30,7 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
 from jaxtrain.inference.model import load_params
-from jaxtrain.interop.config_json import choose_family, read_json, read_model_config
+from jaxtrain.interop.config_json import choose_export_family, read_json, read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
@@ -115,7 +115,7 @@ def export_model(
     vocab = store.marker(0 if newest is None else newest)["tensors"]["params/embed/table"][0][0]
     origin = directory / ORIGIN
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
-    architecture, content = choose_family(config.model, vocab, family, original)
+    architecture, content = choose_export_family(config.model, vocab, family, original)
     with _new_folder(target) as folder:
         program = build_program(config, vocab, _devices(config))
         params, done = load_params(directory, step, program)

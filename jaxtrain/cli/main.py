@@ -52,7 +52,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 def _unknown_option(argument: str, arguments: Sequence[str], takes_config: bool) -> str:
     """Returns the error line for an unknown argument: if it is a config key, how to write it as `key=value`."""
     option, _, value = argument.partition("=")
-    key = import_module("jaxtrain.config.keys").find_key(option.removeprefix("--")) if takes_config else None
+    key = import_module("jaxtrain.config.key_names").find_key(option.removeprefix("--")) if takes_config else None
     if key is None or not option.startswith("--"):
         return f"unrecognized argument: {argument}; `jaxtrain COMMAND --help` describes all"
     if "`" in key:  # no single key

@@ -1,6 +1,6 @@
 """Typed config: the schema, loading with layouts and overrides, and errors that say what would be right."""
 
-from jaxtrain.config.keys import json_schema
+from jaxtrain.config.key_names import json_schema
 from jaxtrain.config.schema import Config
 from jaxtrain.config.shipped import configs_dir, layout_names
 from jaxtrain.config.show import diff, dump_yaml, flatten, show

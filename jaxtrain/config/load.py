@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.keys import all_keys
+from jaxtrain.config.key_names import all_keys
 from jaxtrain.config.provenance import (
     MAX_DEPTH,
     Node,

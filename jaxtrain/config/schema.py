@@ -1,4 +1,4 @@
-"""Typed config: every key with its type, default and description, in one place.
+"""Typed config: every config key with its type, default and description, in one place.
 
 `jaxtrain.load` creates a `Config` from YAML files, a layout and `key=value` overrides. Descriptions go into the JSON
 Schema (`jaxtrain schema`).

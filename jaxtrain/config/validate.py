@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.checks import Conflict, cross_problems, path_problems
-from jaxtrain.config.keys import section_keys, unknown_key
+from jaxtrain.config.key_names import section_keys, unknown_key
 from jaxtrain.config.provenance import KeyPath, Node, deepest_node, dotted, find_node, to_python
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import MAX_VALUE_LENGTH, Problem, did_you_mean, format_value, join_words

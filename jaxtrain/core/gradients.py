@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.losses.terms import Terms, scales, split_loss_output, total
 from jaxtrain.models.model_def import ModelDef, Tree
-from jaxtrain.nn.param import SplitGrad, float32_proxies, grad_proxy, with_proxies
+from jaxtrain.nn.param import SplitGrad, attach_grad_proxies, float32_grad_proxies, grad_proxy
 from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS
@@ -61,7 +61,7 @@ class Gradients:
             return self._accumulated(params, batch, key, loss_scale)
 
         def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
-            model = self.model_def.bind(self._gather_replicas(with_proxies(proxies, params)))
+            model = self.model_def.bind(self._gather_replicas(attach_grad_proxies(proxies, params)))
             terms, counts = split_loss_output(model.loss(batch, key))
             sums, weights = _sums_and_weights(terms)
             return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
@@ -169,11 +169,11 @@ class _MicrobatchLoss:
         """
 
         def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            model = self.model_def.bind(with_proxies(proxies, self.params))
+            model = self.model_def.bind(attach_grad_proxies(proxies, self.params))
             terms, counts = split_loss_output(model.loss({**batch, **self.statistics}, key))
             return total(terms, self.scale), (_sums_and_weights(terms)[0], counts)
 
-        value, pullback, aux = jax.vjp(loss, float32_proxies(self.params), has_aux=True)
+        value, pullback, aux = jax.vjp(loss, float32_grad_proxies(self.params), has_aux=True)
         pullback.with_refs(grads)(jnp.ones_like(value))
         return aux
 

@@ -15,7 +15,7 @@ from jaxtrain.hlo.device_groups import Groups
 from jaxtrain.sharding.layout import Layout
 
 
-def refuse_divergent_permutes(step: Any) -> Any:
+def check_permutes_on_first_call(step: Any) -> Any:
     """Wraps the jitted step of a pipeline: its first call raises UserError if the compiled program could hang.
 
     Stages run different actions in a tick, but a collective-permute waits for all devices; the CPU backend then hangs

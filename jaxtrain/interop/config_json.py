@@ -120,7 +120,9 @@ def to_hf_config(model: ModelConfig, vocab: int, family: Family, original: Json 
     return config
 
 
-def choose_family(model: ModelConfig, vocab: int, name: str | None, original: Json | None) -> tuple[Family, Json]:
+def choose_export_family(
+    model: ModelConfig, vocab: int, name: str | None, original: Json | None
+) -> tuple[Family, Json]:
     """Chooses the family to export a model as: `name`, else that of `original`, else the first that supports it.
 
     Returns:

@@ -133,7 +133,7 @@ def user_flops(model: Any, shapes: Mapping[str, tuple[int, ...]], items: int) ->
     return Flops(float(model.flops(dict(shapes))) / items, None, "as counted by the model")
 
 
-def utilisation(flops_per_token: float | None, tokens_per_sec: float, peak_flops: float | None) -> float | None:
+def utilization(flops_per_token: float | None, tokens_per_sec: float, peak_flops: float | None) -> float | None:
     """Returns the share of the peak in use, 0 to 1, for a rate and a peak of one device; None if either is unknown."""
     if flops_per_token is None or not peak_flops:
         return None

@@ -45,12 +45,12 @@ def grad_proxy(param: jax.Array, dtype: Any) -> jax.Array:
     return param if param.dtype == dtype else jnp.zeros(param.shape, dtype)
 
 
-def float32_proxies(params: Any) -> Any:
+def float32_grad_proxies(params: Any) -> Any:
     """Returns arrays to differentiate by for float32 gradients."""
     return jax.tree.map(lambda p: grad_proxy(p, jnp.float32), params)
 
 
-def with_proxies(proxies: Any, params: Any) -> Any:
+def attach_grad_proxies(proxies: Any, params: Any) -> Any:
     """Returns the parameters for the model, as a function of the proxies."""
     return jax.tree.map(lambda s, p: s if s.dtype == p.dtype else SplitGrad(p, s), proxies, params)
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.errors import UserError
 from jaxtrain.models.model_def import ModelDef, Tree
-from jaxtrain.nn.param import float32_proxies, with_proxies
+from jaxtrain.nn.param import attach_grad_proxies, float32_grad_proxies
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.buffers import NO_SLOT, Buffers, Payload, ReceiveBuffer, SlotBuffer, allocate_buffers
 from jaxtrain.pipeline.partition import LayerPartition
@@ -306,22 +306,22 @@ class PipelineStep:
         """Accumulates the gradients of the embedding."""
 
         def embed(proxies: Any) -> Any:
-            return self._embed(with_proxies(proxies, self.end_params), microbatch)
+            return self._embed(attach_grad_proxies(proxies, self.end_params), microbatch)
 
-        _, pullback = jax.vjp(embed, float32_proxies(self.end_params))
+        _, pullback = jax.vjp(embed, float32_grad_proxies(self.end_params))
         pullback.with_refs(self.end_grads)(dx)
 
     def _loss(self, x: Any, microbatch: Array) -> Any:
         """Accumulates the terms of the head and the gradients of its parameters. Returns the gradient of `x`."""
 
         def head_loss(proxies: Any, x: Any) -> tuple[Array, Sums]:
-            model = self._model(with_proxies(proxies, self.end_params))
+            model = self._model(attach_grad_proxies(proxies, self.end_params))
             return self.inputs.weighted(model.head_loss(x, *self.inputs.batch(microbatch)))
 
         if not self.executor.is_training:
             self._add_sums(head_loss(self.end_params, x)[1])
             return _zeros(x)
-        _, pullback, sums = jax.vjp(head_loss, float32_proxies(self.end_params), x, has_aux=True)
+        _, pullback, sums = jax.vjp(head_loss, float32_grad_proxies(self.end_params), x, has_aux=True)
         self._add_sums(sums)
         dx = jax.tree.map(jax.new_ref, _zeros(x))
         pullback.with_refs(self.end_grads, dx)(jnp.float32(1))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxtrain.models.model_def import ModelDef
-from jaxtrain.nn.param import float32_proxies, with_proxies
+from jaxtrain.nn.param import attach_grad_proxies, float32_grad_proxies
 from jaxtrain.nn.stack import Layers
 from jaxtrain.pipeline.backward_split import SplitBackward, split_backward
 from jaxtrain.pipeline.buffers import Payload
@@ -94,7 +94,7 @@ class StageVjp:
         batch, key = inputs.batch(microbatch)
 
         def run_layers(proxies: Any, x: Any) -> tuple[Any, Any]:
-            model = self.model_def.bind(self.partition.merge_layers(with_proxies(proxies, weights), {}))
+            model = self.model_def.bind(self.partition.merge_layers(attach_grad_proxies(proxies, weights), {}))
             y, terms, counts = model.run_layers(x, batch, key, layers)
             loss, sums = inputs.weighted(terms)
             return (y, loss), (sums, counts)
@@ -102,7 +102,7 @@ class StageVjp:
         if not self.is_training:
             (y, _), (sums, counts) = run_layers(weights, x)
             return y, sums, counts, []
-        proxies = float32_proxies(weights)
+        proxies = float32_grad_proxies(weights)
         (y, _), pullback, (sums, counts) = jax.vjp(run_layers, proxies, x, has_aux=True)
         constants = jax.tree.leaves((proxies, weights, inputs))
         leaves, tree = jax.tree.flatten(pullback)
@@ -127,7 +127,7 @@ class StageVjp:
     def pullback(self, residuals: list[Array], weights: Any, inputs: StepInputs) -> Any:
         """Returns the pullback of (output, contribution to the loss) of a `forward` that was traced before."""
         assert self._rebuild is not None
-        return self._rebuild(residuals, jax.tree.leaves((float32_proxies(weights), weights, inputs)))
+        return self._rebuild(residuals, jax.tree.leaves((float32_grad_proxies(weights), weights, inputs)))
 
     def split_pullback(self, residuals: list[Any], weights: Any, inputs: StepInputs, dy: Any) -> SplitBackward:
         """Splits the pullback into B and W. Arguments are arrays or their shapes."""

@@ -16,7 +16,7 @@ from jaxtrain.models.spec import is_decoder
 from jaxtrain.pipeline.schedules.cost import schedule_cost
 from jaxtrain.planning.choices import LayoutChoice
 from jaxtrain.planning.cost.communication import DeviceSizes
-from jaxtrain.planning.cost.estimate import ScheduleEffect, kept_bytes
+from jaxtrain.planning.cost.estimate import ScheduleEffect, saved_activation_bytes
 from jaxtrain.planning.cost.pipeline_bubble import schedule_table
 from jaxtrain.planning.hardware import chips, targets
 from jaxtrain.planning.report.values import format_bytes
@@ -125,7 +125,9 @@ def _less_remat(config: Config, plan: Plan) -> Iterator[Advice]:
     flops = layer_matmuls(config.model, mean_attended(config.model, config.data.sequence))
 
     def kept(remat: str | tuple[str, ...]) -> float:
-        return (schedule.kept + schedule.running) * kept_bytes(config.model, replace(choice, remat=remat), sizes)
+        return (schedule.kept + schedule.running) * saved_activation_bytes(
+            config.model, replace(choice, remat=remat), sizes
+        )
 
     def recomputed_flops(remat: str | tuple[str, ...]) -> float:
         return sum(flops[name] for name in recomputed(config.model, remat))

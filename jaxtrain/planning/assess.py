@@ -133,7 +133,7 @@ def _flops(config: Config, report: CompileReport) -> tuple[float | None, float |
 
 def _memory(report: CompileReport, chip: Chip | None, workspace: int) -> dict[str, Any]:
     """`fits`, `reason`, `needs`, `usable` and `memory` of a plan; the compiler's memory excludes `workspace`."""
-    planned, held, state = report.memory, report.held_bytes, report.state_bytes
+    planned, held, state = report.memory, report.weight_and_gradient_bytes, report.state_bytes
     is_tpu, usable = _is_tpu(report), int(chip.usable.value) if chip and chip.usable.value else None
     compiled = planned.total
     if is_tpu and usable:  # temporaries include holes between buffers; what compiles fits

@@ -48,7 +48,7 @@ class CompileReport:
         state_bytes: bytes per device of each part of the train state.
         memory: bytes per device that the compiler plans.
         seconds: for tracing and compiling.
-        held_bytes: bytes per device besides the train state, see `step_program.held_bytes`.
+        weight_and_gradient_bytes: per device, see `step_program.weight_and_gradient_bytes`.
         tensors: largest tensors of the train state, with their bytes per device.
         positions: of the devices, in the order of the mesh.
         device_kind: JAX's name of the device.
@@ -67,7 +67,7 @@ class CompileReport:
     state_bytes: dict[str, int]
     memory: Memory
     seconds: float
-    held_bytes: dict[str, int] = field(default_factory=dict)
+    weight_and_gradient_bytes: dict[str, int] = field(default_factory=dict)
     tensors: list[tuple[str, int]] = field(default_factory=list)
     positions: list[DevicePosition] = field(default_factory=list)
     device_kind: str = ""
@@ -285,7 +285,8 @@ def report_program(
     return CompileReport(
         target, str(program.layout), sizes,
         count_collectives(text, sizes, program.config.mesh.dcn, layout), state, needs, seconds,
-        held_bytes=step_program.held_bytes(program), tensors=memory.largest_tensors(program.state),
+        weight_and_gradient_bytes=step_program.weight_and_gradient_bytes(program),
+        tensors=memory.largest_tensors(program.state),
         positions=step_program.device_positions(program, target), device_kind=device_kind,
         recomputes_logits=step_program.recomputes_logits(program), vocab=step_program.embedding_rows(program),
         user_flops=step_program.user_step_flops(program), cpu_rates=cpu_rates, pod=layout, text=text,

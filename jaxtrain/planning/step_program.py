@@ -50,8 +50,8 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
     }  # fmt: skip
 
 
-def held_bytes(program: Program) -> dict[str, int]:
-    """Bytes per device that a step holds besides the train state and activations.
+def weight_and_gradient_bytes(program: Program) -> dict[str, int]:
+    """Bytes per device of gathered weights and of gradients, which a step holds besides the train state.
 
     Returns:
         `weights`: copies gathered over the replicas for the whole step (ZeRO 1 and 2). `gathered`: one layer's weights,

@@ -10,7 +10,7 @@ from jaxtrain.errors import UserError
 AXES = ("replica", "pipeline", "data", "fsdp", "expert", "context", "model")
 
 
-def fill(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
+def infer_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
     """Returns the sizes of all axes, with -1 inferred from the number of devices.
 
     Raises:

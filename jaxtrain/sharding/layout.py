@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtrain.config.schema import MeshConfig
-from jaxtrain.sharding.axes import AXES, fill, shape_text
+from jaxtrain.sharding.axes import AXES, infer_sizes, shape_text
 from jaxtrain.sharding.rules import Rules
 
 
@@ -25,5 +25,5 @@ class Layout:
 
 def resolve_layout(name: str, mesh: MeshConfig, rules: Mapping[str, tuple[str, ...]], devices: int) -> Layout:
     """Returns the layout on `devices` devices, with -1 filled in. Raises UserError if it does not fit."""
-    sizes = fill({axis: getattr(mesh, axis) for axis in AXES}, devices)
+    sizes = infer_sizes({axis: getattr(mesh, axis) for axis in AXES}, devices)
     return Layout(name, sizes, dict(rules), dict(mesh.dcn))

@@ -1,4 +1,4 @@
-"""Throughput, step time and utilisation of logged steps."""
+"""Throughput, step time and utilization of logged steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.models.flops import Flops, utilisation
+from jaxtrain.models.flops import Flops, utilization
 from jaxtrain.planning.hardware.peak import Peak
 from jaxtrain.trackers.goodput import STEPS, GoodputLedger
 
 
 class Meter:
-    """Computes step time, throughput, data wait, utilisation and memory between two records from a ledger.
+    """Computes step time, throughput, data wait, utilization and memory between two records from a ledger.
 
         meter = Meter(ledger, tokens=global_batch * sequence, devices=8, flops=flops, peak=peak)
         meter.end_compilation(1)
@@ -69,17 +69,17 @@ class Meter:
             rate = steps * self.tokens / elapsed
             record |= {"tokens_per_sec": rate, "tokens_per_sec_per_device": rate / self.devices}
             record |= {"step_time": elapsed / steps, "data_wait": (now["data"] - before["data"]) / steps}
-            record |= self._utilisation(rate / self.devices)
+            record |= self._utilization(rate / self.devices)
         used = self._memory()
         self._before, self._step = now, step
         return record if used is None else record | {"memory": used}
 
-    def _utilisation(self, rate: float) -> dict[str, float]:
+    def _utilization(self, rate: float) -> dict[str, float]:
         if self.flops is None or self.peak is None:
             return {}
         shares = {
-            "mfu": utilisation(self.flops.model, rate, self.peak.flops),
-            "hfu": utilisation(self.flops.hardware, rate, self.peak.flops),
+            "mfu": utilization(self.flops.model, rate, self.peak.flops),
+            "hfu": utilization(self.flops.hardware, rate, self.peak.flops),
         }
         return {name: share for name, share in shares.items() if share is not None}
 

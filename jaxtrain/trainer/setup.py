@@ -19,7 +19,7 @@ from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
-from jaxtrain.hlo.collectives import refuse_divergent_permutes
+from jaxtrain.hlo.collectives import check_permutes_on_first_call
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.models.flops import Flops, decoder_flops, user_flops
@@ -71,7 +71,7 @@ def open_trainer(
         hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices
     )
     if program.gradients.pipeline:
-        program = replace(program, step=refuse_divergent_permutes(program.step))
+        program = replace(program, step=check_permutes_on_first_call(program.step))
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     checkpointer, ticker = open_checkpointer(config, directory), Ticker()

@@ -117,7 +117,7 @@ def test_peer_torch(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["attention", "cross_entropy", "checkpoint", "data"])
-def test_rooms(tmp_path, name):
+def test_package_benchmarks(tmp_path, name):
     assert quick(tmp_path, name, *(["--measure"] if name == "cross_entropy" else []))["results"]
 
 
@@ -230,7 +230,7 @@ def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
             assert check_layout(pod.config, pod.target.devices) == []
 
 
-def test_packed_batch_is_what_the_data_room_makes():
+def test_packed_batch_equals_the_data_package():
     batch = module("common").packed_batch(0, 3, 32, 100, 4)
     for row in range(3):
         segments, positions = batch["segments"][row], batch["positions"][row]

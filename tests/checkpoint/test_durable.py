@@ -320,7 +320,13 @@ def step_of_small_files(store: CheckpointStore, step: int) -> None:
     names = ["a", "state/b", "state/d/c"]
     for name in names:
         (folder / name).write_bytes(bytes([step]) * 500)
-    content = {"format": files.FORMAT, "step": step, "time": 0, "bytes": 1500, "files": files.seal(folder, names)}
+    content = {
+        "format": files.FORMAT,
+        "step": step,
+        "time": 0,
+        "bytes": 1500,
+        "files": files.flush_and_digest(folder, names),
+    }
     files.write_marker(folder, content | {"manifest": {}, "metrics": {}, "tensors": {}})
 
 

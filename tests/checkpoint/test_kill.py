@@ -117,7 +117,13 @@ def commit(store: CheckpointStore, step: int) -> None:
     for name in names:
         (folder / name).write_bytes(bytes([step]) * 500)
     files.fsync_folders(folder)
-    content = {"format": files.FORMAT, "step": step, "time": 0, "bytes": 1, "files": files.seal(folder, names)}
+    content = {
+        "format": files.FORMAT,
+        "step": step,
+        "time": 0,
+        "bytes": 1,
+        "files": files.flush_and_digest(folder, names),
+    }
     files.write_marker(folder, content | {"manifest": {}, "metrics": {}, "tensors": {}})
     store.prune(2)
 

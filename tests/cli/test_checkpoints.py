@@ -28,7 +28,7 @@ def commit(store: CheckpointStore, number: int, **changes) -> None:
     names = ["state/manifest", "state/d/0", "state/d/1"]
     for index, name in enumerate(names):
         (folder / name).write_bytes(bytes([step]) * (500 + index))
-    sealed = files.seal(folder, names)
+    sealed = files.flush_and_digest(folder, names)
     content = {
         "format": files.FORMAT, "step": step, "time": 1.7e9 + step, "files": sealed, "bytes": 1503, "tensors": TENSORS,
         "metrics": {"eval/loss": 1 / step if step != 10 else 0.001}, "manifest": MANIFEST,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import Config, ConfigError, configs_dir, dump_yaml, show
-from jaxtrain.config.keys import all_keys
+from jaxtrain.config.key_names import all_keys
 from jaxtrain.config.load import resolve
 from jaxtrain.core.layout_check import check_config
 

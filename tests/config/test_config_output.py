@@ -11,7 +11,7 @@ import yaml
 
 from jaxtrain.cli.commands.diff import diff_lines
 from jaxtrain.config import Config, configs_dir, diff, dump_yaml, flatten, json_schema, show
-from jaxtrain.config.keys import all_keys, section_keys
+from jaxtrain.config.key_names import all_keys, section_keys
 from jaxtrain.config.load import load, resolve
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.sharding.axes import AXES

@@ -11,7 +11,7 @@ from jaxtrain.config import Config, ConfigError, layout_names
 from jaxtrain.config.show import dump_yaml
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.sharding.axes import AXES, fill
+from jaxtrain.sharding.axes import AXES, infer_sizes
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -25,7 +25,7 @@ def load(*overrides: str) -> tuple[Config, list[str]]:
 def sizes(config: Config) -> dict[str, int]:
     """Returns the mesh sizes above 1, with -1 inferred."""
     assert config.simulate is not None
-    full = fill({axis: getattr(config.mesh, axis) for axis in AXES}, config.simulate)
+    full = infer_sizes({axis: getattr(config.mesh, axis) for axis in AXES}, config.simulate)
     return {axis: size for axis, size in full.items() if size > 1}
 
 

@@ -13,7 +13,7 @@ import pytest
 from jaxtrain.cli.main import main
 from jaxtrain.config.schema import ModelConfig, MoeConfig, RopeScalingConfig
 from jaxtrain.errors import ModelConfigError, ModelFileError
-from jaxtrain.interop.config_json import choose_family, from_hf_config, to_hf_config
+from jaxtrain.interop.config_json import choose_export_family, from_hf_config, to_hf_config
 from jaxtrain.interop.families import FAMILIES
 from jaxtrain.interop.safetensors_io import open_tensors, write_tensors
 
@@ -219,10 +219,10 @@ SIZES: dict[str, Any] = {"vocab": 31, "embed": 8, "heads": 2, "mlp": 12, "layers
 )
 def test_the_chosen_family_round_trips(options, expected):
     wanted = ModelConfig(**SIZES, **options)
-    family, config = choose_family(wanted, 31, None, None)
+    family, config = choose_export_family(wanted, 31, None, None)
     assert family.name == expected
     again = ModelConfig.model_validate(from_hf_config(json.loads(json.dumps(config)), "")[1])
-    assert choose_family(again, 31, expected, config)[1] == config
+    assert choose_export_family(again, 31, expected, config)[1] == config
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_the_chosen_family_round_trips(options, expected):
 )
 def test_options_without_a_family_are_named(options, family, words):
     with pytest.raises(ModelConfigError) as error:
-        choose_family(ModelConfig(**SIZES, **options), 31, family, None)
+        choose_export_family(ModelConfig(**SIZES, **options), 31, family, None)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import hf_loaded
 import hf_models
 
-from jaxtrain.interop.config_json import choose_family
+from jaxtrain.interop.config_json import choose_export_family
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 
@@ -41,7 +41,7 @@ def test_logits_generation_and_round_trip(case: str, tmp_path: Path):
     assert hf_loaded.greedy(model_def, params, PROMPT, 64) == generated
 
     before = json.loads((tmp_path / "in/config.json").read_text())
-    chosen, content = choose_family(config.model, 131, None, before)
+    chosen, content = choose_export_family(config.model, 131, None, before)
     assert chosen is family
     (tmp_path / "out").mkdir()
     save_weights(tmp_path / "out", TENSOR_MAPPINGS[family.name], hf_loaded.flat(params), np.dtype(np.float32), 20_000)

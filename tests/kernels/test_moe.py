@@ -19,7 +19,7 @@ from jaxtrain.kernels.moe.routing import Load, Routing, expert_capacity, route
 from jaxtrain.losses.load_balancing import load_balance_loss, load_metrics, router_z_loss
 from jaxtrain.nn.mlp import HIDDEN
 from jaxtrain.sharding.devices import make_mesh
-from jaxtrain.sharding.layout import Layout, fill
+from jaxtrain.sharding.layout import Layout, infer_sizes
 from jaxtrain.sharding.sharder import Sharder
 
 B, T, E, K, D, F = 8, 16, 8, 2, 12, 8
@@ -31,7 +31,7 @@ RULES = {
 
 def sharder(sizes: dict[str, int], rules=RULES) -> Sharder:
     count = math.prod(sizes.values())
-    layout = Layout("test", fill(sizes, count), rules, {})
+    layout = Layout("test", infer_sizes(sizes, count), rules, {})
     return Sharder(make_mesh(layout, jax.devices()[:count]), rules)
 
 

@@ -31,7 +31,7 @@ class Unix(Channel):
         self.socket, self._buffer = connection, b""
 
 
-def test_what_is_sent_arrives_in_whatever_pieces(pair):
+def test_messages_arrive_however_they_are_split(pair):
     a, b = pair
     channel, got = Unix(b), []
     data = encode("exit", **EXIT) + encode("heartbeat") + encode("idle", **IDLE)

@@ -20,7 +20,7 @@ from jaxtrain.models.flops import (
     layer_windows,
     recomputed,
     user_flops,
-    utilisation,
+    utilization,
 )
 from jaxtrain.sharding.sharder import Sharder
 
@@ -159,7 +159,7 @@ def test_user_models_are_never_guessed():
     assert user_flops(Counting(), {"x": (4, 10)}, 4) == Flops(60.0, None, "as counted by the model")
 
 
-def test_utilisation():
-    assert utilisation(6e9, 1e4, 100e12) == pytest.approx(0.6)
-    assert utilisation(None, 1e4, 1e12) is None
-    assert utilisation(6e9, 1e4, None) is None
+def test_utilization():
+    assert utilization(6e9, 1e4, 100e12) == pytest.approx(0.6)
+    assert utilization(None, 1e4, 1e12) is None
+    assert utilization(6e9, 1e4, None) is None

@@ -64,7 +64,7 @@ STATES = [
 def test_bytes_of_the_state_are_exact(layout: str, mesh: dict[str, int], changes: dict):
     config = configured(layout, mesh, {**SMALL, **changes})
     program = build_program(config, config.model.vocab, jax.devices()[:8])
-    state, held = memory.state_bytes(program.state), step_program.held_bytes(program)
+    state, held = memory.state_bytes(program.state), step_program.weight_and_gradient_bytes(program)
     sizes = {axis: resolve_layout(config.layout, config.mesh, config.rules, 8).sizes[axis] for axis in AXES}
     assert config.model.vocab is not None
     workload = SearchSpace(config, 8, config.model.vocab).workload

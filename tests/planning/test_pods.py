@@ -145,7 +145,7 @@ def test_a_pods_collectives_are_those_of_the_whole(name: str):
     pod = pods.smaller_pods(config, targets.parse("simulate:8"), 4)[0]
     whole, told = reports(config, pod.config)
     assert (told.sizes, told.layout, told.state_bytes) == (whole.sizes, whole.layout, whole.state_bytes)
-    assert told.held_bytes == whole.held_bytes
+    assert told.weight_and_gradient_bytes == whole.weight_and_gradient_bytes
     assert told.memory.arguments == whole.memory.arguments
     assert {key: count for key, (count, _) in by_kind(told).items()} == {
         key: n for key, (n, _) in by_kind(whole).items()

@@ -224,7 +224,7 @@ def test_advice_for_pipelines_and_for_steps_that_do_not_fit():
     )
     schedule = pipeline_bubble.schedule_table(config.pipeline, 4, 8)
     assert schedule is not None
-    runs = pipeline_bubble.loop_runs(schedule)
+    runs = pipeline_bubble.loop_runs_per_tick(schedule)
     assert sum(runs[action.name] for action in Action) == pytest.approx(1)
     assert runs["embed"] == pytest.approx(8 / schedule.ticks)
     sizes = plan().sizes | {"fsdp": 1, "pipeline": 4}

@@ -27,7 +27,7 @@ from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search import search as module
 from jaxtrain.planning.search.candidates import CandidateSet
-from jaxtrain.planning.search.families import explain_estimate
+from jaxtrain.planning.search.families import why_estimate_is_worse
 from jaxtrain.planning.search.plan_cache import PlanCache
 from jaxtrain.planning.search.ranking import (
     OBJECTIVES,
@@ -384,9 +384,9 @@ def test_a_layout_that_is_better_by_estimate_only_says_so(found: SearchResult, o
     one = found.ranking[0].estimate
     better = dataclasses.replace(one, step_seconds=0.8 * one.step_seconds, needs=0.8 * one.needs)
     word = {"time": "faster", "memory": "smaller"}[objective]
-    assert explain_estimate(better, one, objective) == f"20% {word} by estimate, but not compiled"
-    assert "within 1%" in explain_estimate(one, one, objective)
-    assert "by estimate" not in explain_estimate(one, better, objective)
+    assert why_estimate_is_worse(better, one, objective) == f"20% {word} by estimate, but not compiled"
+    assert "within 1%" in why_estimate_is_worse(one, one, objective)
+    assert "by estimate" not in why_estimate_is_worse(one, better, objective)
 
 
 def test_compiled_steps_are_compared_by_their_plans(tmp_path: Path):

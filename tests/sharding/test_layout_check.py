@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.schema import MeshConfig
-from jaxtrain.sharding.axes import AXES, fill
+from jaxtrain.sharding.axes import AXES, infer_sizes
 from jaxtrain.sharding.check import check
 
 TENSORS: dict[str, Any] = {
@@ -185,7 +185,7 @@ def test_what_passes_can_be_placed_and_what_is_refused_can_not(sizes: dict, rule
     """Against a direct statement of what placement needs: whole shards, an axis once on a tensor, no idle axis."""
     problems = check(MeshConfig(**sizes), rules, TENSORS, ACTIVATIONS, devices)
     try:
-        full = fill(sizes, devices)
+        full = infer_sizes(sizes, devices)
     except ValueError:
         assert any(problem.key.startswith("mesh") for problem in problems)
         return
@@ -205,7 +205,7 @@ def test_what_passes_can_be_placed_and_what_is_refused_can_not(sizes: dict, rule
     assert bool(problems) == bad, problems
 
 
-def test_the_doctor_runs_without_jax() -> None:
+def test_layout_check_needs_no_jax() -> None:
     code = "import sys, jaxtrain.sharding.check, jaxtrain.core.layout_check; print('jax' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import MeshConfig
-from jaxtrain.sharding.axes import AXES, fill
+from jaxtrain.sharding.axes import AXES, infer_sizes
 from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
 from jaxtrain.sharding.rules import compute_dims, dims_to_axes, storage_axes, storage_dims
@@ -24,7 +24,7 @@ def sharder(**sizes: int) -> Sharder:
 
 
 def test_fill_gives_minus_one_what_is_left():
-    assert fill({"data": 2, "fsdp": -1}, 8) == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
+    assert infer_sizes({"data": 2, "fsdp": -1}, 8) == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_fill_gives_minus_one_what_is_left():
 )  # fmt: skip
 def test_fill_says_what_is_wrong(sizes: dict, said: str):
     with pytest.raises(ValueError, match=said):
-        fill(sizes, 8)
+        infer_sizes(sizes, 8)
 
 
 def test_an_axis_twice_on_a_tensor_is_refused_by_name():
@@ -110,7 +110,7 @@ def test_layers_that_stages_do_not_divide_lie_in_shares_of_another_dim():
     assert storage_dims(names, (6, 16, 64), rules, sizes, 1) == ((), ("fsdp", "pipeline", "data"), ("model",))
 
 
-def test_boundary_places_forward_and_backward_apart():
+def test_boundary_places_forward_and_backward_differently():
     s = sharder(data=2, model=4)
     x = jax.device_put(jnp.ones((4, 8, 3)), s.sharding(("batch", None, None)))
 

@@ -42,7 +42,7 @@ def test_the_environment_names_all_that_decides_the_bits(monkeypatch):
         assert manifest["versions"][package] == metadata.version(package)
 
 
-def test_the_same_environment_promises_bits():
+def test_the_same_environment_guarantees_equal_bits():
     saved = environment(config(log={"every": 5}, checkpoint={"keep": 2}, dir="a"), mesh_of(4, 2), position=3)
     now = environment(config(log={"every": 1}, dir="b", data={"workers": 9}), mesh_of(4, 2), position=4)
     assert resume_guarantee(saved, now) == ("bitwise", [])

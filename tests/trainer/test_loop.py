@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import jaxtrain
-from jaxtrain.checkpoint.store import CheckpointStore, surplus
+from jaxtrain.checkpoint.store import CheckpointStore, steps_beyond_limit
 from jaxtrain.config import Config
 from jaxtrain.config.show import as_dict
 from jaxtrain.errors import DivergedError, TrainingError
@@ -62,7 +62,7 @@ def read(folder, name) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_a_run_writes_what_it_promises(tmp_path, corpus):
+def test_a_run_writes_all_of_its_files(tmp_path, corpus):
     result = jaxtrain.train(config(tmp_path, corpus), console=quiet())
     assert result.step == 8
     assert result.stopped_by is None
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_ranked_by_the_newest_validation(tmp_path, corpus):
     assert {info.step: info.metrics.get("eval/loss") for info in steps} == {
         step: scores.get(validated) for step, validated in newest.items()
     }
-    assert surplus(steps, 1, 1, "eval/loss") == [1, 2, 3, 4, 5, 6]  # the last one is the best
+    assert steps_beyond_limit(steps, 1, 1, "eval/loss") == [1, 2, 3, 4, 5, 6]  # the last one is the best
 
 
 def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):
@@ -311,7 +311,7 @@ def test_a_run_whose_only_copy_cannot_be_fetched_does_not_begin_again(tmp_path, 
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}
 
 
-def test_every_step_is_known_at_the_end_whatever_the_log_interval(tmp_path, corpus):
+def test_every_step_is_recorded_at_any_log_interval(tmp_path, corpus):
     result = jaxtrain.train(config(tmp_path, corpus, "log.every=5", "seed=3000000000"), console=quiet())
     assert result.metrics["loss"] > 0
     assert losses(result.run_dir).keys() == {4, 5, 8}  # 4 and 8 because they were saved

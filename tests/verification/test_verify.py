@@ -106,7 +106,7 @@ def test_every_legal_mesh_once(path):
         candidates(small, ["fsdp_pt"], 8)
 
 
-def test_formulations_are_apart_on_whatever_axis_shards_the_context(tmp_path, path):
+def test_context_parallel_methods_differ_on_every_axis_of_the_context(tmp_path, path):
     names = []
     for formulation in ("ring", "gather"):
         names.append(str(tmp_path / f"{formulation}.yaml"))

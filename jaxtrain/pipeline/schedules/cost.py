@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.pipeline.schedules.table import Action, Table, dependencies, unfused
+from jaxtrain.pipeline.schedules.table import Action, Table, dependencies, unfuse
 
 
 class Costs(NamedTuple):
@@ -114,7 +114,7 @@ def start_times(table: Table, costs: Costs) -> np.ndarray:
         ready = [done[part, source, microbatch] for part, source in dependencies(action, virtual, last)]
         start[tick, stage] = max(free[stage], *ready, 0)
         free[stage] = start[tick, stage] + durations[action]
-        for part in unfused(action):
+        for part in unfuse(action):
             done[part, virtual, microbatch] = free[stage]
     return start
 

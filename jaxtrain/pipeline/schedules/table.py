@@ -122,7 +122,7 @@ class Table:
         """int32 [4, stages * chunks, microbatches]: tick of each F, B and W (a BW is both); -1 if it is missing."""
         ticks = np.full((4, self.virtual_stage.size, self.microbatches), -1, np.int32)
         for tick, stage, (action, microbatch, chunk) in self.tasks():
-            for part in unfused(action):
+            for part in unfuse(action):
                 ticks[part, self.virtual_stage[stage, chunk], microbatch] = tick
         return ticks
 
@@ -134,7 +134,7 @@ def virtual_stages(placement: Placement, stages: int, chunks: int) -> np.ndarray
     return chunk * stages + np.where(is_reversed, stages - 1 - stage, stage)
 
 
-def unfused(action: Action) -> tuple[Action, ...]:
+def unfuse(action: Action) -> tuple[Action, ...]:
     """Returns the parts of an action: BW is a B and a W."""
     return (Action.B, Action.W) if action == Action.BW else (action,)
 

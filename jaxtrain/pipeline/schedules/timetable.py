@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxtrain.pipeline.schedules.table import Action, Placement, Table, Task, dependencies, unfused, virtual_stages
+from jaxtrain.pipeline.schedules.table import Action, Placement, Table, Task, dependencies, unfuse, virtual_stages
 
 
 def build_table(
@@ -63,7 +63,7 @@ def build_table(
             rows[stage].append(task)
             if task:
                 queues[stage].run(task)
-                done[list(unfused(task.action)), virtual_stage[stage, task.chunk], task.microbatch] = True
+                done[list(unfuse(task.action)), virtual_stage[stage, task.chunk], task.microbatch] = True
         tick += 1
     return Table.from_rows(rows, name=name, placement=placement, microbatches=microbatches, chunks=chunks)
 

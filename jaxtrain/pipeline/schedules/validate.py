@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxtrain.errors import ScheduleError
-from jaxtrain.pipeline.schedules.table import Action, Table, Task, dependencies, unfused
+from jaxtrain.pipeline.schedules.table import Action, Table, Task, dependencies, unfuse
 
 MAX_PROBLEMS = 10  # in one error
 
@@ -56,7 +56,7 @@ def _out_of_range(table: Table) -> Iterator[str]:
 def _repeated(table: Table) -> Iterator[str]:
     first: dict[tuple[Action, int, int, int], int] = {}
     for tick, stage, task in table.tasks():
-        for part in unfused(task.action):
+        for part in unfuse(task.action):
             before = first.setdefault((part, stage, task.chunk, task.microbatch), tick)
             if before != tick:
                 position = _position(table, stage, tick, task)

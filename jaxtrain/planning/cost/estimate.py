@@ -196,7 +196,7 @@ def active_mlp_width(model: ModelConfig) -> int:
     return model.mlp if moe is None else (moe.shared_experts + moe.top_k) * model.mlp
 
 
-def kept_bytes(model: ModelConfig, choice: LayoutChoice, sizes: DeviceSizes) -> float:
+def saved_activation_bytes(model: ModelConfig, choice: LayoutChoice, sizes: DeviceSizes) -> float:
     """Bytes of activations that a device's layers keep of a microbatch for the backward pass."""
     stream, split = _kept_width(model, choice)
     elements = sizes.residual_tokens * stream + sizes.tokens * split / choice.size("model")
@@ -307,9 +307,9 @@ class CostModel:
     def _memory(
         self, choice: LayoutChoice, parameters: ParameterSizes, sizes: DeviceSizes, schedule: ScheduleEffect
     ) -> dict[str, float]:
-        model, kept, embed = choice.size("model"), kept_bytes(self.model, choice, sizes), sizes.embed
+        model, kept, embed = choice.size("model"), saved_activation_bytes(self.model, choice, sizes), sizes.embed
         if choice.size(PIPELINE_AXIS) > 1:
-            whole = kept_bytes(self.model, replace(choice, remat="none"), sizes)
+            whole = saved_activation_bytes(self.model, replace(choice, remat="none"), sizes)
             between, slot = SPLIT_BACKWARD * whole - kept, SLOT_STREAMS * sizes.residual_tokens * embed * self.width
             kept = (schedule.kept + schedule.running) * kept + schedule.kept * slot + schedule.between * between
             kept += GRADIENT_BYTES * schedule.unreduced * parameters.layer_shards

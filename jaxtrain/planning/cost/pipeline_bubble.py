@@ -17,7 +17,7 @@ def schedule_table(pipeline: PipelineConfig, stages: int, microbatches: int) -> 
     return None if stages == 1 else load_table(pipeline.schedule, stages, microbatches, pipeline.virtual_stages)
 
 
-def loop_runs(schedule: Table) -> dict[str, float]:
+def loop_runs_per_tick(schedule: Table) -> dict[str, float]:
     """Mean runs per tick and stage of each loop that runs at most once: an `Action`, or an end of the model.
 
     The ends (`embed`, `loss`, `embed_backward`) run once per microbatch.
@@ -28,8 +28,8 @@ def loop_runs(schedule: Table) -> dict[str, float]:
 
 
 def branch_weights(schedule: Table, instruction: Instruction) -> list[float] | None:
-    """`loop_runs` of a loop that runs at most once, as `roofline.BranchWeights`; None for other instructions."""
-    return [loop_runs(schedule)[instruction.once_loop]] if instruction.once_loop else None
+    """`roofline.BranchWeights` of a loop that runs at most once; None for other instructions."""
+    return [loop_runs_per_tick(schedule)[instruction.once_loop]] if instruction.once_loop else None
 
 
 def bubble_seconds(schedule: Table, cost: StepCost) -> float:

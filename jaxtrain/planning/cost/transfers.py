@@ -61,14 +61,14 @@ def traffic_rows(
 def _collectives(
     module: Module, report: CompileReport, fabric: Fabric, dcn: Mapping[str, int], schedule: Table | None
 ) -> Iterator[Transfer]:
-    loop_runs = pipeline_bubble.loop_runs(schedule) if schedule else {}
+    loop_runs_per_tick = pipeline_bubble.loop_runs_per_tick(schedule) if schedule else {}
     times: dict[overlap.Key, CollectiveTime] = {}
     for one in collectives.locate_collectives(module, report.sizes, dcn, report.pod):
         key, row = (one.site.computation, one.site.instruction.name), one.collective
         size = row.bytes / max(1, row.count)
         if key not in times:
             times[key] = fabric.collective_time(row.op, one.groups, size)
-        runs = row.count * prod(loop_runs.get(loop, 1.0) for loop in one.site.once_loops)
+        runs = row.count * prod(loop_runs_per_tick.get(loop, 1.0) for loop in one.site.once_loops)
         channel = "between slices" if one.site.instruction.op == "send" else "network"
         yield Transfer(key, row.axes_text, row.op, runs, size, times[key], channel)
 

@@ -66,7 +66,7 @@ def families_of(choice: LayoutChoice, domain: int) -> Iterator[str]:
         yield f"pipeline, {choice.schedule}"
 
 
-def explain_estimate(loser: Estimate, winner: Estimate, objective: str, is_assumed: bool = False) -> str:
+def why_estimate_is_worse(loser: Estimate, winner: Estimate, objective: str, is_assumed: bool = False) -> str:
     """Explains in a line with figures why an estimate loses to another.
 
     Args:
@@ -80,7 +80,7 @@ def explain_estimate(loser: Estimate, winner: Estimate, objective: str, is_assum
     return _compare(loser, winner, objective, lambda: _estimate_cause(loser, winner, is_assumed))
 
 
-def explain_plan(loser: Plan, winner: Plan, objective: str) -> str:
+def why_plan_is_worse(loser: Plan, winner: Plan, objective: str) -> str:
     """Explains why a compiled step loses to another; `objective` is as in `search`."""
     if loser.fits is False:
         if not loser.needs or loser.usable is None:

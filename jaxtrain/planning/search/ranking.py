@@ -17,7 +17,7 @@ from jaxtrain.planning.cost.estimate import Estimate
 from jaxtrain.planning.report import values
 from jaxtrain.planning.report.terminal import plain_table, section
 from jaxtrain.planning.result import Plan
-from jaxtrain.planning.search.families import FamilyResult, explain_estimate, explain_plan
+from jaxtrain.planning.search.families import FamilyResult, why_estimate_is_worse, why_plan_is_worse
 from jaxtrain.sharding.axes import AXES
 
 Objective = Literal["time", "memory", "cost"]
@@ -93,7 +93,7 @@ class RankedLayout:
         return [f"step.{name}={text(value)}" for name, value in self.estimate.choice.step_keys.items()]
 
     def with_reason(self, winner: RankedLayout | None, objective: str, is_assumed: bool) -> RankedLayout:
-        """Adds the reason; arguments are as in `explain_estimate`."""
+        """Adds the reason; arguments are as in `why_estimate_is_worse`."""
         reasons = (self.unfinished, self._why(winner or self, objective, is_assumed))
         return replace(self, reason=self.error or "; ".join(filter(None, reasons)))
 
@@ -101,8 +101,8 @@ class RankedLayout:
         if self is first and self.fits:
             return self.plan.bottleneck if self.plan else ""
         if self.plan and (first.plan or not self.fits):
-            return explain_plan(self.plan, first.plan or self.plan, objective)
-        return explain_estimate(self.estimate, first.estimate, objective, is_assumed)
+            return why_plan_is_worse(self.plan, first.plan or self.plan, objective)
+        return why_estimate_is_worse(self.estimate, first.estimate, objective, is_assumed)
 
     def as_dict(self) -> dict[str, Any]:
         """Converts the layout for JSON."""

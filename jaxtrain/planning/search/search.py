@@ -27,7 +27,7 @@ from jaxtrain.planning.hardware.chips import GPUS, Torus
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search.candidates import INTERRUPTED, TIMED_OUT, CandidateSet
-from jaxtrain.planning.search.families import FamilyResult, explain_estimate, families_of, family_names
+from jaxtrain.planning.search.families import FamilyResult, families_of, family_names, why_estimate_is_worse
 from jaxtrain.planning.search.plan_cache import PlanCache
 from jaxtrain.planning.search.ranking import OBJECTIVES, Objective, RankedLayout, SearchResult, objective_value
 
@@ -307,5 +307,5 @@ class CandidateCompiler:
             elif winner is None and best.fits():
                 yield FamilyResult(family, best, "fits by estimate, but is not compiled")
             else:
-                reason = explain_estimate(best, winner or best, self.objective, self.is_assumed)
+                reason = why_estimate_is_worse(best, winner or best, self.objective, self.is_assumed)
                 yield FamilyResult(family, best, reason)
