@@ -21,7 +21,7 @@ from jaxtrain.core.gradients import Batch, GradOutput, split_microbatches
 from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.step import drop_gradients, train_step
 from jaxtrain.losses.terms import scales, total
-from jaxtrain.models.model_def import ModelDef
+from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable
 from jaxtrain.optim.optimizers import make_optimizer
 from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.pipeline.partition import LayerPartition
@@ -44,7 +44,10 @@ class GPipe:
     partition: LayerPartition
     remat: bool
 
-    def __call__(self, params: Any, batch: Batch, key: Array, loss_scale: Any = 1.0) -> GradOutput:
+    def __call__(
+        self, params: Any, batch: Batch, key: Array, loss_scale: Any = 1.0, other: NonTrainable = NOTHING
+    ) -> GradOutput:
+        del other  # stages hold trained parameters only
         count = self.partition.table.microbatches
         batches = jax.tree.map(lambda x: split_microbatches(self.partition.sharder, x, count), dict(batch))
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
@@ -59,7 +62,7 @@ class GPipe:
             return loss_scale * total(terms, scales(lax.stop_gradient(weights))), (sums, weights)
 
         grads, (sums, weights) = jax.grad(loss, has_aux=True)(params)
-        return GradOutput(jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, weights, None)
+        return GradOutput(jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, weights, None, {})
 
     def _run_layers(self, weights: Any, embedded: Any, batches: Batch, keys: Array) -> Any:
         """Returns the output of the last layer, [microbatches, ...]."""

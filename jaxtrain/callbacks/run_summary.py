@@ -8,7 +8,9 @@ import jax
 from rich.console import Console
 
 from jaxtrain.callbacks.base import Callback, TrainerView
+from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.data.dataset import TextDataset
+from jaxtrain.models.model_def import merge_trees
 from jaxtrain.models.spec import has_token_rows
 from jaxtrain.pipeline.schedules.cost import cost_line
 from jaxtrain.precision.policy import POLICIES
@@ -33,11 +35,15 @@ class RunSummary(Callback):
             return
         program, console = trainer.program, trainer.console
         sizes, rules = program.layout.sizes, program.sharder.rules or {}
-        rows = parameter_rows(program.model_def.params, program.model_def.names, program.sharder.storage_dims, sizes)
+        model_def = program.model_def
+        names = merge_trees(model_def.names, model_def.non_trainable_names.frozen)
+        rows = parameter_rows(model_def.parameters, names, program.sharder.storage_dims, sizes)
         console.print(f"run       {trainer.dir}", mesh_line(program.layout.name, sizes, self._device_kind(trainer)))
         if program.gradients.pipeline:
             console.print(f"pipeline  {cost_line(program.gradients.pipeline.table)}")
         console.print(model_line(rows), self._precision_line(trainer), self._batch_line(trainer))
+        if self._splits_a_mean(trainer):
+            console.print("note      the loss returns a mean, weighted by the rows of a microbatch: a mean of means")
         if isinstance(trainer.data, TextDataset):
             counts = f"{trainer.data.documents:,} documents, {trainer.data.tokens:,} tokens"
             console.print(f"data      {counts}; unigram entropy {trainer.data.unigram_entropy:.4f} nats per token")
@@ -50,6 +56,16 @@ class RunSummary(Callback):
             if meter.flops is not None and meter.peak is not None:
                 console.print(f"flops     {meter.flops.model:.4g} per token ({meter.flops.convention})")
                 console.print(f"peak      {meter.peak}")
+
+    def _splits_a_mean(self, trainer: TrainerView) -> bool:
+        """Returns whether a step has several microbatches and the loss of each is a mean."""
+        data, parts = trainer.config.data, trainer.config.step.microbatches
+        if parts == 1:
+            return False
+        batch = batch_spec(
+            data, data.global_batch // parts, None if data.is_text else trainer.data.batch(0, slice(0, 1))
+        )
+        return trainer.program.model_def.returns_mean(batch)
 
     def _device_kind(self, trainer: TrainerView) -> str:
         device = jax.devices()[0]

@@ -7,6 +7,7 @@ import jax
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.program import State
 from jaxtrain.inference.model import text_streamer, text_tokenizer
+from jaxtrain.models.model_def import merge_trees
 from jaxtrain.reports.loss_plot import plot_loss
 
 
@@ -31,6 +32,8 @@ class Samples(Callback):
         if not log.sample_tokens or stopped_by or jax.process_count() > 1:
             return
         tokenizer = text_tokenizer(trainer.config.model, trainer.config.data)
-        stream = text_streamer(trainer.program, tokenizer, state.get("ema", state["params"]))
+        stream = text_streamer(
+            trainer.program, tokenizer, merge_trees(state.get("ema", state["params"]), state.get("frozen", {}))
+        )
         text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -34,6 +34,7 @@ from jaxtrain.interop.config_json import choose_export_family, read_json, read_m
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.models.model_def import merge_trees, select_paths
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.trainer.compatibility import environment
 
@@ -68,11 +69,14 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build_program(config, section["vocab"], _devices(config))
-        params = load_weights(source, TENSOR_MAPPINGS[family.name], program.state["params"])
+        kinds = [kind for kind in ("params", "frozen") if kind in program.state]
+        wanted = merge_trees(program.state["params"], program.state.get("frozen", {}))
+        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], wanted)
         _copy(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
-        state = {"params": params, "step": jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)}
+        state = {kind: select_paths(loaded, program.state[kind]) for kind in kinds}
+        state["step"] = jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)
         with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing else is logged meanwhile
             checkpoints.save(0, state, manifest=manifest, copy=False)
             checkpoints.wait()
@@ -112,7 +116,8 @@ def export_model(
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
     store = CheckpointStore(directory / "checkpoints")
     newest = store.latest() if step is None else step
-    vocab = store.marker(0 if newest is None else newest)["tensors"]["params/embed/table"][0][0]
+    tensors = store.marker(0 if newest is None else newest)["tensors"]
+    vocab = (tensors.get("params/embed/table") or tensors["frozen/embed/table"])[0][0]
     origin = directory / ORIGIN
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
     architecture, content = choose_export_family(config.model, vocab, family, original)

@@ -49,16 +49,18 @@ AxisSize = Annotated[
 
 
 def _axes(value: Any) -> Any:
-    """Accepts `null`, `fsdp` or `[data, fsdp]` for a rule."""
+    """Accepts `null`, `fsdp` or `[data, fsdp]` for a rule; for a pattern of paths also `[embed, null]`."""
     if not isinstance(value, (str, list, tuple, type(None))):
         raise ValueError("a mesh axis, a list of mesh axes, or null")
     return () if value is None else (value,) if isinstance(value, str) else value
 
 
 Axes = Annotated[
-    tuple[str, ...],
+    tuple[str | None, ...],
     BeforeValidator(_axes),
-    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "array", "items": {"type": ["string", "null"]}}, {"type": "string"}, {"type": "null"}]}
+    ),
 ]
 
 

@@ -114,6 +114,7 @@ class ModelConfig(Section):
 
     type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
+    frozen: tuple[str, ...] = key((), "parameters that are not trained: patterns of whole paths, or logical names")
     from_: str | None = key(None, "Hugging Face folder: initial weights, and defaults of the keys below", alias="from")
     vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
     embed: PositiveInt = key(256, "width of the residual stream")
@@ -169,13 +170,13 @@ class ModelConfig(Section):
     @property
     def decoder_keys(self) -> tuple[str, ...]:
         """Decoder keys that the config sets."""
-        fields, given = type(self).model_fields, self.model_fields_set - {"type", "options"}
+        fields, given = type(self).model_fields, self.model_fields_set - {"type", "options", "frozen"}
         return tuple(fields[name].alias or name for name in fields if name in given)
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the defaults of the decoder for a user's class, which does not read them."""
-        read = {"type", "options", *self.decoder_keys}
+        read = {"type", "options", "frozen", *self.decoder_keys}
         return {key: value for key, value in serialize(self).items() if self.is_builtin or key in read}
 
 
@@ -252,8 +253,19 @@ class ScheduleConfig(Section):
 
 
 class LossConfig(Section):
-    """Terms of the language-model loss."""
+    """The loss; a plain string is the function."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_function(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value
+
+    function: str | None = key(
+        None,
+        "cross_entropy, mse, bce, or `package.module:function` of (model, batch, key); default: the model's method",
+    )
+    inputs: str = key("inputs", "cross_entropy, mse, bce: the array of the batch that the model is called with")
+    targets: str = key("targets", "cross_entropy, mse, bce: the array of the batch with the targets")
     z_loss: NonNegative = key(0.0, "weight of log(Z)^2")
     label_smoothing: Share = key(0.0, "probability mass spread over the vocabulary")
     vocab_chunks: PositiveInt = key(8, "vocabulary chunks of the loss; full logits never exist")
@@ -377,7 +389,8 @@ class Config(Section):
     mesh: MeshConfig = section(MeshConfig, "sizes of the mesh axes; overrides those of the layout")
     rules: dict[str, Axes] = key(
         {},
-        "logical name -> mesh axes; overrides those of the layout. `table` (embedding width): as vocab and embed",
+        "logical name -> mesh axes, over those of the layout (`table`, an embedding's width: as vocab and embed); or "
+        "a pattern of whole parameter paths, such as `decoder/.*/kernel` -> logical names of the dims",
     )
     context_parallel: Literal["auto", "gather", "ulysses", "ring"] = key(
         "auto",
@@ -401,6 +414,16 @@ class Config(Section):
     def has_layout(self) -> bool:
         """True if the layout file is applied, as in a loaded config. `Config(layout=...)` in Python only names it."""
         return self.model_fields_set >= set(LAYOUT_KEYS)
+
+    @property
+    def axis_rules(self) -> dict[str, tuple[str, ...]]:
+        """Rules from logical names to mesh axes."""
+        return {name: tuple(map(str, axes)) for name, axes in self.rules.items() if name.isidentifier()}
+
+    @property
+    def names_by_path(self) -> dict[str, tuple[str | None, ...]]:
+        """Rules from patterns of parameter paths to logical names: those whose key is no name."""
+        return {pattern: names for pattern, names in self.rules.items() if not pattern.isidentifier()}
 
     @property
     def run_dir(self) -> Path:

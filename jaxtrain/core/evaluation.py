@@ -10,11 +10,14 @@ import jax
 
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program
+from jaxtrain.models.model_def import NOTHING, NonTrainable
 
 CROSS_ENTROPY = "cross_entropy"  # the loss term, nats per token, that perplexity is computed from
 
 
-def validate(program: Program, sets: Mapping[str, Any], params: Any, batches: int) -> dict[str, float]:
+def validate(
+    program: Program, sets: Mapping[str, Any], params: Any, batches: int, other: NonTrainable = NOTHING
+) -> dict[str, float]:
     """Computes the metrics of every dataset under its prefix, such as `eval/` or `eval/NAME/`.
 
     `loss` and its terms; for models with a cross-entropy also
@@ -28,27 +31,32 @@ def validate(program: Program, sets: Mapping[str, Any], params: Any, batches: in
         sets: prefix -> dataset.
         params: with the shardings of the train state.
         batches: largest number of batches of each dataset; sums and weights are added over them.
+        other: variables of the model that are not trained.
 
     Returns:
         prefixed name -> value.
     """
     metrics: dict[str, float] = {}
     for prefix, dataset in sets.items():
-        scores = _with_derived(_means(program, dataset, params, batches), getattr(dataset, "targets_per_byte", None))
+        scores = _with_derived(
+            _means(program, dataset, params, batches, other), getattr(dataset, "targets_per_byte", None)
+        )
         metrics |= {f"{prefix}{name}": value for name, value in scores.items()}
     return metrics
 
 
-def _means(program: Program, dataset: Any, params: Any, batches: int) -> dict[str, float]:
-    """Returns `loss` and its terms."""
+def _means(program: Program, dataset: Any, params: Any, batches: int, other: NonTrainable) -> dict[str, float]:
+    """Returns `loss`, its terms, and the model's own metrics."""
     place = placer(dataset, program)
-    sums: dict[str, Any] = {}
+    sums: Any = None
     for index in range(min(batches, getattr(dataset, "batches", None) or batches)):
-        terms = program.evaluate(params, place(index))
-        sums = terms if not sums else jax.tree.map(jax.numpy.add, sums, terms)
-    host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(sums).items()}
+        found = program.evaluate(params, place(index), other)
+        sums = found if sums is None else jax.tree.map(jax.numpy.add, sums, found)
+    terms, counts = sums
+    host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(terms).items()}
     means = {name: s / w if w else 0.0 for name, (s, w) in host.items()}
-    return {"loss": sum(means.values()), **means}
+    metrics = {name: float(value) for name, value in jax.device_get(program.metrics(counts)).items()}
+    return {"loss": sum(means.values()), **means, **metrics}
 
 
 def _with_derived(means: dict[str, float], targets_per_byte: float | None) -> dict[str, float]:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.losses.terms import Terms, scales, split_loss_output, total
-from jaxtrain.models.model_def import ModelDef, Tree
+from jaxtrain.losses.terms import Terms, scales, total
+from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable, Tree
 from jaxtrain.nn.param import SplitGrad, attach_grad_proxies, float32_grad_proxies, grad_proxy
 from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
@@ -23,24 +23,29 @@ Sums = dict[str, jax.Array]
 
 
 class GradOutput(NamedTuple):
-    """Gradients like the parameters; sum and weight of each loss term; counts (see `split_loss_output`) or None."""
+    """Gradients like the parameters; sum and weight of each loss term; counts (see `split_loss_output`) or None.
+
+    `mutable` are the model's mutable variables after the pass.
+    """
 
     grads: Tree
     sums: Sums
     weights: Sums
     counts: Any
+    mutable: Tree
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Computes (params, batch, key) -> gradients, loss terms and counts.
+    """Computes (params, batch, key) -> gradients, loss terms, counts and mutable variables.
 
     Every array of the batch has a leading dim of global_batch rows. Gradients have the dtype and the sharding of the
     train state. They are of the sum over terms of sum / weight, times `loss_scale`.
 
     If replicas hold unsharded gradients (ZeRO 0 and 1) and there are several microbatches, every replica accumulates
-    its own gradients, and they are reduced once, after the last microbatch. Otherwise the gradients of each microbatch
-    are reduced at once.
+    its own gradients, and they are reduced once, after the last microbatch. That changes what a row can know of others,
+    so it is only for models that declare `rows_are_independent` and have no other variables. Otherwise the gradients of
+    each microbatch are reduced at once. Mutable variables go from each microbatch to the next.
 
     Attributes:
         model_def: the model on the whole mesh.
@@ -56,15 +61,22 @@ class Gradients:
     pipeline: Executor | None = None
     replica_pipeline: Executor | None = None
 
-    def __call__(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: jax.Array | float = 1.0) -> GradOutput:
+    def __call__(
+        self,
+        params: Tree,
+        batch: Batch,
+        key: jax.Array,
+        loss_scale: jax.Array | float = 1.0,
+        other: NonTrainable = NOTHING,
+    ) -> GradOutput:
         if not self.is_one_pass:
-            return self._accumulated(params, batch, key, loss_scale)
+            return self._accumulated(params, batch, key, loss_scale, other)
 
-        def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any]]:
-            model = self.model_def.bind(self._gather_replicas(attach_grad_proxies(proxies, params)))
-            terms, counts = split_loss_output(model.loss(batch, key))
+        def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any, Tree]]:
+            gathered = self._gather_replicas(attach_grad_proxies(proxies, params))
+            terms, counts, mutable = self.model_def.loss(gathered, other, batch, key)
             sums, weights = _sums_and_weights(terms)
-            return loss_scale * total(terms, scales(weights)), (sums, weights, counts)
+            return loss_scale * total(terms, scales(weights)), (sums, weights, counts, mutable)
 
         grads, aux = jax.grad(loss, has_aux=True)(self.grad_proxies(params))
         return GradOutput(self._to_storage(grads), *aux)
@@ -87,7 +99,9 @@ class Gradients:
 
         return jax.tree.map(proxy, params, self.model_def.names, self.model_def.gather_dtypes)
 
-    def _accumulated(self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any) -> GradOutput:
+    def _accumulated(
+        self, params: Tree, batch: Batch, key: jax.Array, loss_scale: Any, other: NonTrainable
+    ) -> GradOutput:
         """Accumulates over microbatches.
 
         Terms are normalised by their weight over the *global* batch, so a first pass sums the weights. These do not
@@ -97,17 +111,30 @@ class Gradients:
         keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(self.microbatches))
         gathered = self._gather_replicas(params)
 
-        weights = term_weights(self.model_def, gathered, batches, keys)
-        statistics = batch_statistics(self.model_def, gathered, batches, keys, self.pipeline)
-        scale = {name: loss_scale * value for name, value in scales(weights).items()}
         first = jax.tree.map(lambda x: x[0], batches)
-        if self.replica_model_def is not None and not uses_rng(self.model_def, gathered, first, key):
-            loss = _MicrobatchLoss(self.replica_model_def, self.replica_pipeline, gathered, scale, statistics)
-            grads, (sums, counts) = self._reduced_once(loss, batches, keys)
+        replica_def = self.replica_model_def
+        if replica_def is None or uses_rng(self.model_def, gathered, first, key):
+            replica_def, weights = None, term_weights(self.model_def, gathered, other, batches, keys)
         else:
-            loss = _MicrobatchLoss(self.model_def, self.pipeline, gathered, scale, statistics)
-            grads, (sums, counts) = loss.accumulate(batches, keys, self._to_storage)
-        return GradOutput(grads, sums, weights, counts)
+            weights = self._replica_weights(replica_def, gathered, batches, keys)
+        statistics = batch_statistics(self.model_def, gathered, other, batches, keys, self.pipeline)
+        scale = {name: loss_scale * value for name, value in scales(weights).items()}
+        if replica_def is not None:
+            loss = _MicrobatchLoss(replica_def, self.replica_pipeline, gathered, other, scale, statistics)
+            grads, (sums, counts) = self._reduced_once(loss, batches, keys)
+            return GradOutput(grads, sums, weights, counts, {})
+        loss = _MicrobatchLoss(self.model_def, self.pipeline, gathered, other, scale, statistics)
+        grads, (sums, counts), mutable = loss.accumulate(batches, keys, self._to_storage)
+        return GradOutput(grads, sums, weights, counts, mutable)
+
+    def _replica_weights(self, replica_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array) -> Sums:
+        """Sums the weights of the replicas' own rows, as their sums are: a mean is then one mean of each replica."""
+
+        def weights(params: Tree, batches: Batch, keys: jax.Array) -> Sums:
+            return jax.tree.map(lambda x: x[None], term_weights(replica_def, params, NOTHING, batches, keys))
+
+        run = self.sharder.shard_map(weights, (P(), P(None, DATA_AXIS), P()), P(DATA_AXIS), axes=(DATA_AXIS,))
+        return sum_leading_dim(run(params, batches, keys))
 
     def _reduced_once(self, loss: _MicrobatchLoss, batches: Batch, keys: jax.Array) -> tuple[Tree, Any]:
         """Accumulates the gradients of each replica, [replicas, ...], and reduces them after the last microbatch.
@@ -123,14 +150,14 @@ class Gradients:
 
         def accumulate(values: tuple, batches: Batch, keys: jax.Array) -> tuple[Tree, Any]:
             own = _MicrobatchLoss(loss.model_def, loss.pipeline, *values)
-            return jax.tree.map(lambda x: x[None], own.accumulate(batches, keys, to_storage))
+            return jax.tree.map(lambda x: x[None], own.accumulate(batches, keys, to_storage)[:2])
 
         def reduce(g: jax.Array, dtype: Any) -> Any:
             # lax.reduce, because jnp.sum would communicate in float32.
             return jax.lax.reduce(g.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
 
         run = self.sharder.shard_map(accumulate, (P(), P(None, DATA_AXIS), P()), P(DATA_AXIS), axes=(DATA_AXIS,))
-        grads, aux = run((loss.params, loss.scale, loss.statistics), batches, keys)
+        grads, aux = run((loss.params, loss.other, loss.scale, loss.statistics), batches, keys)
         return self._to_storage(jax.tree.map(reduce, grads, self.model_def.gather_dtypes)), sum_leading_dim(aux)
 
     def _gather_replicas(self, params: Tree) -> Tree:
@@ -159,46 +186,60 @@ class _MicrobatchLoss:
     model_def: ModelDef
     pipeline: Executor | None
     params: Tree
+    other: NonTrainable
     scale: Sums
     statistics: Batch
 
-    def add_gradients(self, batch: Batch, key: jax.Array, grads: Tree) -> tuple[Sums, Any]:
+    def add_gradients(self, mutable: Tree, batch: Batch, key: jax.Array, grads: Tree) -> tuple[Tree, tuple[Sums, Any]]:
         """Adds the gradients of a microbatch to a tree of float32 Refs, layer by layer as the backward pass runs.
 
-        Returns the sums of the terms, and the counts.
+        Returns the mutable variables after it, and (sums of the terms, counts).
         """
 
-        def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Any]]:
-            model = self.model_def.bind(attach_grad_proxies(proxies, self.params))
-            terms, counts = split_loss_output(model.loss({**batch, **self.statistics}, key))
-            return total(terms, self.scale), (_sums_and_weights(terms)[0], counts)
+        def loss(proxies: Tree) -> tuple[jax.Array, tuple[Tree, tuple[Sums, Any]]]:
+            params, other = attach_grad_proxies(proxies, self.params), self.other._replace(mutable=mutable)
+            terms, counts, new = self.model_def.loss(params, other, {**batch, **self.statistics}, key)
+            return total(terms, self.scale), (new, (_sums_and_weights(terms)[0], counts))
 
         value, pullback, aux = jax.vjp(loss, float32_grad_proxies(self.params), has_aux=True)
         pullback.with_refs(grads)(jnp.ones_like(value))
         return aux
 
-    def accumulate(self, batches: Batch, keys: jax.Array, place: Callable[[Tree], Tree]) -> tuple[Tree, Any]:
-        """Returns the float32 gradients of all microbatches, sharded by `place`, and their (sums, counts)."""
+    def accumulate(self, batches: Batch, keys: jax.Array, place: Callable[[Tree], Tree]) -> tuple[Tree, Any, Tree]:
+        """Returns the float32 gradients of all microbatches, sharded by `place`, (sums, counts), and mutable variables.
+
+        Mutable variables are those after the last microbatch.
+        """
         if self.pipeline:
             inputs = StepInputs(batches, keys, self.scale, self.statistics)
-            return PipelineStep(self.pipeline, self.params, inputs).gradients(place)
+            grads, aux = PipelineStep(self.pipeline, self.params, inputs).gradients(place)
+            return grads, aux, {}
         zeros = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params))
         grads = jax.tree.map(jax.new_ref, zeros)
-        _, aux = jax.lax.scan(lambda _, inputs: (None, self.add_gradients(*inputs, grads)), None, (batches, keys))
-        return place(jax.tree.map(jax.freeze, grads)), sum_leading_dim(aux)
+
+        def run(mutable: Tree, inputs: tuple[Batch, jax.Array]) -> tuple[Tree, tuple[Sums, Any]]:
+            return self.add_gradients(mutable, *inputs, grads)
+
+        mutable, aux = jax.lax.scan(run, self.other.mutable, (batches, keys))
+        return place(jax.tree.map(jax.freeze, grads)), sum_leading_dim(aux), mutable
 
 
-def term_weights(model_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array) -> Sums:
+def term_weights(model_def: ModelDef, params: Tree, other: NonTrainable, batches: Batch, keys: jax.Array) -> Sums:
     """Returns the weights of all terms over all microbatches; the compiler removes the rest of the computation."""
 
     def weights(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Sums]:
-        return None, _sums_and_weights(split_loss_output(model_def.bind(params).loss(*inputs))[0])[1]
+        return None, _sums_and_weights(model_def.loss(params, other, *inputs)[0])[1]
 
     return sum_leading_dim(jax.lax.scan(weights, None, (batches, keys))[1])
 
 
 def batch_statistics(
-    model_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array, pipeline: Executor | None = None
+    model_def: ModelDef,
+    params: Tree,
+    other: NonTrainable,
+    batches: Batch,
+    keys: jax.Array,
+    pipeline: Executor | None = None,
 ) -> Batch:
     """Sums the statistics that terms need of the whole batch over its microbatches.
 
@@ -211,7 +252,7 @@ def batch_statistics(
     """
 
     def statistics(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Any]:
-        return None, getattr(model_def.bind(params), "statistics", lambda *_: None)(*inputs)
+        return None, getattr(model_def.bind(params, other, inputs[1]), "statistics", lambda *_: None)(*inputs)
 
     first = jax.tree.map(lambda x: x[0], (batches, keys))
     if pipeline and jax.eval_shape(lambda: statistics(None, first))[1] is not None:
@@ -236,7 +277,10 @@ def split_microbatches(sharder: Sharder, x: jax.Array, count: int) -> jax.Array:
     return sharder.constrain_leading(x, ((), sharder.axes(BATCH)))
 
 
-def uses_rng(model_def: ModelDef, params: Tree, batch: Batch, key: jax.Array) -> bool:
-    """Returns whether the model's loss reads its random key: its draws then depend on the rows of a forward pass."""
-    jaxpr = jax.make_jaxpr(lambda key: model_def.bind(params).loss(batch, key))(key).jaxpr
+def uses_rng(model_def: ModelDef, params: Tree, batch: Mapping[str, Any], key: jax.Array) -> bool:
+    """Returns whether the loss reads its random key: its draws then depend on the rows of a forward pass.
+
+    The model has no variables but its parameters.
+    """
+    jaxpr = jax.make_jaxpr(lambda key: model_def.loss(params, NOTHING, batch, key))(key).jaxpr
     return any(jaxpr.invars[0] in eqn.invars for eqn in jaxpr.eqns)

@@ -32,7 +32,7 @@ def check_config(config: Config, devices: int | None = None, vocab: int | None =
     problems = _unread_keys(model)
     if problems:
         return problems
-    rules, sizes = with_implied_rules(config.rules, config.zero), axis_sizes(config.mesh, devices)[0]
+    rules, sizes = with_implied_rules(config.axis_rules, config.zero), axis_sizes(config.mesh, devices)[0]
     kv_shards = context_parallel.shards(rules, sizes, "kv_heads") or 1
     # Only known axes count: with more of them the table would be split further, not less.
     table_shards = prod(sizes.get(axis) or 1 for axis in axes_of(TABLE, rules))
@@ -50,23 +50,23 @@ def check_schedule(config: Config, devices: int | None = None) -> list[Problem]:
     """Returns the problems of the config's pipeline schedule."""
     layers = model_spec(config.model).layers(config.model)
     return check_pipeline(
-        config.pipeline, config.mesh, config.rules, config.step.microbatches, layers,
+        config.pipeline, config.mesh, config.axis_rules, config.step.microbatches, layers,
         devices or config.simulate, uses_ring=config.context_parallel == "ring",
     )  # fmt: skip
 
 
 def check_tensors(config: Config, tensors: Table | None, devices: int | None) -> list[Problem]:
     """Returns the problems of a config's mesh and rules for tensors given as path -> (shape, logical names)."""
-    model, rules = config.model, with_implied_rules(config.rules, config.zero)
+    model, rules = config.model, with_implied_rules(config.axis_rules, config.zero)
     sizes = axis_sizes(config.mesh, devices)[0]
     heads = model_spec(model).heads(model)
-    if tensors is not None and heads is not None and _kv_heads_follow(config.rules, sizes, heads[0]):
+    if tensors is not None and heads is not None and _kv_heads_follow(config.axis_rules, sizes, heads[0]):
         tensors = {path: (shape, _with_shared_kv(names)) for path, (shape, names) in tensors.items()}
     has_tokens = has_token_rows(model, config.data)
     problems = check(config.mesh, rules, tensors, activations(config.data, config.step, has_tokens), devices)
-    problems += _zero(config.zero, config.rules)
+    problems += _zero(config.zero, config.axis_rules)
     problems += context_parallel.check(
-        config.context_parallel, config.step.attention, config.rules, sizes, heads,
+        config.context_parallel, config.step.attention, config.axis_rules, sizes, heads,
         config.data.sequence if has_tokens else None,
     )  # fmt: skip
     if is_decoder(model):
@@ -120,7 +120,7 @@ def _no_experts(config: Config) -> list[Problem]:
 
 def _experts(config: Config) -> list[Problem]:
     """Checks that the axes of the experts split the batch, because tokens are sent to experts from their devices."""
-    batch, experts = axes_of(BATCH, config.rules), axes_of(EXPERT, config.rules)
+    batch, experts = axes_of(BATCH, config.axis_rules), axes_of(EXPERT, config.axis_rules)
     idle = [axis for axis in experts if axis not in batch and getattr(config.mesh, axis, 1) != 1]
     if not idle:
         return []

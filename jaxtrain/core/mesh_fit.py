@@ -30,7 +30,7 @@ def mesh_sizes(config: Config) -> dict[str, int]:
 
 def unused_axes(config: Config, fixed: Collection[str]) -> dict[str, int]:
     """Returns the axes, not in `fixed`, of more than one device that no rule uses, with their sizes."""
-    used = {axis for axes in with_implied_rules(config.rules, config.zero).values() for axis in axes}
+    used = {axis for axes in with_implied_rules(config.axis_rules, config.zero).values() for axis in axes}
     return {axis: size for axis, size in mesh_sizes(config).items() if size != 1 and axis not in {*used, *fixed}}
 
 
@@ -92,7 +92,7 @@ def with_sizes(config: Config, sizes: Sizes) -> Config:
     if mesh == config.mesh:
         return config
     result = config.model_copy(update={"mesh": mesh})
-    axes = axes_of(CONTEXT, config.rules)
+    axes = axes_of(CONTEXT, config.axis_rules)
     is_sharded, was_sharded = (any(mesh_sizes(c)[axis] != 1 for axis in axes if axis in AXES) for c in (result, config))
     return result if is_sharded or not was_sharded else result.model_copy(update={"context_parallel": "auto"})
 

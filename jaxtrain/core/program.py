@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
 
-from jaxtrain.config.schema import Config, LossConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.core import state as train_state
-from jaxtrain.core.gradients import Batch, Gradients
+from jaxtrain.core.batch_spec import batch_spec
+from jaxtrain.core.gradients import Gradients
 from jaxtrain.core.layout_check import check_tensors
-from jaxtrain.core.step import TrainStep, TrainStepWithGradients, drop_gradients, eval_step, train_step
+from jaxtrain.core.step import (
+    Metrics,
+    TrainStep,
+    TrainStepWithGradients,
+    count_metrics,
+    drop_gradients,
+    eval_step,
+    train_step,
+)
 from jaxtrain.core.xla_options import in_place
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.losses.terms import Terms
-from jaxtrain.models.model_def import ModelDef, Tree, define_model
+from jaxtrain.models.model_def import ModelDef, define_model
 from jaxtrain.models.protocols import HasStages
 from jaxtrain.nn.env import Env
 from jaxtrain.optim.optimizers import make_optimizer
@@ -46,7 +55,8 @@ class Program:
         gradients: computes the gradients of a global batch.
         step_with_gradients: the step before it is jitted, which also returns its gradients.
         step: (state, batch) -> (state, metrics); donates the state.
-        evaluate: (params, batch) -> loss terms as (sum, weight).
+        evaluate: (params, batch, other variables) -> (loss terms as (sum, weight), counts or None).
+        metrics: counts -> metrics of a step.
         init: () -> the state of step 0.
     """
 
@@ -58,17 +68,21 @@ class Program:
     gradients: Gradients
     step_with_gradients: TrainStepWithGradients
     step: TrainStep
-    evaluate: Callable[[Tree, Batch], Terms]
+    evaluate: Callable[..., tuple[Terms, Any]]
+    metrics: Callable[[Any], Metrics]
     init: Callable[[], State]
 
 
-def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> Program:
+def build_program(
+    config: Config, vocab: int | None, devices: Sequence[Any], example: Mapping[str, Any] | None = None
+) -> Program:
     """Builds the program of a config on these devices. Allocates nothing yet.
 
     Args:
         config: a resolved config.
         vocab: vocabulary size of a model of tokens.
         devices: devices of the mesh, which need not be present.
+        example: a batch of a user's own data, of any number of rows, for a module that is created from its inputs.
 
     Returns:
         the program; nothing is compiled before its first step.
@@ -76,9 +90,9 @@ def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> 
     Raises:
         UserError: the layout does not fit the devices or the model's tensors.
     """
-    layout = resolve_layout(config.layout, config.mesh, config.rules, len(devices))
+    layout = resolve_layout(config.layout, config.mesh, config.axis_rules, len(devices))
     sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
-    model_def = model_from_config(config, sharder, vocab)
+    model_def = model_from_config(config, sharder, vocab, example)
     _check_tensors(config, model_def, len(devices))
     gradients = _gradients(config, sharder, model_def, vocab)
 
@@ -107,24 +121,30 @@ def build_program(config: Config, vocab: int | None, devices: Sequence[Any]) -> 
             drop_gradients(step_with_gradients), donate_argnums=0, out_shardings=(shardings, replicated),
             compiler_options=in_place(devices[0].platform),
         ),
-        evaluate=jax.jit(_evaluate(config, sharder, vocab), out_shardings=replicated),
+        evaluate=jax.jit(_evaluate(config, sharder, vocab, example), out_shardings=replicated),
+        metrics=jax.jit(partial(count_metrics, model_def)),
         init=lambda: train_state.init(model_def, tx, parts, config.seed, shardings),
     )  # fmt: skip
 
 
-def model_from_config(config: Config, sharder: Sharder, vocab: int | None) -> ModelDef:
-    """Defines the model of a config on a mesh. See `models.model_def.define_model`."""
+def model_from_config(
+    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None = None
+) -> ModelDef:
+    """Defines the model of a config on a mesh. See `build_program` and `models.model_def.define_model`."""
     step = config.step
     env = Env(
         sharder, POLICIES[config.precision], step.attention, config.context_parallel, step.remat_policy, step.offloaded,
         step.unroll,
     )  # fmt: skip
-    return define_model(config.model, config.loss, env, vocab)
+    rows = config.data.global_batch // step.microbatches
+    batch = batch_spec(config.data, rows, example) if example is not None or config.data.is_text else None
+    return define_model(config.model, config.loss, env, vocab, config.names_by_path, batch)
 
 
 def _gradients(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int | None) -> Gradients:
     microbatches, executor = config.step.microbatches, _executor(config, sharder, model_def, vocab)
-    if not _reduces_once(config, sharder):
+    is_plain = jax.tree.leaves(model_def.non_trainable) == []
+    if not (model_def.rows_are_independent and is_plain and _reduces_once(config, sharder)):
         return Gradients(model_def, sharder, microbatches, pipeline=executor)
     replica = sharder.without_axis(DATA_AXIS)
     replica_def = model_from_config(config, replica, vocab)
@@ -138,10 +158,12 @@ def _reduces_once(config: Config, sharder: Sharder) -> bool:
     return config.zero <= 1 and config.step.microbatches > 1 and is_replicated
 
 
-def _evaluate(config: Config, sharder: Sharder, vocab: int | None) -> Callable[[Tree, Batch], Terms]:
+def _evaluate(
+    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None
+) -> Callable[..., tuple[Terms, Any]]:
     """Returns the evaluation step of the plain loss, without smoothing and z-loss, so that runs can be compared."""
-    plain = config.model_copy(update={"loss": LossConfig(vocab_chunks=config.loss.vocab_chunks)})
-    model_def = model_from_config(plain, sharder, vocab)
+    plain = config.model_copy(update={"loss": config.loss.model_copy(update={"z_loss": 0.0, "label_smoothing": 0.0})})
+    model_def = model_from_config(plain, sharder, vocab, example)
     executor = _executor(plain, sharder, model_def, vocab)
     return with_matmul_precision(eval_step(model_def, sharder, config.step.microbatches, executor), config.precision)
 
@@ -155,7 +177,10 @@ def _executor(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int 
     stages = 1 if sharder.mesh is None else sharder.mesh.shape[PIPELINE_AXIS]
     if stages == 1:
         return None
-    model = model_def.bind(model_def.params)
+    if jax.tree.leaves(model_def.non_trainable):
+        message = "pipeline stages hold trained parameters only, and the model has frozen or mutable variables"
+        raise UserError(f"model.type {config.model.type}: {message}; expected mesh.pipeline 1")
+    model = model_def.abstract()
     if not isinstance(model, HasStages):
         missing = next(name for name in ("embed_inputs", "run_layers", "head_loss") if not hasattr(model, name))
         message = f"pipeline stages need the methods embed_inputs, run_layers and head_loss, and it has no `{missing}`"

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxtrain.core import spike_detection
-from jaxtrain.models.model_def import ModelDef
+from jaxtrain.models.model_def import ModelDef, NonTrainable, Tree
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.state_sharding import state_names
 from jaxtrain.precision.loss_scaling import initial_loss_scale
@@ -30,9 +30,13 @@ class StateParts:
 
 
 def abstract(model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts) -> State:
-    """Returns shapes and dtypes of {step, params, opt_state, rng, ema, scaling, spikes}, without shardings."""
+    """Returns shapes and dtypes of the state, without shardings.
+
+    It has step, params, opt_state and rng, and, if there are such, frozen, mutable, ema, scaling and spikes.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda params, key: _first_state(params, key, optimizer, parts), model_def.params, key)
+    variables = model_def.params, model_def.non_trainable
+    return jax.eval_shape(lambda variables, key: _first_state(variables, key, optimizer, parts), variables, key)
 
 
 def shardings(state: State, model_def: ModelDef, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
@@ -45,6 +49,9 @@ def shardings(state: State, model_def: ModelDef, optimizer: optax.GradientTransf
     params = by_names(state["params"], model_def.names)
     moments = by_names(state["opt_state"], state_names(optimizer, model_def.params, model_def.names))
     result = {"step": replicated, "rng": replicated, "params": params, "opt_state": moments}
+    for name, names in model_def.non_trainable_names._asdict().items():
+        if name in state:
+            result[name] = by_names(state[name], names)
     for name in ("scaling", "spikes"):
         if name in state:
             result[name] = dict.fromkeys(state[name], replicated)
@@ -78,13 +85,22 @@ def _initial_state(
     return _first_state(model_def.init(jax.random.fold_in(key, 0)), key, optimizer, parts)
 
 
-def _first_state(params: Any, key: jax.Array, optimizer: optax.GradientTransformation, parts: StateParts) -> State:
+def non_trainable(state: State) -> NonTrainable:
+    """Returns the variables of the model that are not trained."""
+    return NonTrainable(state.get("frozen", {}), state.get("mutable", {}))
+
+
+def _first_state(
+    variables: tuple[Tree, NonTrainable], key: jax.Array, optimizer: optax.GradientTransformation, parts: StateParts
+) -> State:
+    params, other = variables
     state: State = {
         "step": jnp.zeros((), jnp.int32),
         "params": params,
         "opt_state": optimizer.init(params),
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
+    state |= {name: tree for name, tree in other._asdict().items() if tree}
     if parts.scaling:
         state["scaling"] = initial_loss_scale()
     if parts.spikes:

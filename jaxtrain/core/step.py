@@ -20,9 +20,10 @@ from jaxtrain.core.gradients import (
     sum_leading_dim,
     term_weights,
 )
+from jaxtrain.core.state import non_trainable
 from jaxtrain.errors import UserError
-from jaxtrain.losses.terms import Terms, scales, split_loss_output
-from jaxtrain.models.model_def import ModelDef, Tree
+from jaxtrain.losses.terms import Terms, means
+from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable, Tree
 from jaxtrain.models.protocols import HasMetrics
 from jaxtrain.optim.optimizers import clip_by_global_norm, ema_update
 from jaxtrain.pipeline.executor import Executor, PipelineStep
@@ -69,7 +70,7 @@ def train_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         loss_scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
-        output = gradients(state["params"], batch, key, loss_scale)
+        output = gradients(state["params"], batch, key, loss_scale, non_trainable(state))
         grads = output.grads
         if "scaling" in state:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
@@ -79,10 +80,11 @@ def train_step(
         clipped, norm = clip_by_global_norm(grads, max_norm, gradients.model_def.names)
         updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = _step_metrics(gradients.model_def.bind(state["params"]), output)
+        metrics = _step_metrics(gradients.model_def, output)
         metrics |= {"grad_norm": norm, "lr": jnp.asarray(schedule(state["step"]), jnp.float32)}
         is_accepted, guard_state, guard_metrics = _accept_update(state, metrics, spike)
-        new = _select(is_accepted, {"params": params, "opt_state": opt_state}, state)
+        mutable = {"mutable": output.mutable} if output.mutable else {}
+        new = _select(is_accepted, {"params": params, "opt_state": opt_state} | mutable, state)
         if ema_decay is not None:
             new |= _select(is_accepted, {"ema": ema_update(state["ema"], new["params"], ema_decay)}, state)
         return {**state, **new, **guard_state, "step": state["step"] + 1}, {**metrics, **guard_metrics}, grads
@@ -99,17 +101,30 @@ def drop_gradients(step_with_gradients: TrainStepWithGradients) -> TrainStep:
     return step
 
 
-def _step_metrics(model: Any, output: GradOutput) -> Metrics:
+def _step_metrics(model_def: ModelDef, output: GradOutput) -> Metrics:
     """Returns the mean of every term, `loss`, `tokens` and the model's own metrics."""
-    means = {name: output.sums[name] * factor for name, factor in scales(output.weights).items()}
-    metrics = dict(means)
-    if output.counts is not None:
-        if not isinstance(model, HasMetrics):
-            raise UserError("model.type: `loss` returned (terms, counts); expected a method `metrics(counts)`, too")
-        metrics |= {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(output.counts).items()}
-    metrics["loss"] = jnp.sum(jnp.stack(list(means.values())))
+    terms = means({name: (output.sums[name], weight) for name, weight in output.weights.items()})
+    metrics = terms | count_metrics(model_def, output.counts)
+    metrics["loss"] = jnp.sum(jnp.stack(list(terms.values())))
     metrics["tokens"] = jnp.max(jnp.stack(list(output.weights.values())))
     return metrics
+
+
+def count_metrics(model_def: ModelDef, counts: Any) -> Metrics:
+    """Returns the model's own metrics of a step, from its counts.
+
+    Raises:
+        UserError: counts are no {name: (sum, weight)}, and the model has no method `metrics`.
+    """
+    if counts is None:
+        return {}
+    model = model_def.abstract()
+    if isinstance(model, HasMetrics):
+        return {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(counts).items()}
+    if not isinstance(counts, dict):
+        expected = "expected {name: scalar or (sum, weight)}, or a method `metrics(counts)`, too"
+        raise UserError(f"model.type: the loss returned (terms, counts); {expected}")
+    return means(counts)
 
 
 def _accept_update(state: State, metrics: Metrics, spike: SpikeConfig | None) -> tuple[jax.Array, State, Metrics]:
@@ -137,26 +152,27 @@ def _select(is_accepted: jax.Array, new: State, old: State) -> State:
 
 def eval_step(
     model_def: ModelDef, sharder: Sharder, microbatches: int = 1, pipeline: Executor | None = None
-) -> Callable[[Tree, Batch], Terms]:
-    """Returns (params, batch) -> loss terms as (sum, weight), in as many microbatches as in training.
+) -> Callable[..., tuple[Terms, Any]]:
+    """Returns (params, batch, other variables) -> (loss terms, counts), in as many microbatches as in training.
 
-    The terms of several batches can be summed.
+    Terms are (sum, weight). Terms and counts of several batches can be summed; stages give no counts. Mutable variables
+    are read and not changed.
     """
 
-    def evaluate(params: Tree, batch: Batch) -> Terms:
+    def evaluate(params: Tree, batch: Batch, other: NonTrainable = NOTHING) -> tuple[Terms, Any]:
         batches = jax.tree.map(lambda x: split_microbatches(sharder, x, microbatches), dict(batch))
         keys = jnp.broadcast_to(jax.random.key(0), (microbatches,))
-        statistics = batch_statistics(model_def, params, batches, keys, pipeline) if microbatches > 1 else {}
+        statistics = batch_statistics(model_def, params, other, batches, keys, pipeline) if microbatches > 1 else {}
         if pipeline:
-            weights = term_weights(model_def, params, batches, keys)
+            weights = term_weights(model_def, params, other, batches, keys)
             ones = dict.fromkeys(weights, jnp.ones(()))
             inputs = StepInputs(batches, keys, ones, statistics)
             sums, _ = PipelineStep(pipeline.forward_only, params, inputs).sums()
-            return {name: (sums[name], weight) for name, weight in weights.items()}
+            return {name: (sums[name], weight) for name, weight in weights.items()}, None
 
-        def microbatch_terms(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, Terms]:
+        def microbatch_terms(_: None, inputs: tuple[Batch, jax.Array]) -> tuple[None, tuple[Terms, Any]]:
             rows, key = inputs
-            return None, split_loss_output(model_def.bind(params).loss({**rows, **statistics}, key))[0]
+            return None, model_def.loss(params, other, {**rows, **statistics}, key, is_training=False)[:2]
 
         return sum_leading_dim(jax.lax.scan(microbatch_terms, None, (batches, keys))[1])
 

@@ -99,7 +99,7 @@ def _require() -> Any:
 
 def open_harness_model(program: Program, tokenizer: Tokenizer, params: Any, rows: int) -> HarnessModel:
     """Builds a `HarnessModel` of weights, sharded by the program's layout."""
-    config, vocab = program.config, program.model_def.params["embed"]["table"].shape[0]
+    config, vocab = program.config, program.model_def.parameters["embed"]["table"].shape[0]
     longest = config.data.sequence
 
     def defined(sharder: Any) -> Any:

@@ -83,7 +83,7 @@ class Generator:
         top_p: float | None = None,
     ):
         self._definition = model_def
-        learned = model_def.params.get("positions")
+        learned = model_def.parameters.get("positions")
         self._longest = None if learned is None else learned["table"].shape[0]
 
         def choose(logits_BV: jax.Array, key: jax.Array) -> jax.Array:

@@ -14,8 +14,9 @@ from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import DataConfig, ModelConfig
 from jaxtrain.core.evaluation import validate
-from jaxtrain.core.program import Program, build_program, model_from_config
+from jaxtrain.core.program import Program, State, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
+from jaxtrain.core.state import non_trainable
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
@@ -23,6 +24,7 @@ from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.models.model_def import merge_trees
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
@@ -46,9 +48,11 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")
-    program = build_program(config, vocabulary_size(config.model, getattr(data, "vocab", None)), devices)
-    params, done = load_params(directory, step, program)
-    return {"step": done, **validate(program, sets, params, count)}
+    example = None if config.data.is_text else data.batch(0, slice(0, 1))
+    program = build_program(config, vocabulary_size(config.model, getattr(data, "vocab", None)), devices, example)
+    state, done = load_variables(directory, step, program)
+    params = state.get("ema", state.get("params"))
+    return {"step": done, **validate(program, sets, params, count, non_trainable(state))}
 
 
 def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
@@ -81,7 +85,8 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build_program(config, section["vocab"], runtime.start(config.simulate))
     tokenizer = text_tokenizer(config.model, config.data)
-    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], program.state["params"])
+    wanted = merge_trees(program.state["params"], program.state.get("frozen", {}))
+    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], wanted)
 
 
 def complete_prompts(
@@ -105,7 +110,7 @@ def complete_prompts(
 
 def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: Any) -> Generator:
     sharder = decoding_sharder(program.sharder, rows)
-    vocab = program.model_def.params["embed"]["table"].shape[0]
+    vocab = program.model_def.parameters["embed"]["table"].shape[0]
     return Generator(model_from_config(program.config, sharder, vocab), tokenizer.vocab, **sampling)
 
 
@@ -138,11 +143,17 @@ def text_tokenizer(model: ModelConfig, data: DataConfig) -> Tokenizer:
 
 
 def load_params(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
-    """Loads the weights of a checkpoint, the EMA weights if it has any, and its step."""
-    kind = "ema" if "ema" in program.state else "params"
-    wanted = {kind: program.state[kind], "step": program.state["step"]}
+    """Loads the weights of a checkpoint, the EMA weights if it has any, with frozen ones, and its step."""
+    state, done = load_variables(directory, step, program)
+    return merge_trees(state.get("ema", state.get("params", {})), state.get("frozen", {})), done
+
+
+def load_variables(directory: Path, step: int | None, program: Program) -> tuple[State, int]:
+    """Loads what evaluation needs of a checkpoint: `ema` or else `params`, `frozen`, `mutable`; and its step."""
+    kinds = ("ema" if "ema" in program.state else "params", "frozen", "mutable", "step")
+    wanted = {kind: program.state[kind] for kind in kinds if kind in program.state}
     state, _ = CheckpointReader(directory / "checkpoints").restore(step, wanted, partial=True)
-    return state[kind], int(jax.device_get(state["step"]))
+    return state, int(jax.device_get(state["step"]))
 
 
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:

@@ -54,7 +54,7 @@ class ElasticJob:
         checks = (lambda c: check_layout(c, devices, self._vocab),)
         base = {"resolved": True, **as_dict(self.config)}
         config, _ = load.resolve(None, *overrides, base=base, paths=False, checks=checks)  # as it is, not fitted
-        mesh = shape_text(layout.resolve_layout(config.layout, config.mesh, config.rules, devices).sizes)
+        mesh = shape_text(layout.resolve_layout(config.layout, config.mesh, config.axis_rules, devices).sizes)
         return Placement(processes, devices, overrides, mesh, config)
 
     def write_config(self, placement: Placement) -> None:

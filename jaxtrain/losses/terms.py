@@ -9,22 +9,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, format_value
 
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def split_loss_output(output: Any) -> tuple[Terms, Any]:
-    """Splits what a model's `loss` returned, terms or (terms, counts), into terms and counts (or None).
+def split_loss_output(output: Any, rows: int) -> tuple[Terms, Any]:
+    """Splits what a loss returned into terms and counts (or None).
+
+    A loss returns terms, or (terms, counts). Terms are {name: (sum, weight)}, or one pair, which is then called `loss`.
+    A scalar in place of a pair is a mean, which is weighted by the rows of the microbatch: several microbatches give
+    the mean of their means.
 
     Counts are a pytree of arrays that are sums over the rows of the batch, such as the load of experts. The step sums
-    them over microbatches, and the model's `metrics(counts)` computes {name: scalar} from them.
+    them over microbatches, and the model's `metrics(counts)` computes {name: scalar} from them. A model without such a
+    method may return {name: scalar or (sum, weight)}, whose means are shown as metrics.
+
+    Args:
+        output: of the loss.
+        rows: of the microbatch.
 
     Returns:
         (terms, counts).
+
+    Raises:
+        UserError: the terms have another form.
     """
-    terms, counts = output if isinstance(output, tuple) and len(output) == 2 else (output, None)
-    return validate_terms(terms), counts
+    has_counts = isinstance(output, tuple) and len(output) == 2 and not _is_pair(output)
+    terms, counts = output if has_counts else (output, None)
+    named = terms if isinstance(terms, Mapping) else {"loss": terms}
+    return validate_terms({name: _mean_of(rows, value) for name, value in named.items()}), counts
+
+
+def has_means(output: Any) -> bool:
+    """Returns whether a loss returned a mean: a scalar in place of (sum, weight)."""
+    terms = output[0] if isinstance(output, tuple) and len(output) == 2 and not _is_pair(output) else output
+    return any(map(_is_scalar, terms.values() if isinstance(terms, Mapping) else [terms]))
+
+
+def as_pairs(counts: Any, rows: int) -> Any:
+    """Returns counts {name: scalar or (sum, weight)} as {name: (sum, weight)}, so that they can be summed.
+
+    A scalar is a mean, weighted by the rows. Counts of another form are returned unchanged.
+    """
+    if not isinstance(counts, Mapping) or not all(_is_scalar(v) or _is_pair(v) for v in counts.values()):
+        return counts
+    return validate_terms({name: _mean_of(rows, value) for name, value in counts.items()}) if counts else counts
+
+
+def means(terms: Terms) -> dict[str, jax.Array]:
+    """Returns sum / weight of every term."""
+    return {name: terms[name][0] * scale for name, scale in scales({k: w for k, (_, w) in terms.items()}).items()}
+
+
+def _mean_of(rows: int, value: Any) -> Any:
+    return (jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows)) if _is_scalar(value) else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, jax.Array, np.ndarray, np.generic)) and np.ndim(value) == 0
+
+
+def _is_pair(value: Any) -> bool:
+    """Returns whether this is (sum, weight)."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_scalar, value))
 
 
 def validate_terms(terms: Any) -> Terms:
@@ -37,8 +85,11 @@ def validate_terms(terms: Any) -> Terms:
         UserError: the terms are not {name: (sum, weight)} of scalars.
     """
     pairs = terms.values() if isinstance(terms, Mapping) else ()
-    if not pairs or not all(isinstance(p, tuple) and len(p) == 2 and not any(map(np.ndim, p)) for p in pairs):
-        raise UserError("model.type: `loss` must return a dict of terms, each a tuple (sum, weight) of two scalars")
+    if not pairs or not all(map(_is_pair, pairs)):
+        raise UserError(
+            "model.type: `loss` must return a dict of terms, each a tuple (sum, weight) of two scalars, or a mean; "
+            f"found {format_value(jax.tree.map(jnp.shape, terms))}"
+        )
     return {name: (jnp.asarray(s, jnp.float32), jnp.asarray(w, jnp.float32)) for name, (s, w) in terms.items()}
 
 

@@ -112,6 +112,7 @@ class Decoder(nnx.Module):
     """
 
     spec = DECODER_SPEC
+    rows_are_independent = True  # terms that look at other rows get them from `statistics`
 
     def __init__(self, model: ModelConfig, loss: LossConfig, vocab: int, *, env: Env, rngs: nnx.Rngs):
         self.env, self.model, self.terms, self.vocab = env, model, loss, vocab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtrain.config.schema import DataConfig, ModelConfig
 from jaxtrain.config.user_class import load_class
-from jaxtrain.errors import ConfigError, Problem
+from jaxtrain.errors import ConfigError, Problem, UserError
 from jaxtrain.models.decoder_params import VOCAB_MULTIPLE, Table, decoder_tensors
 
 
@@ -82,13 +82,16 @@ def model_spec(model: ModelConfig) -> ModelSpec:
     A user's class is imported only if the config gives keys of the decoder, so a subclass of it.
 
     Raises:
-        UserError: no such class.
+        ConfigError: no such class.
     """
     if model.is_builtin:
         return DECODER_SPEC
     if not model.decoder_keys:
         return ModelSpec()
-    return getattr(load_class(model.type, "model.type"), "spec", None) or ModelSpec()
+    try:
+        return getattr(load_class(model.type, "model.type"), "spec", None) or ModelSpec()
+    except UserError as error:
+        raise ConfigError([Problem("", "model.type", str(error).removeprefix("model.type: "))]) from error
 
 
 def vocabulary_size(model: ModelConfig, tokenizer_size: int | None) -> int | None:

@@ -82,7 +82,7 @@ def scan(
     in_loop = env.unroll == 1 or (unroll is not True and unroll < groups)
 
     def bodies(in_scan: bool) -> list[Callable]:
-        remat = _remat(env.remat, env.offload, in_scan)
+        remat = checkpointed(env.remat, env.offload, in_scan)
         return [remat(lambda c, i, index=index: one(c, i, index)) for index in range(group)]
 
     if group == 1:
@@ -114,7 +114,9 @@ def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
     return jax.tree.map(rename, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _remat(policy: str | tuple[str, ...], offload: tuple[str, ...], in_scan: bool) -> Callable[[Callable], Callable]:
+def checkpointed(
+    policy: str | tuple[str, ...], offload: tuple[str, ...], in_scan: bool
+) -> Callable[[Callable], Callable]:
     """Returns `jax.checkpoint` with the named policy.
 
     `none` recomputes no matmul, sum or attention, only casts, shardings and elementwise operations, which fuse into

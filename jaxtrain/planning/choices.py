@@ -60,7 +60,7 @@ class LayoutChoice:
         """Returns the choice of a config's layout, with these mesh sizes."""
         pipeline, step = config.pipeline, config.step
         return cls(
-            tuple(sizes[axis] for axis in AXES), "model" in config.rules.get(SEQUENCE, ()), config.zero,
+            tuple(sizes[axis] for axis in AXES), "model" in config.axis_rules.get(SEQUENCE, ()), config.zero,
             config.context_parallel if sizes[CONTEXT] > 1 else "auto", pipeline.schedule, pipeline.virtual_stages,
             step.microbatches, step.remat_policy, step.offloaded,
         )  # fmt: skip
@@ -171,7 +171,7 @@ class SearchSpace:
         """Rules of all shipped layouts together, axes in the order of the mesh."""
         merged: dict[str, set[str]] = {}
         for name in SHIPPED:
-            for dim, axes in load(None, f"layout={name}").rules.items():
+            for dim, axes in load(None, f"layout={name}").axis_rules.items():
                 merged.setdefault(dim, set()).update(axes)
         return {dim: tuple(axis for axis in AXES if axis in axes) for dim, axes in merged.items()}
 

@@ -218,9 +218,10 @@ def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
         # A row of a user's own dataset gives the shapes of the batch.
         data = None if config.data.is_text else open_dataset(config.data, config.seed)
         vocab = request["vocab"] or vocabulary_size(config.model, getattr(data, "vocab", None))
-        program = build_program(config, vocab, devices)
-        pod = _build_pod(request["pod"], vocab, program, target) if request["pod"] else None
-        compiled = step_program.compile_step(pod or program, None if data is None else data.batch(0, slice(0, 1)))
+        example = None if data is None else data.batch(0, slice(0, 1))
+        program = build_program(config, vocab, devices, example)
+        pod = _build_pod(request["pod"], vocab, program, target, example) if request["pod"] else None
+        compiled = step_program.compile_step(pod or program, example)
     except PodMismatch as error:
         return {"error": "PodMismatch", "args": [str(error)]}
     except UserError as error:
@@ -244,13 +245,13 @@ def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
     return report.as_dict()
 
 
-def _build_pod(request: Mapping[str, Any], vocab: int | None, program: Any, target: str) -> Any:
+def _build_pod(request: Mapping[str, Any], vocab: int | None, program: Any, target: str, example: Any) -> Any:
     """Builds the program of a pod. Raises PodMismatch if its axes cross nodes or slices differently."""
     from jaxtrain.core.program import build_program
     from jaxtrain.planning import step_program
 
     config = Config(**request["config"])
-    pod = build_program(config, vocab, targets.devices(request["target"], config.step.attention))
+    pod = build_program(config, vocab, targets.devices(request["target"], config.step.attention), example)
     crossing, expected = (
         network.axes_crossing_domains(step_program.device_positions(one, name), dict(one.layout.sizes))
         for one, name in ((pod, request["target"]), (program, target))

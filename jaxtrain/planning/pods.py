@@ -53,7 +53,7 @@ def smaller_pods(config: Config, target: Target, max_devices: int = MAX_DEVICES)
     """
     if target.devices is None or target.devices <= max_devices:
         return ()
-    full = _Cluster(config, target, resolve_layout(config.layout, config.mesh, config.rules, target.devices).sizes)
+    full = _Cluster(config, target, resolve_layout(config.layout, config.mesh, config.axis_rules, target.devices).sizes)
     smaller = full
     for axis in _replica_axes(config):
         smaller = smaller.shrink(axis, max_devices)
@@ -75,7 +75,7 @@ def shard_counts(near: Pod, far: Pod) -> tuple[int, int, int]:
 
 def _replica_axes(config: Config) -> list[str]:
     """Axes whose devices hold the same state and different rows."""
-    rules = with_implied_rules(config.rules, config.zero)
+    rules = with_implied_rules(config.axis_rules, config.zero)
     others = {axis for name, axes in rules.items() if name != BATCH for axis in axes}
     others |= {DATA_AXIS} if config.zero else set()
     return [axis for axis in axes_of(BATCH, rules) if axis not in others]
@@ -83,7 +83,7 @@ def _replica_axes(config: Config) -> list[str]:
 
 def _shard_axes(config: Config) -> list[str]:
     """Axes whose devices hold shards and different rows, without those that split experts or sequences."""
-    rules = with_implied_rules(config.rules, config.zero)
+    rules = with_implied_rules(config.axis_rules, config.zero)
     others = {axis for name in (EXPERT, CONTEXT, SEQUENCE) for axis in axes_of(name, rules)}
     return [axis for axis in axes_of(BATCH, rules) if axis not in (*others, *_replica_axes(config))]
 

@@ -88,7 +88,7 @@ def _failed_plan(config: Config, target: targets.Target, **fields: Any) -> Plan:
     """The plan of a step that does not fit or does not compile."""
     layout = None
     if target.devices:
-        layout = resolve_layout(config.layout, config.mesh, config.rules, target.devices)
+        layout = resolve_layout(config.layout, config.mesh, config.axis_rules, target.devices)
     plan = Plan(
         str(target), target.kind, target.devices or 0, str(layout or config.layout),
         dict(layout.sizes) if layout else {}, usable=int(target.chip.usable.value) if target.chip else None,

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.placement import batch_sharding
 from jaxtrain.core.program import Program
-from jaxtrain.errors import UserError
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.models.flops import user_flops
 from jaxtrain.models.spec import has_token_rows, is_decoder
@@ -20,8 +20,6 @@ from jaxtrain.planning.hardware import network, simulated, targets
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.rules import DATA_AXIS, LAYERS, dims_without_axes, storage_axes
 from jaxtrain.sharding.sharder import Dims
-
-TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segments": jnp.int32}
 
 
 def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -35,19 +33,13 @@ def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -
         UserError: a user's own dataset without an example.
     """
     data = program.config.data
-    if example is None:
-        if not data.is_text:
-            raise UserError(f"data.type {data.type}: expected an example batch to compile the step of a user's dataset")
-        shapes = {name: ((data.sequence,), dtype) for name, dtype in (TOKENS | {"weights": jnp.float32}).items()}
-    else:
-        shapes = {name: (rows.shape[1:], rows.dtype) for name, rows in example.items()}
+    has_tokens = has_token_rows(program.config.model, data)
     return {
         name: jax.ShapeDtypeStruct(
-            (data.global_batch, *shape), dtype,
-            sharding=batch_sharding(program.sharder, 1 + len(shape), has_token_rows(program.config.model, data)),
+            spec.shape, spec.dtype, sharding=batch_sharding(program.sharder, len(spec.shape), has_tokens)
         )
-        for name, (shape, dtype) in shapes.items()
-    }  # fmt: skip
+        for name, spec in batch_spec(data, data.global_batch, example).items()
+    }
 
 
 def weight_and_gradient_bytes(program: Program) -> dict[str, int]:
@@ -95,7 +87,7 @@ def recomputes_logits(program: Program) -> bool:
 
 def embedding_rows(program: Program) -> int | None:
     """Rows of the decoder's embedding table; None for a user's own model."""
-    return program.model_def.params["embed"]["table"].shape[0] if is_decoder(program.config.model) else None
+    return program.model_def.parameters["embed"]["table"].shape[0] if is_decoder(program.config.model) else None
 
 
 def user_step_flops(program: Program) -> float | None:
@@ -103,8 +95,8 @@ def user_step_flops(program: Program) -> float | None:
     data = program.config.data
     if is_decoder(program.config.model) or not data.is_text:
         return None
-    shapes = dict.fromkeys((*TOKENS, "weights"), (data.global_batch, data.sequence))
-    flops = user_flops(program.model_def.bind(program.model_def.params), shapes, 1)
+    shapes = {name: spec.shape for name, spec in batch_spec(data, data.global_batch).items()}
+    flops = user_flops(program.model_def.abstract(), shapes, 1)
     return None if flops is None else flops.model
 
 

@@ -118,10 +118,15 @@ class RunHistory:
         values = [value for _, value in self.series(key)]
         return median(values) if values else None
 
+    @property
+    def unit(self) -> str:
+        """Unit of the throughput: `tokens`, or `samples` of data that is no text."""
+        return "tokens" if self.last("samples") is None else "samples"
+
     def throughput(self) -> float | None:
-        """Returns tokens per second of wall time, over all attempts."""
-        tokens = self.last("tokens")
-        return None if tokens is None or not self.elapsed else tokens / self.elapsed
+        """Returns tokens or samples per second of wall time, over all attempts."""
+        total = self.last(self.unit)
+        return None if total is None or not self.elapsed else total / self.elapsed
 
     def scores(self) -> dict[str, list[tuple[int, float]]]:
         """Returns the series of all validation metrics."""
@@ -163,11 +168,12 @@ def read_history(directory: Path, now: float | None = None) -> RunHistory:
 def as_dict(history: RunHistory) -> dict[str, Any]:
     """Returns the history for JSON, without the metrics, which have their own file."""
     attempts = [{**vars(attempt), "seconds": dict(attempt.seconds)} for attempt in history.attempts]
+    rate = f"{history.unit}_per_sec"
     return {
         "name": history.name, "state": history.state, "step": history.step, "steps": history.steps,
         "elapsed": history.elapsed, "goodput": history.goodput, "seconds": dict(history.seconds), "attempts": attempts,
-        "failed_generations": list(history.failed_generations), "tokens_per_sec": history.throughput(),
-        "median": {key: history.median(key) for key in ("tokens_per_sec", "step_time", "data_wait", "mfu")},
+        "failed_generations": list(history.failed_generations), rate: history.throughput(),
+        "median": {key: history.median(key) for key in (rate, "step_time", "data_wait", "mfu")},
         "last": {key: history.last(key) for key in ("loss", *history.scores())},
         "checkpoints": list(history.saves), "warnings": list(history.warnings), "events": list(history.other_events),
     }  # fmt: skip

@@ -34,9 +34,9 @@ def key_figures(run: RunHistory) -> list[KeyFigure]:
     if low is not None:
         note = f"lowest {number(low[1])} at step {low[0]:,}"
         figures.append(KeyFigure("validation loss", number(run.last("eval/loss")), note))
-    if (rate := run.median("tokens_per_sec")) is not None:
+    if (rate := run.median(f"{run.unit}_per_sec")) is not None:
         note = f"median of the steps; {count(run.throughput())} over the whole time"
-        figures.append(KeyFigure("throughput", f"{count(rate)} tok/s", note))
+        figures.append(KeyFigure("throughput", f"{count(rate)} {'tok' if run.unit == 'tokens' else run.unit}/s", note))
     if (took := run.median("step_time")) is not None:
         note = f"median; of it {1e3 * (run.median('data_wait') or 0.0):,.1f} ms waiting for data"
         figures.append(KeyFigure("step time", f"{1e3 * took:,.1f} ms", note))

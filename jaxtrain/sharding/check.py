@@ -14,6 +14,7 @@ from jaxtrain.sharding.rules import (
     CONTEXT,
     EMBED,
     EXPERT,
+    INFERRED,
     LAYERS,
     PIPELINE_AXIS,
     SEQUENCE,
@@ -27,7 +28,7 @@ Names = tuple[str | None, ...]
 
 # Names that layouts may have rules for even if the model has no such dim.
 KNOWN = frozenset(
-    (BATCH, SEQUENCE, CONTEXT, EMBED, "heads", "kv_heads", "head_dim", "mlp", VOCAB, TABLE, LAYERS, EXPERT)
+    (BATCH, SEQUENCE, CONTEXT, EMBED, "heads", "kv_heads", "head_dim", "mlp", VOCAB, TABLE, LAYERS, EXPERT, INFERRED)
 )
 # Activations of the decoder; no axis may shard two dims of one of them.
 ACTIVATIONS: dict[str, Names] = {

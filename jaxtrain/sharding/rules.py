@@ -16,7 +16,9 @@ BATCH, SEQUENCE, CONTEXT = "batch", "sequence", "context"
 EMBED, LAYERS, EXPERT, VOCAB = "embed", "layers", "expert", "vocab"
 ROWS = "rows"  # rows of a cache of keys and values
 TABLE = "table"  # width of an embedding table
+INFERRED = "inferred"  # dim of a variable without names that is stored in shards
 KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards, and so replicated
+FSDP_AXIS = "fsdp"  # mesh axis of parameters that are stored in shards
 DATA_AXIS = "data"  # mesh axis of replicated parameters, over which ZeRO shards the train state
 PIPELINE_AXIS = "pipeline"  # mesh axis of pipeline stages
 
@@ -77,12 +79,17 @@ def with_implied_rules(rules: Rules, zero: int) -> Rules:
     """Returns the rules with those that follow from them.
 
     ZeRO stage 3 stores weights in shards over the data axis, as FSDP does. The width of an embedding table has the axes
-    of the vocabulary and of `embed`: each device looks up whole rows of its columns, and only activations are sent.
+    of the vocabulary and of `embed`: each device looks up whole rows of its columns, and only activations are sent. The
+    `inferred` dim of a variable without names has the axes that only store `embed` in shards, else `fsdp`.
     """
     if zero >= 3 and DATA_AXIS in axes_of(BATCH, rules) and DATA_AXIS not in axes_of(EMBED, rules):
         rules = {**rules, EMBED: (*axes_of(EMBED, rules), DATA_AXIS)}
     table_axes = tuple(dict.fromkeys((*axes_of(VOCAB, rules), *axes_of(EMBED, rules))))
-    return rules if TABLE in rules or not table_axes else {**rules, TABLE: table_axes}
+    if TABLE not in rules and table_axes:
+        rules = {**rules, TABLE: table_axes}
+    stored = storage_axes(rules)
+    inferred = tuple(axis for axis in axes_of(EMBED, rules) or (FSDP_AXIS,) if axis in stored)
+    return rules if INFERRED in rules or not inferred else {**rules, INFERRED: inferred}
 
 
 def compute_dims(names: Sequence[str | None], shape: Sequence[int], rules: Rules, sizes: Mapping[str, int]) -> Dims:

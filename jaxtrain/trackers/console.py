@@ -131,6 +131,11 @@ def live_line(status: Status, width: int) -> Text:
     return Text(f"{100 * done:.0f}%"[:width])
 
 
+def _throughput(values: Mapping[str, Any]) -> str:
+    unit = "samples" if "samples" in values else "tokens"
+    return f"{count(values.get(f'{unit}_per_sec'))} {'tok' if unit == 'tokens' else unit}/s"
+
+
 def _cells(status: Status) -> list[tuple[int, str]]:
     """Returns (rank, text) in the order shown; cells of a higher rank are dropped first."""
     values = status.values
@@ -141,7 +146,7 @@ def _cells(status: Status) -> list[tuple[int, str]]:
         (0, f"loss {number(values.get('loss'))}"),
         (4, f"lr {small(values.get('lr'))}"),
         (5, f"|g| {short(values.get('grad_norm'))}"),
-        (2, f"{count(values.get('tokens_per_sec'))} tok/s"),
+        (2, _throughput(values)),
         *((3, f"mfu {percent(value)}") for value in _present(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
         *((7, f"bubble {percent(value)}") for value in _present(values, "bubble")),

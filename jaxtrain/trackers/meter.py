@@ -31,17 +31,20 @@ class Meter:
         flops: Flops | None = None,
         peak: Peak | None = None,
         memory: Callable[[], int | None] | None = None,
+        unit: str = "tokens",
     ):
         """Creates the meter.
 
         Args:
             ledger: time accounting of this process.
-            tokens: positions (items) of a global batch, padding included.
+            tokens: positions of a global batch, padding included; or its samples.
             devices: number of devices of all processes.
             flops: for MFU and HFU; None leaves them out.
             peak: for MFU and HFU; None leaves them out.
             memory: returns bytes in use, see `device_memory`.
+            unit: of `tokens`, `tokens` or `samples`, which names the throughput in records.
         """
+        self.unit = unit
         self.tokens, self.devices, self.flops, self.peak = tokens, devices, flops, peak
         self.constants: dict[str, float] = {}  # in every record
         self._ledger, self._memory = ledger, memory or process_memory
@@ -60,14 +63,16 @@ class Meter:
         Adds to the metrics: `step`; `constants`; `tokens`, of all steps so far (positions, replacing a metric of that
         name); `step_time` and `data_wait`, seconds per step; `tokens_per_sec`, `tokens_per_sec_per_device`; `mfu`,
         `hfu`, 0 to 1; `memory`, bytes: the peak of the fullest local device, or of this process if devices do not
-        report it.
+        report it. Of data that is no text, `samples` stand in place of `tokens`.
         """
         now, before, steps = self._ledger.seconds(), self._before, step - self._step
-        record: dict[str, Any] = {"step": step, **metrics, **self.constants, "tokens": step * self.tokens}
+        record: dict[str, Any] = {"step": step, **metrics, **self.constants}
+        record.pop("tokens", None)  # those of this step that have a target
+        record[self.unit] = step * self.tokens
         elapsed = 0.0 if before is None else sum(now[bucket] - before[bucket] for bucket in STEPS)
         if before is not None and steps > 0 and elapsed > 0:
             rate = steps * self.tokens / elapsed
-            record |= {"tokens_per_sec": rate, "tokens_per_sec_per_device": rate / self.devices}
+            record |= {f"{self.unit}_per_sec": rate, f"{self.unit}_per_sec_per_device": rate / self.devices}
             record |= {"step_time": elapsed / steps, "data_wait": (now["data"] - before["data"]) / steps}
             record |= self._utilization(rate / self.devices)
         used = self._memory()

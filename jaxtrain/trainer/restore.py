@@ -17,6 +17,7 @@ from jaxtrain.errors import ConfigError, Problem, UserError
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.models.model_def import merge_trees, select_paths
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
 from jaxtrain.trainer.trainer import Trainer
@@ -33,10 +34,13 @@ def initial_state(program: Program) -> State:
     state, source = program.init(), program.config.model.from_
     if source is None:
         return state
-    for leaf in jax.tree.leaves(state["params"]):
+    kinds = [kind for kind in ("params", "frozen") if kind in state]
+    for leaf in jax.tree.leaves([state[kind] for kind in kinds]):
         leaf.delete()  # frees memory for the imported weights
     folder = Path(os.path.expanduser(source))
-    state["params"] = load_weights(folder, TENSOR_MAPPINGS[read_model_config(folder)[0].name], program.state["params"])
+    wanted = merge_trees(program.state["params"], program.state.get("frozen", {}))
+    loaded = load_weights(folder, TENSOR_MAPPINGS[read_model_config(folder)[0].name], wanted)
+    state |= {kind: select_paths(loaded, program.state[kind]) for kind in kinds}
     if "ema" in state:
         placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
         state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])

@@ -62,14 +62,15 @@ def open_trainer(
     """
     ledger = ledger or GoodputLedger()
     devices = runtime.start(config.simulate)
-    layouts.resolve_layout(config.layout, config.mesh, config.rules, len(devices))  # before hours of tokenizing
+    layouts.resolve_layout(config.layout, config.mesh, config.axis_rules, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
     console.console.quiet = not is_main
     data, eval_sets = open_data(config, console)
     hooks = CallbackList(callbacks)
     program = build_program(
-        hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices
-    )
+        hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices,
+        None if config.data.is_text else data.batch(0, slice(0, 1)),
+    )  # fmt: skip
     if program.gradients.pipeline:
         program = replace(program, step=check_permutes_on_first_call(program.step))
     if is_main:
@@ -134,10 +135,12 @@ def _assemble(
     manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
     trackers = build_trackers(config.log, config.name, directory, is_main)
     members = TrackerList(trackers + ([console] if is_main else []), console.print)
-    items = config.data.global_batch * (config.data.sequence if has_token_rows(config.model, config.data) else 1)
+    has_tokens = has_token_rows(config.model, config.data)
+    items = config.data.global_batch * (config.data.sequence if has_tokens else 1)
     flops, peak = _flops(config, program, data, items), _peak(config)
     memory = device_memory(jax.local_devices())
-    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory)
+    unit = "tokens" if has_tokens else "samples"
+    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit)
     return Trainer(
         config, directory, program, data, eval_sets, checkpointer, members, console, ledger, meter, ticker, manifest,
         callbacks,
@@ -179,12 +182,12 @@ def _cache_progress(console: ConsoleTracker) -> Any:
 def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | None:
     """Returns the FLOPs of each of the `items` of a global batch: tokens of a token model, else rows."""
     if is_decoder(config.model):
-        vocab = program.model_def.params["embed"]["table"].shape[0]
+        vocab = program.model_def.parameters["embed"]["table"].shape[0]
         again = recomputes(vocab, config.loss.vocab_chunks, program.sharder)
         return decoder_flops(config.model, vocab, config.data.sequence, config.step.saved_values, again)
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
-    return user_flops(program.model_def.bind(program.model_def.params), shapes, items)
+    return user_flops(program.model_def.abstract(), shapes, items)
 
 
 def _peak(config: Config) -> Peak | None:

@@ -90,7 +90,7 @@ def layout_problems(config: Config, devices: int, vocab: int | None = None) -> l
 def layout_key(config: Config) -> str:
     """Canonical form of a layout on its mesh: layouts with the same key are the same computation."""
     sizes = _mesh_sizes(config)
-    rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.rules.items())}
+    rules = {name: [a for a in axes if sizes.get(a, 1) > 1] for name, axes in sorted(config.axis_rules.items())}
     rules = {name: axes for name, axes in rules.items() if axes}
     zero = config.zero if sizes["data"] > 1 else 0
     context = config.context_parallel if CONTEXT in rules else "auto"
@@ -106,7 +106,7 @@ def _legal_meshes(config: Config, devices: int) -> tuple[list[Config], str]:
     legal, reason = [], "no mesh of these devices has its axes"
     given = {axis for axis, size in _mesh_sizes(config).items() if size != 1}
     required = {axis for axis in given if getattr(config.mesh, axis) != -1} or given
-    possible = given | {axis for axes in config.rules.values() for axis in axes}
+    possible = given | {axis for axes in config.axis_rules.values() for axis in axes}
     for sizes in factorisations([axis for axis in AXES if axis in possible], devices):
         if any(sizes.get(axis, 1) == 1 for axis in required):
             continue
@@ -123,7 +123,7 @@ def _legal_meshes(config: Config, devices: int) -> tuple[list[Config], str]:
 def _coverage(config: Config) -> tuple[int, bool]:
     """Sort key by how much a mesh tests: its number of axes, and whether they split the batch."""
     axes = [axis for axis, size in _mesh_sizes(config).items() if size > 1]
-    return len(axes), any(axis in axes for axis in axes_of(BATCH, config.rules))
+    return len(axes), any(axis in axes for axis in axes_of(BATCH, config.axis_rules))
 
 
 def _with_microbatches(config: Config, count: int) -> Config:

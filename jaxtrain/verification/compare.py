@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod, sqrt
 
@@ -12,9 +12,9 @@ import numpy as np
 Flat = dict[str, np.ndarray]  # by path
 
 LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative limits; an update divides by small numbers
-# Fraction of the median tensor's norm: smaller tensors are compared with this. The bias of keys, for example, has a
-# gradient of rounding errors only.
-FLOOR = 1e-3
+# Fractions of the median tensor's norm: tensors below FLOOR are compared with it. Gradients below ROUNDING on both
+# sides hold rounding errors alone and are not compared, such as that of the bias of keys, which softmax does not see.
+FLOOR, ROUNDING = 1e-3, 1e-6
 MATCH = 1e-3  # relative difference up to which a fault explains a wrong gradient
 
 
@@ -26,12 +26,14 @@ class Recording:
         losses: one per step.
         gradients, updates: of step 0, by path, float64.
         text: of the compiled program.
+        mutable: the model's mutable variables after step 0, by path, float64.
     """
 
     losses: list[float]
     gradients: Flat
     updates: Flat
     text: str
+    mutable: Flat = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Verdict:
     Args:
         loss, gradient, update: worst differences.
         tensor: path of the tensor with the worst gradient.
-        first: the first loss, gradient or update that differs; None if all are equal.
+        first: the first loss, gradient, update or mutable variable that differs; None if all are equal.
         cause: diagnosis; empty if unknown.
     """
 
@@ -69,6 +71,13 @@ def relative_differences(actual: Flat, expected: Flat) -> dict[str, float]:
     return differences
 
 
+def _without_rounding(actual: Flat, expected: Flat) -> list[str]:
+    """Returns the paths of gradients that hold more than rounding errors."""
+    limit = ROUNDING * float(np.median([np.linalg.norm(value) for value in expected.values()]))
+    norms = {path: max(np.linalg.norm(actual[path]), np.linalg.norm(value)) for path, value in expected.items()}
+    return [path for path, norm in norms.items() if not norm <= limit] or list(expected)
+
+
 def global_norm(tree: Flat) -> float:
     """Global norm of a tree of arrays."""
     return sqrt(sum(float(np.sum(value**2)) for value in tree.values()))
@@ -78,10 +87,13 @@ def compare(actual: Recording, expected: Recording) -> Verdict:
     """Compares two recordings; tensors are in the order of the model."""
     losses = zip(actual.losses, expected.losses)
     by_step = [abs(a / b - 1) if np.isfinite(a) else float("inf") for a, b in losses]
-    by_gradient = relative_differences(actual.gradients, expected.gradients)
-    by_update = relative_differences(actual.updates, expected.updates)
+    compared = _without_rounding(actual.gradients, expected.gradients)
+    by_gradient = relative_differences(actual.gradients, {path: expected.gradients[path] for path in compared})
+    by_update = relative_differences(actual.updates, {path: expected.updates[path] for path in compared})
     tensor = max(by_gradient, key=lambda path: by_gradient[path])
     wrong = [path for path, value in by_gradient.items() if value > GRADIENT]
+    by_variable = relative_differences(actual.mutable, expected.mutable) if expected.mutable else {}
+    wrong += [f"the variable {path}" for path, value in by_variable.items() if value > GRADIENT]
     wrong += [f"the update of {path}" for path, value in by_update.items() if value > UPDATE]
     wrong += [f"the loss of step {step}" for step, value in enumerate(by_step) if value > LOSS]
     return Verdict(max(by_step), by_gradient[tensor], tensor, max(by_update.values()), wrong[0] if wrong else None)

@@ -84,17 +84,19 @@ def _doubled_reduction(real: Any, self: Gradients, params: Any, *rest: Any) -> A
     return output._replace(grads=jax.tree.map(scale, output.grads, self.model_def.names))
 
 
-def _microbatch_scaling(real: Any, self: Gradients, params: Any, batch: Any, key: jax.Array, loss_scale: Any) -> Any:
+def _microbatch_scaling(
+    real: Any, self: Gradients, params: Any, batch: Any, key: jax.Array, loss_scale: Any, other: Any
+) -> Any:
     """Every microbatch's loss is normalised separately."""
     del real
     gradients = Gradients(self.model_def, self.sharder)
     micro = jax.tree.map(lambda x: split_microbatches(self.sharder, x, self.microbatches), dict(batch))
     parts = [
-        gradients(params, jax.tree.map(lambda x, i=index: x[i], micro), key, loss_scale)
+        gradients(params, jax.tree.map(lambda x, i=index: x[i], micro), key, loss_scale, other)
         for index in range(self.microbatches)
     ]
     mean = jax.tree.map(lambda *g: sum(g) / self.microbatches, *(part.grads for part in parts))
-    return gradients(params, batch, key, loss_scale)._replace(grads=mean)
+    return gradients(params, batch, key, loss_scale, other)._replace(grads=mean)
 
 
 def _segment_mask(real: Any, *args: Any, segments_BT: jax.Array | None = None, **kwargs: Any) -> jax.Array:

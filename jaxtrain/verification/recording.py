@@ -30,14 +30,15 @@ class Recorder:
         """Trains from a fresh state, one step per batch."""
         state, losses = self.program.init(), []
         before = flatten(state["params"])
-        gradients, updates = {}, {}
+        gradients, updates, mutable = {}, {}, {}
         for step, batch in enumerate(batches):
             state, metrics, step_gradients = self.compiled(state, batch)
             losses.append(float(metrics["loss"]))
             if step == 0:
                 gradients = flatten(step_gradients)
                 updates = {path: after - before[path] for path, after in flatten(state["params"]).items()}
-        return Recording(losses, gradients, updates, self.compiled.as_text() or "")
+                mutable = flatten(state.get("mutable", {}))
+        return Recording(losses, gradients, updates, self.compiled.as_text() or "", mutable)
 
 
 def flatten(tree: Any) -> Flat:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxtrain.config import ConfigError, UserError
 from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
+from jaxtrain.core.gradients import uses_rng
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.resolve import resolve
@@ -58,6 +60,7 @@ class Outcome:
         refused: layout -> why no mesh of these devices fits it.
         devices: number of devices.
         steps: number of steps.
+        returns_mean: the loss is a mean, which is weighted by the rows of a microbatch.
     """
 
     rows: list[LayoutResult]
@@ -65,6 +68,7 @@ class Outcome:
     refused: dict[str, str]
     devices: int
     steps: int
+    returns_mean: bool = False
 
 
 class PackedDataset:
@@ -122,16 +126,51 @@ def verify(
     unsharded = small.model_copy(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     )
-    reference = Reference(build_program(unsharded, small.model.vocab, all_devices[:1]), batches)
+    references = References(unsharded, all_devices[:1], batches)
     rows: list[LayoutResult] = []
     for index, candidate in enumerate(accepted):
         progress(index, len(accepted))
+        reference = references(candidate.config.step.microbatches)
         row = verify_layout(candidate, dataset, batches, reference, all_devices, inject)
         if isinstance(row, LayoutResult):
             rows.append(row)
         else:
             refused.setdefault(candidate.layout, row)
-    return Outcome(rows, changes, refused, devices, steps)
+    return Outcome(rows, changes, refused, devices, steps, references.returns_mean)
+
+
+class References:
+    """Recordings on one device, for layouts of any number of microbatches.
+
+    A model whose rows are independent and which draws no noise must not notice how a batch is split: its reference has
+    one microbatch. Another one is compared at equal microbatches.
+    """
+
+    def __init__(self, config: Config, devices: list[Any], batches: list[Batch]):
+        self._config, self._devices, self._batches = config, devices, batches
+        self._by_count: dict[int, Reference] = {}
+        model_def = build_program(config, config.model.vocab, devices, batches[0]).model_def
+        self.returns_mean = model_def.returns_mean(batches[0])
+        self._is_split_invariant = (
+            model_def.rows_are_independent
+            and not jax.tree.leaves(model_def.non_trainable)
+            and not uses_rng(model_def, model_def.params, batches[0], jax.random.key(0))
+        )
+
+    def __call__(self, microbatches: int) -> Reference:
+        """Returns the reference for a number of microbatches.
+
+        Raises:
+            UserError: its loss is not finite.
+        """
+        count = 1 if self._is_split_invariant else microbatches
+        if count not in self._by_count:
+            step = self._config.step.model_copy(update={"microbatches": count})
+            config = self._config.model_copy(update={"step": step})
+            self._by_count[count] = Reference(
+                build_program(config, config.model.vocab, self._devices, self._batches[0]), self._batches
+            )
+        return self._by_count[count]
 
 
 class Reference:
@@ -140,6 +179,10 @@ class Reference:
     def __init__(self, program: Program, batches: list[Batch]):
         self._recorder, self._state = Recorder(program, batches[0]), program.init()
         self.recording = self._recorder.record(batches)
+        bad = [(step, loss) for step, loss in enumerate(self.recording.losses) if not np.isfinite(loss)]
+        if bad:
+            message = f"on one device the loss of step {bad[0][0]} is {bad[0][1]}, so there is nothing to compare with"
+            raise UserError(f"verify: {message}; expected a model and data that train")
 
     def gradients(self, batch: Batch) -> Flat:
         """Gradients of the first step on another batch."""
@@ -154,7 +197,7 @@ def verify_layout(
     config = candidate.config
     try:
         with injected(inject):
-            program = build_program(config, config.model.vocab, devices)
+            program = build_program(config, config.model.vocab, devices, next(iter(host_batches), None))
             place = placer(dataset, program)
             batches = [place(step) for step in range(len(host_batches))]
             actual = Recorder(program, batches[0]).record(batches)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import Config, ConfigError, configs_dir, dump_yaml, show
@@ -243,6 +243,7 @@ OVERRIDES = st.one_of(
 
 @settings(QUICK, max_examples=400)
 @given(st.lists(OVERRIDES, min_size=1, max_size=4))
+@example(["model.type=a.b:C", "model.moe.capacity_factor=2"])
 def test_mutated_overrides(overrides: list[str]) -> None:
     survives(None, *overrides)
 

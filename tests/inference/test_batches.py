@@ -27,7 +27,7 @@ def alone():
     """Parameters, and what follows each prompt by itself on one device."""
     cfg = Config(model=MODEL, precision="fp32")
     model_def = model_from_config(cfg, Sharder(), 128)
-    params = jax.jit(model_def.init)(jax.random.key(3))
+    params, _ = jax.jit(model_def.init)(jax.random.key(3))
     generator = Generator(model_def, 120, temperature=0)
     return params, generator, [list(generator(params, prompt, 9, seed=0, eos=None)) for prompt in PROMPTS]
 
@@ -42,7 +42,7 @@ def test_no_prompt_goes_past_the_last_learned_position():
     learned = {"learned_positions": 30}
     cfg = Config(model=MODEL | learned, precision="fp32")
     model_def = model_from_config(cfg, Sharder(), 128)
-    generator, params = Generator(model_def, 120, temperature=0), jax.jit(model_def.init)(jax.random.key(3))
+    generator, params = Generator(model_def, 120, temperature=0), jax.jit(model_def.init)(jax.random.key(3))[0]
     assert len(columns(generator, params, PROMPTS, 9, eos=None)[2]) == 9  # the longest prompt has 21
     with pytest.raises(UserError, match="21 tokens and 10 new ones are more than the model's 30 learned positions"):
         generator.batch(params, PROMPTS, 10, seed=0, eos=None)

@@ -63,7 +63,7 @@ FAMILIES = {
 def setup(options: dict, **config):
     cfg = Config(model=TINY | options, precision="fp32", **config)
     model_def = model_from_config(cfg, Sharder(), TINY["vocab"])
-    params = model_def.init(jax.random.key(0))
+    params, _ = model_def.init(jax.random.key(0))
     # Biases and norm scales start at constants: make every parameter matter.
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))

@@ -74,7 +74,7 @@ def gradients(model: dict, remat="none", chunks=1, batch=2, sequence=32, vocab=9
     inputs["weights"] = jax.ShapeDtypeStruct((batch, sequence), jnp.float32)
 
     def loss(params, batch):
-        terms, _ = split_loss_output(model_def.bind(params).loss(batch, None))
+        terms, _ = split_loss_output(model_def.bind(params).loss(batch, None), 1)
         return sum(total for total, _ in terms.values())
 
     return jax.grad(loss), (model_def.params, inputs), config.model

@@ -284,7 +284,7 @@ def decoder(precision: str, remat: Any, sharder: Sharder | None = None, **option
     cfg = Config(model=MODEL | options, precision=precision, step=remat_keys(remat))
     model_def = model_from_config(cfg, sharder or Sharder(), MODEL["vocab"])
     env = model_def.bind(model_def.params).env
-    params = model_def.init(jax.random.key(0))
+    params, _ = model_def.init(jax.random.key(0))
     positions = jnp.tile(jnp.arange(16), (4, 1))
     segments = 1 + positions // 9
     period = cfg.model.sliding_window_pattern

@@ -170,10 +170,10 @@ def test_a_pod_whose_axes_cross_other_nodes_is_refused(monkeypatch):
     (pod,) = pods.smaller_pods(config, targets.parse("simulate:8"), 4)
     elsewhere = {"config": pod.config.model_dump(mode="json"), "target": "simulate:4"}
     whole = build_program(config, config.model.vocab, jax.devices())
-    assert compile._build_pod(elsewhere, config.model.vocab, whole, "simulate:8").layout.sizes["data"] == 2
+    assert compile._build_pod(elsewhere, config.model.vocab, whole, "simulate:8", None).layout.sizes["data"] == 2
     monkeypatch.setattr(compile.network, "axes_crossing_domains", lambda positions, sizes: {"data": sizes["data"] == 4})
     with pytest.raises(compile.PodMismatch, match="on simulate:4 cross other nodes or slices than on simulate:8"):
-        compile._build_pod(elsewhere, config.model.vocab, whole, "simulate:8")
+        compile._build_pod(elsewhere, config.model.vocab, whole, "simulate:8", None)
 
 
 def made(shards: int, **known: Any) -> Plan:

@@ -47,8 +47,8 @@ def report(run: RunHistory, width: int) -> RenderableType:
     """Builds the report for a terminal of `width` columns."""
     parts = [
         _headline(run), _goodput(run, width), _curve(run, "loss", "loss", width, 8, number),
-        _curve(run, "tokens_per_sec", "tokens/s", width, 4, count), _attempts(run), _scores(run), _checkpoints(run),
-        _notices(run),
+        _curve(run, f"{run.unit}_per_sec", f"{run.unit}/s", width, 4, count), _attempts(run), _scores(run),
+        _checkpoints(run), _notices(run),
     ]  # fmt: skip
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts if part))
 

@@ -222,7 +222,7 @@ def layout_values(config: Config) -> dict[str, Any]:
     mesh: dict[str, Any] = {axis: size for axis in AXES if (size := getattr(config.mesh, axis)) > 1}
     if config.mesh.dcn:
         mesh["dcn"] = dict(config.mesh.dcn)
-    out: dict[str, Any] = {"mesh": mesh, "rules": {name: list(axes) for name, axes in config.rules.items()}}
+    out: dict[str, Any] = {"mesh": mesh, "rules": {name: list(axes) for name, axes in config.axis_rules.items()}}
     if config.context_parallel != "auto":
         out["context_parallel"] = config.context_parallel
     if config.zero:

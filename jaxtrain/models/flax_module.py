@@ -1,0 +1,195 @@
+"""Adaptation of a plain Flax module: its dtypes, the names of its variables, and gathered parameters.
+
+A module that creates its parameters with `Env.param` does all of this itself and is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.errors import UserError, format_value
+from jaxtrain.models.linen_module import cast_floats
+from jaxtrain.nn.env import Env
+from jaxtrain.nn.param import Param
+from jaxtrain.sharding.rules import INFERRED, Names
+from jaxtrain.sharding.sharder import Sharder
+
+Path = tuple[str, ...]
+
+
+def text_path(path: Sequence[Any]) -> Path:
+    """Returns a path of NNX with its indices as text, as it stands in the train state."""
+    return tuple(str(part) for part in path)
+
+
+def variables(module: nnx.Module) -> dict[Path, nnx.Variable]:
+    """Returns path -> variable, sorted as NNX sorts a state. A variable that has several paths has its first one.
+
+    Raises:
+        UserError: two variables have the same path as text, such as `a.1` by an index and by a name.
+    """
+    out: dict[Path, nnx.Variable] = {}
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        if text_path(path) in out:
+            raise UserError(f"model.type: two variables have the path {'/'.join(text_path(path))}; expected one")
+        out[text_path(path)] = variable
+    return out
+
+
+class Preparation(NamedTuple):
+    """Preparation of a parameter in front of a pass: a cast, and for FSDP a gather."""
+
+    dtype: Any
+    gathers: bool
+
+
+def adapt(module: nnx.Module, env: Env) -> dict[int, Preparation]:
+    """Prepares an abstract module for training, in place.
+
+    Submodules without a `dtype` of their own compute in the compute dtype of the policy. A parameter is cast to it and
+    gathered over the axes that only store it in shards (FSDP) where the module reads it. Those of `nnx.RNN`, which
+    reads them in a loop over time, are gathered in front of the pass; those of Linen modules are cast there, and XLA
+    gathers them. A call of the module itself casts float inputs to the compute dtype, and float outputs to float32.
+
+    Args:
+        module: of abstract arrays.
+        env: sharding and dtypes.
+
+    Returns:
+        id of a parameter -> its preparation, for those that are prepared in front of the pass.
+    """
+    exact = {id(variable) for variable in _with_own_dtype(module)}
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module) and getattr(node, "dtype", env) is None:
+            node.dtype = env.policy.compute  # pyright: ignore[reportAttributeAccessIssue]
+    looped, linen = (
+        {id(v) for _, node in nnx.iter_graph(module) if isinstance(node, kind) for v in _parameters(node)}
+        for kind in (nnx.RNN, nnx.bridge.ToNNX)
+    )
+    prepared: dict[int, Preparation] = {}
+    for variable in _parameters(module):
+        if isinstance(variable, Param):
+            continue
+        stored = variable.get_raw_value().dtype
+        is_narrow = not jnp.issubdtype(stored, jnp.floating) or stored.itemsize <= env.policy.compute.itemsize
+        dtype = stored if is_narrow or id(variable) in exact else env.policy.compute
+        if id(variable) in looped | linen:
+            prepared[id(variable)] = Preparation(dtype, id(variable) in looped)
+            continue
+        shape = variable.get_raw_value().shape
+        variable.set_metadata(gather_dtype=dtype, full_shape=shape, sharder=env.sharder)
+        # The class says how a parameter is read. It is changed in place, because a tied one has several owners.
+        variable.__class__ = _gathered_type(type(variable))  # pyright: ignore[reportAttributeAccessIssue]
+    if callable(module) and env.policy.compute != jnp.float32 and not isinstance(module, nnx.bridge.ToNNX):
+        module.__class__ = _float32_outputs(type(module), env.policy.compute)
+    return prepared
+
+
+@functools.cache
+def _float32_outputs(module_type: Any, compute: Any) -> Any:
+    """Returns a subclass whose call casts float inputs to the compute dtype, and float outputs to float32."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_floats((args, kwargs), compute)
+        return cast_floats(module_type.__call__(self, *args, **kwargs), jnp.float32)
+
+    call.__signature__ = inspect.signature(module_type.__call__)  # pyright: ignore[reportFunctionMemberAccess]
+    return type(module_type.__name__, (module_type,), {"__call__": call})
+
+
+def _parameters(module: nnx.Module) -> Iterator[nnx.Param]:
+    return (node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param))
+
+
+def _with_own_dtype(module: nnx.Module) -> Iterator[nnx.Variable]:
+    """Yields the variables of submodules that were given a `dtype`."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module) and getattr(node, "dtype", None) is not None:
+            yield from (value for value in vars(node).values() if isinstance(value, nnx.Variable))
+
+
+@functools.cache
+def _gathered_type(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
+    """Returns a subclass whose value is cast and gathered when it is read, and which cannot be assigned."""
+
+    def get_value(self: Any, **index: Any) -> Any:
+        value = _gather(self, self.get_raw_value())
+        at = index.get("index", ...)
+        return value if at is ... else value[at]
+
+    def set_value(self: Any, value: Any, **index: Any) -> None:
+        raise UserError(
+            "model.type: the loss assigns to a parameter; expected a variable of another type than nnx.Param"
+        )
+
+    methods = {"get_value": get_value, "set_value": set_value}
+    return type(f"Gathered{variable_type.__name__}", (variable_type,), methods)
+
+
+def _gather(variable: Any, value: jax.Array) -> jax.Array:
+    """Returns the value of a parameter for use.
+
+    Within a loop over stacked modules `value` is the slice of one of them. Other parts of it are only cast.
+    """
+    full_shape, names = variable.full_shape, variable.names
+    if value.ndim and full_shape[-value.ndim :] == value.shape:
+        return variable.sharder.gather_weight(value, names[-value.ndim :], variable.gather_dtype)
+    return value.astype(variable.gather_dtype)
+
+
+def logical_names(
+    path: Path, variable: nnx.Variable, sharder: Sharder, names_by_path: Mapping[str, Sequence[str | None]]
+) -> Names:
+    """Returns the logical name of every dim of a variable.
+
+    They come from the first pattern that matches the whole path, else from Flax's metadata: `names` of `Env.param`, or
+    what `nnx.with_partitioning` has set. Without any, the largest dim that the `fsdp` axis divides is `inferred`.
+
+    Args:
+        path: of the variable.
+        variable: whose value has a shape.
+        sharder: mesh and rules.
+        names_by_path: regular expression of `a/b/c` -> names.
+
+    Raises:
+        UserError: more names than dims, or a name that is no text.
+    """
+    shape = tuple(variable.get_raw_value().shape)
+    found = next((names for pattern, names in names_by_path.items() if re.fullmatch(pattern, "/".join(path))), None)
+    if found is None:
+        metadata = variable.get_metadata()
+        found = metadata.get("names") or metadata.get("out_sharding") or metadata.get("sharding_names")
+    if found is None:
+        return _inferred_names(shape, sharder.size(INFERRED))
+    names = tuple(found)
+    if len(names) > len(shape) or not all(name is None or isinstance(name, str) for name in names):
+        message = f"names {format_value(names)} of a variable of shape {shape}; expected one text or None a dim"
+        raise UserError(f"model.type: {'/'.join(path)} has the {message}")
+    return (*names, *(None,) * (len(shape) - len(names)))
+
+
+def _inferred_names(shape: tuple[int, ...], shards: int) -> Names:
+    """Names the largest dim that splits into `shards`, the last of equal ones."""
+    dims = [d for d, size in enumerate(shape) if size and size % shards == 0]
+    largest = max(dims, key=lambda d: (shape[d], d), default=None)
+    return tuple(INFERRED if d == largest else None for d in range(len(shape)))
+
+
+def rng_value(path: Path, like: Any, is_key: bool, key: jax.Array) -> jax.Array:
+    """Returns the value of a random stream's key or count in a forward pass.
+
+    Streams are set, not threaded: a key is `key` folded with the CRC-32 of the path, and depends on nothing else.
+    """
+    if not is_key:
+        return jnp.zeros(like.shape, like.dtype)
+    stream = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
+    return jax.random.split(stream, like.shape) if like.shape else stream

@@ -1,0 +1,96 @@
+"""Linen modules as NNX modules, through Flax's bridge."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+from jaxtrain.losses.functions import LossFunction
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """Returns a tree with all arrays of floats in `dtype`; other leaves are unchanged."""
+
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, (jax.Array, np.ndarray)) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if is_float else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+class LinenModule(nnx.bridge.ToNNX):
+    """A Linen module that keeps the collections which a pass changes, such as batch statistics, while it trains.
+
+    Random numbers of all streams come from one stream, by the rule of Linen for streams that are not given.
+    """
+
+    def __init__(self, module: Any, rngs: nnx.Rngs, dtype: Any):
+        """Wraps a module.
+
+        Args:
+            module: the Linen module.
+            rngs: source of the initial values.
+            dtype: of the computation of submodules without a `dtype`.
+        """
+        super().__init__(module, rngs=rngs)
+        self.to_nnx__is_training = True  # of this prefix are attributes that are no variables
+        self.to_nnx__dtype = jnp.dtype(dtype)
+
+    def train(self, **attributes: Any) -> None:
+        """Lets a pass change the mutable collections."""
+        del attributes
+        self.to_nnx__is_training = True
+
+    def eval(self, **attributes: Any) -> None:
+        """Lets a pass only read the mutable collections."""
+        del attributes
+        self.to_nnx__is_training = False
+
+    def __call__(self, *args: Any, mutable: Any = None, **kwargs: Any) -> Any:
+        """Calls the Linen module, or its method `method`. `mutable` adds nothing: collections are known."""
+        kept = (
+            variable for _, variable in nnx.to_flat_state(nnx.state(self)) if not isinstance(variable, nnx.RngState)
+        )
+        collections = {nnx.variable_name_from_type(type(variable)) for variable in kept} - {"params"}
+        is_changed = self.to_nnx__is_training and collections
+        with linen.intercept_methods(self._cast_inputs):
+            outputs = super().__call__(*args, mutable=sorted(collections) if is_changed else None, **kwargs)
+        return cast_floats(outputs, jnp.float32)
+
+    def _cast_inputs(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Casts the inputs of a submodule that has no `dtype`. It casts to the widest of inputs and parameters."""
+        if context.method_name == "__call__" and getattr(context.module, "dtype", self) is None:
+            args, kwargs = cast_floats((args, kwargs), self.to_nnx__dtype)
+        return call(*args, **kwargs)
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Arguments of a call."""
+        return inspect.signature(type(self.to_nnx__module).__call__)
+
+    def method(self, name: str) -> Callable | None:
+        """Returns a method of the Linen module, bound to its variables; None if it has none of this name."""
+        function = getattr(type(self.to_nnx__module), name, None)
+        if function is None:
+            return None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, method=function, **kwargs)
+
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        return call
+
+    def create_variables(self, loss: LossFunction, batch: Mapping[str, jax.ShapeDtypeStruct], key: jax.Array) -> None:
+        """Creates the variables in a pass of the loss on a batch of zeros, of which nothing else is used."""
+        zeros = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in batch.items()}
+        nnx.bridge.lazy_init(self._run, loss, zeros, key)
+
+    def _run(self, loss: LossFunction, batch: Mapping[str, jax.Array], key: jax.Array) -> None:
+        loss(self, batch, key)
