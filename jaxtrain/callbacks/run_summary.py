@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 from jaxtrain.callbacks.base import Callback, TrainerView
-from jaxtrain.core.batch_spec import batch_spec
+from jaxtrain.core.batch_spec import batch_spec, example_row
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.models.model_def import merge_trees
 from jaxtrain.models.spec import has_token_rows
@@ -62,9 +62,7 @@ class RunSummary(Callback):
         data, parts = trainer.config.data, trainer.config.step.microbatches
         if parts == 1:
             return False
-        batch = batch_spec(
-            data, data.global_batch // parts, None if data.is_text else trainer.data.batch(0, slice(0, 1))
-        )
+        batch = batch_spec(data, data.global_batch // parts, example_row(data, trainer.data))
         return trainer.program.model_def.returns_mean(batch)
 
     def _device_kind(self, trainer: TrainerView) -> str:

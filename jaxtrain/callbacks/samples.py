@@ -6,8 +6,8 @@ import jax
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.program import State
+from jaxtrain.core.state import evaluated_parameters
 from jaxtrain.inference.model import text_streamer, text_tokenizer
-from jaxtrain.models.model_def import merge_trees
 from jaxtrain.reports.loss_plot import plot_loss
 
 
@@ -32,8 +32,6 @@ class Samples(Callback):
         if not log.sample_tokens or stopped_by or jax.process_count() > 1:
             return
         tokenizer = text_tokenizer(trainer.config.model, trainer.config.data)
-        stream = text_streamer(
-            trainer.program, tokenizer, merge_trees(state.get("ema", state["params"]), state.get("frozen", {}))
-        )
+        stream = text_streamer(trainer.program, tokenizer, evaluated_parameters(state))
         text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -27,6 +27,7 @@ from jaxtrain.config.show import as_dict
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
+from jaxtrain.core.state import all_parameters, split_parameters
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
 from jaxtrain.inference.model import load_params
@@ -34,7 +35,6 @@ from jaxtrain.interop.config_json import choose_export_family, read_json, read_m
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.models.model_def import merge_trees, select_paths
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.trainer.compatibility import environment
 
@@ -69,13 +69,11 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build_program(config, section["vocab"], _devices(config))
-        kinds = [kind for kind in ("params", "frozen") if kind in program.state]
-        wanted = merge_trees(program.state["params"], program.state.get("frozen", {}))
-        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], wanted)
+        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
         _copy(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
-        state = {kind: select_paths(loaded, program.state[kind]) for kind in kinds}
+        state = split_parameters(loaded, program.state)
         state["step"] = jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)
         with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing else is logged meanwhile
             checkpoints.save(0, state, manifest=manifest, copy=False)

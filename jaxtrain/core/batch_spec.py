@@ -14,6 +14,11 @@ from jaxtrain.errors import UserError
 TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "segments": jnp.int32}
 
 
+def example_row(data: DataConfig, dataset: Any) -> Mapping[str, Any] | None:
+    """Returns a row of a user's own dataset, whose shapes no config tells; None for text."""
+    return None if data.is_text else dataset.batch(0, slice(0, 1))
+
+
 def batch_spec(
     data: DataConfig, rows: int, example: Mapping[str, Any] | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:

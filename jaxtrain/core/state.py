@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxtrain.core import spike_detection
-from jaxtrain.models.model_def import ModelDef, NonTrainable, Tree
+from jaxtrain.models.model_def import ModelDef, NonTrainable, Tree, merge_trees, select_paths
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.state_sharding import state_names
 from jaxtrain.precision.loss_scaling import initial_loss_scale
@@ -83,6 +83,21 @@ def _initial_state(
 ) -> State:
     key = jax.random.key(seed)
     return _first_state(model_def.init(jax.random.fold_in(key, 0)), key, optimizer, parts)
+
+
+def all_parameters(state: State) -> Tree:
+    """Returns the parameters of a state, trained and frozen ones."""
+    return merge_trees(state["params"], state.get("frozen", {}))
+
+
+def evaluated_parameters(state: State) -> Tree:
+    """Returns the parameters to evaluate a model with: the averages of the trained ones, if a state has them."""
+    return all_parameters({**state, "params": state["ema"]} if "ema" in state else state)
+
+
+def split_parameters(parameters: Tree, like: State) -> State:
+    """Returns all parameters as `params` and `frozen` of a state like another one."""
+    return {kind: select_paths(parameters, like[kind]) for kind in ("params", "frozen") if kind in like}
 
 
 def non_trainable(state: State) -> NonTrainable:

@@ -22,7 +22,7 @@ from jaxtrain.core.gradients import (
 )
 from jaxtrain.core.state import non_trainable
 from jaxtrain.errors import UserError
-from jaxtrain.losses.terms import Terms, means
+from jaxtrain.losses.terms import Terms, are_pairs, means
 from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable, Tree
 from jaxtrain.models.protocols import HasMetrics
 from jaxtrain.optim.optimizers import clip_by_global_norm, ema_update
@@ -121,7 +121,7 @@ def count_metrics(model_def: ModelDef, counts: Any) -> Metrics:
     model = model_def.abstract()
     if isinstance(model, HasMetrics):
         return {name: jnp.asarray(value, jnp.float32) for name, value in model.metrics(counts).items()}
-    if not isinstance(counts, dict):
+    if not are_pairs(counts):
         expected = "expected {name: scalar or (sum, weight)}, or a method `metrics(counts)`, too"
         raise UserError(f"model.type: the loss returned (terms, counts); {expected}")
     return means(counts)

@@ -13,10 +13,11 @@ from rich.console import Console
 from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import DataConfig, ModelConfig
+from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, State, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.core.state import non_trainable
+from jaxtrain.core.state import all_parameters, evaluated_parameters, non_trainable
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
@@ -24,7 +25,6 @@ from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.models.model_def import merge_trees
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
@@ -48,11 +48,10 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")
-    example = None if config.data.is_text else data.batch(0, slice(0, 1))
+    example = example_row(config.data, data)
     program = build_program(config, vocabulary_size(config.model, getattr(data, "vocab", None)), devices, example)
     state, done = load_variables(directory, step, program)
-    params = state.get("ema", state.get("params"))
-    return {"step": done, **validate(program, sets, params, count, non_trainable(state))}
+    return {"step": done, **validate(program, sets, evaluated_parameters(state), count, non_trainable(state))}
 
 
 def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
@@ -85,8 +84,7 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build_program(config, section["vocab"], runtime.start(config.simulate))
     tokenizer = text_tokenizer(config.model, config.data)
-    wanted = merge_trees(program.state["params"], program.state.get("frozen", {}))
-    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], wanted)
+    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
 
 
 def complete_prompts(
@@ -145,7 +143,7 @@ def text_tokenizer(model: ModelConfig, data: DataConfig) -> Tokenizer:
 def load_params(directory: Path, step: int | None, program: Program) -> tuple[Any, int]:
     """Loads the weights of a checkpoint, the EMA weights if it has any, with frozen ones, and its step."""
     state, done = load_variables(directory, step, program)
-    return merge_trees(state.get("ema", state.get("params", {})), state.get("frozen", {})), done
+    return evaluated_parameters(state), done
 
 
 def load_variables(directory: Path, step: int | None, program: Program) -> tuple[State, int]:

@@ -46,15 +46,15 @@ def loss_function(loss: LossConfig) -> LossFunction:
             if field not in batch:
                 found = ", ".join(sorted(batch))
                 raise UserError(f"loss.{role}: the batch has no `{field}`; it has {found}")
-        signature = getattr(model, "signature", None) or inspect.signature(model)
-        outputs = model(batch[loss.inputs], **_mode(signature, is_training)).astype(jnp.float32)
+        mode = _mode(inspect.signature(model), is_training)
+        outputs = model(batch[loss.inputs], **mode).astype(jnp.float32)
         return ready(loss, outputs, batch[loss.targets], batch.get("weights"))
 
     return call
 
 
 def _call_method(model: Any, batch: Mapping[str, jax.Array], key: jax.Array, is_training: bool = True) -> Any:
-    method = model.method("loss") if hasattr(model, "method") else getattr(model, "loss", None)
+    method = getattr(model, "loss", None)
     if not callable(method):
         raise UserError(
             f"model.type: {type(model).__name__} has no method `loss(batch, key)`; expected one, or loss.function"

@@ -52,9 +52,13 @@ def as_pairs(counts: Any, rows: int) -> Any:
 
     A scalar is a mean, weighted by the rows. Counts of another form are returned unchanged.
     """
-    if not isinstance(counts, Mapping) or not all(_is_scalar(v) or _is_pair(v) for v in counts.values()):
-        return counts
-    return validate_terms({name: _mean_of(rows, value) for name, value in counts.items()}) if counts else counts
+    pairs = {k: _mean_of(rows, v) for k, v in counts.items()} if isinstance(counts, Mapping) else {}
+    return validate_terms(pairs) if are_pairs(pairs) else counts
+
+
+def are_pairs(counts: Any) -> bool:
+    """Returns whether counts are {name: (sum, weight)}."""
+    return isinstance(counts, Mapping) and bool(counts) and all(map(_is_pair, counts.values()))
 
 
 def means(terms: Terms) -> dict[str, jax.Array]:
@@ -84,8 +88,7 @@ def validate_terms(terms: Any) -> Terms:
     Raises:
         UserError: the terms are not {name: (sum, weight)} of scalars.
     """
-    pairs = terms.values() if isinstance(terms, Mapping) else ()
-    if not pairs or not all(map(_is_pair, pairs)):
+    if not are_pairs(terms):
         raise UserError(
             "model.type: `loss` must return a dict of terms, each a tuple (sum, weight) of two scalars, or a mean; "
             f"found {format_value(jax.tree.map(jnp.shape, terms))}"

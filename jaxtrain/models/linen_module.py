@@ -24,6 +24,10 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def _without_self(method: Callable) -> inspect.Signature:
+    return inspect.Signature(list(inspect.signature(method).parameters.values())[1:])
+
+
 class LinenModule(nnx.bridge.ToNNX):
     """A Linen module that keeps the collections which a pass changes, such as batch statistics, while it trains.
 
@@ -70,21 +74,20 @@ class LinenModule(nnx.bridge.ToNNX):
         return call(*args, **kwargs)
 
     @property
-    def signature(self) -> inspect.Signature:
+    def __signature__(self) -> inspect.Signature:
         """Arguments of a call."""
-        return inspect.signature(type(self.to_nnx__module).__call__)
+        return _without_self(type(self.to_nnx__module).__call__)
 
-    def method(self, name: str) -> Callable | None:
-        """Returns a method of the Linen module, bound to its variables; None if it has none of this name."""
-        function = getattr(type(self.to_nnx__module), name, None)
-        if function is None:
-            return None
+    def __getattr__(self, name: str) -> Any:
+        """Returns a method of the Linen module, bound to its variables, with the arguments of that method."""
+        function = None if name.startswith(("_", "to_nnx__")) else getattr(type(self.to_nnx__module), name, None)
+        if not callable(function):
+            return super().__getattr__(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self(*args, method=function, **kwargs)
 
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        call.__signature__ = _without_self(function)  # pyright: ignore[reportFunctionMemberAccess]
         return call
 
     def create_variables(self, loss: LossFunction, batch: Mapping[str, jax.ShapeDtypeStruct], key: jax.Array) -> None:

@@ -206,6 +206,7 @@ def _read_answer(status: int, folder: Path) -> dict[str, Any]:
 
 def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
     """Compiles in the child process; returns the report, or an error as {"error": class, "args": arguments}."""
+    from jaxtrain.core.batch_spec import example_row
     from jaxtrain.core.program import build_program
     from jaxtrain.data.dataset import open_dataset
     from jaxtrain.models.spec import vocabulary_size
@@ -215,10 +216,9 @@ def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = Config(**request["config"])
         devices = targets.devices(target, config.step.attention)
-        # A row of a user's own dataset gives the shapes of the batch.
         data = None if config.data.is_text else open_dataset(config.data, config.seed)
         vocab = request["vocab"] or vocabulary_size(config.model, getattr(data, "vocab", None))
-        example = None if data is None else data.batch(0, slice(0, 1))
+        example = example_row(config.data, data)
         program = build_program(config, vocab, devices, example)
         pod = _build_pod(request["pod"], vocab, program, target, example) if request["pod"] else None
         compiled = step_program.compile_step(pod or program, example)

@@ -13,11 +13,11 @@ from jaxtrain.callbacks.base import Callback
 from jaxtrain.checkpoint import Checkpointer, read_manifest
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.spike_detection import initial as empty_window
+from jaxtrain.core.state import all_parameters, split_parameters
 from jaxtrain.errors import ConfigError, Problem, UserError
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.models.model_def import merge_trees, select_paths
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
 from jaxtrain.trainer.trainer import Trainer
@@ -34,13 +34,11 @@ def initial_state(program: Program) -> State:
     state, source = program.init(), program.config.model.from_
     if source is None:
         return state
-    kinds = [kind for kind in ("params", "frozen") if kind in state]
-    for leaf in jax.tree.leaves([state[kind] for kind in kinds]):
+    for leaf in jax.tree.leaves([state["params"], state.get("frozen", {})]):
         leaf.delete()  # frees memory for the imported weights
     folder = Path(os.path.expanduser(source))
-    wanted = merge_trees(program.state["params"], program.state.get("frozen", {}))
-    loaded = load_weights(folder, TENSOR_MAPPINGS[read_model_config(folder)[0].name], wanted)
-    state |= {kind: select_paths(loaded, program.state[kind]) for kind in kinds}
+    mappings = TENSOR_MAPPINGS[read_model_config(folder)[0].name]
+    state |= split_parameters(load_weights(folder, mappings, all_parameters(program.state)), program.state)
     if "ema" in state:
         placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
         state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])

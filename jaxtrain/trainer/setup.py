@@ -15,6 +15,7 @@ from jaxtrain.checkpoint.durable import run_location
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.config.show import as_dict
+from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
@@ -69,7 +70,7 @@ def open_trainer(
     hooks = CallbackList(callbacks)
     program = build_program(
         hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices,
-        None if config.data.is_text else data.batch(0, slice(0, 1)),
+        example_row(config.data, data),
     )  # fmt: skip
     if program.gradients.pipeline:
         program = replace(program, step=check_permutes_on_first_call(program.step))

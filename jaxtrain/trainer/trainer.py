@@ -15,7 +15,7 @@ from jaxtrain.core.evaluation import validate
 from jaxtrain.core.placement import Placer, placer
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.stage_timing import stage_costs
-from jaxtrain.core.state import non_trainable
+from jaxtrain.core.state import evaluated_parameters, non_trainable
 from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.pipeline.schedules.cost import schedule_cost
@@ -86,8 +86,8 @@ class Trainer:
         """Validates on all sets, with the EMA weights if the run has them."""
         self.callbacks.each(Callback.on_evaluate_begin, self, step)
         with self.ledger.phase("eval"):
-            params = state.get("ema", state["params"])
-            scores = validate(self.program, self.eval_sets, params, self.config.eval.batches, non_trainable(state))
+            params, count = evaluated_parameters(state), self.config.eval.batches
+            scores = validate(self.program, self.eval_sets, params, count, non_trainable(state))
         self.trackers.event("eval", step=step, **scores)
         return scores
 

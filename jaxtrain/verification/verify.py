@@ -14,7 +14,7 @@ from jaxtrain.config import ConfigError, UserError
 from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
 from jaxtrain.core.gradients import uses_rng
 from jaxtrain.core.placement import placer
-from jaxtrain.core.program import Program, build_program
+from jaxtrain.core.program import Program, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.data.dataset import open_datasets
 from jaxtrain.distributed import runtime
@@ -22,6 +22,7 @@ from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
+from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Flat, Verdict, compare, diagnose
 from jaxtrain.verification.known_faults import INJECTIONS, injected, variants
@@ -149,7 +150,7 @@ class References:
     def __init__(self, config: Config, devices: list[Any], batches: list[Batch]):
         self._config, self._devices, self._batches = config, devices, batches
         self._by_count: dict[int, Reference] = {}
-        model_def = build_program(config, config.model.vocab, devices, batches[0]).model_def
+        model_def = model_from_config(config, Sharder(), config.model.vocab, batches[0])
         self.returns_mean = model_def.returns_mean(batches[0])
         self._is_split_invariant = (
             model_def.rows_are_independent

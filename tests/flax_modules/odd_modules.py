@@ -62,6 +62,22 @@ class AssigningLoss(Base):
         return jnp.mean(self.outputs(batch))
 
 
+class ArrayCounts(Base):
+    def loss(self, batch):
+        return jnp.mean(self.outputs(batch)), {"histogram": jnp.ones((4,))}
+
+
+class NamedAttributes(Base):
+    """Attributes of any name are the user's."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.method, self.signature = "mean", "none"
+
+    def loss(self, batch):
+        return jnp.mean(self.outputs(batch))
+
+
 class NoRngs(nnx.Module):
     def __init__(self):
         self.scale = nnx.Param(jnp.ones(()))

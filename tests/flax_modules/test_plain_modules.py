@@ -36,6 +36,7 @@ def trace(build) -> None:
         ("TooManyNames", r"scale has the names .* of a variable of shape \(16,\)"),
         ("GrowingState", r"variable seen of shape \(1,\) has the shape \(2,\) after the loss"),
         ("AssigningLoss", "the loss assigns to a parameter"),
+        ("ArrayCounts", r"expected \{name: scalar or \(sum, weight\)\}, or a method `metrics\(counts\)`"),
         ("NoRngs", "does not take them: .*rngs"),
         ("make_nothing", "returned a NoneType; expected a Flax module"),
     ],
@@ -46,8 +47,12 @@ def test_a_mistake_is_one_line(name: str, message: str):
     assert "\n" not in str(error.value)
 
 
+def test_attributes_of_any_name_are_the_users():
+    trace(lambda: odd("NamedAttributes"))
+
+
 def test_names_that_collide_are_one_line():
-    with pytest.raises(UserError, match="embed"):
+    with pytest.raises(UserError, match=r"axis `?fsdp`?.* (twice|two dims)|two dims"):
         odd("Colliding", "layout=fsdp", "mesh={fsdp: 2}")
 
 
