@@ -14,10 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.api import train
+    from jaxtrain.api import initialize, train
     from jaxtrain.config import Config, ConfigError
 
-__all__ = ["Config", "ConfigError", "load", "train"]
+__all__ = ["Config", "ConfigError", "initialize", "load", "train"]
 
 
 def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, Any] | None = None) -> Config:
@@ -40,8 +40,8 @@ def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, A
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        return import_module("jaxtrain.api").train
+    if name in ("initialize", "train"):
+        return getattr(import_module("jaxtrain.api"), name)
     if name in ("Config", "ConfigError"):
         return getattr(import_module("jaxtrain.config"), name)
     raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
+from jaxtrain.core.components import Components, with_model_type
 from jaxtrain.core.resolve import with_layout
+from jaxtrain.distributed import runtime
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer import loop
 from jaxtrain.trainer.loop import Result
+
+
+def initialize(simulate: int | None = None) -> None:
+    """Starts JAX on the devices of a run, for scripts that create arrays or modules before `train`.
+
+    `train` does it, too, if nothing has used JAX before. With several processes it joins them, as the environment
+    says: JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `jaxtrain launch` sets.
+
+    Args:
+        simulate: number of simulated CPU devices, over all processes; None: the devices of the machine.
+
+    Raises:
+        UserError: JAX runs already with other devices, or the environment is incomplete.
+    """
+    runtime.start(simulate)
 
 
 def train(
@@ -26,6 +44,8 @@ def train(
     deadline: float | None = None,
     verbose: bool = False,
     callbacks: Sequence[Callback] = (),
+    model: Any = None,
+    weights: Any = None,
 ) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
 
@@ -40,6 +60,10 @@ def train(
             0: never.
         verbose: print the layout of every parameter when the run begins.
         callbacks: called after the default ones.
+        model: class of Flax modules, function that returns one, or module, in place of `config.model.type`, which
+            becomes its name. The values of an NNX module are the initial ones, and it is not changed.
+        weights: pytree of arrays, or a module: initial values of the variables of the same paths. Those of
+            `config.model.weights` map them to others, and its `strict` tells if all must be there.
 
     Returns:
         the outcome, with metrics, state and compiled program.
@@ -50,6 +74,11 @@ def train(
         DivergedError: too many steps in a row made no update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
+    if model is not None:
+        config = with_model_type(config, model)
     config = with_layout(config)
     default = default_callbacks(config, profile=profile, deadline=deadline, verbose=verbose)
-    return loop.train(config, run_dir, resume=resume, console=console, ledger=ledger, callbacks=[*default, *callbacks])
+    return loop.train(
+        config, run_dir, resume=resume, console=console, ledger=ledger, callbacks=[*default, *callbacks],
+        components=Components(model, weights),
+    )  # fmt: skip

@@ -10,6 +10,9 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from jaxtrain.checkpoint.files import failure_reason
+from jaxtrain.errors import CheckpointError
+
 NAME = "state"  # folder of the state in a step
 _CHUNK = 64 << 20  # bytes of a stored chunk: bounds what a restore onto another mesh reads without need
 _READ = 64 << 20  # bytes in flight while restoring
@@ -65,8 +68,42 @@ def _write_limit(tree: dict[str, Any]) -> int:
 
 def read(path: Path, abstract: dict[str, Any], partial: bool) -> dict[str, Any]:
     """Reads arrays into the shardings of a nested dict of ShapeDtypeStructs; `partial` ignores other stored arrays."""
-    leaves = jax.tree.leaves(abstract)
-    # Orbax refuses a single read above its limit instead of waiting.
-    largest = max((prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves), default=0)
-    with _context(300, read_bytes=max(_READ, 2 * largest + 1), partial=partial):
+    with _context(300, read_bytes=_read_limit(jax.tree.leaves(abstract)), partial=partial):
         return ocp.load(str(path), abstract, checkpointable_name=NAME)
+
+
+def stored_arrays(path: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `a/b/c` -> shape and dtype of the arrays in any folder that orbax wrote.
+
+    Raises:
+        CheckpointError: not such a folder.
+    """
+    try:
+        leaves = _leaves(ocp.metadata(path).metadata)
+    except Exception as error:
+        raise CheckpointError(f"{path} is no checkpoint of orbax: {failure_reason(error)}") from error
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items() if _is_array(leaf)}
+
+
+def read_arrays(path: str, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads some arrays of such a folder, each in its dtype and sharding; the others are not read."""
+    stored = ocp.metadata(path).metadata
+    leaves = [wanted.get(name, ocp.PLACEHOLDER) for name in _leaves(stored)]
+    abstract = jax.tree.unflatten(jax.tree.structure(stored, is_leaf=_is_array), leaves)
+    with _context(300, read_bytes=_read_limit(list(wanted.values()))):
+        found = _leaves(ocp.load(path, abstract))
+    return {name: found[name] for name in wanted}
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_array)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _read_limit(leaves: list[Any]) -> int:
+    """Returns the limit on bytes in flight while reading. Orbax refuses a single read above it instead of waiting."""
+    return max(_READ, *(2 * prod(leaf.shape) * np.dtype(leaf.dtype).itemsize + 1 for leaf in leaves), 0)

@@ -49,7 +49,10 @@ def absolute(config: Config) -> Config:
     if checkpoint.durable is not None:
         changes["checkpoint"] = checkpoint.model_copy(update={"durable": expand(checkpoint.durable)})
     if model.from_ is not None:
-        changes["model"] = model.model_copy(update={"from_": expand(model.from_)})
+        model = changes["model"] = model.model_copy(update={"from_": expand(model.from_)})
+    if model.weights.path is not None:
+        weights = model.weights.model_copy(update={"path": expand(model.weights.path)})
+        changes["model"] = model.model_copy(update={"weights": weights})
     if data.is_text:
         sources = tuple(s.model_copy(update={"path": expand(s.path, "stdlib")}) for s in data.sources)
         paths = {"tokenizer": expand(data.tokenizer, "bytes"), "cache_dir": expand(data.cache_dir)}

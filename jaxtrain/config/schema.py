@@ -39,6 +39,7 @@ from jaxtrain.config.field_types import (
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
+COMMON_MODEL_KEYS = frozenset({"type", "options", "frozen", "weights"})  # of the built-in decoder and users' models
 LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
 
 
@@ -58,6 +59,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), serialize_by_alias=True
     )
+
+
+class TextOrSection(Section):
+    """Section that may be written as a plain string, the value of its first key."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {next(iter(cls.model_fields)): value} if isinstance(value, str) else value
 
 
 class MeshConfig(Section):
@@ -109,12 +119,30 @@ class MoeConfig(Section):
     router_z_loss: NonNegative = key(0.0, "weight of log(Z)^2 of the router")
 
 
+class StoredNameConfig(TextOrSection):
+    """Array that a variable is loaded from; a plain string is its name."""
+
+    name: str = key("", r"its name, with \1 for a group of the pattern, and {index} for that in the first dim")
+    dims: tuple[Count, ...] | None = key(None, "its dim for each dim of the variable, e.g. [1, 0]; default: in order")
+
+
+class InitialWeightsConfig(TextOrSection):
+    """Initial values of a model's variables from elsewhere; a plain string is the path."""
+
+    path: str | None = key(None, "a run, a folder that orbax wrote, or a safetensors file or folder")
+    names: dict[str, StoredNameConfig] = key(
+        {}, "pattern of a variable's whole path -> stored name; default: the same, with dots or slashes"
+    )
+    strict: Bool = key(True, "every variable must be there and nothing else; else the others keep their first values")
+
+
 class ModelConfig(Section):
     """Model. Sizes are named after the logical names of their dims."""
 
     type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
     frozen: tuple[str, ...] = key((), "parameters that are not trained: patterns of whole paths, or logical names")
+    weights: InitialWeightsConfig = section(InitialWeightsConfig, "initial values from elsewhere")
     from_: str | None = key(None, "Hugging Face folder: initial weights, and defaults of the keys below", alias="from")
     vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
     embed: PositiveInt = key(256, "width of the residual stream")
@@ -170,23 +198,18 @@ class ModelConfig(Section):
     @property
     def decoder_keys(self) -> tuple[str, ...]:
         """Decoder keys that the config sets."""
-        fields, given = type(self).model_fields, self.model_fields_set - {"type", "options", "frozen"}
+        fields, given = type(self).model_fields, self.model_fields_set - COMMON_MODEL_KEYS
         return tuple(fields[name].alias or name for name in fields if name in given)
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the defaults of the decoder for a user's class, which does not read them."""
-        read = {"type", "options", "frozen", *self.decoder_keys}
+        read = COMMON_MODEL_KEYS | set(self.decoder_keys)
         return {key: value for key, value in serialize(self).items() if self.is_builtin or key in read}
 
 
-class DocumentsConfig(Section):
+class DocumentsConfig(TextOrSection):
     """Documents on disk or in an object store; a plain string is the path."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_path(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
 
     path: str = key("stdlib", "`stdlib`, a file, a folder, a glob, a URL (s3://...), hf://OWNER/NAME[/CONFIG][:SPLIT]")
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "webdataset", "arrayrecord", "megatron"] = key(
@@ -252,13 +275,8 @@ class ScheduleConfig(Section):
     decay_fraction: Fraction = key(0.2, "wsd: fraction of the steps spent decaying at the end")
 
 
-class LossConfig(Section):
+class LossConfig(TextOrSection):
     """The loss; a plain string is the function."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_function(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
 
     function: str | None = key(
         None,

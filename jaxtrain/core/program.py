@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, InitialWeightsConfig
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
+from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.gradients import Gradients
+from jaxtrain.core.initial_weights import replace_weights
 from jaxtrain.core.layout_check import check_tensors
 from jaxtrain.core.step import (
     Metrics,
@@ -25,6 +27,7 @@ from jaxtrain.core.step import (
 )
 from jaxtrain.core.xla_options import in_place
 from jaxtrain.errors import ConfigError, UserError
+from jaxtrain.interop.array_weights import tree_weights
 from jaxtrain.losses.terms import Terms
 from jaxtrain.models.model_def import ModelDef, define_model
 from jaxtrain.models.protocols import HasStages
@@ -40,6 +43,7 @@ from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS
 from jaxtrain.sharding.sharder import Sharder
 
 State = train_state.State
+DefineModel = Callable[[Config, Sharder], ModelDef]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +61,8 @@ class Program:
         step: (state, batch) -> (state, metrics); donates the state.
         evaluate: (params, batch, other variables) -> (loss terms as (sum, weight), counts or None).
         metrics: counts -> metrics of a step.
-        init: () -> the state of step 0.
+        components: Python objects in place of what the config names.
+        init: () -> the state of step 0. Its argument may replace the model's variables first, see `core.state.init`.
     """
 
     config: Config
@@ -70,11 +75,16 @@ class Program:
     step: TrainStep
     evaluate: Callable[..., tuple[Terms, Any]]
     metrics: Callable[[Any], Metrics]
-    init: Callable[[], State]
+    components: Components
+    init: Callable[..., State]
 
 
 def build_program(
-    config: Config, vocab: int | None, devices: Sequence[Any], example: Mapping[str, Any] | None = None
+    config: Config,
+    vocab: int | None,
+    devices: Sequence[Any],
+    example: Mapping[str, Any] | None = None,
+    components: Components = NO_COMPONENTS,
 ) -> Program:
     """Builds the program of a config on these devices. Allocates nothing yet.
 
@@ -83,6 +93,7 @@ def build_program(
         vocab: vocabulary size of a model of tokens.
         devices: devices of the mesh, which need not be present.
         example: a batch of a user's own data, of any number of rows, for a module that is created from its inputs.
+        components: Python objects in place of what the config names.
 
     Returns:
         the program; nothing is compiled before its first step.
@@ -92,9 +103,13 @@ def build_program(
     """
     layout = resolve_layout(config.layout, config.mesh, config.axis_rules, len(devices))
     sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
-    model_def = model_from_config(config, sharder, vocab, example)
+
+    def define(config: Config, sharder: Sharder) -> ModelDef:
+        return model_from_config(config, sharder, vocab, example, components.model)
+
+    model_def = define(config, sharder)
     _check_tensors(config, model_def, len(devices))
-    gradients = _gradients(config, sharder, model_def, vocab)
+    gradients = _gradients(config, sharder, model_def, define)
 
     rate = make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
@@ -114,21 +129,24 @@ def build_program(
         ),
         config.precision,
     )  # fmt: skip
+    abstract = train_state.with_shardings(abstract, shardings)
     return Program(
-        config, layout, sharder, model_def, train_state.with_shardings(abstract, shardings), gradients,
-        step_with_gradients,
+        config, layout, sharder, model_def, abstract, gradients, step_with_gradients,
         step=jax.jit(
             drop_gradients(step_with_gradients), donate_argnums=0, out_shardings=(shardings, replicated),
             compiler_options=in_place(devices[0].platform),
         ),
-        evaluate=jax.jit(_evaluate(config, sharder, vocab, example), out_shardings=replicated),
+        evaluate=jax.jit(_evaluate(config, sharder, define), out_shardings=replicated),
         metrics=jax.jit(partial(count_metrics, model_def)),
-        init=lambda: train_state.init(model_def, tx, parts, config.seed, shardings),
+        components=components,
+        init=lambda replace=None: train_state.init(
+            model_def, tx, parts, config.seed, shardings, _of_instance(model_def, abstract, replace)
+        ),
     )  # fmt: skip
 
 
 def model_from_config(
-    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None = None
+    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None = None, component: Any = None
 ) -> ModelDef:
     """Defines the model of a config on a mesh. See `build_program` and `models.model_def.define_model`."""
     step = config.step
@@ -138,17 +156,32 @@ def model_from_config(
     )  # fmt: skip
     rows = config.data.global_batch // step.microbatches
     batch = batch_spec(config.data, rows, example) if example is not None or config.data.is_text else None
-    return define_model(config.model, config.loss, env, vocab, config.names_by_path, batch)
+    return define_model(config.model, config.loss, env, vocab, config.names_by_path, batch, component)
 
 
-def _gradients(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int | None) -> Gradients:
-    microbatches, executor = config.step.microbatches, _executor(config, sharder, model_def, vocab)
+def _of_instance(
+    model_def: ModelDef, abstract: State, replace: Callable[[State], State] | None
+) -> Callable[[State], State] | None:
+    """Returns `replace` after the values of the instance that defined the model, if there is one."""
+    if model_def.instance is None:
+        return replace
+    stored = tree_weights(model_def.instance, "model")
+
+    def from_instance(variables: State) -> State:
+        variables = replace_weights(variables, abstract, stored, InitialWeightsConfig())[0]
+        return variables if replace is None else replace(variables)
+
+    return from_instance
+
+
+def _gradients(config: Config, sharder: Sharder, model_def: ModelDef, define: DefineModel) -> Gradients:
+    microbatches, executor = config.step.microbatches, _executor(config, sharder, model_def, define)
     is_plain = jax.tree.leaves(model_def.non_trainable) == []
     if not (model_def.rows_are_independent and is_plain and _reduces_once(config, sharder)):
         return Gradients(model_def, sharder, microbatches, pipeline=executor)
     replica = sharder.without_axis(DATA_AXIS)
-    replica_def = model_from_config(config, replica, vocab)
-    replica_executor = _executor(config, replica, replica_def, vocab)
+    replica_def = define(config, replica)
+    replica_executor = _executor(config, replica, replica_def, define)
     return Gradients(model_def, sharder, microbatches, replica_def, executor, replica_executor)
 
 
@@ -158,17 +191,15 @@ def _reduces_once(config: Config, sharder: Sharder) -> bool:
     return config.zero <= 1 and config.step.microbatches > 1 and is_replicated
 
 
-def _evaluate(
-    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None
-) -> Callable[..., tuple[Terms, Any]]:
+def _evaluate(config: Config, sharder: Sharder, define: DefineModel) -> Callable[..., tuple[Terms, Any]]:
     """Returns the evaluation step of the plain loss, without smoothing and z-loss, so that runs can be compared."""
     plain = config.model_copy(update={"loss": config.loss.model_copy(update={"z_loss": 0.0, "label_smoothing": 0.0})})
-    model_def = model_from_config(plain, sharder, vocab, example)
-    executor = _executor(plain, sharder, model_def, vocab)
+    model_def = define(plain, sharder)
+    executor = _executor(plain, sharder, model_def, define)
     return with_matmul_precision(eval_step(model_def, sharder, config.step.microbatches, executor), config.precision)
 
 
-def _executor(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int | None) -> Executor | None:
+def _executor(config: Config, sharder: Sharder, model_def: ModelDef, define: DefineModel) -> Executor | None:
     """Returns the executor of the pipeline schedule; None without stages.
 
     Raises:
@@ -190,7 +221,7 @@ def _executor(config: Config, sharder: Sharder, model_def: ModelDef, vocab: int 
         message = f"`layers_per_group` is {group!r}; expected a number of layers"
         raise UserError(f"model.type {config.model.type}: {message}")
     table = load_table(config.pipeline.schedule, stages, config.step.microbatches, config.pipeline.virtual_stages)
-    stage_def = model_from_config(config, sharder.without_axis(PIPELINE_AXIS), vocab)
+    stage_def = define(config, sharder.without_axis(PIPELINE_AXIS))
     return Executor(table, sharder, model_def, stage_def, group)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from jaxtrain.precision.loss_scaling import initial_loss_scale
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
+VARIABLES = ("params", "frozen", "mutable")  # those of the model
 
 
 @dataclass(frozen=True)
@@ -64,25 +67,52 @@ def with_shardings(state: State, shardings: State) -> State:
 
 
 def init(
-    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: int, shardings: State
-) -> State:
-    """Returns the state of step 0; every shard is created on its device."""
+    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: int, shardings: State,
+    replace: Callable[[State], State] | None = None,
+) -> State:  # fmt: skip
+    """Returns the state of step 0; every shard is created on its device.
+
+    Args:
+        model_def: the model.
+        optimizer: the optimizer.
+        parts: optional parts of the state.
+        seed: of the random initial values.
+        shardings: of the state.
+        replace: gets `params`, `frozen` and `mutable` with random values and returns them with others, before the rest
+            of the state is made of them.
+    """
     is_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
-    make = jax.jit(
-        _initial_state,
-        static_argnums=(0, 1, 2),
-        out_shardings=shardings,
-        # This runs once, and optimised code for the random bits would take 5 times as long to compile.
-        compiler_options={"xla_backend_optimization_level": 0} if is_cpu else None,
-    )
-    return make(model_def, optimizer, parts, np.uint32(seed))
+    # This runs once, and optimised code for the random bits would take 5 times as long to compile.
+    options = {"xla_backend_optimization_level": 0} if is_cpu else None
+    jit = partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=options)
+    if replace is None:
+        return jit(_initial_state, out_shardings=shardings)(model_def, optimizer, parts, np.uint32(seed))
+    placed = {kind: shardings[kind] for kind in VARIABLES if kind in shardings}
+    variables = jit(_initial_variables, out_shardings=placed)(model_def, optimizer, parts, np.uint32(seed))
+    finish = jit(_state_of_variables, out_shardings=shardings, donate_argnums=3)
+    return finish(model_def, optimizer, parts, replace(variables), np.uint32(seed))
 
 
 def _initial_state(
     model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: np.uint32 | jax.Array
 ) -> State:
-    key = jax.random.key(seed)
-    return _first_state(model_def.init(jax.random.fold_in(key, 0)), key, optimizer, parts)
+    return _state_of_variables(model_def, optimizer, parts, _initial_variables(model_def, optimizer, parts, seed), seed)
+
+
+def _initial_variables(
+    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: np.uint32 | jax.Array
+) -> State:
+    del optimizer, parts
+    params, other = model_def.init(jax.random.fold_in(jax.random.key(seed), 0))
+    return {"params": params} | {kind: tree for kind, tree in other._asdict().items() if tree}
+
+
+def _state_of_variables(
+    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, variables: State,
+    seed: np.uint32 | jax.Array,
+) -> State:  # fmt: skip
+    del model_def
+    return _first_state((variables["params"], non_trainable(variables)), jax.random.key(seed), optimizer, parts)
 
 
 def all_parameters(state: State) -> Tree:

@@ -34,3 +34,11 @@ def first_message(text: str | None) -> str | None:
     rows = np.asarray(multihost_utils.process_allgather(padded))
     messages = (bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows)
     return next(filter(None, messages), None)
+
+
+def is_same(digest: bytes) -> bool:
+    """Returns whether all processes have the same digest; of the same length on all of them."""
+    if jax.process_count() == 1:
+        return True
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    return bool((rows == rows[0]).all())

@@ -18,6 +18,7 @@ from jaxtrain.errors import UserError
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 COMPILE_CACHE = Path("~/.cache/jaxtrain/xla")
 HEARTBEAT_TIMEOUT = 30  # seconds of silence until JAX declares a process lost; a busy machine pauses for less
+EXPECTED = "expected jaxtrain.initialize(simulate) before anything else uses JAX, such as the creation of a module"
 SHUTDOWN_TIMEOUT = 60  # seconds that a process waits at exit for the others
 
 
@@ -42,7 +43,7 @@ def start(simulate: int | None) -> list[Any]:
     if simulate is not None and (devices[0].platform != "cpu" or len(devices) != simulate):
         raise UserError(
             f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {simulate} "
-            "simulated ones; set simulate before anything else uses JAX"
+            f"simulated ones; {EXPECTED}"
         )
     _set_compilation_cache(devices)
     return devices
@@ -79,14 +80,19 @@ def _join_processes(count: int) -> None:
     bind = address if address.rpartition(":")[0] in ("127.0.0.1", "localhost") else None
     if bind is not None:
         _bind_gloo_to_loopback()
-    jax.distributed.initialize(
-        address,
-        count,
-        int(index),
-        coordinator_bind_address=bind,
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
-    )
+    try:
+        jax.distributed.initialize(
+            address,
+            count,
+            int(index),
+            coordinator_bind_address=bind,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+        )
+    except RuntimeError as error:
+        if "before any JAX calls" not in str(error):
+            raise
+        raise UserError(f"{count} processes: JAX runs already in this one alone; {EXPECTED}") from error
 
 
 def _bind_gloo_to_loopback() -> None:

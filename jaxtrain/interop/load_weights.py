@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import partial
-from math import prod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxtrain.errors import UserError
 from jaxtrain.interop.safetensors_io import Shapes, StoredTensor, open_tensors
+from jaxtrain.interop.sharded_read import read_sharded
 from jaxtrain.interop.tensor_slices import Index, TensorMapping, TensorSlice, parameter_slices, tensor_shapes
+from jaxtrain.interop.weight_matching import abbreviate
 
 Params = dict[str, Any]
 Tensors = dict[str, StoredTensor]
 # Buffers that old versions of transformers saved; they are computed here.
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias")
-BLOCK_BYTES = 8 << 20  # bytes of a parameter on the host at a time
 EMBED_PARAM, HEAD_TENSOR = "embed/table", "lm_head.weight"
 
 
 def load_weights(folder: Path, mappings: Sequence[TensorMapping], params: Params) -> Params:
     """Loads the parameters of a model; each process reads only its shards, each of them once.
 
-    Needs memory for the shards and three blocks of at most `BLOCK_BYTES`: as read, as stacked, and on a device.
+    Needs memory for the shards and three blocks, see `read_sharded`: as read, as stacked, and on a device.
 
     Args:
         folder: holds the safetensors files.
@@ -70,7 +68,7 @@ def check_tensors(folder: Path, tensors: Tensors, expected: Shapes, embedding: s
     """
     missing = [name for name in expected if name not in tensors]
     if missing:
-        raise UserError(f"{folder}: {len(missing)} tensors are missing: {_abbreviate(missing)}")
+        raise UserError(f"{folder}: {len(missing)} tensors are missing: {abbreviate(missing)}")
     for name, shape in expected.items():
         tensors[name].check_dtype(name)
         if tensors[name].shape != shape:
@@ -84,58 +82,15 @@ def check_tensors(folder: Path, tensors: Tensors, expected: Shapes, embedding: s
             raise UserError(f"{head.path}: {message}; expected tie_word_embeddings false")
         unexpected.remove(HEAD_TENSOR)
     if unexpected:
-        raise UserError(f"{folder}: {len(unexpected)} tensors that the model does not have: {_abbreviate(unexpected)}")
+        raise UserError(f"{folder}: {len(unexpected)} tensors that the model does not have: {abbreviate(unexpected)}")
 
 
 def _load_param(part: TensorSlice, leaf: jax.ShapeDtypeStruct, tensors: Tensors) -> jax.Array:
-    """Loads one parameter in its sharding. A block that several devices hold is read once."""
-    assert leaf.sharding is not None
-    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index or (), leaf.shape))
-        devices.setdefault(bounds, []).append(device)
-    arrays = []
-    for bounds, holders in devices.items():
-        arrays += _load_shard(part, tuple(slice(*dim) for dim in bounds), leaf.dtype, tensors, holders)
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
-
-
-def _load_shard(part: TensorSlice, index: Index, dtype: Any, tensors: Tensors, devices: list[Any]) -> list[jax.Array]:
-    """Loads a shard of a parameter, block by block, onto each of the devices."""
-    stacked = len(part.stacked_dims)
-    mapping = part.mapping
+    """Loads one parameter in its sharding."""
+    stacked, mapping = len(part.stacked_dims), part.mapping
     # Stacked dims are split first, then the dims in the order of the file.
     dims = [*range(stacked), *(mapping.param_dims.index(group[0], stacked) for group in mapping.tensor_dims.split())]
-    blocks = list(split_block(index, dims, BLOCK_BYTES // np.dtype(dtype).itemsize))
-    if len(blocks) == 1:
-        # No alias: a step that donates its state must own it.
-        block = read_block(part, index, dtype, tensors)
-        return jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
-    arrays = [jnp.zeros([dim.stop - dim.start for dim in index], dtype, device=device) for device in devices]
-    for inner in blocks:
-        block = read_block(part, inner, dtype, tensors)
-        start = np.array([dim.start - outer.start for dim, outer in zip(inner, index)], np.int32)
-        arrays = [jax.block_until_ready(_update(array, block, start)) for array in arrays]
-    return arrays
-
-
-@partial(jax.jit, donate_argnums=0)
-def _update(array: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(array, block, list(start))
-
-
-def split_block(index: Index, dims: Sequence[int], max_elements: int) -> Iterator[Index]:
-    """Splits a block along `dims`, the first dim first, until each part has at most `max_elements` elements."""
-    size = prod(dim.stop - dim.start for dim in index)
-    if size <= max_elements or not dims:
-        yield index
-        return
-    dim, *rest = dims
-    start, stop = index[dim].start, index[dim].stop
-    length = max(1, max_elements * (stop - start) // size)
-    for low in range(start, stop, length):
-        inner = slice(low, min(low + length, stop))
-        yield from split_block((*index[:dim], inner, *index[dim + 1 :]), rest, max_elements)
+    return read_sharded(leaf, lambda index: read_block(part, index, leaf.dtype, tensors), dims)
 
 
 def read_block(part: TensorSlice, index: Index, dtype: Any, tensors: Tensors) -> np.ndarray:
@@ -159,7 +114,3 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     size, step = a.shape[0], max(1, (1 << 24) // max(a.shape[-1], 1))
     rows = (slice(i, min(i + step, size)) for i in range(0, size, step))
     return all(np.array_equal(a[part], b[part]) for part in rows)
-
-
-def _abbreviate(names: list[str], count: int = 3) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

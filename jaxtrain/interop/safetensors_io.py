@@ -63,25 +63,33 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
         if not (folder / SINGLE_FILE).is_file():
             hint = "; pytorch_model.bin is not supported: save it as safetensors" if list(folder.glob("*.bin")) else ""
             raise ModelFileError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{hint}")
-        return _open_file(folder / SINGLE_FILE)
+        return open_file(folder / SINGLE_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in weight_map.values()
     ):
         raise ModelFileError(f"{index}: expected a weight_map of tensor names to files")
-    files = {file: _open_file(folder / file) for file in sorted(set(weight_map.values()))}
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            raise ModelFileError(f"{folder / file}: no such file, but {INDEX_FILE} lists it")
+    files = {file: open_file(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file]:
             raise ModelFileError(f"{folder / file}: has no {name}, which {INDEX_FILE} lists there")
     return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 
-def _open_file(path: Path) -> dict[str, StoredTensor]:
+def open_file(path: Path) -> dict[str, StoredTensor]:
+    """Opens the tensors of one safetensors file, by name.
+
+    Raises:
+        ModelFileError: no such file, or a truncated one.
+    """
     try:
         file = safe_open(path, "numpy")
         return {name: StoredTensor(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise ModelFileError(f"{path}: no such file, but {INDEX_FILE} lists it") from None
+        raise ModelFileError(f"{path}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"{path}: truncated, or not safetensors ({error})") from None
 

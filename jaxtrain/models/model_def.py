@@ -57,6 +57,7 @@ class ModelDef:
         non_trainable: ShapeDtypeStruct of all other variables, without random streams, which are set in every pass.
         non_trainable_names: the same trees, with logical names.
         rows_are_independent: the model declares that no row of a batch changes what it computes for another one.
+        instance: the module whose values are the initial ones, if the model was defined by one.
     """
 
     params: Tree
@@ -65,6 +66,7 @@ class ModelDef:
     non_trainable: NonTrainable
     non_trainable_names: NonTrainable
     rows_are_independent: bool
+    instance: nnx.Module | None
     _make: Callable[[nnx.Rngs], nnx.Module]
     _loss: LossFunction
     _checkpointed: Callable[[Callable], Callable]  # rematerialises the whole pass of a model without `env`
@@ -85,8 +87,12 @@ class ModelDef:
     def init(self, key: jax.Array) -> tuple[Tree, NonTrainable]:
         """Returns initial parameters and other variables.
 
-        Jitted with output shardings, it creates every shard on its device.
+        Jitted with output shardings, it creates every shard on its device. Those of an instance are zeros: its values
+        take their place outside of the compiled program.
         """
+        if self.instance is not None:
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (self.params, self.non_trainable))
+            return zeros
         with nnx.use_eager_sharding(False):
             values = {path: variable.get_raw_value() for path, variable in variables(self._make(nnx.Rngs(key))).items()}
         stored = jax.tree.map(lambda s, x: x.astype(s.dtype), self.params, self._tree(values, "params"))
@@ -198,6 +204,7 @@ def define_model(
     vocab: int | None,
     names_by_path: Mapping[str, Sequence[str | None]] | None = None,
     batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    component: Any = None,
 ) -> ModelDef:
     """Defines the model of a config without allocating it.
 
@@ -208,14 +215,19 @@ def define_model(
         vocab: vocabulary size of the decoder; not used for other models.
         names_by_path: pattern of a variable's path -> logical names of its dims.
         batch: shapes of a microbatch, from whose loss a Linen module is created.
+        component: class, function or module in place of that of `model.type`; a module has its options already.
 
     Raises:
         UserError: the user's class or function cannot be found or called, or two variables have one path.
     """
     run_loss = loss_function(loss)
-    handles_remat = env.remat == "none" or "env" in _signature(_load(model)).parameters
+    constructor = _load(model) if component is None else _as_constructor(component)
+    handles_remat = env.remat == "none" or "env" in _signature(constructor).parameters
     remat = (lambda run: run) if handles_remat else checkpointed(env.remat, env.offload, in_scan=False)
-    make = _constructor(model, loss, env, vocab, lambda module, rngs: _create_linen(module, rngs, run_loss, batch, env))
+    wrap = lambda module, rngs: _create_linen(module, rngs, run_loss, batch, env)  # noqa: E731
+    is_made = isinstance(component, (nnx.Module, linen.Module))
+    options = {} if is_made else model.options
+    make = _constructor(constructor, model.model_copy(update={"options": options}), loss, env, vocab, wrap)
     with nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         preparations = adapt(module, env)
@@ -236,8 +248,9 @@ def define_model(
     return ModelDef(
         shapes_of["params"], names_of["params"], _trees_by_kind(used, kinds)["params"],
         NonTrainable(shapes_of["frozen"], shapes_of["mutable"]), NonTrainable(names_of["frozen"], names_of["mutable"]),
-        bool(getattr(module, "rows_are_independent", False)), make,
-        run_loss, remat, model.type, kinds, found, prepared, env.sharder, train, evaluate,
+        bool(getattr(module, "rows_are_independent", False)),
+        component if isinstance(component, nnx.Module) else None, make, run_loss, remat, model.type, kinds, found,
+        prepared, env.sharder, train, evaluate,
         jax.tree.structure(state),
     )  # fmt: skip
 
@@ -288,23 +301,37 @@ def _load(model: ModelConfig) -> Any:
     return Decoder if model.is_builtin else load_class(model.type, "model.type")
 
 
+def _as_constructor(component: Any) -> Callable[..., Any]:
+    """Returns a class or function itself, and for a module a function that returns a copy with the same variables."""
+    if isinstance(component, nnx.Module):
+        graphdef, state = nnx.split(component)
+        return lambda: nnx.merge(graphdef, state)
+    if isinstance(component, linen.Module):
+        return lambda: component
+    if not callable(component):
+        found = type(component).__name__
+        raise UserError(f"model: expected a class, a function of `rngs` or a Flax module; found {found}")
+    return component
+
+
 def _signature(make: Any) -> inspect.Signature:
     # Of __init__, because the class itself shows only its metaclass's *args.
     return inspect.signature(make.__init__ if isinstance(make, type) else make)
 
 
 def _constructor(
+    make: Callable[..., Any],
     model: ModelConfig,
     loss: LossConfig,
     env: Env,
     vocab: int | None,
     wrap: Callable[[linen.Module, nnx.Rngs], nnx.Module],
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """Returns the constructor of the model: the factory of built-in and users' classes.
+    """Returns the constructor of the model, by calling a class or function with what it takes.
 
     `wrap` makes an NNX module of a Linen module, whose constructor takes no `rngs`.
     """
-    make, signature = _load(model), _signature(_load(model))
+    signature = _signature(make)
     arguments: tuple = ()
     if is_decoder(model):
         if vocab is None:

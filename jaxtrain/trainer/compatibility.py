@@ -42,7 +42,7 @@ _MATHEMATICS = ("optimizer", "schedule", "loss", "precision", "steps", "model", 
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
 # Keys of a fixed section that do not decide its weights.
-_FREE = ("model.init_std", "model.from", "model.moe.load_balance_loss", "model.moe.router_z_loss")
+_FREE = ("model.init_std", "model.from", "model.weights", "model.moe.load_balance_loss", "model.moe.router_z_loss")
 
 _WEIGHT = re.compile(r"(data\.sources\.\d+\.weight)(?:\.(\d+))?")
 

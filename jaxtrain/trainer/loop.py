@@ -15,6 +15,7 @@ import jax
 
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.config import Config
+from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.program import Program, State
 from jaxtrain.errors import NotSavedError, TrainingError
 from jaxtrain.trackers.console import ConsoleTracker
@@ -63,6 +64,7 @@ def train(
     console: ConsoleTracker | None = None,
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
+    components: Components = NO_COMPONENTS,
 ) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
 
@@ -73,6 +75,7 @@ def train(
         console: shows progress; default: on the terminal.
         ledger: time accounting of this process; default: a new one.
         callbacks: called in this order, see `jaxtrain.callbacks`.
+        components: Python objects in place of what the config names.
 
     Returns:
         the outcome.
@@ -87,7 +90,7 @@ def train(
     directory = Path(run_dir) if run_dir is not None else new_run_directory(config)
     console = console or ConsoleTracker(config.steps)
     trainer, state, step = open_trainer(
-        config, directory, console=console, resume=resume, ledger=ledger, callbacks=callbacks
+        config, directory, console=console, resume=resume, ledger=ledger, callbacks=callbacks, components=components
     )
     try:
         with Signals() as signals:

@@ -1,25 +1,19 @@
-"""Start state of a run: new, imported weights, a checkpoint, or a copy that a callback holds."""
+"""Start state of a run: a new one, a checkpoint, or a copy that a callback holds."""
 
 from __future__ import annotations
 
-import os
 import shlex
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.checkpoint import Checkpointer, read_manifest
-from jaxtrain.core.program import Program, State
+from jaxtrain.core.program import State
 from jaxtrain.core.spike_detection import initial as empty_window
-from jaxtrain.core.state import all_parameters, split_parameters
 from jaxtrain.errors import ConfigError, Problem, UserError
-from jaxtrain.interop.config_json import read_model_config
-from jaxtrain.interop.load_weights import load_weights
-from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
-from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
+from jaxtrain.trainer.initial_state import initial_state
 from jaxtrain.trainer.trainer import Trainer
 
 GUARANTEES = {
@@ -27,22 +21,6 @@ GUARANTEES = {
     "fp32-tight": "losses are those of an uninterrupted run, to float32 rounding",
     "changed": "the config asks for different steps from here on",
 }
-
-
-def initial_state(program: Program) -> State:
-    """Builds the state of step 0: new, or with the weights of `model.from`."""
-    state, source = program.init(), program.config.model.from_
-    if source is None:
-        return state
-    for leaf in jax.tree.leaves([state["params"], state.get("frozen", {})]):
-        leaf.delete()  # frees memory for the imported weights
-    folder = Path(os.path.expanduser(source))
-    mappings = TENSOR_MAPPINGS[read_model_config(folder)[0].name]
-    state |= split_parameters(load_weights(folder, mappings, all_parameters(program.state)), program.state)
-    if "ema" in state:
-        placed = jax.tree.map(lambda leaf: leaf.sharding, program.state["ema"])
-        state["ema"] = jax.jit(ema_init, out_shardings=placed)(state["params"])
-    return state
 
 
 def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
@@ -63,7 +41,7 @@ def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
         chosen = checkpointer.latest_good()
     _print_warnings(trainer)
     if chosen is None:
-        return _start_again(trainer)
+        return _start_again(trainer, info)
     with trainer.ledger.phase("restore"):
         state, saved = restore_checkpoint(checkpointer, trainer.program.state, chosen)
     step = int(jax.device_get(state["step"]))
@@ -84,7 +62,7 @@ def _check_manifest(trainer: Trainer, step: int) -> None:
     _config_changes(trainer, step, manifest)
 
 
-def _start_again(trainer: Trainer) -> tuple[State, int]:
+def _start_again(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
     """Returns the state of step 0, if nothing was saved yet, or if the only checkpoint is the first and is damaged.
 
     Raises:
@@ -106,7 +84,7 @@ def _start_again(trainer: Trainer) -> tuple[State, int]:
         expected = f"expected a good copy there, or delete the damaged one ({prune}) to start from step 0"
         raise UserError(f"no usable checkpoint in {folder}: {found}; {expected}")
     trainer.console.print(f"{reason}: starting from step 0")
-    return initial_state(trainer.program), 0
+    return initial_state(trainer, info), 0
 
 
 def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tuple[State, int] | None:

@@ -16,6 +16,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, free_directory, write_config
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.batch_spec import example_row
+from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
@@ -34,7 +35,8 @@ from jaxtrain.trackers.files import furthest_step
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory
 from jaxtrain.trainer.compatibility import environment
-from jaxtrain.trainer.restore import initial_state, restore
+from jaxtrain.trainer.initial_state import initial_state
+from jaxtrain.trainer.restore import restore
 from jaxtrain.trainer.trainer import Trainer
 
 
@@ -46,6 +48,7 @@ def open_trainer(
     resume: bool,
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
+    components: Components = NO_COMPONENTS,
 ) -> tuple[Trainer, State, int]:
     """Builds a trainer that is ready for its next step. Returns (trainer, state, finished steps).
 
@@ -56,6 +59,7 @@ def open_trainer(
         resume: resume from the newest good checkpoint.
         ledger: time accounting of this process; default: a new one.
         callbacks: callbacks of the run.
+        components: Python objects in place of what the config names.
 
     Raises:
         UserError: bad input, a directory of another run, or a config that the checkpoint of a resumed run does not
@@ -70,7 +74,7 @@ def open_trainer(
     hooks = CallbackList(callbacks)
     program = build_program(
         hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices,
-        example_row(config.data, data),
+        example_row(config.data, data), components,
     )  # fmt: skip
     if program.gradients.pipeline:
         program = replace(program, step=check_permutes_on_first_call(program.step))
@@ -84,7 +88,7 @@ def open_trainer(
         trainer = _assemble(config, directory, program, data, eval_sets, checkpointer, console, ledger, ticker, hooks)
         hooks.each(Callback.setup, trainer)
         info = start_info(trainer)
-        state, step = restore(trainer, info) if resume else (initial_state(program), 0)
+        state, step = restore(trainer, info) if resume else (initial_state(trainer, info), 0)
         if step > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {step} already done in {directory}")
         if is_main:

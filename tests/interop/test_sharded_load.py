@@ -18,6 +18,7 @@ from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.core.program import build_program
 from jaxtrain.interop import load_weights as loading
+from jaxtrain.interop import sharded_read
 from jaxtrain.interop.safetensors_io import StoredTensor, open_tensors, write_tensors
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
@@ -78,7 +79,7 @@ def test_shards_equal_an_unsharded_load_and_are_read_once(family, layout, piece,
         assert block.nbytes <= max(piece, 32)  # what is behind the first dim of a group is not cut
         return block
 
-    monkeypatch.setattr(loading, "BLOCK_BYTES", piece)
+    monkeypatch.setattr(sharded_read, "BLOCK_BYTES", piece)
     monkeypatch.setattr(loading, "read_block", read)
     params = loading.load_weights(folder, chosen, sharded.state["params"])
     assert set(blocks.values()) == {1}
