@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxtrain.config.field_types import LARGEST
-from jaxtrain.config.schema import TEXT_KEYS, USER_CLASS, Config, DataConfig, DocumentsConfig, ModelConfig
+from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.schema import TEXT_KEYS, USER_CLASS, Config, DataConfig, DocumentsConfig
 from jaxtrain.errors import did_you_mean, format_value, join_words
 
 SET_NAME = r"[A-Za-z][\w\-]*"
@@ -217,6 +218,11 @@ def _remat(config: Config) -> Iterator[Conflict]:
     if saved and remat != "full":
         message = f"remat={remat} saves no named values; expected remat=full with remat_save"
         yield Conflict(("step.remat_save", "step.remat"), message)
+    if config.step.remat_modules and config.model.uses_decoder_keys:
+        message = "the decoder rematerialises its layers itself; expected this of a user's model alone"
+        yield Conflict(("step.remat_modules", "model.type"), message)
+    elif config.step.remat_modules and remat == "none":
+        yield Conflict(("step.remat_modules", "step.remat"), "remat=none recomputes nothing; expected full or dots")
     for name in saved if config.model.uses_decoder_keys else ():
         if name not in SAVED_NAMES:
             hint = did_you_mean(name, SAVED_NAMES) or f"; expected {join_words(SAVED_NAMES)}"

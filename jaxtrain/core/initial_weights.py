@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxtrain.config.schema import InitialWeightsConfig
+from jaxtrain.config.model_schema import InitialWeightsConfig
 from jaxtrain.core.state import State
 from jaxtrain.errors import UserError
 from jaxtrain.interop.weight_matching import Shape, StoredName, WeightMatch, match_weights

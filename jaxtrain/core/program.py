@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.schema import Config, InitialWeightsConfig
+from jaxtrain.config.model_schema import InitialWeightsConfig
+from jaxtrain.config.schema import Config
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.components import NO_COMPONENTS, Components
@@ -152,7 +153,7 @@ def model_from_config(
     step = config.step
     env = Env(
         sharder, POLICIES[config.precision], step.attention, config.context_parallel, step.remat_policy, step.offloaded,
-        step.unroll,
+        step.unroll, step.remat_modules,
     )  # fmt: skip
     rows = config.data.global_batch // step.microbatches
     batch = batch_spec(config.data, rows, example) if example is not None or config.data.is_text else None

@@ -11,8 +11,9 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain.checkpoint import CheckpointReader
+from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.config.schema import DataConfig, ModelConfig
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, State, build_program, model_from_config

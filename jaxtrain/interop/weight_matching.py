@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxtrain.config.schema import StoredNameConfig
+from jaxtrain.config.model_schema import StoredNameConfig
 from jaxtrain.errors import UserError
 
 Shape = tuple[int, ...]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import UserError, format_value
-from jaxtrain.models.linen_module import cast_floats
+from jaxtrain.models.linen_module import LinenModule, cast_floats
 from jaxtrain.nn.env import Env
 from jaxtrain.nn.param import Param
 from jaxtrain.sharding.rules import INFERRED, Names
@@ -113,7 +113,9 @@ def _parameters(module: nnx.Module) -> Iterator[nnx.Param]:
 def _with_own_dtype(module: nnx.Module) -> Iterator[nnx.Variable]:
     """Yields the variables of submodules that were given a `dtype`."""
     for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Module) and getattr(node, "dtype", None) is not None:
+        if isinstance(node, LinenModule):
+            yield from node.with_own_dtype()
+        elif isinstance(node, nnx.Module) and getattr(node, "dtype", None) is not None:
             yield from (value for value in vars(node).values() if isinstance(value, nnx.Variable))
 
 

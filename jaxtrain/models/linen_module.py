@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,50 @@ def _without_self(method: Callable) -> inspect.Signature:
     return inspect.Signature(list(inspect.signature(method).parameters.values())[1:])
 
 
+class SubmoduleCalls:
+    """Interceptor of the calls of Linen submodules: casts inputs, and rematerialises those with chosen paths.
+
+    Attributes:
+        has_dtype: path of a submodule that was called -> True if it was given a `dtype`.
+        patterns: regular expressions of the paths of submodules that are rematerialised.
+        policy: of `jax.checkpoint`.
+    """
+
+    def __init__(self, dtype: Any):
+        """Creates the interceptor. `dtype` is that of the computation of submodules without one of their own."""
+        self.has_dtype: dict[str, bool] = {}
+        self.patterns: Sequence[str] = ()
+        self.policy: Any = None
+        self._dtype, self._running = dtype, ""
+
+    def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a method of a submodule. It casts to the widest of inputs and parameters."""
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        path, dtype = "/".join(context.module.path), getattr(context.module, "dtype", self)
+        self.has_dtype[path] = dtype is not None and dtype is not self
+        if dtype is None:
+            args, kwargs = cast_floats((args, kwargs), self._dtype)
+        if path != self._running and any(re.fullmatch(pattern, path) for pattern in self.patterns):
+            return self._recomputed(context.module, path, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _recomputed(self, module: linen.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """Calls a submodule under Linen's own transformation, so that its variables and random streams are known."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))}
+
+        def run(module: linen.Module, arrays: dict[int, Any]) -> Any:
+            args, kwargs = jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+            outer, self._running = self._running, path
+            try:
+                return module(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            finally:
+                self._running = outer
+
+        return linen.remat(run, policy=self.policy)(module, arrays)
+
+
 class LinenModule(nnx.bridge.ToNNX):
     """A Linen module that keeps the collections which a pass changes, such as batch statistics, while it trains.
 
@@ -44,7 +89,7 @@ class LinenModule(nnx.bridge.ToNNX):
         """
         super().__init__(module, rngs=rngs)
         self.to_nnx__is_training = True  # of this prefix are attributes that are no variables
-        self.to_nnx__dtype = jnp.dtype(dtype)
+        self.to_nnx__calls = SubmoduleCalls(jnp.dtype(dtype))
 
     def train(self, **attributes: Any) -> None:
         """Lets a pass change the mutable collections."""
@@ -63,15 +108,14 @@ class LinenModule(nnx.bridge.ToNNX):
         )
         collections = {nnx.variable_name_from_type(type(variable)) for variable in kept} - {"params"}
         is_changed = self.to_nnx__is_training and collections
-        with linen.intercept_methods(self._cast_inputs):
+        with linen.intercept_methods(self.to_nnx__calls):
             outputs = super().__call__(*args, mutable=sorted(collections) if is_changed else None, **kwargs)
         return cast_floats(outputs, jnp.float32)
 
-    def _cast_inputs(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Casts the inputs of a submodule that has no `dtype`. It casts to the widest of inputs and parameters."""
-        if context.method_name == "__call__" and getattr(context.module, "dtype", self) is None:
-            args, kwargs = cast_floats((args, kwargs), self.to_nnx__dtype)
-        return call(*args, **kwargs)
+    def with_own_dtype(self) -> list[nnx.Variable]:
+        """Returns the parameters of submodules that were given a `dtype`, once the variables are created."""
+        parameters = nnx.to_flat_state(nnx.state(self, nnx.Param))
+        return [v for path, v in parameters if self.to_nnx__calls.has_dtype.get("/".join(map(str, path[:-1])))]
 
     @property
     def __signature__(self) -> inspect.Signature:

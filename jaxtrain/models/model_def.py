@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jaxtrain.config.schema import LossConfig, ModelConfig
+from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.schema import LossConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.errors import UserError
 from jaxtrain.losses.functions import LossFunction, loss_function
@@ -21,9 +22,10 @@ from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.flax_module import Path, Preparation, adapt, logical_names, rng_value, variables
 from jaxtrain.models.linen_module import LinenModule
 from jaxtrain.models.spec import is_decoder
+from jaxtrain.models.submodule_remat import checkpoint_submodules
 from jaxtrain.nn.env import Env
 from jaxtrain.nn.param import Param, unwrap
-from jaxtrain.nn.stack import checkpointed
+from jaxtrain.nn.stack import checkpoint_policy, checkpointed
 from jaxtrain.sharding.rules import Names
 from jaxtrain.sharding.sharder import Sharder
 
@@ -223,7 +225,8 @@ def define_model(
     run_loss = loss_function(loss)
     constructor = _load(model) if component is None else _as_constructor(component)
     handles_remat = env.remat == "none" or "env" in _signature(constructor).parameters
-    remat = (lambda run: run) if handles_remat else checkpointed(env.remat, env.offload, in_scan=False)
+    is_whole = not handles_remat and not env.remat_modules
+    remat = checkpointed(env.remat, env.offload, in_scan=False) if is_whole else (lambda run: run)
     wrap = lambda module, rngs: _create_linen(module, rngs, run_loss, batch, env)  # noqa: E731
     is_made = isinstance(component, (nnx.Module, linen.Module))
     options = {} if is_made else model.options
@@ -231,6 +234,8 @@ def define_model(
     with nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         preparations = adapt(module, env)
+        if env.remat_modules:
+            checkpoint_submodules(module, env.remat_modules, checkpoint_policy(env.remat, env.offload))
         found = variables(module)
         prepared = {path: preparations[id(v)] for path, v in found.items() if id(v) in preparations}
         names = {path: logical_names(path, v, env.sharder, names_by_path or {}) for path, v in found.items()}

@@ -31,6 +31,7 @@ class Env:
         context_parallel: how attention crosses the shards of a sequence (see `kernels.attention`).
         remat: `none`, `full`, `dots`, or the names of values to save.
         offload: names of values to save in host memory (see `nn.stack`).
+        remat_modules: patterns of the paths of submodules to which `remat` applies; for models that take no env.
         unroll: layers in one iteration of the loop over layers; 0: all, without a loop.
     """
 
@@ -41,6 +42,7 @@ class Env:
     remat: str | tuple[str, ...] = "none"
     offload: tuple[str, ...] = ()
     unroll: int = 1
+    remat_modules: tuple[str, ...] = ()
 
     def param(
         self,

@@ -117,7 +117,14 @@ def _renamed(state: Any, change: Callable[[Names], Names]) -> Any:
 def checkpointed(
     policy: str | tuple[str, ...], offload: tuple[str, ...], in_scan: bool
 ) -> Callable[[Callable], Callable]:
-    """Returns `jax.checkpoint` with the named policy.
+    """Returns `jax.checkpoint` with the named policy, see `checkpoint_policy`."""
+    rule = checkpoint_policy(policy, offload)
+    # Outside of a loop the compiler would merge the recomputation with the first computation.
+    return lambda fn: jax.checkpoint(fn, policy=rule, prevent_cse=not in_scan)
+
+
+def checkpoint_policy(policy: str | tuple[str, ...], offload: tuple[str, ...]) -> Any:
+    """Returns the named policy of `jax.checkpoint`.
 
     `none` recomputes no matmul, sum or attention, only casts, shardings and elementwise operations, which fuse into
     others. So a weight that is stored in shards is gathered again for the backward pass instead of being kept
@@ -134,8 +141,7 @@ def checkpointed(
             names_which_can_be_saved=[] if isinstance(policy, str) else list(policy),
             names_which_can_be_offloaded=list(offload), offload_src="device", offload_dst="pinned_host",
         )  # fmt: skip
-    # Outside of a loop the compiler would merge the recomputation with the first computation.
-    return lambda fn: jax.checkpoint(fn, policy=rule, prevent_cse=not in_scan)
+    return rule
 
 
 def _is_saved(primitive: Any, *_: Any, **params: Any) -> bool:

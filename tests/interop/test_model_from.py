@@ -14,7 +14,7 @@ from jaxtrain import load
 from jaxtrain.api import train
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
-from jaxtrain.config.schema import ModelConfig
+from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.core.resolve import resolve
 from jaxtrain.interop.config_json import to_hf_config
 from jaxtrain.interop.families import FAMILIES

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from jaxtrain.config.schema import ModelConfig
+from jaxtrain.config.model_schema import ModelConfig
 
 
 def logits(
