@@ -299,6 +299,15 @@ def open_dataset(data: DataConfig, seed: int, split: str = "train", progress: Pr
     return TextDataset(data, seed, split, _caches(data, progress))
 
 
+def declared_example(data: DataConfig) -> Any:
+    """Returns what the static method `example(**options)` of a user's class says of a batch; None without one.
+
+    It needs no data: {name: array, or anything with a shape and a dtype}, with a leading dim of any number of rows.
+    """
+    declare = None if data.is_text else getattr(load_class(data.type, "data.type"), "example", None)
+    return None if declare is None else declare(**data.options)
+
+
 def open_datasets(data: DataConfig, seed: int, progress: Progress | None = None) -> tuple[Any, Any | None]:
     """Opens the training and the validation dataset like `open_dataset`, but lists and checks the input only once.
 

@@ -208,7 +208,7 @@ def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
     """Compiles in the child process; returns the report, or an error as {"error": class, "args": arguments}."""
     from jaxtrain.core.batch_spec import example_row
     from jaxtrain.core.program import build_program
-    from jaxtrain.data.dataset import open_dataset
+    from jaxtrain.data.dataset import declared_example, open_dataset
     from jaxtrain.models.spec import vocabulary_size
     from jaxtrain.planning import step_program
 
@@ -216,9 +216,10 @@ def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = Config(**request["config"])
         devices = targets.devices(target, config.step.attention)
-        data = None if config.data.is_text else open_dataset(config.data, config.seed)
+        example = declared_example(config.data)
+        data = None if config.data.is_text or example else open_dataset(config.data, config.seed)
         vocab = request["vocab"] or vocabulary_size(config.model, getattr(data, "vocab", None))
-        example = example_row(config.data, data)
+        example = example or example_row(config.data, data)
         program = build_program(config, vocab, devices, example)
         pod = _build_pod(request["pod"], vocab, program, target, example) if request["pod"] else None
         compiled = step_program.compile_step(pod or program, example)

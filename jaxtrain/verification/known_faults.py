@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,39 +21,44 @@ from jaxtrain.core.placement import Placer
 from jaxtrain.nn import attention
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.verification.compare import Flat
-from jaxtrain.verification.packed_batch import Batch, weight_rows, without_document_boundaries
+from jaxtrain.verification.packed_batch import Batch, repeat_rows, weight_rows, without_document_boundaries
 
 MISSING, DOUBLED, SCALED = "missing-reduction", "doubled-reduction", "microbatch-scaling"
 MASK, TAIL = "segment-mask", "dropped-tail"
 
 
 def variants(
-    gradients: Callable[[Batch], Flat], batch: Batch, shards: Mapping[str, int], microbatch_count: int
-) -> dict[str, Flat]:
-    """Returns fault -> gradients of one device with it; empty for batches without weights.
+    gradients: Callable[[Batch], Flat], weight: Callable[[Batch], float], batch: Batch, shards: Mapping[str, int],
+    microbatch_count: int,
+) -> dict[str, Flat]:  # fmt: skip
+    """Returns fault -> gradients of one device with it.
+
+    Rows are left out by their weights, or in a batch without those by repeating the others, which is the same for a
+    model whose rows are independent.
 
     Args:
         gradients: returns those of a batch on one device.
+        weight: returns the weight of the loss of a batch.
         batch: of the first step.
         shards: size of each axis that shards rows, in order.
         microbatch_count: number of microbatches.
     """
-    if "weights" not in batch:
-        return {}
-    rows = len(batch["weights"])
-    out = {TAIL + ": rows at the end of the batch do not count": gradients(weight_rows(batch, np.arange(rows - 1)))}
+    out, has_weights, rows = {}, "weights" in batch, len(next(iter(batch.values())))
+    only = partial(weight_rows if has_weights else repeat_rows, batch)
+    if has_weights:
+        out[TAIL + ": rows at the end of the batch do not count"] = gradients(only(np.arange(rows - 1)))
     if "segments" in batch:
         out[MASK + ": attention crosses documents"] = gradients(without_document_boundaries(batch))
     grid = np.arange(rows).reshape(*shards.values(), -1)
     for dim, (axis, size) in enumerate(shards.items()):
         if size > 1:
             shard = np.take(grid, 0, dim).reshape(-1)
-            share = batch["weights"][shard].sum() / batch["weights"].sum()
-            part = {path: share * value for path, value in gradients(weight_rows(batch, shard)).items()}
+            share = weight(only(shard)) / weight(batch) / (1 if has_weights else size)
+            part = {path: share * value for path, value in gradients(only(shard)).items()}
             out[f"{MISSING}: gradients are not summed over {axis}"] = part
     if microbatch_count > 1:
         starts = range(microbatch_count)
-        parts = [gradients(weight_rows(batch, np.arange(start, rows, microbatch_count))) for start in starts]
+        parts = [gradients(only(np.arange(start, rows, microbatch_count))) for start in starts]
         mean = {path: np.mean([part[path] for part in parts], axis=0) for path in parts[0]}
         out[f"{SCALED}: each microbatch is normalised separately"] = mean
     return out
@@ -65,11 +71,16 @@ def _missing_reduction(real: Any, self: Gradients, params: Any, batch: Any, *res
     """Gradients are those of the first shard of rows."""
     axes = self.sharder.axes(BATCH)
     count = self.sharder.mesh.shape[axes[0]] if self.sharder.mesh is not None and axes else 1
-    is_first = jnp.arange(len(batch["weights"])) < len(batch["weights"]) // count
-    weights = batch["weights"] * is_first[:, None]
-    grads = real(self, params, {**batch, "weights": weights}, *rest).grads
-    share = weights.sum() / batch["weights"].sum()
-    return real(self, params, batch, *rest)._replace(grads=jax.tree.map(lambda g: share * g, grads))
+    output = real(self, params, batch, *rest)
+    rows = len(next(iter(batch.values())))
+    if "weights" in batch:
+        is_first = jnp.arange(rows) < rows // count
+        part = real(self, params, {**batch, "weights": (batch["weights"].T * is_first).T}, *rest)
+        share = sum(part.weights.values()) / sum(output.weights.values())
+    else:
+        part = real(self, params, {name: x[jnp.arange(rows) % (rows // count)] for name, x in batch.items()}, *rest)
+        share = sum(part.weights.values()) / sum(output.weights.values()) / count
+    return output._replace(grads=jax.tree.map(lambda g: share * g, part.grads))
 
 
 def _doubled_reduction(real: Any, self: Gradients, params: Any, *rest: Any) -> Any:

@@ -40,6 +40,11 @@ def weight_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
     return {**batch, "weights": weights}
 
 
+def repeat_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
+    """Returns a batch of as many rows, which are copies of these in turn."""
+    return {name: values[np.resize(rows, len(values))] for name, values in batch.items()}
+
+
 def without_document_boundaries(batch: Mapping[str, np.ndarray]) -> Batch:
     """Makes each row one document, as attention that ignores segments sees it."""
     return {**batch, "segments": (batch["segments"] > 0).astype(np.int32)}

@@ -11,12 +11,14 @@ import jax
 import numpy as np
 
 from jaxtrain.config import ConfigError, UserError
-from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
+from jaxtrain.config.schema import LAYOUT_KEYS, Config, DataConfig, MeshConfig
 from jaxtrain.core.gradients import uses_rng
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
+from jaxtrain.core.state import non_trainable
 from jaxtrain.data.dataset import open_datasets
+from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
@@ -73,14 +75,23 @@ class Outcome:
 
 
 class PackedDataset:
-    """Dataset of packed random documents for the decoder."""
+    """Dataset of packed random documents, in place of text."""
 
-    def __init__(self, config: Config):
-        self._size = (config.data.global_batch, config.data.sequence, config.model.vocab or 0)
+    def __init__(self, data: DataConfig, vocab: int):
+        self._size = (data.global_batch, data.sequence, vocab)
 
     def batch(self, step: int, rows: Any) -> Batch:
         """Returns rows of a step's batch."""
         return {name: value[rows] for name, value in packed_batch(step, *self._size).items()}
+
+
+def _open_dataset(config: Config, progress: Callable[[int, int], None]) -> Any:
+    """Returns the user's own dataset, or random documents, so that text need not be here."""
+    if is_decoder(config.model):
+        return PackedDataset(config.data, config.model.vocab or 0)
+    if config.data.is_text:
+        return PackedDataset(config.data, load_tokenizer(config.data.tokenizer).vocab)
+    return open_datasets(config.data, config.seed, progress)[0]
 
 
 def verify(
@@ -120,9 +131,7 @@ def verify(
         load_layout=lambda name: resolve(path, *others, f"layout={name}", paths=False, checks=())[0],
     )  # fmt: skip
     all_devices = runtime.start(small.simulate)
-    dataset = PackedDataset(small)
-    if not is_decoder(small.model):
-        dataset = open_datasets(small.data, small.seed, progress)[0]
+    dataset = _open_dataset(small, progress)
     batches = [dict(dataset.batch(step, slice(None))) for step in range(steps)]
     unsharded = small.model_copy(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
@@ -189,6 +198,12 @@ class Reference:
         """Gradients of the first step on another batch."""
         return self._recorder.gradients(self._state, batch)
 
+    def weight(self, batch: Batch) -> float:
+        """Weight of all loss terms of a batch."""
+        model_def, state = self._recorder.program.model_def, self._state
+        terms = jax.jit(model_def.loss)(state["params"], non_trainable(state), batch, jax.random.key(0))[0]
+        return float(sum(weight for _, weight in terms.values()))
+
 
 def verify_layout(
     candidate: Candidate, dataset: Any, host_batches: list[Batch], reference: Reference, devices: list[Any],
@@ -209,7 +224,7 @@ def verify_layout(
     verdict = compare(actual, reference.recording)
     if not verdict.is_equal:
         shards = {axis: program.layout.sizes[axis] for axis in program.sharder.axes(BATCH)}
-        faults = variants(reference.gradients, host_batches[0], shards, config.step.microbatches)
+        faults = variants(reference.gradients, reference.weight, host_batches[0], shards, config.step.microbatches)
         cause = diagnose(actual.gradients, reference.recording.gradients, faults, program.layout.sizes)
         verdict = replace(verdict, cause=cause)
     return LayoutResult(candidate, verdict, collectives_text(actual.text, program.layout.sizes))
