@@ -29,8 +29,9 @@ from jaxtrain.core.step import (
 from jaxtrain.core.xla_options import in_place
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.interop.array_weights import tree_weights
+from jaxtrain.losses.row_independence import rows_are_proven_independent
 from jaxtrain.losses.terms import Terms
-from jaxtrain.models.model_def import ModelDef, define_model
+from jaxtrain.models.model_def import NOTHING, ModelDef, define_model
 from jaxtrain.models.protocols import HasStages
 from jaxtrain.nn.env import Env
 from jaxtrain.optim.optimizers import make_optimizer
@@ -110,7 +111,7 @@ def build_program(
 
     model_def = define(config, sharder)
     _check_tensors(config, model_def, len(devices))
-    gradients = _gradients(config, sharder, model_def, define)
+    gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
 
     rate = make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
@@ -155,9 +156,14 @@ def model_from_config(
         sharder, POLICIES[config.precision], step.attention, config.context_parallel, step.remat_policy, step.offloaded,
         step.unroll, step.remat_modules,
     )  # fmt: skip
-    rows = config.data.global_batch // step.microbatches
-    batch = batch_spec(config.data, rows, example) if example is not None or config.data.is_text else None
+    batch = _microbatch_spec(config, example)
     return define_model(config.model, config.loss, env, vocab, config.names_by_path, batch, component)
+
+
+def _microbatch_spec(config: Config, example: Mapping[str, Any] | None) -> dict[str, jax.ShapeDtypeStruct] | None:
+    """Returns shapes and dtypes of a microbatch; None for a user's data without an example."""
+    rows = config.data.global_batch // config.step.microbatches
+    return batch_spec(config.data, rows, example) if example is not None or config.data.is_text else None
 
 
 def _of_instance(
@@ -175,21 +181,42 @@ def _of_instance(
     return from_instance
 
 
-def _gradients(config: Config, sharder: Sharder, model_def: ModelDef, define: DefineModel) -> Gradients:
+def _gradients(
+    config: Config, sharder: Sharder, model_def: ModelDef, define: DefineModel, batch: Mapping[str, Any] | None
+) -> Gradients:
     microbatches, executor = config.step.microbatches, _executor(config, sharder, model_def, define)
-    is_plain = jax.tree.leaves(model_def.non_trainable) == []
-    if not (model_def.rows_are_independent and is_plain and _reduces_once(config, sharder)):
-        return Gradients(model_def, sharder, microbatches, pipeline=executor)
+    at_once = Gradients(model_def, sharder, microbatches, pipeline=executor)
+    replicas = _accumulating_replicas(config, sharder)
+    if jax.tree.leaves(model_def.non_trainable) or replicas == 1:
+        return at_once
     replica = sharder.without_axis(DATA_AXIS)
     replica_def = define(config, replica)
+    is_proven = model_def.rows_are_independent or (
+        executor is None and batch is not None and _rows_are_proven_independent(replica_def, batch, replicas)
+    )
+    if not is_proven:
+        return at_once
     replica_executor = _executor(config, replica, replica_def, define)
     return Gradients(model_def, sharder, microbatches, replica_def, executor, replica_executor)
 
 
-def _reduces_once(config: Config, sharder: Sharder) -> bool:
-    """Returns whether replicas accumulate unsharded gradients, which are reduced after the last microbatch."""
-    is_replicated = sharder.mesh is not None and sharder.mesh.shape[DATA_AXIS] > 1 and DATA_AXIS in sharder.axes(BATCH)
-    return config.zero <= 1 and config.step.microbatches > 1 and is_replicated
+def _rows_are_proven_independent(replica_def: ModelDef, batch: Mapping[str, Any], replicas: int) -> bool:
+    """Returns whether the loss of a microbatch is proven to be the sum of those of the replicas' rows."""
+    # Of one row a program is another one: its dims of size 1 are broadcast and squeezed.
+    rows = max(2, len(next(iter(batch.values()))) // replicas)
+    part = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+
+    def loss(params: Any, batch: Mapping[str, Any], key: jax.Array) -> tuple[Terms, Any]:
+        return replica_def.loss(params, NOTHING, batch, key)[:2]
+
+    return rows_are_proven_independent(loss, replica_def.params, part, replicas)
+
+
+def _accumulating_replicas(config: Config, sharder: Sharder) -> int:
+    """Returns the number of replicas that accumulate unsharded gradients, to be reduced after the last microbatch."""
+    if sharder.mesh is None or DATA_AXIS not in sharder.axes(BATCH):
+        return 1
+    return sharder.mesh.shape[DATA_AXIS] if config.zero <= 1 and config.step.microbatches > 1 else 1
 
 
 def _evaluate(config: Config, sharder: Sharder, define: DefineModel) -> Callable[..., tuple[Terms, Any]]:
