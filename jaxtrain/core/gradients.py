@@ -44,8 +44,9 @@ class Gradients:
 
     If replicas hold unsharded gradients (ZeRO 0 and 1) and there are several microbatches, every replica accumulates
     its own gradients, and they are reduced once, after the last microbatch. That changes what a row can know of others,
-    so it is only for models that declare `rows_are_independent` and have no other variables. Otherwise the gradients of
-    each microbatch are reduced at once. Mutable variables go from each microbatch to the next.
+    so it is only for models that have no other variables and whose rows are declared or proven independent (see
+    `losses.row_independence`). Otherwise the gradients of each microbatch are reduced at once. Mutable variables go
+    from each microbatch to the next.
 
     Attributes:
         model_def: the model on the whole mesh.

@@ -92,6 +92,10 @@ def train_step(
     return step
 
 
+# Names of the metrics of every step, beside `loss`, the sum of the terms.
+STEP_METRICS = {"tokens", "grad_norm", "lr", "skipped", "spike", "loss_scale", "step"}
+
+
 def drop_gradients(step_with_gradients: TrainStepWithGradients) -> TrainStep:
     """Returns a train step without its third result."""
 
@@ -102,9 +106,18 @@ def drop_gradients(step_with_gradients: TrainStepWithGradients) -> TrainStep:
 
 
 def _step_metrics(model_def: ModelDef, output: GradOutput) -> Metrics:
-    """Returns the mean of every term, `loss`, `tokens` and the model's own metrics."""
+    """Returns the mean of every term, `loss`, `tokens` and the model's own metrics.
+
+    Raises:
+        UserError: two of them have one name.
+    """
     terms = means({name: (output.sums[name], weight) for name, weight in output.weights.items()})
-    metrics = terms | count_metrics(model_def, output.counts)
+    own = count_metrics(model_def, output.counts)
+    taken = sorted((terms.keys() & (own.keys() | STEP_METRICS)) | (own.keys() & {*STEP_METRICS, "loss"}))
+    if taken or ("loss" in terms and len(terms) > 1):
+        name = taken[0] if taken else "loss"
+        raise UserError(f"model.type: the loss returns the name `{name}`, which another metric has; expected another")
+    metrics = terms | own
     metrics["loss"] = jnp.sum(jnp.stack(list(terms.values())))
     metrics["tokens"] = jnp.max(jnp.stack(list(output.weights.values())))
     return metrics

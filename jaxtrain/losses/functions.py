@@ -68,8 +68,14 @@ def _call(function: Callable, arguments: tuple, key: jax.Array, is_training: boo
     mode = _mode(signature, is_training)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, p in signature.parameters.items() if p.kind in positional and name not in mode]
-    takes_key = len(names) > len(arguments) or "key" in signature.parameters
-    return function(*arguments, *((key,) if takes_key else ()), **mode)
+    arguments = (*arguments, key) if len(names) > len(arguments) else arguments
+    by_name = {"key": key} if "key" in signature.parameters and "key" not in names else {}
+    try:
+        signature.bind(*arguments, **by_name, **mode)
+    except TypeError as error:
+        taken = f"{getattr(function, '__qualname__', 'loss')}{signature}"
+        raise UserError(f"loss: {taken}: {error}; expected (batch), (batch, key), or with the model first") from error
+    return function(*arguments, **by_name, **mode)
 
 
 def _mode(signature: inspect.Signature, is_training: bool) -> dict[str, bool]:

@@ -84,7 +84,7 @@ def rows_are_proven_independent(loss: Loss, params: Any, batch: Any, factor: int
 
     This is for the sum and the weight of every term, the gradients of the sums, and the counts. The sum and the weight
     of a term may also both be constants, such as a penalty on the parameters of weight 1. Whatever the proof does not
-    know counts as mixing rows, as do draws from the random key. An error of the loss itself is raised as it is.
+    know counts as mixing rows, as do draws from the random key and errors, which the step's own trace reports.
 
     Args:
         loss: (params, batch, key) -> ({name: (sum, weight)}, counts), a pure function.
@@ -139,7 +139,6 @@ def _trace_twice(loss: Loss, params: Any, batch: Any, factor: int, names: Collec
     try:
         (small, shapes), (large, large_shapes) = trace(1), trace(factor)
     except Exception as error:
-        jax.eval_shape(loss, params, batch, key)  # raises the loss's own error
         raise _NotProvenError from error
     structure, leaves = jax.tree.structure(shapes), jax.tree.leaves(batch)
     _require(structure == jax.tree.structure(large_shapes) and not small.effects and not large.effects)
@@ -421,7 +420,7 @@ def _scatter(eqn: _Equation) -> bool | Dependence:
     if updates.kind is not ROWS or not (is_add or eqn.params["update_jaxpr"] is None):
         return False
     if array.kind is not ROWS:
-        return SUM if is_add and array.kind is ZERO else False
+        return SUM if is_add and array.kind is ZERO and indices.kind is ROWS else False
     if indices.kind is ROWS:
         return (array.axis, indices.axis) in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims)
     not_in_window = (*dims.inserted_window_dims, *dims.operand_batching_dims)

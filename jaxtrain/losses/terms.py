@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.errors import UserError, format_value
+from jaxtrain.errors import MAX_VALUE_LENGTH, UserError
 
 Terms = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -58,7 +58,8 @@ def as_pairs(counts: Any, rows: int) -> Any:
 
 def are_pairs(counts: Any) -> bool:
     """Returns whether counts are {name: (sum, weight)}."""
-    return isinstance(counts, Mapping) and bool(counts) and all(map(_is_pair, counts.values()))
+    is_named = isinstance(counts, Mapping) and bool(counts) and all(isinstance(name, str) for name in counts)
+    return is_named and all(map(_is_pair, counts.values()))
 
 
 def means(terms: Terms) -> dict[str, jax.Array]:
@@ -71,7 +72,8 @@ def _mean_of(rows: int, value: Any) -> Any:
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float, jax.Array, np.ndarray, np.generic)) and np.ndim(value) == 0
+    is_number = isinstance(value, (int, float, jax.Array, np.ndarray, np.generic)) and np.ndim(value) == 0
+    return is_number and not jnp.iscomplexobj(value)
 
 
 def _is_pair(value: Any) -> bool:
@@ -91,9 +93,21 @@ def validate_terms(terms: Any) -> Terms:
     if not are_pairs(terms):
         raise UserError(
             "model.type: `loss` must return a dict of terms, each a tuple (sum, weight) of two scalars, or a mean; "
-            f"found {format_value(jax.tree.map(jnp.shape, terms))}"
+            f"found {_described(terms)}"
         )
     return {name: (jnp.asarray(s, jnp.float32), jnp.asarray(w, jnp.float32)) for name, (s, w) in terms.items()}
+
+
+def _described(value: Any) -> str:
+    """Returns what a loss returned, in one line: arrays by dtype and shape."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"{value.dtype.name}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_described(term)}' for name, term in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        members = ", ".join(map(_described, value))
+        return f"({members})" if isinstance(value, tuple) else f"[{members}]"
+    return repr(value).partition("\n")[0][:MAX_VALUE_LENGTH]
 
 
 def scales(weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.errors import UserError, format_value
+from jaxtrain.errors import UserError
 from jaxtrain.models.linen_module import LinenModule, cast_floats
 from jaxtrain.nn.env import Env
 from jaxtrain.nn.param import Param
@@ -31,17 +31,24 @@ def text_path(path: Sequence[Any]) -> Path:
     return tuple(str(part) for part in path)
 
 
+class PlainArray(nnx.Variable):
+    """An array that a module holds as an attribute, without a variable: its state, which is not differentiated."""
+
+
 def variables(module: nnx.Module) -> dict[Path, nnx.Variable]:
     """Returns path -> variable, sorted as NNX sorts a state. A variable that has several paths has its first one.
 
     Raises:
-        UserError: two variables have the same path as text, such as `a.1` by an index and by a name.
+        UserError: two variables have the same path as text, such as `a/b` by a name with a slash.
     """
     out: dict[Path, nnx.Variable] = {}
+    texts: set[str] = set()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        if text_path(path) in out:
-            raise UserError(f"model.type: two variables have the path {'/'.join(text_path(path))}; expected one")
-        out[text_path(path)] = variable
+        text = "/".join(text_path(path))
+        if text in texts:
+            raise UserError(f"model.type: two variables have the path {text}; expected one")
+        texts.add(text)
+        out[text_path(path)] = variable if isinstance(variable, nnx.Variable) else PlainArray(variable)
     return out
 
 
@@ -57,8 +64,9 @@ def adapt(module: nnx.Module, env: Env) -> dict[int, Preparation]:
 
     Submodules without a `dtype` of their own compute in the compute dtype of the policy. A parameter is cast to it and
     gathered over the axes that only store it in shards (FSDP) where the module reads it. Those of `nnx.RNN`, which
-    reads them in a loop over time, are gathered in front of the pass; those of Linen modules are cast there, and XLA
-    gathers them. A call of the module itself casts float inputs to the compute dtype, and float outputs to float32.
+    reads them in a loop over time, and of `nnx.SpectralNorm` and `nnx.WeightNorm`, which assign to them for the pass,
+    are gathered in front of the pass; those of Linen modules are cast there, and XLA gathers them. A call of the module
+    itself casts float inputs to the compute dtype, and float outputs to float32.
 
     Args:
         module: of abstract arrays.
@@ -69,11 +77,11 @@ def adapt(module: nnx.Module, env: Env) -> dict[int, Preparation]:
     """
     exact = {id(variable) for variable in _with_own_dtype(module)}
     for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Module) and getattr(node, "dtype", env) is None:
+        if isinstance(node, nnx.Module) and hasattr(node, "dtype") and _own_dtype(node) is None:
             node.dtype = env.policy.compute  # pyright: ignore[reportAttributeAccessIssue]
-    looped, linen = (
-        {id(v) for _, node in nnx.iter_graph(module) if isinstance(node, kind) for v in _parameters(node)}
-        for kind in (nnx.RNN, nnx.bridge.ToNNX)
+    early, linen = (
+        {id(v) for _, node in nnx.iter_graph(module) if isinstance(node, kinds) for v in _parameters(node)}
+        for kinds in ((nnx.RNN, nnx.SpectralNorm, nnx.WeightNorm), nnx.bridge.ToNNX)
     )
     prepared: dict[int, Preparation] = {}
     for variable in _parameters(module):
@@ -82,8 +90,8 @@ def adapt(module: nnx.Module, env: Env) -> dict[int, Preparation]:
         stored = variable.get_raw_value().dtype
         is_narrow = not jnp.issubdtype(stored, jnp.floating) or stored.itemsize <= env.policy.compute.itemsize
         dtype = stored if is_narrow or id(variable) in exact else env.policy.compute
-        if id(variable) in looped | linen:
-            prepared[id(variable)] = Preparation(dtype, id(variable) in looped)
+        if id(variable) in early | linen:
+            prepared[id(variable)] = Preparation(dtype, id(variable) in early)
             continue
         shape = variable.get_raw_value().shape
         variable.set_metadata(gather_dtype=dtype, full_shape=shape, sharder=env.sharder)
@@ -110,12 +118,21 @@ def _parameters(module: nnx.Module) -> Iterator[nnx.Param]:
     return (node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param))
 
 
+def _own_dtype(module: nnx.Module) -> Any:
+    """Returns the `dtype` that a submodule was given; None without one.
+
+    `nnx.Embed` that is given none has the dtype of its table, so that this one counts as none, even if it was given.
+    """
+    dtype = getattr(module, "dtype", None)
+    return None if isinstance(module, nnx.Embed) and dtype == module.param_dtype else dtype
+
+
 def _with_own_dtype(module: nnx.Module) -> Iterator[nnx.Variable]:
     """Yields the variables of submodules that were given a `dtype`."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, LinenModule):
             yield from node.with_own_dtype()
-        elif isinstance(node, nnx.Module) and getattr(node, "dtype", None) is not None:
+        elif isinstance(node, nnx.Module) and _own_dtype(node) is not None:
             yield from (value for value in vars(node).values() if isinstance(value, nnx.Variable))
 
 
@@ -172,9 +189,10 @@ def logical_names(
         found = metadata.get("names") or metadata.get("out_sharding") or metadata.get("sharding_names")
     if found is None:
         return _inferred_names(shape, sharder.size(INFERRED))
-    names = tuple(found)
-    if len(names) > len(shape) or not all(name is None or isinstance(name, str) for name in names):
-        message = f"names {format_value(names)} of a variable of shape {shape}; expected one text or None a dim"
+    names = (found,) if isinstance(found, str) else tuple(found)
+    are_text = not isinstance(found, str) and all(name is None or isinstance(name, str) for name in names)
+    if len(names) > len(shape) or not are_text:
+        message = f"names {found!r} of a variable of shape {shape}; expected a list of one text or None a dim"
         raise UserError(f"model.type: {'/'.join(path)} has the {message}")
     return (*names, *(None,) * (len(shape) - len(names)))
 

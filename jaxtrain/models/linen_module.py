@@ -46,12 +46,15 @@ class SubmoduleCalls:
         self._dtype, self._running = dtype, ""
 
     def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Calls a method of a submodule. It casts to the widest of inputs and parameters."""
+        """Calls a method of a submodule, which casts to the widest of inputs and parameters.
+
+        The module itself, and submodules whose `dtype` is None, get inputs in the dtype of the computation.
+        """
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         path, dtype = "/".join(context.module.path), getattr(context.module, "dtype", self)
         self.has_dtype[path] = dtype is not None and dtype is not self
-        if dtype is None:
+        if dtype is None or (dtype is self and not path):
             args, kwargs = cast_floats((args, kwargs), self._dtype)
         if path != self._running and any(re.fullmatch(pattern, path) for pattern in self.patterns):
             return self._recomputed(context.module, path, args, kwargs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,6 +183,11 @@ class ModelDef:
                         f"model.type {self._type}: variable {'/'.join(path)} of shape {before.shape} {found} after the "
                         "loss; expected the same shape"
                     )
+                if jnp.issubdtype(value.dtype, jnp.inexact) and not jnp.issubdtype(before.dtype, jnp.inexact):
+                    raise UserError(
+                        f"model.type {self._type}: variable {'/'.join(path)} of {before.dtype} has {value.dtype} "
+                        f"after the loss; expected {before.dtype}, or create it with floats"
+                    )
                 values[path] = jnp.asarray(value, before.dtype)
         return self._tree(values, "mutable")
 
@@ -352,6 +358,9 @@ def _constructor(
         raise UserError(f"model.options: {model.type} does not take them: {error}") from error
 
     def create(rngs: nnx.Rngs) -> nnx.Module:
+        # Flax takes the arrays that a traced constructor creates for constants where `typing.Union` does not see that a
+        # tracer is a jax.Array (Python 3.11).
+        nnx.register_data_type(type(jnp.zeros(())))
         module = make(*arguments, **model.options, **takes_env, **({"rngs": rngs} if takes_rngs else {}))
         if isinstance(module, linen.Module):
             return wrap(module, rngs)
@@ -360,6 +369,25 @@ def _constructor(
         return module
 
     return create
+
+
+@contextmanager
+def leaks_in_one_line(model: ModelConfig) -> Iterator[None]:
+    """Makes one line of JAX's error about an array of one pass that another one uses.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UserError: the traced model has kept such an array.
+    """
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise UserError(
+            f"model.type {model.type}: the loss uses an array that it has kept from an earlier pass, in a global or an "
+            "attribute; expected such state in an nnx.Variable, or a variable of a Linen collection"
+        ) from error
 
 
 def merge_trees(a: Tree, b: Tree) -> Tree:

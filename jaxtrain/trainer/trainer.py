@@ -18,6 +18,7 @@ from jaxtrain.core.stage_timing import stage_costs
 from jaxtrain.core.state import evaluated_parameters, non_trainable
 from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.io.ticker import Ticker
+from jaxtrain.models.model_def import leaks_in_one_line
 from jaxtrain.pipeline.schedules.cost import schedule_cost
 from jaxtrain.trackers.base import TrackerList
 from jaxtrain.trackers.console import ConsoleTracker
@@ -73,8 +74,9 @@ class Trainer:
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, dict[str, jax.Array]]:
         """Dispatches the step after `step`. Returns (state, metrics on the device)."""
-        result = self.callbacks.first(Callback.run_step, self, self.program.step, state, batch, step)
-        return self.program.step(state, batch) if result is None else result
+        with leaks_in_one_line(self.config.model):
+            result = self.callbacks.first(Callback.run_step, self, self.program.step, state, batch, step)
+            return self.program.step(state, batch) if result is None else result
 
     def log(self, step: int, values: dict[str, float], scores: dict[str, float]) -> None:
         """Sends the record of a step to the trackers, with the scores of its validation."""

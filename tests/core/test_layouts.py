@@ -92,7 +92,7 @@ WANTED = [parameters for parameters in ALL if pytest.mark.matrix not in paramete
 
 def observed(config: Config, devices: int) -> Recording:
     program = build_program(config, config.model.vocab, jax.devices()[:devices])
-    place = placer(PackedDataset(config), program)
+    place = placer(PackedDataset(config.data, config.model.vocab), program)
     batches = [place(step) for step in range(STEPS)]
     return Recorder(program, batches[0]).record(batches)
 

@@ -1,4 +1,4 @@
-"""A model and data for the tests of commands."""
+"""Models and data for the tests of commands and of dtypes."""
 
 import conformance
 import jax.numpy as jnp
@@ -41,3 +41,13 @@ class Bigrams(nn.Module):
 def cross_entropy(model, batch, key):
     nats = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"])
     return {"cross_entropy": (jnp.sum(nats * batch["weights"]), jnp.sum(batch["weights"]))}
+
+
+class LinenOwnDtype(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, dtype=jnp.float32, use_bias=False, name="exact")(x.reshape(len(x), -1))
+
+    def loss(self, batch):
+        outputs = self(batch["image"])
+        return {"outputs": (jnp.sum(outputs**2), jnp.float32(len(outputs)))}

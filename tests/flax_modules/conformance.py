@@ -21,11 +21,15 @@ ZERO_GRADIENT = (
 FUNCTION = "loss=nnx_modules:weighted_cross_entropy"
 LINEN = "loss=linen_modules:weighted_cross_entropy"
 MODULES: dict[str, tuple[str, ...]] = {
-    "ConvNet": (FUNCTION,), "make_convnet": (FUNCTION,), "ResNet": (FUNCTION,), "NamedMLP": (FUNCTION,),
-    "VisionTransformer": (FUNCTION,), "ScannedMLP": (FUNCTION,), "LSTM": (FUNCTION,), "Mixer": (FUNCTION,),
+    "ConvNet": (FUNCTION,), "ResNet": (FUNCTION,), "NamedMLP": (FUNCTION,), "VisionTransformer": (FUNCTION,),
+    "ScannedMLP": (FUNCTION,), "LSTM": (FUNCTION,), "BidirectionalGRU": (FUNCTION,), "Mixer": (FUNCTION,),
+    "NormedConvNet": (FUNCTION,), "SpectralMLP": (FUNCTION,), "Buffered": (), "Ensemble": (FUNCTION,),
     "FrozenBackbone": (FUNCTION, "model.frozen=[backbone/.*]"),
-    "GPT": (), "VAE": ("optimizer.lr=1e-4",), "Contrastive": (), "Centered": (), "UNet": (), "MeanLoss": (),
-    "LinenConvNet": (LINEN,), "LinenMLP": (LINEN,), "LinenTransformer": (LINEN,), "LinenCentered": (),
+    "LowRank": (FUNCTION, "model.frozen=[.*/base_module/.*]"),
+    "GPT": (), "TiedLanguageModel": (), "VAE": ("optimizer.lr=1e-4",), "Contrastive": (), "Centered": (), "UNet": (),
+    "MeanLoss": (),
+    "LinenConvNet": (LINEN,), "LinenMLP": (LINEN,), "LinenTransformer": (LINEN,), "LinenLSTM": (LINEN,),
+    "LinenScanned": (LINEN,), "LinenCollections": (LINEN,), "LinenCentered": (),
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "ddp": ("layout=ddp",), "fsdp": ("layout=fsdp",), "zero1": ("layout=zero1",), "zero2": ("layout=zero2",),
@@ -67,6 +71,11 @@ def train(built: Program, steps: int, state: Any = None, first: int = 0) -> tupl
         state, values = built.step(state, place(step))
         metrics.append({key: float(value) for key, value in values.items()})
     return state, metrics
+
+
+def copied(state: Any, built: Program) -> Any:
+    """Returns a copy of a state, placed as a program places its own."""
+    return jax.tree.map(lambda leaf, like: jax.device_put(np.asarray(leaf), like.sharding), state, built.state)
 
 
 def variables(state: Any) -> dict[str, np.ndarray]:

@@ -49,9 +49,34 @@ class LinenTransformer(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
         x = nn.Dense(16)(x.reshape(len(x), 4, 12))
-        for _ in range(2):
-            x = LinenBlock()(x)
-        return nn.Dense(4)(x.mean(1))
+        return nn.Dense(4)(LinenBlock()(x).mean(1))
+
+
+class LinenLSTM(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        cell = nn.OptimizedLSTMCell(8, recurrent_kernel_init=nn.initializers.lecun_normal())
+        return nn.Dense(4)(nn.RNN(cell)(x.reshape(len(x), 4, 12))[:, -1])
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return x + nn.tanh(nn.Dense(x.shape[-1], kernel_init=init)(x)), None
+
+
+class LinenScanned(nn.Module):
+    """Rematerialised layers that `nn.scan` stacks, with logical names, one of which is that of the stack."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        names = {nn.PARTITION_NAME: "layers"}
+        stack = nn.scan(
+            nn.remat(LinenLayer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3,
+            metadata_params=names,
+        )  # fmt: skip
+        return nn.Dense(4)(stack(name="layers")(nn.Dense(16)(x.reshape(len(x), -1)), None)[0])
 
 
 class LinenCentered(nn.Module):
@@ -68,3 +93,19 @@ class LinenCentered(nn.Module):
             self.center.value = 0.9 * self.center.value + 0.1 * y.mean(0)
         values = jnp.sum(nn.softplus(centered) - 0.3 * centered, -1)
         return {"soft": (jnp.sum(values * batch["weight"]), jnp.sum(batch["weight"]))}
+
+
+class LinenCollections(nn.Module):
+    """Three collections that a pass changes: batch statistics, spectral norm's among them, a mean and a count."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.SpectralNorm(nn.Dense(16, use_bias=False))(x.reshape(len(x), -1), update_stats=train)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        center = self.variable("centers", "center", jnp.zeros, (16,))
+        passes = self.variable("counts", "passes", jnp.zeros, (), jnp.int32)
+        logits = nn.Dense(4)(x - center.value) * (1 + 0.1 * passes.value)
+        if train and not self.is_initializing():
+            center.value = 0.9 * center.value + 0.1 * x.mean(0)
+            passes.value += 1
+        return logits

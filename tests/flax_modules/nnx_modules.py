@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -83,7 +84,7 @@ class VisionTransformer(nnx.Module):
     def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
         self.patches = nnx.Conv(3, width, (2, 2), strides=(2, 2), rngs=rngs)
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, 4, width)))
-        self.blocks = nnx.List([TransformerBlock(width, 4, 0.0, rngs=rngs) for _ in range(2)])
+        self.blocks = nnx.List([TransformerBlock(width, 4, 0.0, rngs=rngs)])
         self.head = nnx.Linear(width, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -112,6 +113,32 @@ class GPT(nnx.Module):
     def loss(self, batch):
         nats = optax.softmax_cross_entropy_with_integer_labels(self(batch["ids"][:, :-1]), batch["ids"][:, 1:])
         weight = jnp.broadcast_to(batch["weight"][:, None], nats.shape)
+        return {"cross_entropy": (jnp.sum(nats * weight), jnp.sum(weight))}
+
+
+class Unembed(nnx.Module):
+    """Scores over a vocabulary by an embedding that another module has created."""
+
+    def __init__(self, embedding: nnx.Param):
+        self.embedding = embedding
+
+    def __call__(self, x):
+        return x @ self.embedding[...].T
+
+
+class TiedLanguageModel(nnx.Module):
+    """Two modules own one parameter; the weights of the loss are (rows, tokens)."""
+
+    def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(32, width, rngs=rngs)
+        self.mix = nnx.Linear(2 * width, width, rngs=rngs)
+        self.head = Unembed(self.embed.embedding)
+
+    def loss(self, batch):
+        x = self.embed(batch["ids"])
+        logits = self.head(nnx.tanh(self.mix(jnp.concatenate([x[:, :-2], x[:, 1:-1]], -1))))
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 2:])
+        weight = batch["weight"][:, None] * (batch["ids"][:, 2:] > 7)
         return {"cross_entropy": (jnp.sum(nats * weight), jnp.sum(weight))}
 
 
@@ -144,6 +171,75 @@ class LSTM(nnx.Module):
 
     def __call__(self, x):
         return self.head(self.rnn(x.reshape(len(x), 4, 12))[:, -1])
+
+
+class BidirectionalGRU(nnx.Module):
+    def __init__(self, width: int = 8, *, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal()
+        cells = [nnx.GRUCell(12, width, recurrent_kernel_init=init, rngs=rngs) for _ in range(2)]
+        self.rnn = nnx.Bidirectional(*(nnx.RNN(cell, rngs=rngs) for cell in cells), rngs=rngs)
+        self.head = nnx.Linear(2 * width, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.rnn(x.reshape(len(x), 4, 12)).mean(1))
+
+
+class Ensemble(nnx.Module):
+    """Members that are created and called by `nnx.vmap`, each with dropout of its own."""
+
+    def __init__(self, width: int = 16, members: int = 3, *, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=members)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def create(rngs):
+            layers = nnx.Linear(48, width, rngs=rngs), nnx.Dropout(0.2, rngs=rngs), nnx.Linear(width, 4, rngs=rngs)
+            return nnx.Sequential(*layers)
+
+        self.members = create(rngs)
+
+    def __call__(self, x):
+        call = nnx.vmap(lambda member, x: member(x), in_axes=(0, None))
+        return call(self.members, x.reshape(len(x), -1)).mean(0)
+
+
+class NormedConvNet(nnx.Module):
+    """Instance and RMS norm, and a scale that is a scalar."""
+
+    def __init__(self, width: int = 8, *, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(3, width, (3, 3), use_bias=False, rngs=rngs)
+        self.instance_norm = nnx.InstanceNorm(width, rngs=rngs)
+        self.rms_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(()))
+        self.head = nnx.Linear(width, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.instance_norm(self.conv(x)))
+        return self.head(self.scale * self.rms_norm(x.mean((1, 2))))
+
+
+class SpectralMLP(nnx.Module):
+    """Spectral and weight norm, which assign to the parameters of their layers within a pass."""
+
+    def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
+        self.read = nnx.SpectralNorm(nnx.Linear(48, width, rngs=rngs), rngs=rngs)
+        self.head = nnx.WeightNorm(nnx.Linear(width, 4, rngs=rngs), use_scale=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.read(x.reshape(len(x), -1))))
+
+
+class Buffered(nnx.Module):
+    """Arrays of NumPy and JAX as attributes, one of which a pass changes."""
+
+    def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(48, width, rngs=rngs)
+        self.scale = np.linspace(0.5, 1, width, dtype=np.float32)
+        self.center = jnp.zeros((width,))
+
+    def loss(self, batch):
+        y = self.linear(batch["image"].reshape(len(batch["image"]), -1)) * self.scale
+        values = jnp.sum(nnx.softplus(y - self.center), -1)
+        self.center = 0.9 * self.center + 0.1 * jax.lax.stop_gradient(y.mean(0))
+        return {"soft": (jnp.sum(values * batch["weight"]), jnp.sum(batch["weight"]))}
 
 
 class MixerBlock(nnx.Module):
@@ -235,6 +331,17 @@ class FrozenBackbone(nnx.Module):
     def __call__(self, x):
         y = self.backbone(x)
         return y + self.adapter(y)
+
+
+class LowRank(nnx.Module):
+    """`nnx.LoRA` around a layer that the config freezes by path, and that the adapter calls."""
+
+    def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
+        self.adapted = nnx.LoRA(48, 4, width, base_module=nnx.Linear(48, width, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(width, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.adapted(x.reshape(len(x), -1))))
 
 
 class UNet(nnx.Module):

@@ -13,7 +13,7 @@ import nnx_modules
 import numpy as np
 import optax
 import pytest
-from conformance import LAYOUTS, MODULES
+from conformance import FUNCTION, LAYOUTS, MODULES
 from flax import nnx
 
 STEPS = 20
@@ -39,6 +39,42 @@ def test_the_layout_never_changes_the_result(name: str, layout: str):
     assert difference < 1e-5, path
 
 
+def with_adam(name: str, *options: str):
+    """Yields (last state, metrics) of one device, then of every layout. All start from one state."""
+    adam = ("optimizer.name=adamw", "optimizer.lr=0.01", *options, *MODULES[name])
+    built = conformance.program(name, *adam, "layout=ddp", devices=1)
+    start = jax.tree.map(np.asarray, built.init())
+    yield conformance.train(built, STEPS)
+    for layout in ("ddp", "fsdp"):
+        built = conformance.program(name, *adam, *LAYOUTS[layout])
+        yield conformance.train(built, STEPS, conformance.copied(start, built))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_adam_gives_the_same_on_every_layout(name: str):
+    """With an epsilon of 1e-3, against which the rounding of a gradient that is zero is small."""
+    (expected, _), *found = with_adam(name, "optimizer.epsilon=1e-3", "step.microbatches=2")
+    for state, _ in found:
+        difference, path = conformance.largest_difference(expected, state)
+        assert difference < 1e-5, path
+
+
+@pytest.mark.parametrize("name", ["VisionTransformer", "LinenConvNet", "Centered"])
+def test_adam_with_its_own_epsilon_gives_the_same_losses(name: str):
+    """At 1e-8 rounding decides the direction of a gradient that is zero, such as that of an attention's key bias."""
+    (_, expected), *found = with_adam(name)
+    for _, metrics in found:
+        np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in expected], rtol=1e-4)
+
+
+def test_a_function_that_returns_a_module_is_its_class():
+    expected, found = (
+        conformance.train(conformance.program(name, "layout=fsdp", FUNCTION), 3)[0]
+        for name in ("ConvNet", "make_convnet")
+    )
+    assert conformance.largest_difference(expected, found)[0] == 0.0
+
+
 @pytest.mark.parametrize("name", ["NamedMLP", "VisionTransformer", "GPT"])
 def test_tensor_parallelism_by_names(name: str):
     """Names come from the module, or from patterns of paths where it has none."""
@@ -54,7 +90,7 @@ def test_tensor_parallelism_by_names(name: str):
     assert difference < 1e-5, path
 
 
-@pytest.mark.parametrize("name", ["LinenConvNet", "LinenMLP", "LinenTransformer"])
+@pytest.mark.parametrize("name", ["LinenConvNet", "LinenMLP", "LinenTransformer", "LinenLSTM", "LinenScanned"])
 def test_a_linen_module_equals_a_loop_of_linen_and_optax_alone(name: str):
     _, metrics = one_device(name, 1)
     key = jax.random.key(0)
@@ -90,7 +126,7 @@ def test_a_linen_module_equals_a_loop_of_linen_and_optax_alone(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODULES if n[:5] != "Linen" and n not in ("FrozenBackbone", "make_convnet")]
+    "name", [n for n, options in MODULES.items() if n[:5] != "Linen" and "frozen" not in str(options)]
 )
 def test_the_loss_equals_that_of_flax_and_optax_alone(name: str):
     """A loop as users write it, with random streams set by the rule that jaxtrain documents."""
@@ -136,10 +172,12 @@ def test_the_loss_equals_that_of_flax_and_optax_alone(name: str):
 
 
 def _with_streams(rest: nnx.State, key: jax.Array) -> nnx.State:
-    """Sets every random key to `key` folded with the CRC-32 of its path, and every count to 0."""
+    """Sets every random key to `key` folded with the CRC-32 of its path, split if it is several, and counts to 0."""
     for path, variable in nnx.to_flat_state(rest):
         if isinstance(variable, nnx.RngKey):
-            variable.set_raw_value(jax.random.fold_in(key, zlib.crc32("/".join(map(str, path)).encode())))
+            stream = jax.random.fold_in(key, zlib.crc32("/".join(map(str, path)).encode()))
+            shape = variable.get_raw_value().shape
+            variable.set_raw_value(jax.random.split(stream, shape) if shape else stream)
         elif isinstance(variable, nnx.RngCount):
             variable.set_raw_value(jnp.zeros_like(variable.get_raw_value()))
     return rest
@@ -159,14 +197,38 @@ def test_memory_falls_by_the_number_of_shards(name: str):
     assert count >= 4
 
 
+def test_shared_and_nested_parameters_are_held_once():
+    tied = conformance.program("TiedLanguageModel", "layout=fsdp", *MODULES["TiedLanguageModel"]).state["params"]
+    assert {name: set(tree) for name, tree in tied.items()} == {"embed": {"embedding"}, "mix": {"bias", "kernel"}}
+    low = conformance.program("LowRank", "layout=fsdp", *MODULES["LowRank"]).state
+    assert set(low["params"]["adapted"]) == {"lora_a", "lora_b"}
+    assert set(low["frozen"]["adapted"]) == {"base_module"}
+
+
+def test_every_collection_is_in_the_state_and_goes_on():
+    built = conformance.program("LinenCollections", "layout=fsdp", "step.microbatches=2", *MODULES["LinenCollections"])
+    state, _ = conformance.train(built, 2)
+    found = conformance.variables(state)
+    assert found["mutable/passes"] == 4  # microbatches
+    means = [name for name in found if name.startswith("mutable/") and found[name].ndim]
+    assert len(means) >= 4  # mean and variance of batches, u of the spectral norm, center
+    for name in means:
+        assert np.abs(found[name]).max() > 0, name
+
+
+def test_the_stack_of_a_scanned_linen_module_keeps_its_names():
+    built = conformance.program("LinenScanned", "layout=fsdp", *MODULES["LinenScanned"])
+    names = {path: names for path, (_, names) in built.model_def.tensors().items() if len(names) == 3}
+    assert set(names.values()) == {("layers", "embed", "mlp")}
+
+
 @pytest.mark.parametrize("name", ["ConvNet", "GPT", "Centered"])
 def test_a_run_goes_on_bitwise_from_its_state_alone(name: str):
     """Random streams are set from (seed, step, microbatch): nothing of them is in the state."""
     built = conformance.program(name, "layout=fsdp", "step.microbatches=2", *MODULES[name])
     expected, _ = conformance.train(built, 6)
     half, _ = conformance.train(built, 3)
-    copied = jax.tree.map(lambda leaf, like: jax.device_put(np.asarray(leaf), like.sharding), half, built.state)
-    found, _ = conformance.train(built, 3, copied, first=3)
+    found, _ = conformance.train(built, 3, conformance.copied(half, built), first=3)
     assert conformance.largest_difference(expected, found)[0] == 0.0
 
 

@@ -52,7 +52,7 @@ def reference(path: Path) -> tuple:
     small, _ = shrink(load(path), 8)
     small = small.model_copy(update={"model": small.model.model_copy(update={"layers": 1})})
     found, _ = candidates(small, ["3d"], 8)
-    split = PackedDataset(small)
+    split = PackedDataset(small.data, small.model.vocab)
     hosts = [split.batch(step, slice(None)) for step in range(2)]
     alone = small.model_copy(update={"mesh": MeshConfig(), "rules": {}, "simulate": None})
     return found[-1], split, hosts, Reference(build_program(alone, small.model.vocab, jax.devices()[:1]), hosts)
