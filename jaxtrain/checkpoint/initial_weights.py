@@ -37,12 +37,7 @@ class OrbaxWeights:
     def load(
         self, found: Mapping[str, StoredName], variables: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
-        """Returns the variables, each in its dtype and sharding.
-
-        Args:
-            found: path of a variable -> its place.
-            variables: path -> shape, dtype and sharding; may hold more.
-        """
+        """Returns the variables, see `StoredWeights.load`."""
         wanted = {name: _stored(place, variables[path]) for path, place in found.items() for name in place.names}
         arrays = orbax.read_arrays(self.source, wanted)
         uses = Counter(name for place in found.values() for name in place.names)

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxtrain.config.model_schema import InitialWeightsConfig
 from jaxtrain.core.state import State
 from jaxtrain.errors import UserError
-from jaxtrain.interop.weight_matching import Shape, StoredName, WeightMatch, match_weights
-
-
-class StoredWeights(Protocol):
-    """Stored arrays that are loaded into shards."""
-
-    @property
-    def source(self) -> str:
-        """Name of the place, for messages."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """Name -> shape."""
-        ...
-
-    def load(
-        self, found: Mapping[str, StoredName], variables: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.Array]:
-        """Returns the variables, each in its dtype and sharding."""
-        ...
+from jaxtrain.interop.weight_matching import StoredWeights, WeightMatch, match_weights
 
 
 def replace_weights(

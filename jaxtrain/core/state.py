@@ -20,7 +20,7 @@ from jaxtrain.precision.loss_scaling import initial_loss_scale
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
-VARIABLES = ("params", "frozen", "mutable")  # those of the model
+VARIABLES = ("params", *NonTrainable._fields)  # kinds of the model's variables
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ def abstract(model_def: ModelDef, optimizer: optax.GradientTransformation, parts
 
     It has step, params, opt_state and rng, and, if there are such, frozen, mutable, ema, scaling and spikes.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    variables = model_def.params, model_def.non_trainable
-    return jax.eval_shape(lambda variables, key: _first_state(variables, key, optimizer, parts), variables, key)
+    variables = _by_kind(model_def.params, model_def.non_trainable)
+    return jax.eval_shape(partial(_state_of_variables, optimizer, parts, seed=np.uint32(0)), variables)
 
 
 def shardings(state: State, model_def: ModelDef, optimizer: optax.GradientTransformation, sharder: Sharder) -> State:
@@ -84,35 +83,29 @@ def init(
     is_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
     # This runs once, and optimised code for the random bits would take 5 times as long to compile.
     options = {"xla_backend_optimization_level": 0} if is_cpu else None
-    jit = partial(jax.jit, static_argnums=(0, 1, 2), compiler_options=options)
+    jit = partial(jax.jit, compiler_options=options)
     if replace is None:
-        return jit(_initial_state, out_shardings=shardings)(model_def, optimizer, parts, np.uint32(seed))
+        make = jit(_initial_state, static_argnums=(0, 1, 2), out_shardings=shardings)
+        return make(model_def, optimizer, parts, np.uint32(seed))
     placed = {kind: shardings[kind] for kind in VARIABLES if kind in shardings}
-    variables = jit(_initial_variables, out_shardings=placed)(model_def, optimizer, parts, np.uint32(seed))
-    finish = jit(_state_of_variables, out_shardings=shardings, donate_argnums=3)
-    return finish(model_def, optimizer, parts, replace(variables), np.uint32(seed))
+    variables = jit(_initial_variables, static_argnums=0, out_shardings=placed)(model_def, np.uint32(seed))
+    finish = jit(_state_of_variables, static_argnums=(0, 1), out_shardings=shardings, donate_argnums=2)
+    return finish(optimizer, parts, replace(variables), np.uint32(seed))
 
 
 def _initial_state(
     model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: np.uint32 | jax.Array
 ) -> State:
-    return _state_of_variables(model_def, optimizer, parts, _initial_variables(model_def, optimizer, parts, seed), seed)
+    return _state_of_variables(optimizer, parts, _initial_variables(model_def, seed), seed)
 
 
-def _initial_variables(
-    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, seed: np.uint32 | jax.Array
-) -> State:
-    del optimizer, parts
-    params, other = model_def.init(jax.random.fold_in(jax.random.key(seed), 0))
+def _initial_variables(model_def: ModelDef, seed: np.uint32 | jax.Array) -> State:
+    return _by_kind(*model_def.init(jax.random.fold_in(jax.random.key(seed), 0)))
+
+
+def _by_kind(params: Tree, other: NonTrainable) -> State:
+    """Returns the variables of the model as they are in a state, without empty kinds."""
     return {"params": params} | {kind: tree for kind, tree in other._asdict().items() if tree}
-
-
-def _state_of_variables(
-    model_def: ModelDef, optimizer: optax.GradientTransformation, parts: StateParts, variables: State,
-    seed: np.uint32 | jax.Array,
-) -> State:  # fmt: skip
-    del model_def
-    return _first_state((variables["params"], non_trainable(variables)), jax.random.key(seed), optimizer, parts)
 
 
 def all_parameters(state: State) -> Tree:
@@ -135,17 +128,16 @@ def non_trainable(state: State) -> NonTrainable:
     return NonTrainable(state.get("frozen", {}), state.get("mutable", {}))
 
 
-def _first_state(
-    variables: tuple[Tree, NonTrainable], key: jax.Array, optimizer: optax.GradientTransformation, parts: StateParts
+def _state_of_variables(
+    optimizer: optax.GradientTransformation, parts: StateParts, variables: State, seed: np.uint32 | jax.Array
 ) -> State:
-    params, other = variables
+    params, key = variables["params"], jax.random.key(seed)
     state: State = {
+        **variables,
         "step": jnp.zeros((), jnp.int32),
-        "params": params,
         "opt_state": optimizer.init(params),
         "rng": jax.random.key_data(jax.random.fold_in(key, 1)),
     }
-    state |= {name: tree for name, tree in other._asdict().items() if tree}
     if parts.scaling:
         state["scaling"] = initial_loss_scale()
     if parts.spikes:

@@ -5,6 +5,8 @@ Main thread only: these are device collectives, which all processes must issue i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -36,9 +38,9 @@ def first_message(text: str | None) -> str | None:
     return next(filter(None, messages), None)
 
 
-def is_same(digest: bytes) -> bool:
-    """Returns whether all processes have the same digest; of the same length on all of them."""
+def is_same(digest: Callable[[], bytes]) -> bool:
+    """Returns whether all processes compute the same digest, of one length. A single process does not compute it."""
     if jax.process_count() == 1:
         return True
-    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest(), np.uint8)))
     return bool((rows == rows[0]).all())

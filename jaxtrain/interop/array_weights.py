@@ -36,12 +36,7 @@ class ArrayWeights:
     def load(
         self, found: Mapping[str, StoredName], variables: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
-        """Returns the variables, each in its dtype and sharding.
-
-        Args:
-            found: path of a variable -> its place.
-            variables: path -> shape, dtype and sharding; may hold more.
-        """
+        """Returns the variables, see `StoredWeights.load`."""
         return {path: self._load(place, variables[path]) for path, place in found.items()}
 
     def _load(self, place: StoredName, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from jaxtrain.config.model_schema import StoredNameConfig
 from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
 
 Shape = tuple[int, ...]
 TRAIN_STATE = ("params", "frozen", "mutable")  # collections of jaxtrain's own checkpoints, `params` of Linen's, too
@@ -26,6 +29,31 @@ class StoredName(NamedTuple):
     names: tuple[str, ...]
     dims: tuple[int, ...]
     is_stacked: bool
+
+
+class StoredWeights(Protocol):
+    """Stored arrays that are loaded into shards."""
+
+    @property
+    def source(self) -> str:
+        """Name of the place, for messages."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Name -> shape."""
+        ...
+
+    def load(
+        self, found: Mapping[str, StoredName], variables: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.Array]:
+        """Returns the variables, each in its dtype and sharding.
+
+        Args:
+            found: path of a variable -> its place.
+            variables: path -> shape, dtype and sharding; may hold more.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax
 from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.checkpoint.initial_weights import OrbaxWeights
 from jaxtrain.config.model_schema import InitialWeightsConfig
-from jaxtrain.core.initial_weights import StoredWeights, replace_weights
+from jaxtrain.core.initial_weights import replace_weights
 from jaxtrain.core.program import State
 from jaxtrain.core.state import all_parameters, split_parameters
 from jaxtrain.distributed.multihost import is_same
@@ -21,6 +21,7 @@ from jaxtrain.interop.array_weights import ArrayWeights, safetensors_weights, tr
 from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.interop.weight_matching import StoredWeights
 from jaxtrain.trainer.trainer import Trainer
 
 
@@ -56,6 +57,12 @@ def initial_state(trainer: Trainer, info: dict[str, Any]) -> State:
     return program.init(replace) if steps else program.init()
 
 
+def check_exists(path: str) -> None:
+    """Raises UserError if a local file or folder of weights does not exist, before a run's folder is made."""
+    if "://" not in path and not os.path.exists(os.path.expanduser(path)):
+        raise UserError(f"model.weights: {path} does not exist; expected a run, a folder of orbax, or safetensors")
+
+
 def open_weights(path: str) -> StoredWeights:
     """Opens a run, whose newest good checkpoint is taken, a folder that orbax wrote, or safetensors.
 
@@ -65,8 +72,6 @@ def open_weights(path: str) -> StoredWeights:
     local = Path(os.path.expanduser(path))
     if local.suffix == ".safetensors" or list(local.glob("*.safetensors")):
         return safetensors_weights(local)
-    if "://" not in path and not local.is_dir():
-        raise UserError(f"model.weights: {path} does not exist; expected a run, a folder of orbax, or safetensors")
     if not (local / "config.yaml").is_file():
         return OrbaxWeights(path if "://" in path else str(local.absolute()))
     reader = CheckpointReader(local / "checkpoints")
@@ -97,7 +102,7 @@ def _from_stored(
 
 def _check_equal(weights: ArrayWeights) -> None:
     """Raises UserError if the values differ between processes."""
-    if not is_same(weights.digest()):
+    if not is_same(weights.digest):
         raise UserError(
             f"{weights.source}: the values differ between processes; expected the same, such as of one seed"
         )

@@ -35,7 +35,7 @@ from jaxtrain.trackers.files import furthest_step
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory
 from jaxtrain.trainer.compatibility import environment
-from jaxtrain.trainer.initial_state import initial_state
+from jaxtrain.trainer.initial_state import check_exists, initial_state
 from jaxtrain.trainer.restore import restore
 from jaxtrain.trainer.trainer import Trainer
 
@@ -78,6 +78,8 @@ def open_trainer(
     )  # fmt: skip
     if program.gradients.pipeline:
         program = replace(program, step=check_permutes_on_first_call(program.step))
+    if not resume and config.model.weights.path is not None:
+        check_exists(config.model.weights.path)
     if is_main:
         directory.mkdir(parents=True, exist_ok=True)
     checkpointer, ticker = open_checkpointer(config, directory), Ticker()

@@ -200,8 +200,7 @@ class Reference:
 
     def weight(self, batch: Batch) -> float:
         """Weight of all loss terms of a batch."""
-        model_def, state = self._recorder.program.model_def, self._state
-        terms = jax.jit(model_def.loss)(state["params"], non_trainable(state), batch, jax.random.key(0))[0]
+        terms, _ = self._recorder.program.evaluate(self._state["params"], batch, non_trainable(self._state))
         return float(sum(weight for _, weight in terms.values()))
 
 

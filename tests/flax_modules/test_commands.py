@@ -60,7 +60,7 @@ def test_verify_names_a_mean_and_a_missing_reduction(tmp_path: Path, capsys, mon
     monkeypatch.setenv("COLUMNS", "200")
     command = ["verify", write(tmp_path, "nnx_modules:MeanLoss"), "--layouts", "ddp", "--steps", "1"]
     assert main(command) == 0
-    assert "mean" in capsys.readouterr().out
+    assert "the loss returns a mean, weighted by the rows of a microbatch" in capsys.readouterr().out
     command = ["verify", write(tmp_path, "nnx_modules:Mixer"), *MODULES["Mixer"], "--layouts", "ddp", "--steps", "1"]
     assert main([*command, "--inject", "missing-reduction"]) == 1
     assert "missing-reduction" in capsys.readouterr().out
