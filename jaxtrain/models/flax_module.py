@@ -19,8 +19,8 @@ from flax import nnx
 from jaxtrain.errors import UserError
 from jaxtrain.models.linen_module import LinenModule, cast_floats
 from jaxtrain.nn.env import Env
-from jaxtrain.nn.param import Param
-from jaxtrain.sharding.rules import INFERRED, Names
+from jaxtrain.nn.param import Param, unwrap
+from jaxtrain.sharding.rules import INFERRED, LAYERS, Names
 from jaxtrain.sharding.sharder import Sharder
 
 Path = tuple[str, ...]
@@ -32,7 +32,7 @@ def text_path(path: Sequence[Any]) -> Path:
 
 
 class PlainArray(nnx.Variable):
-    """An array that a module holds as an attribute, without a variable: its state, which is not differentiated."""
+    """An array that a module holds without a variable: its state, which is not differentiated."""
 
 
 def variables(module: nnx.Module) -> dict[Path, nnx.Variable]:
@@ -50,6 +50,18 @@ def variables(module: nnx.Module) -> dict[Path, nnx.Variable]:
         texts.add(text)
         out[text_path(path)] = variable if isinstance(variable, nnx.Variable) else PlainArray(variable)
     return out
+
+
+def name_arrays(module: nnx.Module) -> None:
+    """Makes variables of the arrays in a module's dicts and lists, such as the scales of `nnx.WeightNorm`. In place.
+
+    Flax takes the shapes that stand for them in an abstract module for constants.
+    """
+    for _, node in list(nnx.iter_graph(module)):
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for key, value in list(items):
+            if isinstance(value, jax.Array):
+                node[key] = PlainArray(value)
 
 
 class Preparation(NamedTuple):
@@ -94,7 +106,7 @@ def adapt(module: nnx.Module, env: Env) -> dict[int, Preparation]:
             prepared[id(variable)] = Preparation(dtype, id(variable) in early)
             continue
         shape = variable.get_raw_value().shape
-        variable.set_metadata(gather_dtype=dtype, full_shape=shape, sharder=env.sharder)
+        variable.set_metadata(gather_dtype=dtype, full_shape=shape, sharder=env.sharder, names=None)
         # The class says how a parameter is read. It is changed in place, because a tied one has several owners.
         variable.__class__ = _gathered_type(type(variable))  # pyright: ignore[reportAttributeAccessIssue]
     if callable(module) and env.policy.compute != jnp.float32 and not isinstance(module, nnx.bridge.ToNNX):
@@ -116,6 +128,11 @@ def _float32_outputs(module_type: Any, compute: Any) -> Any:
 
 def _parameters(module: nnx.Module) -> Iterator[nnx.Param]:
     return (node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Param))
+
+
+def has_plain_parameters(module: nnx.Module) -> bool:
+    """Returns whether a parameter was not created by `Env.param`."""
+    return any(not isinstance(parameter, Param) for parameter in _parameters(module))
 
 
 def _own_dtype(module: nnx.Module) -> Any:
@@ -141,7 +158,7 @@ def _gathered_type(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
     """Returns a subclass whose value is cast and gathered when it is read, and which cannot be assigned."""
 
     def get_value(self: Any, **index: Any) -> Any:
-        value = _gather(self, self.get_raw_value())
+        value = _gather(self, unwrap(self.get_raw_value()))
         at = index.get("index", ...)
         return value if at is ... else value[at]
 
@@ -157,27 +174,35 @@ def _gathered_type(variable_type: type[nnx.Variable]) -> type[nnx.Variable]:
 def _gather(variable: Any, value: jax.Array) -> jax.Array:
     """Returns the value of a parameter for use.
 
-    Within a loop over stacked modules `value` is the slice of one of them. Other parts of it are only cast.
+    Within a loop over stacked modules `value` is the slice of one of them. Other parts of it are only cast, and so are
+    parameters whose names are not known yet.
     """
     full_shape, names = variable.full_shape, variable.names
-    if value.ndim and full_shape[-value.ndim :] == value.shape:
+    if names and value.ndim and full_shape[-value.ndim :] == value.shape:
         return variable.sharder.gather_weight(value, names[-value.ndim :], variable.gather_dtype)
     return value.astype(variable.gather_dtype)
 
 
 def logical_names(
-    path: Path, variable: nnx.Variable, sharder: Sharder, names_by_path: Mapping[str, Sequence[str | None]]
+    path: Path,
+    variable: nnx.Variable,
+    sharder: Sharder,
+    names_by_path: Mapping[str, Sequence[str | None]],
+    stacked: int = 0,
 ) -> Names:
     """Returns the logical name of every dim of a variable.
 
     They come from the first pattern that matches the whole path, else from Flax's metadata: `names` of `Env.param`, or
-    what `nnx.with_partitioning` has set. Without any, the largest dim that the `fsdp` axis divides is `inferred`.
+    what `nnx.with_partitioning` has set. Without any, a large dim that the `fsdp` axis divides is `inferred`. The
+    dim of stacked layers that has no other name is `layers`.
 
     Args:
         path: of the variable.
         variable: whose value has a shape.
         sharder: mesh and rules.
         names_by_path: regular expression of `a/b/c` -> names.
+        stacked: leading dims of stacked layers. Names of the other dims alone do not count them: `nnx.vmap` adds no
+            name to those of a layer.
 
     Raises:
         UserError: more names than dims, or a name that is no text.
@@ -187,21 +212,29 @@ def logical_names(
     if found is None:
         metadata = variable.get_metadata()
         found = metadata.get("names") or metadata.get("out_sharding") or metadata.get("sharding_names")
+    stack = (LAYERS, *(None,) * (stacked - 1)) if stacked else ()
     if found is None:
-        return _inferred_names(shape, sharder.size(INFERRED))
+        return (*stack, *_inferred_names(shape[stacked:], sharder.size(INFERRED)))
     names = (found,) if isinstance(found, str) else tuple(found)
     are_text = not isinstance(found, str) and all(name is None or isinstance(name, str) for name in names)
     if len(names) > len(shape) or not are_text:
         message = f"names {found!r} of a variable of shape {shape}; expected a list of one text or None a dim"
         raise UserError(f"model.type: {'/'.join(path)} has the {message}")
-    return (*names, *(None,) * (len(shape) - len(names)))
+    if stacked and len(names) == len(shape) - stacked:
+        return (*stack, *names)
+    names = (*names, *(None,) * (len(shape) - len(names)))
+    return (LAYERS, *names[1:]) if stacked and names[0] is None else names
 
 
 def _inferred_names(shape: tuple[int, ...], shards: int) -> Names:
-    """Names the largest dim that splits into `shards`, the last of equal ones."""
+    """Names the first dim that splits into `shards` and is at least a quarter of the largest one.
+
+    Shards of the first dim are gathered and reduced in place; those of others are transposed, too.
+    """
     dims = [d for d, size in enumerate(shape) if size and size % shards == 0]
-    largest = max(dims, key=lambda d: (shape[d], d), default=None)
-    return tuple(INFERRED if d == largest else None for d in range(len(shape)))
+    largest = max((shape[d] for d in dims), default=0)
+    inferred = next((d for d in dims if 4 * shape[d] >= largest), None)
+    return tuple(INFERRED if d == inferred else None for d in range(len(shape)))
 
 
 def rng_value(path: Path, like: Any, is_key: bool, key: jax.Array) -> jax.Array:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +21,20 @@ from jaxtrain.errors import UserError
 from jaxtrain.losses.functions import LossFunction, loss_function
 from jaxtrain.losses.terms import Terms, as_pairs, has_means, split_loss_output
 from jaxtrain.models.decoder import Decoder
-from jaxtrain.models.flax_module import Path, Preparation, adapt, logical_names, rng_value, variables
+from jaxtrain.models.flax_module import (
+    Path,
+    Preparation,
+    adapt,
+    has_plain_parameters,
+    logical_names,
+    name_arrays,
+    rng_value,
+    variables,
+)
 from jaxtrain.models.linen_module import LinenModule
+from jaxtrain.models.scanned_layers import scanned_dims
 from jaxtrain.models.spec import is_decoder
-from jaxtrain.models.submodule_remat import checkpoint_submodules
+from jaxtrain.models.submodule_remat import checkpoint_layers, checkpoint_submodules
 from jaxtrain.nn.env import Env
 from jaxtrain.nn.param import Param, unwrap
 from jaxtrain.nn.stack import checkpoint_policy, checkpointed
@@ -127,11 +138,9 @@ class ModelDef:
             like = variable.get_raw_value()
             return rng_value(path, like, kind == "key", jax.random.key(0) if key is None else key)
         value = _get(params if kind == "params" else getattr(other, kind) or params, path)
-        if isinstance(variable, Param):
-            return value
         preparation = self._prepared.get(path)
         if preparation is None or isinstance(value, jax.ShapeDtypeStruct):
-            return unwrap(value)
+            return value
         names = _get(self.names if kind == "params" else self.non_trainable_names.frozen, path)
         return self._sharder.gather_weight(unwrap(value), names, *preparation)
 
@@ -230,21 +239,24 @@ def define_model(
     """
     run_loss = loss_function(loss)
     constructor = _load(model) if component is None else _as_constructor(component)
-    handles_remat = env.remat == "none" or "env" in _signature(constructor).parameters
-    is_whole = not handles_remat and not env.remat_modules
-    remat = checkpointed(env.remat, env.offload, in_scan=False) if is_whole else (lambda run: run)
+    takes_env = "env" in _signature(constructor).parameters
     wrap = lambda module, rngs: _create_linen(module, rngs, run_loss, batch, env)  # noqa: E731
     is_made = isinstance(component, (nnx.Module, linen.Module))
     options = {} if is_made else model.options
     make = _constructor(constructor, model.model_copy(update={"options": options}), loss, env, vocab, wrap)
     with nnx.use_eager_sharding(False):
         module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-        preparations = adapt(module, env)
-        if env.remat_modules:
-            checkpoint_submodules(module, env.remat_modules, checkpoint_policy(env.remat, env.offload))
-        found = variables(module)
+        preparations, found = adapt(module, env), variables(module)
         prepared = {path: preparations[id(v)] for path, v in found.items() if id(v) in preparations}
-        names = {path: logical_names(path, v, env.sharder, names_by_path or {}) for path, v in found.items()}
+        stacked: Mapping[Path, int] = {}
+        if batch is not None and has_plain_parameters(module):
+            stacked = scanned_dims(module, prepared, run_loss, batch)
+        has_parts = _checkpoint_parts(module, () if takes_env else stacked, env)
+        is_whole = not (takes_env or has_parts or env.remat == "none")
+        names = {
+            path: logical_names(path, v, env.sharder, names_by_path or {}, stacked.get(path, 0))
+            for path, v in found.items()
+        }
         for path, variable in found.items():
             if isinstance(variable, nnx.Param) and path not in prepared:
                 variable.set_metadata(names=names[path])
@@ -260,10 +272,20 @@ def define_model(
         shapes_of["params"], names_of["params"], _trees_by_kind(used, kinds)["params"],
         NonTrainable(shapes_of["frozen"], shapes_of["mutable"]), NonTrainable(names_of["frozen"], names_of["mutable"]),
         bool(getattr(module, "rows_are_independent", False)),
-        component if isinstance(component, nnx.Module) else None, make, run_loss, remat, model.type, kinds, found,
+        component if isinstance(component, nnx.Module) else None, make, run_loss,
+        checkpointed(env.remat, env.offload, in_scan=False) if is_whole else lambda run: run, model.type, kinds, found,
         prepared, env.sharder, train, evaluate,
         jax.tree.structure(state),
     )  # fmt: skip
+
+
+def _checkpoint_parts(module: nnx.Module, stacked: Collection[Path], env: Env) -> bool:
+    """Rematerialises submodules by path, else layers that a loop runs. Returns whether there are any."""
+    policy = checkpoint_policy(env.remat, env.offload)
+    if env.remat_modules:
+        checkpoint_submodules(module, env.remat_modules, policy)
+        return True
+    return checkpoint_layers(module, stacked, policy)
 
 
 def _kind(path: Path, variable: nnx.Variable, names: Names, frozen: Sequence[str]) -> str:
@@ -327,6 +349,8 @@ def _as_constructor(component: Any) -> Callable[..., Any]:
 
 def _signature(make: Any) -> inspect.Signature:
     # Of __init__, because the class itself shows only its metaclass's *args.
+    if isinstance(make, partial) and isinstance(make.func, type):
+        return inspect.signature(partial(make.func.__init__, None, *make.args, **make.keywords))
     return inspect.signature(make.__init__ if isinstance(make, type) else make)
 
 
@@ -366,6 +390,7 @@ def _constructor(
             return wrap(module, rngs)
         if not isinstance(module, nnx.Module):
             raise UserError(f"model.type: {model.type} returned a {type(module).__name__}; expected a Flax module")
+        name_arrays(module)
         return module
 
     return create

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.errors import UserError, join_words
+from jaxtrain.models.flax_module import Path, text_path, variables
 from jaxtrain.models.linen_module import LinenModule
 
 
@@ -42,6 +43,33 @@ def checkpoint_submodules(module: nnx.Module, patterns: Sequence[str], policy: A
         if not any(re.fullmatch(pattern, path) for path in paths):
             known = join_words(sorted(paths)[:5], "and") or "none"
             raise UserError(f"step.remat_modules: no submodule matches `{pattern}`; the model's are {known}")
+
+
+def checkpoint_layers(module: nnx.Module, stacked: Collection[Path], policy: Any) -> bool:
+    """Does the same for layers that a loop runs: the outermost submodules all of whose parameters are stacked.
+
+    Rematerialisation of the whole pass would recompute the loop at once, and keep what all layers need.
+
+    Args:
+        module: the whole module.
+        stacked: paths of parameters of stacked layers.
+        policy: of `jax.checkpoint`.
+
+    Returns:
+        True if there are such layers.
+    """
+    nodes: dict[Path, Any] = {}
+    for path, node in sorted(
+        ((text_path(path), node) for path, node in nnx.iter_graph(module)), key=lambda item: item[0]
+    ):
+        is_inner = any(path[: len(outer)] == outer for outer in nodes)
+        if path and not is_inner and isinstance(node, nnx.Module) and callable(node):
+            own = [(*path, *inner) for inner, v in variables(node).items() if isinstance(v, nnx.Param)]
+            if own and all(each in stacked for each in own):
+                nodes[path] = node
+    for node in nodes.values():
+        node.__class__ = _checkpointed_type(type(node), policy)
+    return bool(nodes)
 
 
 @cache

@@ -121,6 +121,17 @@ def test_package_benchmarks(tmp_path, name):
     assert quick(tmp_path, name, *(["--measure"] if name == "cross_entropy" else []))["results"]
 
 
+def test_plain_model_trains_the_decoder(tmp_path):
+    results = quick(tmp_path, "plain_model")["results"]
+    for row in results["time"]:
+        assert row["loss difference"] < 1e-5
+        assert row["ratio"]["median"] > 0
+    if "skipped" not in results["memory"]:
+        (row,) = results["memory"]
+        assert row["ratio"] == pytest.approx(1, abs=0.05)
+        assert row["sent ratio"] == pytest.approx(1, abs=0.05)
+
+
 def test_memory_is_that_of_the_formulas(tmp_path):
     results = quick(tmp_path, "memory")["results"]
     for row in results["formula"]:

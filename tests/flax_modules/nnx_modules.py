@@ -221,7 +221,7 @@ class SpectralMLP(nnx.Module):
 
     def __init__(self, width: int = 16, *, rngs: nnx.Rngs):
         self.read = nnx.SpectralNorm(nnx.Linear(48, width, rngs=rngs), rngs=rngs)
-        self.head = nnx.WeightNorm(nnx.Linear(width, 4, rngs=rngs), use_scale=False, rngs=rngs)
+        self.head = nnx.WeightNorm(nnx.Linear(width, 4, rngs=rngs), rngs=rngs)
 
     def __call__(self, x):
         return self.head(nnx.relu(self.read(x.reshape(len(x), -1))))
