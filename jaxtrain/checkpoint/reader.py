@@ -99,7 +99,7 @@ class CheckpointReader:
             self._fetch_missing(step)
             candidates = [marked for marked in self.store.marked() if marked not in self._rejected]
             chosen = broadcast(step if step is not None else (candidates[-1] if candidates else -1))
-            if chosen < 0:
+            if step is None and chosen < 0:
                 return None
             if step is not None:
                 missing = None if self.store.path(chosen).is_dir() else self.store.missing(chosen)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,46 @@ from jaxtrain.errors import UserError
 from jaxtrain.io.atomic import write_atomic
 
 CONFIG = "config.yaml"
+WRONG_PATH = {
+    errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL,
+}  # fmt: skip
 
 
 def free_directory(config: Config) -> Path:
     """Returns DIR/NAME, or the first free of DIR/NAME-2, -3, ..., so that no run overwrites another."""
     directory, number = config.run_dir, 2
-    while directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        directory = config.run_dir.with_name(f"{config.name}-{number}")
-        number += 1
+    with _named_errors(directory):
+        while _exists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
+            directory = config.run_dir.with_name(f"{config.name}-{number}")
+            number += 1
     return directory
+
+
+def _exists(path: Path) -> bool:
+    """Returns whether a path exists; unlike `Path.exists` it raises if a parent is a file."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def create_directory(directory: Path) -> None:
+    """Creates a run directory, which may exist. Raises UserError if it cannot be created."""
+    with _named_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _named_errors(directory: Path) -> Iterator[None]:
+    """Makes one line of an error that a wrong path causes; a full disk is none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in WRONG_PATH:
+            raise
+        found = f"{error.strerror}: {directory}"
+        raise UserError(f"dir and name: {found}; expected a folder that can be created") from error
 
 
 def saved_config(directory: Path) -> Path:

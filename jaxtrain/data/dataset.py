@@ -171,6 +171,8 @@ class TextDataset:
 
 def _empty_split_error(split: str, path: str, cache: TokenSource, validation: float) -> DataError:
     total = cache.train.documents + cache.validation.documents
+    if not total:
+        return DataError(f"{path}: has no documents; expected at least one")
     if validation == 1:
         return DataError(f"{path}: has no documents; a set of eval.sets needs at least one")
     if split == "train":

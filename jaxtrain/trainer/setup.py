@@ -13,7 +13,7 @@ from jaxtrain.callbacks.base import Callback, CallbackList
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.durable import run_location
 from jaxtrain.config import Config
-from jaxtrain.config.run_dir import absolute, free_directory, write_config
+from jaxtrain.config.run_dir import absolute, create_directory, free_directory, write_config
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.components import NO_COMPONENTS, Components
@@ -81,7 +81,7 @@ def open_trainer(
     if not resume and config.model.weights.path is not None:
         check_exists(config.model.weights.path)
     if is_main:
-        directory.mkdir(parents=True, exist_ok=True)
+        create_directory(directory)
     checkpointer, ticker = open_checkpointer(config, directory), Ticker()
     try:
         if not resume and not checkpointer.is_empty():

@@ -269,6 +269,12 @@ def test_error_of_an_empty_split(tmp_path: Path, split: str, validation: float, 
     assert str(caught.value) == f"{tmp_path / 'a'}: {problem}; {advice}"
 
 
+def test_error_of_a_file_without_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"a\.jsonl: has no documents; expected at least one$"):
+        open_dataset(config(tmp_path, tmp_path / "a.jsonl"), 0)
+
+
 def test_open_datasets_reads_the_input_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_texts(tmp_path / "a", 60, 0)
     write_texts(tmp_path / "b", 60, 1)

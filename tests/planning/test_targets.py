@@ -69,6 +69,8 @@ def test_a_stand_in_for_the_assembler_of_cuda(tmp_path):
         ("h100:2x8*2", "only TPUs have slices"),
         ("v5p:2x2x2*x", "expected a shape"),
         ("local:2", "local has no shape"),
+        ("h100:", "expected a shape such as"),
+        ("v5p:*2", "expected a shape such as"),
         ("simulat:2", "did you mean `simulate`"),
         ("gb20", "did you mean `gb200`"),
     ],

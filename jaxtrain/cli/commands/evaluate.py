@@ -16,6 +16,9 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"eval: --{name.replace('_', '-')}: expected at least {least}; found {value}")
+    unused = [name for name in ("include_path", "limit", "num_fewshot") if getattr(args, name) is not None]
+    if args.tasks is None and unused:
+        raise UserError(f"eval: --{unused[0].replace('_', '-')} is for tasks; expected --tasks A,B with it")
     prepare_jax_import(args.simulate)
     from jaxtrain.inference import eval_harness
     from jaxtrain.inference.model import evaluate

@@ -82,14 +82,15 @@ def parse(text: str, slices: int | None = None) -> Target:
     Raises:
         UserError: an unknown kind, or a shape that does not exist for it.
     """
-    kind, _, rest = text.strip().lower().partition(":")
+    kind, colon, rest = text.strip().lower().partition(":")
     shape, star, count = rest.partition("*")
     kinds = (*CHIPS, *SIMULATED, "local")
     if kind not in kinds:
         raise UserError(
             f"target {text}: no such device{did_you_mean(kind, kinds)}; expected one of {join_words(kinds)}"
         )
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape or "1") or (star and not re.fullmatch(r"[1-9]\d*", count)):
+    number = r"[1-9]\d*"
+    if (colon and not re.fullmatch(f"{number}(x{number})*", shape)) or (star and not re.fullmatch(number, count)):
         raise UserError(f"target {text}: expected a shape such as {SHAPES}")
     if slices is not None and slices < 1:
         raise UserError(f"target {text}: {slices} slices; expected 1 or more")
