@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests that the training loop handles between two steps.
+"""SIGTERM, SIGINT and SIGHUP as requests that the training loop handles between two steps.
 
 The loop saves and exits with `SAVED`: 75 is EX_TEMPFAIL of sysexits.h, "try again later". So a scheduler or a shell
 loop can distinguish a saved run from success (0), an error (1, 2) and a run killed without a save (128 + signal).
@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class Signals:
-    """Records SIGTERM and SIGINT while the context is active; a second one exits at once with 128 + signal.
+    """Records SIGTERM, SIGINT and SIGHUP while the context is active. A second one exits at once with 128 + signal.
+
+    Not so SIGHUP: kernel and shell both send it when a terminal is closed, and service managers beside SIGTERM. It is
+    left alone if the process has inherited it as ignored, as under nohup.
 
         with Signals() as signals:
             for step in ...:
@@ -32,7 +36,9 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             self._distributed = _distributed()
             # With jax.distributed, its preemption service handles SIGTERM and informs the other processes.
-            handled = (signal.SIGINT,) if self._distributed else (signal.SIGTERM, signal.SIGINT)
+            handled = [signal.SIGINT, *([] if self._distributed else [signal.SIGTERM])]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                handled.append(signal.SIGHUP)
             for number in handled:
                 self._previous[number] = signal.signal(number, self._record)
         return self
@@ -62,10 +68,13 @@ class Signals:
         return None
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        if self._requested is not None:
+        if number == signal.SIGHUP and self._requested is not None:
+            return
+        if self._requested not in (None, "SIGHUP"):
             os._exit(128 + number)
         self._requested = signal.Signals(number).name
-        os.write(2, f"\n{self._requested}: saving after this step; send it again to quit at once\n".encode())
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"\n{self._requested}: saving after this step; send it again to quit at once\n".encode())
         if self._distributed:
             os.kill(os.getpid(), signal.SIGTERM)  # passes the request to the preemption service
 

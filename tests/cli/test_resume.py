@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,12 +53,10 @@ def place(tmp_path_factory) -> Path:
     return place
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen:
+def start(place: Path, *arguments: str, stderr: int | None = subprocess.STDOUT) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     command = [sys.executable, "-m", "jaxtrain.cli.main", *arguments]
-    return subprocess.Popen(
-        command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def finish(process: subprocess.Popen, expected: int = 0) -> str:
@@ -68,12 +70,13 @@ def losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in records if "loss" in r}
 
 
-def until(process: subprocess.Popen, run: Path, step: int) -> None:
+def until(process: subprocess.Popen, run: Path, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Waits until a run has logged a step."""
     deadline = time.monotonic() + 240
     while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "the run does not get on"
+        meanwhile()
         time.sleep(0.01)
 
 
@@ -109,6 +112,40 @@ def test_sigterm_saves_and_says_so_with_its_exit_code(place: Path, whole: dict[i
     assert len(saved) == 1
     assert saved[0] >= 5
     finish(start(place, "resume", "runs/stopped"))
+    assert losses(run) == whole
+
+
+@pytest.mark.parametrize("gone", ["stdout", "both"])
+def test_a_run_goes_on_without_the_reader_of_its_output(place: Path, whole: dict[int, float], gone: str):
+    """As in `jaxtrain train ... | head -1`."""
+    process = start(
+        place, "train", "config.yaml", f"name=unread-{gone}", stderr=None if gone == "stdout" else subprocess.STDOUT
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert losses(place / f"runs/unread-{gone}") == whole
+
+
+def test_a_closed_terminal_saves(place: Path, whole: dict[int, float]):
+    """The run gets SIGHUP, and can no longer write to the terminal."""
+    run, (terminal, inner) = place / "runs/hangup", os.openpty()
+    os.set_blocking(terminal, False)
+    command = [sys.executable, "-m", "jaxtrain.cli.main", "train", "config.yaml", "name=hangup"]
+    process = subprocess.Popen(
+        [*command, "checkpoint.every=null"], cwd=place, stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(inner)
+
+    def read_terminal() -> None:
+        with suppress(BlockingIOError):
+            os.read(terminal, 4096)
+
+    until(process, run, 5, read_terminal)
+    os.close(terminal)
+    assert process.wait(120) == 75
+    finish(start(place, "resume", "runs/hangup"))
     assert losses(run) == whole
 
 

@@ -30,7 +30,7 @@ with Signals() as signals:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_is_noted_and_handlers_come_back(name):
     number = getattr(signal, name)
     before = signal.getsignal(number)
@@ -70,6 +70,30 @@ def test_the_second_signal_ends_the_process_at_once():
     process.communicate(timeout=20)
     assert time.monotonic() - begun < 5
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_closed_terminal_sends_more_than_one_signal():
+    """SIGHUP twice, then SIGTERM: the loop still stops by itself."""
+    process = start("stubborn")
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "stopping SIGHUP\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_an_ignored_hangup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread_nothing_is_installed():

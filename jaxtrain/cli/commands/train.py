@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from jaxtrain.cli.lost_output import drop_lost_output
 from jaxtrain.cli.setup import config_overrides, load_config, prepare_jax_import
 from jaxtrain.config import Config, ConfigError, Problem
 from jaxtrain.errors import UserError
@@ -22,6 +23,8 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
     """Trains a config, new or resumed, and returns the exit code."""
     if args.deadline is not None and not 0 <= args.deadline < float("inf"):
         raise UserError(f"--deadline: expected seconds, or 0 for none; found {args.deadline:g}")
+    if args.owns_process:
+        drop_lost_output()
     prepare_jax_import(config.simulate or args.simulate)
     from jaxtrain import api
     from jaxtrain.callbacks.samples import LossPlot, Samples
