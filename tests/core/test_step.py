@@ -49,7 +49,7 @@ def test_microbatches_of_a_model_with_parameters_of_flax(zero: int):
             mesh={"data": 4}, rules={"batch": "data"}, zero=zero, steps=10, step={"microbatches": accumulate},
             model={"type": "linear_model:Foreign", "options": {"size": 4}}, data={"global_batch": 8, "sequence": 1},
         )  # fmt: skip
-        program = build_program(cfg, None, jax.devices()[:4])
+        program = build_program(cfg, None, jax.devices()[:4], example=batch(8, 4))
         found = jax.jit(program.gradients)(program.init()["params"], batch(8, 4), jax.random.key(0))
         return [np.asarray(g, np.float32) for g in jax.tree.leaves(found.grads)]
 
