@@ -23,11 +23,14 @@ from jaxtrain.checkpoint import Checkpointer, CheckpointStore, SaveFailed
 from jaxtrain.checkpoint.state_tree import flatten
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
+from jaxtrain.config.schema import DataConfig
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
 from jaxtrain.core.state import all_parameters, split_parameters
+from jaxtrain.data.tokenizer import load_tokenizer
+from jaxtrain.data.tokenizer_files import AUXILIARY_FILES, copy_files, token_ids, write_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
 from jaxtrain.inference.model import load_params
@@ -39,11 +42,7 @@ from jaxtrain.models.spec import is_decoder
 from jaxtrain.trainer.compatibility import environment
 
 ORIGIN = "huggingface"  # folder in an imported run with the files of the original model
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-AUXILIARY_FILES = ("generation_config.json", *TOKENIZER_FILES)  # copied unchanged
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}  # transformers takes a field that is missing for 1 or 2
 MAX_SEQUENCE = 1024  # tokens; limits the default `data.sequence` of an imported run
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -56,6 +55,8 @@ class Exported:
     step: int
     bytes: int
     dtype: str
+    tokens: int | None  # of the tokenizer; None if none was written
+    rows: int  # of the embedding table
 
 
 def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config:
@@ -70,7 +71,7 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build_program(config, section["vocab"], _devices(config))
         loaded = load_weights(source, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
-        _copy(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
+        copy_files(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
         state = split_parameters(loaded, program.state)
@@ -94,7 +95,7 @@ def export_model(
     family: str | None,
     overrides: Sequence[str],
 ) -> Exported:
-    """Writes the weights of a checkpoint, the EMA weights if it has any, as a Hugging Face model.
+    """Writes a checkpoint as a Hugging Face model: its weights, the EMA weights if it has any, and its tokenizer.
 
     Args:
         directory: run directory.
@@ -106,7 +107,8 @@ def export_model(
         overrides: `key=value`, such as another layout.
 
     Raises:
-        UserError: not a run, no usable checkpoint, no architecture fits the model, or `target` exists.
+        UserError: not a run, no usable checkpoint, no architecture fits the model, its tokenizer cannot be read, or
+            `target` exists.
     """
     max_bytes = _bytes(shard_size)
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
@@ -119,6 +121,12 @@ def export_model(
     origin = directory / ORIGIN
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
     architecture, content = choose_export_family(config.model, vocab, family, original)
+    source = _tokenizer_source(config.data, origin)
+    tokenizer = None if source is None else load_tokenizer(source)
+    if tokenizer is not None and source != str(origin / "tokenizer.json"):
+        content |= token_ids(tokenizer)
+    elif tokenizer is None and original is None:
+        content |= NO_IDS
     with _new_folder(target) as folder:
         program = build_program(config, vocab, _devices(config))
         params, done = load_params(directory, step, program)
@@ -126,11 +134,23 @@ def export_model(
         kind = np.dtype(dtype or flat["embed/table"].dtype)
         size = save_weights(folder, TENSOR_MAPPINGS[architecture.name], flat, kind, max_bytes)
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": kind.name}, indent=2) + "\n")
-        if origin.is_dir():
-            _copy(origin, folder, AUXILIARY_FILES)
-        elif config.data.is_text and config.data.tokenizer != "bytes":
-            _copy(Path(config.data.tokenizer).parent, folder, TOKENIZER_FILES)
-    return Exported(architecture.name, done, size, kind.name)
+        if tokenizer is None or source is None:
+            copy_files(origin, folder)
+        else:
+            write_tokenizer(folder, tokenizer, source, vocab)
+    return Exported(architecture.name, done, size, kind.name, None if tokenizer is None else tokenizer.vocab, vocab)
+
+
+def _tokenizer_source(data: DataConfig, origin: Path) -> str | None:
+    """Returns `bytes` or the path of the tokenizer.json of a run; None if it has no tokenizer that can be read.
+
+    Those are a user's own data, and imported models without a tokenizer.json. The path of an imported one is the
+    present one, even if the run directory was moved.
+    """
+    if not data.is_text or (data.tokenizer == "bytes" and origin.is_dir()):
+        return None
+    file = origin / "tokenizer.json"
+    return str(file) if Path(data.tokenizer).parent.name == ORIGIN and file.is_file() else data.tokenizer
 
 
 def _run_settings(source: Path, target: Path) -> dict[str, Any]:
@@ -143,13 +163,6 @@ def _run_settings(source: Path, target: Path) -> dict[str, Any]:
         data["tokenizer"] = str(target.absolute() / ORIGIN / "tokenizer.json")
     name = re.sub(r"[^\w.\-]", "_", target.absolute().name).lstrip(".-") or "run"
     return {"name": name, "dir": str(target.absolute().parent), "data": data}
-
-
-def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
-    target.mkdir(exist_ok=True)
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from jaxtrain.io.packages import import_optional
 
 EOS = "<|endoftext|>"  # end-of-document token of `train_bpe`
 CONFIG_FILE = "tokenizer_config.json"
+MODEL_FILES = ("generation_config.json", "config.json")  # the first with `eos_token_id` says what ends a text
 EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
 
 
@@ -27,6 +29,7 @@ class Tokenizer(Protocol):
       vocab: ids are in [0, vocab).
       eos: id that ends a document; no text encodes to it.
       bos: id that the tokenizer puts before a text, or None; `encode_batch` leaves it out.
+      stops: ids that end a generated text: `eos`, and those of the model that the tokenizer lies beside.
       fingerprint: hex; tokenizers with equal fingerprints encode equally.
     """
 
@@ -34,10 +37,19 @@ class Tokenizer(Protocol):
     vocab: int
     eos: int
     bos: int | None
+    stops: frozenset[int]
     fingerprint: str
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, `smallest_dtype(vocab)`[n], without special tokens."""
+        """Returns the ids of each text, `smallest_dtype(vocab)`[n]. Special tokens in it are plain text."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of a prompt: `bos` if there is one, then the text, in which special tokens are read."""
+        ...
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of a special token."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -57,10 +69,18 @@ class ByteTokenizer:
     vocab = 257
     eos = 256
     bos: int | None = None
+    stops = frozenset({256})
     fingerprint = "bytes-1"
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(t.encode(), np.uint8).astype(np.uint16) for t in texts]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        first, *others = text.split(EOS)
+        return list(first.encode()) + [token for part in others for token in (self.eos, *part.encode())]
+
+    def token_text(self, token: int) -> str:
+        return EOS if token == self.eos else chr(token)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
@@ -91,9 +111,10 @@ class HuggingFaceTokenizer:
         name = file.parent.name if file.stem == "tokenizer" else file.stem
         self.name = "".join(c if c.isalnum() else "_" for c in name) or "tokenizer"
         self.vocab = max(ids.values()) + 1
-        config = _read_config(file)
+        config = read_object(file.with_name(CONFIG_FILE))
         self.eos = ids[_find_eos(file, config, ids)]
         self.fingerprint = hashlib.sha256(data + f" eos={self.eos}".encode()).hexdigest()[:32]
+        self.stops = frozenset({self.eos, *_model_stops(file)})
         self._dtype = smallest_dtype(self.vocab)
         self.bos: int | None = self._find_bos(config, ids)
         text = self._tokenizer.id_to_token(self.eos)
@@ -104,6 +125,18 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, self._dtype) for e in encoded]
+
+    @cached_property
+    def _prompt_tokenizer(self) -> Any:
+        """Returns a copy that reads special tokens in a text."""
+        return type(self._tokenizer).from_str(self._tokenizer.to_str())
+
+    def encode_prompt(self, text: str) -> list[int]:
+        ids = self._prompt_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids if self.bos is None else [self.bos, *ids]
+
+    def token_text(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -125,18 +158,26 @@ def _find_eos(file: Path, config: dict[str, Any], ids: dict[str, int]) -> str:
     raise DataError(f"{file}: no end-of-document token (looked for {names} ...); set `eos_token` in {CONFIG_FILE}")
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    """Reads the tokenizer_config.json beside a tokenizer.json; {} if there is none. Raises DataError."""
-    path = file.with_name(CONFIG_FILE)
+def _model_stops(file: Path) -> list[int]:
+    """Returns the ids that end a text by the files of the model beside a tokenizer.json; [] without such files."""
+    for name in MODEL_FILES:
+        ids = read_object(file.with_name(name)).get("eos_token_id")
+        if ids is not None:
+            return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
+    return []
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file with a JSON object; {} if there is none. Raises DataError."""
     if not path.exists():
         return {}
     try:
-        config = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except ValueError:
-        config = None
-    if not isinstance(config, dict):
+        content = None
+    if not isinstance(content, dict):
         raise DataError(f"{path}: not a JSON object")
-    return config
+    return content
 
 
 def _token_text(token: Any) -> Any:

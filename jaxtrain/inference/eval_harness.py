@@ -115,7 +115,7 @@ def open_harness_model(program: Program, tokenizer: Tokenizer, params: Any, rows
         if key not in generators:
             generators[key] = Generator(model_def, tokenizer.vocab, **sampling)
         ids = [np.array(prompt, np.int32) for prompt in prompts]
-        return generators[key].batch(params, ids, tokens, seed=config.seed, eos=tokenizer.eos, rows=decode_rows)
+        return generators[key].batch(params, ids, tokens, seed=config.seed, stops=tokenizer.stops, rows=decode_rows)
 
     return HarnessModel(tokenizer, longest, rows, lambda pairs: scorer(params, pairs), generate)
 

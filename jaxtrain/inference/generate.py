@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -104,15 +104,24 @@ class Generator:
         self._prefill: Callable = jax.jit(prefill, static_argnames="capacity")
         self._extend: Callable = jax.jit(extend, donate_argnums=2)
 
-    def __call__(self, params: Any, prompt: np.ndarray, tokens: int, *, seed: int, eos: int | None) -> Iterator[int]:
-        """Yields up to `tokens` new token ids after a prompt (int [T], T >= 1), until `eos`; see `batch`."""
-        steps = self.batch(params, [prompt], tokens, seed=seed, eos=eos)
+    def __call__(
+        self, params: Any, prompt: np.ndarray, tokens: int, *, seed: int, stops: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Yields up to `tokens` new token ids after a prompt (int [T], T >= 1), until one of `stops`; see `batch`."""
+        steps = self.batch(params, [prompt], tokens, seed=seed, stops=stops)
         return (token for (token,) in steps if token is not None)
 
     def batch(
-        self, params: Any, prompts: Sequence[np.ndarray], tokens: int, *, seed: int, eos: int | None, rows: int = 1
+        self,
+        params: Any,
+        prompts: Sequence[np.ndarray],
+        tokens: int,
+        *,
+        seed: int,
+        stops: Collection[int] = (),
+        rows: int = 1,
     ) -> Iterator[list[int | None]]:
-        """Yields, up to `tokens` times, the next token id of every prompt; None after its `eos`.
+        """Yields, up to `tokens` times, the next token id of every prompt; None from its first one of `stops` on.
 
         Args:
             params: weights.
@@ -120,7 +129,7 @@ class Generator:
                 a greedy continuation does not depend on the other prompts.
             tokens: number of new tokens.
             seed: random seed of the sampling.
-            eos: token that ends a text, or None.
+            stops: tokens that end a text.
             rows: rows of the batch; extra rows repeat the last prompt.
 
         Raises:
@@ -130,10 +139,10 @@ class Generator:
         if self._longest is not None and longest + tokens > self._longest:
             message = f"a prompt of {longest} tokens and {tokens} new ones are more than the model's {self._longest}"
             raise UserError(f"generate: {message} learned positions; expected fewer tokens, or a shorter prompt")
-        return self._steps(params, prompts, tokens, seed, eos, max(rows, len(prompts)))
+        return self._steps(params, prompts, tokens, seed, stops, max(rows, len(prompts)))
 
     def _steps(
-        self, params: Any, prompts: Sequence[np.ndarray], tokens: int, seed: int, eos: int | None, count: int
+        self, params: Any, prompts: Sequence[np.ndarray], tokens: int, seed: int, stops: Collection[int], count: int
     ) -> Iterator[list[int | None]]:
         """Runs the steps of `batch`."""
         longest = max(map(len, prompts))
@@ -147,7 +156,7 @@ class Generator:
         is_open = [True] * len(prompts)
         for index in range(1, tokens + 1):
             values = np.asarray(token)[: len(prompts)].tolist()
-            is_open = [alive and value != eos for alive, value in zip(is_open, values)]
+            is_open = [alive and value not in stops for alive, value in zip(is_open, values)]
             if not any(is_open):
                 return
             yield [value if alive else None for alive, value in zip(is_open, values)]

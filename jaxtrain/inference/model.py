@@ -97,10 +97,10 @@ def complete_prompts(
     generator = _generator(program, tokenizer, rows, **sampling)
     for first in range(0, len(prompts), batch):
         some = prompts[first : first + batch]
-        encoded = [_encode(tokenizer, prompt) for prompt in some]
+        encoded = [tokenizer.encode_prompt(prompt) for prompt in some]
         new: list[list[int]] = [[] for _ in some]
         arrays = [np.asarray(ids, np.int32) for ids in encoded]
-        for step in generator.batch(params, arrays, tokens, seed=seed, eos=tokenizer.eos, rows=rows):
+        for step in generator.batch(params, arrays, tokens, seed=seed, stops=tokenizer.stops, rows=rows):
             for ids, token in zip(new, step):
                 ids += [] if token is None else [token]
         for prompt, before, ids in zip(some, encoded, new):
@@ -113,12 +113,6 @@ def _generator(program: Program, tokenizer: Tokenizer, rows: int, **sampling: An
     return Generator(model_from_config(program.config, sharder, vocab), tokenizer.vocab, **sampling)
 
 
-def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Returns the ids of a prompt, after the tokenizer's BOS token if it has one."""
-    ids = tokenizer.encode_batch([prompt])[0].tolist()
-    return ids if tokenizer.bos is None else [tokenizer.bos, *ids]
-
-
 def text_streamer(
     program: Program, tokenizer: Tokenizer, params: Any, **sampling: Any
 ) -> Callable[[str, int, int], Iterator[str]]:
@@ -126,8 +120,8 @@ def text_streamer(
     generator = _generator(program, tokenizer, 1, **sampling)
 
     def stream(prompt: str, tokens: int, seed: int) -> Iterator[str]:
-        ids = _encode(tokenizer, prompt)
-        new = generator(params, np.asarray(ids, np.int32), tokens, seed=seed, eos=tokenizer.eos)
+        ids = tokenizer.encode_prompt(prompt)
+        new = generator(params, np.asarray(ids, np.int32), tokens, seed=seed, stops=tokenizer.stops)
         yield prompt
         yield from _text(tokenizer, ids, new)
 

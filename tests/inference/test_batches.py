@@ -29,13 +29,13 @@ def alone():
     model_def = model_from_config(cfg, Sharder(), 128)
     params, _ = jax.jit(model_def.init)(jax.random.key(3))
     generator = Generator(model_def, 120, temperature=0)
-    return params, generator, [list(generator(params, prompt, 9, seed=0, eos=None)) for prompt in PROMPTS]
+    return params, generator, [list(generator(params, prompt, 9, seed=0)) for prompt in PROMPTS]
 
 
 def test_each_prompt_goes_on_as_it_would_alone(alone):
     params, generator, expected = alone
     assert len({tuple(ids) for ids in expected}) == 4
-    assert columns(generator, params, PROMPTS, 9, eos=None) == expected
+    assert columns(generator, params, PROMPTS, 9) == expected
 
 
 def test_no_prompt_goes_past_the_last_learned_position():
@@ -43,9 +43,9 @@ def test_no_prompt_goes_past_the_last_learned_position():
     cfg = Config(model=MODEL | learned, precision="fp32")
     model_def = model_from_config(cfg, Sharder(), 128)
     generator, params = Generator(model_def, 120, temperature=0), jax.jit(model_def.init)(jax.random.key(3))[0]
-    assert len(columns(generator, params, PROMPTS, 9, eos=None)[2]) == 9  # the longest prompt has 21
+    assert len(columns(generator, params, PROMPTS, 9)[2]) == 9  # the longest prompt has 21
     with pytest.raises(UserError, match="21 tokens and 10 new ones are more than the model's 30 learned positions"):
-        generator.batch(params, PROMPTS, 10, seed=0, eos=None)
+        generator.batch(params, PROMPTS, 10, seed=0)
 
 
 def test_a_prompt_that_has_ended_says_nothing_more(alone):
@@ -53,7 +53,7 @@ def test_a_prompt_that_has_ended_says_nothing_more(alone):
     eos = expected[0][2]
     stopped = [ids[: ids.index(eos)] if eos in ids else ids for ids in expected]
     assert [len(ids) for ids in stopped] != [9] * 4
-    assert columns(generator, params, PROMPTS, 9, eos=eos) == stopped
+    assert columns(generator, params, PROMPTS, 9, stops=[eos]) == stopped
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_eight_devices_write_the_same_and_share_out_the_cache(alone, layout):
     rows = padded_rows(program.sharder, len(PROMPTS))
     sharder = decoding_sharder(program.sharder, rows)
     generator = Generator(model_from_config(cfg, sharder, 128), 120, temperature=0)
-    assert columns(generator, placed, PROMPTS, 9, eos=None, rows=rows) == expected
+    assert columns(generator, placed, PROMPTS, 9, rows=rows) == expected
     kept = generator._prefill(placed, np.zeros((rows, 16), np.int32), np.full(rows, 4), jax.random.key(0), capacity=20)
     shard = kept[1].k.sharding.shard_shape(kept[1].k.shape)
     assert np.prod(kept[1].k.shape) // np.prod(shard) == 8

@@ -48,7 +48,7 @@ def tiny():
 def test_greedy_text_equals_the_whole_model_run_again_and_again(tiny):
     model_def, params = tiny
     prompt = np.array([3, 1, 4, 1, 5], np.int32)
-    got = list(Generator(model_def, 60, temperature=0)(params, prompt, 12, seed=0, eos=None))
+    got = list(Generator(model_def, 60, temperature=0)(params, prompt, 12, seed=0))
 
     @jax.jit
     def last(params, tokens, length):
@@ -68,8 +68,8 @@ def test_generation_is_repeatable_and_stops_at_the_end_token(tiny):
     model_def, params = tiny
     generator = Generator(model_def, 60, temperature=1.0, top_k=20)
     prompt = np.array([7], np.int32)
-    one, two, other = (list(generator(params, prompt, 20, seed=s, eos=None)) for s in (1, 1, 2))
+    one, two, other = (list(generator(params, prompt, 20, seed=s)) for s in (1, 1, 2))
     assert one == two != other
     assert max(one) < 60
-    stopped = list(generator(params, prompt, 20, seed=1, eos=one[4]))
+    stopped = list(generator(params, prompt, 20, seed=1, stops=[one[4]]))
     assert stopped == one[: one.index(one[4])]

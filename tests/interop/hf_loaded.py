@@ -53,4 +53,4 @@ def greedy(model_def: ModelDef, params: Any, prompt: list[int], tokens: int) -> 
     """Generates the most likely continuation with the KV cache."""
     vocab = params["embed"]["table"].shape[0]
     generator = Generator(model_def, vocab, temperature=0.0)
-    return list(generator(params, np.array(prompt), tokens, seed=0, eos=None))
+    return list(generator(params, np.array(prompt), tokens, seed=0))
