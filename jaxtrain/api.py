@@ -15,6 +15,7 @@ from jaxtrain.distributed import runtime
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer import loop
+from jaxtrain.trainer.continuation import Resume
 from jaxtrain.trainer.loop import Result
 
 
@@ -37,7 +38,7 @@ def train(
     config: Config,
     run_dir: str | Path | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     profile: tuple[int, int] | None = None,
     console: ConsoleTracker | None = None,
     ledger: GoodputLedger | None = None,
@@ -52,7 +53,8 @@ def train(
     Args:
         config: from `jaxtrain.load`, or a `Config` built in Python, whose layout is then applied and checked.
         run_dir: run directory; default: a new one, DIR/NAME.
-        resume: resume from the newest good checkpoint in `run_dir`.
+        resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
+            config, so that the same call may be made again, as schedulers do; another config there is refused.
         profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
         console: shows progress; default: on the terminal.
         ledger: time accounting of this process; default: a new one.

@@ -5,6 +5,7 @@ On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs o
 """
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
 
@@ -31,6 +32,14 @@ def own_core(worker: str, workers: int) -> None:
 
 xla_options.prepare()
 own_core(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+@pytest.fixture
+def default_hangup() -> Iterator[None]:
+    """SIGHUP as in a terminal, also if the tests run under `nohup`, which ignores it for all processes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

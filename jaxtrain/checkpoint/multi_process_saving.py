@@ -27,12 +27,12 @@ from jaxtrain.checkpoint.events import Retrying
 from jaxtrain.checkpoint.files import PART, PEER_TIMEOUT, failure_reason, is_inside
 from jaxtrain.checkpoint.saving import PendingSave, Saver, no_op
 from jaxtrain.checkpoint.store import CheckpointStore
+from jaxtrain.distributed.agreed_step import AgreedStep
 from jaxtrain.distributed.kv_store import KeyValueStore
 from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.atomic import write_atomic
 
-MARGIN = 4  # steps between the entry and the retry
 POLL_INTERVAL = 0.02  # seconds between lookups of another process's file
 ORBAX_TIMEOUT = 300.0  # seconds that orbax waits for other processes where it has no option
 
@@ -53,37 +53,21 @@ class JointRetry:
     def __init__(
         self, store: KeyValueStore, is_first: bool, step: int, scheduled_step: int, reason: str, tries: int, wait: float
     ) -> None:
-        self._store, self._is_first = store, is_first
+        self._agreed = AgreedStep(store, is_first)
         self.step, self.scheduled_step, self.reason, self.tries = step, scheduled_step, reason, tries
         self._due_time = time.monotonic() + wait
-        self._retry_step: int | None = None
-        self._number = 0  # of the choice of a step
 
     def is_due(self, step: int) -> bool:
         """Returns whether all processes save after `step`. All call it after the same steps, in ascending order."""
-        if self._retry_step is not None and step > self._retry_step:  # that step could not be saved; choose another
-            self._retry_step, self._number = None, self._number + 1
-        if self._retry_step is None:
-            self._retry_step = self._choose(step) if self._is_first else self._read_choice()
-        return step == self._retry_step
+        return self._agreed.is_reached(step, may_choose=not self.remaining_wait())
 
     def matches(self, step: int) -> bool:
         """Returns whether a save of `step` is this retry."""
-        return step in (self.step, self._retry_step)
+        return step in (self.step, self._agreed.step)
 
     def remaining_wait(self) -> float:
         """Returns the seconds until the next try may start."""
         return max(0.0, self._due_time - time.monotonic())
-
-    def _choose(self, step: int) -> int | None:
-        if self.remaining_wait():
-            return None
-        self._store.put(f"step-{self._number}", str(step + MARGIN))
-        return step + MARGIN
-
-    def _read_choice(self) -> int | None:
-        text = self._store.get(f"step-{self._number}")
-        return None if text is None else int(text)
 
 
 @dataclass(frozen=True)

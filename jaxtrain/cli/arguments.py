@@ -51,8 +51,14 @@ def _add_monitoring(parser: Parser) -> None:
     parser.add_argument("--verbose", action="store_true", help="print the layout of every parameter")
 
 
+def _add_resume(parser: Parser, default: str) -> None:
+    text = f"auto: continue the run in DIR/NAME if it has the same config; never: begin a new one ({default})"
+    parser.add_argument("--resume", choices=("auto", "never"), help=text)
+
+
 def _train(parser: Parser) -> None:
     _add_common(parser, "config", "overrides", "--simulate")
+    _add_resume(parser, "auto under a scheduler without a terminal, else never")
     _add_monitoring(parser)
 
 
@@ -66,6 +72,7 @@ def _launch(parser: Parser) -> None:
     add("where", choices=("local", "node"), help="local: start all processes here; node: start those of this node")
     add("config", help="YAML file, or RUN_DIR to resume")
     _add_common(parser, "overrides")
+    _add_resume(parser, "auto")
     add("--processes", type=int, metavar="P", help="worker processes on this node")
     add("--devices-per-process", type=int, metavar="D", help="(default: an equal share of `simulate`, or 1 GPU)")
     add("--fallback", action="append", default=[], metavar="'K=V ...'",
@@ -83,9 +90,9 @@ def _launch(parser: Parser) -> None:
     add("--join-timeout", type=float, default=120.0, metavar="S", help="seconds to wait for nodes (120)")
     add("--stop-timeout", type=float, default=300.0, metavar="S", help="seconds to save and stop (300)")
     add("--deadline", type=float, metavar="S", help="end a worker whose step or data hang, as `train --deadline`")
-    add("--nodes", type=int, metavar="N", help="node: number of nodes (JAXTRAIN_NODES, SLURM_NNODES)")
-    add("--node", type=int, metavar="I", help="node: index of this node, from 0 (JAXTRAIN_NODE, SLURM_NODEID)")
-    add("--coordinator", metavar="HOST:PORT", help="node: address on which node 0 listens (JAXTRAIN_COORDINATOR)")
+    add("--nodes", type=int, metavar="N", help="node: number of nodes (JAXTRAIN_NODES; else as the scheduler says)")
+    add("--node", type=int, metavar="I", help="node: index of this one, from 0 (JAXTRAIN_NODE; else as above)")
+    add("--coordinator", metavar="HOST:PORT", help="node: address of node 0 (JAXTRAIN_COORDINATOR; else as above)")
     add("--host", metavar="HOST",
         help="node: address of this node for other nodes (default: as node 0 sees it; JAXTRAIN_HOST)")  # fmt: skip
 

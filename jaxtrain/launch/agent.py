@@ -26,7 +26,7 @@ from jaxtrain.launch.workers import WorkerGroup, worker_environment
 CONNECT_RETRY = 0.5  # seconds between attempts to reach the leader
 FENCE = 0.75  # share of the heartbeat timeout: after that silence an agent's workers end before the leader continues
 REPLY_TIMEOUT = 2.0  # seconds for the leader to answer a second signal
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
 WorkerCommand = Callable[[str], Sequence[str]]  # RUN_DIR -> the command line of a worker
 
@@ -56,6 +56,29 @@ class AgentConfig:
     serves_memory: bool = False
 
 
+class ReceivedSignals:
+    """Signals that an agent has received.
+
+    Attributes:
+        stops: those to stop. A closed terminal sends SIGHUP more than once, and service managers SIGTERM beside it;
+            these count once.
+        is_save_requested: SIGUSR1 has come since this was set to False.
+    """
+
+    def __init__(self) -> None:
+        self.stops: list[int] = []
+        self.is_save_requested = False
+
+    def record(self, number: int) -> None:
+        """Records a signal; for a handler."""
+        if number == signal.SIGUSR1:
+            self.is_save_requested = True
+        elif self.stops == [signal.SIGHUP] and number != signal.SIGHUP:
+            self.stops[0] = number
+        elif number != signal.SIGCHLD and not (number == signal.SIGHUP and self.stops):
+            self.stops.append(number)
+
+
 class Agent:
     """Agent of one node, see the module."""
 
@@ -64,8 +87,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._group: WorkerGroup | None = None
         self._memory_server: SnapshotServer | None = None
-        self._signals: list[int] = []
-        self._reported = 0  # number of signals that the leader knows of
+        self._signals = ReceivedSignals()
+        self._reported = 0  # number of signals to stop that the leader knows of
         self._code: int | None = None
 
     def run(self) -> int:
@@ -90,7 +113,7 @@ class Agent:
         """Connects to the leader. If it cannot be reached, sets the exit code and returns None."""
         host, port = self._config.leader
         until = time.monotonic() + self._config.join_timeout
-        while not self._signals:
+        while not self._signals.stops:
             try:
                 connection = socket.create_connection((host, port), timeout=self._config.heartbeat)
                 if connection.getsockname() != connection.getpeername():
@@ -105,7 +128,7 @@ class Agent:
                     self._code = 1
                     return None
             time.sleep(CONNECT_RETRY)
-        self._code = SAVED if len(self._signals) == 1 else 128 + self._signals[-1]
+        self._code = SAVED if len(self._signals.stops) == 1 else 128 + self._signals.stops[-1]
         return None
 
     def _serve(self, channel: Channel, wake: socket.socket) -> None:
@@ -181,7 +204,8 @@ class Agent:
         for slot, rank in zip(start["slots"], start["ranks"]):
             env = worker_environment(start, rank, slot, os.environ, self._config.collective_timeout)
             try:
-                self._group.add(command, env, rank)
+                with _ignored_by_children(signal.SIGUSR1):  # whose default would end a worker that does not train yet
+                    self._group.add(command, env, rank)
             except OSError as error:
                 exists = os.path.isdir(start["run"])
                 why = error.strerror or error if exists else "expected a folder that all nodes share"
@@ -190,15 +214,18 @@ class Agent:
                 channel.send("exit", generation=self._group.generation, rank=rank, pid=0, code=USAGE)
 
     def _report(self, channel: Channel) -> None:
-        """Reports signals and ended workers to the leader."""
-        while self._reported < len(self._signals):
-            number, is_repeated = self._signals[self._reported], self._reported > 0
+        """Reports signals and ended workers to the leader; passes SIGUSR1 on to a worker, which tells the others."""
+        while self._reported < len(self._signals.stops):
+            number, is_repeated = self._signals.stops[self._reported], self._reported > 0
             self._reported += 1
             channel.send("signal", number=number, is_repeated=is_repeated)
             if is_repeated:  # does not wait for the leader's decision
                 self._end_at_once(channel, number)
+        is_save_requested, self._signals.is_save_requested = self._signals.is_save_requested, False
         if self._group is None:
             return
+        if is_save_requested:
+            self._group.request_save()
         for worker, code in self._group.reap():
             channel.send("exit", generation=self._group.generation, rank=worker.rank, pid=worker.pid, code=code)
         if not self._group.workers:
@@ -233,8 +260,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _recorded_signals(signals: list[int]) -> Iterator[socket.socket]:
-    """Appends received signals to `signals`. Yields a socket that becomes readable on a signal or a child's end."""
+def _ignored_by_children(number: signal.Signals) -> Iterator[None]:
+    """Ignores a signal for the moment, which a process that is started meanwhile inherits."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def _recorded_signals(signals: ReceivedSignals) -> Iterator[socket.socket]:
+    """Records received signals in `signals`. Yields a socket that becomes readable on a signal or a child's end."""
     receiver, sender = socket.socketpair()
     receiver.setblocking(False)
     sender.setblocking(False)
@@ -243,8 +280,7 @@ def _recorded_signals(signals: list[int]) -> Iterator[socket.socket]:
 
     def record(number: int, frame: object) -> None:
         del frame
-        if number != signal.SIGCHLD:
-            signals.append(number)
+        signals.record(number)
 
     handled = [
         number for number in HANDLED_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN

@@ -9,6 +9,7 @@ from jaxtrain.checkpoint import CheckpointStore
 from jaxtrain.config import Config, ConfigError, load
 from jaxtrain.config import run_dir as run_dirs
 from jaxtrain.config.run_dir import absolute, free_directory, saved_config
+from jaxtrain.config.schema import LAYOUT_KEYS
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
@@ -18,6 +19,7 @@ from jaxtrain.launch.types import Placement
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.sharding import layout
 from jaxtrain.sharding.axes import shape_text
+from jaxtrain.trainer.continuation import can_continue
 
 
 class ElasticJob:
@@ -70,7 +72,12 @@ class ElasticJob:
 
 
 def open_job(
-    source: str, overrides: Sequence[str], processes: int, devices: int | None, fallbacks: Sequence[Sequence[str]]
+    source: str,
+    overrides: Sequence[str],
+    processes: int,
+    devices: int | None,
+    fallbacks: Sequence[Sequence[str]],
+    continues: bool = True,
 ) -> ElasticJob:
     """Opens the job of a config in a new run directory, or of an existing run.
 
@@ -80,9 +87,11 @@ def open_job(
         processes: number of processes of all nodes.
         devices: number of devices of each process; None: an equal share of `simulate`, else 1.
         fallbacks: see `ElasticJob`.
+        continues: continue the run in DIR/NAME, if there is one; else begin one in the first free directory.
 
     Raises:
-        UserError: bad input, or no number of processes fits the mesh; then nothing is written.
+        UserError: bad input, DIR/NAME holds the run of another config, or no number of processes fits the mesh; then
+            nothing is written.
     """
     existing = Path(source) if Path(source).is_dir() else None
     config, _ = resolve(saved_config(existing) if existing else source, *overrides, checks=())
@@ -91,13 +100,21 @@ def open_job(
         if rest:
             message = f"{config.simulate} simulated devices cannot be divided among {processes} processes"
             raise UserError(f"launch: {message}; expected --devices-per-process")
-    directory = existing or free_directory(config)
+    if existing is None and continues:
+        existing = config.run_dir if can_continue(config, config.run_dir, _elastic_keys(fallbacks)) else None
+    directory = existing or (config.run_dir if continues else free_directory(config))
     job = ElasticJob(config, directory, devices, fallbacks)
     if job.largest_placement(processes) is None:
         job.placement(processes)  # raises the reason
     if existing is None:
         directory.mkdir(parents=True, exist_ok=True)
     return job
+
+
+def _elastic_keys(fallbacks: Sequence[Sequence[str]]) -> set[str]:
+    """Returns the keys that generations of one job may set to different values."""
+    keys = {"simulate", *(text.partition("=")[0] for group in fallbacks for text in group)}
+    return keys | set(LAYOUT_KEYS) if "layout" in keys else keys
 
 
 def _vocabulary(config: Config) -> int | None:

@@ -11,19 +11,13 @@ from dataclasses import dataclass
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch.agent import AgentConfig
+from jaxtrain.launch.cluster import find_cluster
 from jaxtrain.launch.types import RestartPolicy
 
 LOOPBACK = "127.0.0.1"
 
-# argument -> environment variables, tried in this order.
-VARIABLES = {
-    "nodes": ("JAXTRAIN_NODES", "SLURM_NNODES"),
-    "node": ("JAXTRAIN_NODE", "SLURM_NODEID"),
-    "coordinator": ("JAXTRAIN_COORDINATOR",),
-    "processes": ("JAXTRAIN_PROCESSES",),
-    "devices_per_process": ("JAXTRAIN_DEVICES_PER_PROCESS",),
-    "host": ("JAXTRAIN_HOST",),
-}
+# Each argument has an environment variable, JAXTRAIN_ and its name. A scheduler's own variables come after both.
+FROM_SCHEDULER = ("nodes", "node", "coordinator")
 
 MINIMUM = {"spares": 0, "max_restarts": 0, "memory": 0, "max_failures": 1, "collective_timeout": 1}
 
@@ -40,11 +34,13 @@ class LaunchOptions:
     agent: AgentConfig
     policy: RestartPolicy
     deadline: float | None = None
+    continues: bool = True  # the run in DIR/NAME, if there is one of the same config
 
 
 def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LaunchOptions:
     """Checks and completes the arguments. Raises UserError, in one line, for a missing or wrong one."""
     is_local = args.where == "local"
+    environ = {**_scheduled(environ), **environ}
     nodes, node = (1, 0) if is_local else (_integer(name, _text(args, name, environ)) for name in ("nodes", "node"))
     slots = _integer("processes", _text(args, "processes", environ))
     per_process = _text(args, "devices_per_process", environ, required=False)
@@ -75,8 +71,10 @@ def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
         stop_timeout=args.stop_timeout, memory_every=args.memory,
     )  # fmt: skip
     fallbacks = tuple(tuple(group.split()) for group in args.fallback)
-    overrides = tuple(args.overrides)
-    return LaunchOptions(args.where, args.config, overrides, devices, fallbacks, agent, policy, args.deadline)
+    return LaunchOptions(
+        args.where, args.config, tuple(args.overrides), devices, fallbacks, agent, policy, args.deadline,
+        continues=args.resume != "never",
+    )  # fmt: skip
 
 
 def resume_command(options: LaunchOptions, directory: str) -> str:
@@ -89,17 +87,30 @@ def resume_command(options: LaunchOptions, directory: str) -> str:
     return shlex.join(["jaxtrain", "launch", options.where, *given, directory])
 
 
+def _scheduled(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what a scheduler's variables say, under the names of jaxtrain's own."""
+    cluster = find_cluster(environ)
+    coordinator = None if cluster.host is None else f"{cluster.host}:{cluster.port}"
+    values = {"nodes": cluster.nodes, "node": cluster.node, "coordinator": coordinator}
+    return {_variable(name): str(value) for name, value in values.items() if value is not None}
+
+
+def _variable(name: str) -> str:
+    return f"JAXTRAIN_{name.upper()}"
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
 def _text(args: argparse.Namespace, name: str, environ: Mapping[str, str], required: bool = True) -> str:
     """Returns an argument, else its environment variable, else an empty text if it is not required."""
-    given = getattr(args, name)
-    values = [str(given)] if given is not None else [environ[key] for key in VARIABLES[name] if environ.get(key)]
-    if not values and required:
-        raise UserError(f"launch: expected {_flag(name)}, or {' or '.join(VARIABLES[name])} in the environment")
-    return values[0] if values else ""
+    given, variable = getattr(args, name), _variable(name)
+    text = environ.get(variable, "") if given is None else str(given)
+    if not text and required:
+        scheduler = ", or a scheduler's variables" if name in FROM_SCHEDULER else ""
+        raise UserError(f"launch: expected {_flag(name)}, or {variable}{scheduler} in the environment")
+    return text
 
 
 def _integer(name: str, text: str) -> int:

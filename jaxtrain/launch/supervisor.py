@@ -43,7 +43,9 @@ def supervise(options: LaunchOptions, terminal: Terminal) -> tuple[int, str | No
         return Agent(options.agent, command, terminal).run(), None
     policy = options.policy
     processes = policy.nodes * options.agent.slots - policy.spares
-    job = open_job(options.source, options.overrides, processes, options.devices_per_process, options.fallbacks)
+    job = open_job(
+        options.source, options.overrides, processes, options.devices_per_process, options.fallbacks, options.continues
+    )
     terminal.show(f"launch  {job.directory}")
     return run_leader(job, policy, options, command, terminal), str(job.directory)
 

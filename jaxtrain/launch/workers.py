@@ -151,6 +151,11 @@ class WorkerGroup:
         for worker in self.workers:
             worker.signal(signal.SIGTERM)
 
+    def request_save(self) -> None:
+        """Sends SIGUSR1 to one worker: all save at the same step and go on."""
+        for worker in self.workers[:1]:
+            worker.signal(signal.SIGUSR1)
+
     def kill(self) -> None:
         """Sends SIGKILL, and hides what the workers still print."""
         for worker in self.workers:

@@ -20,6 +20,7 @@ from jaxtrain.core.program import Program, State
 from jaxtrain.errors import NotSavedError, TrainingError
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
+from jaxtrain.trainer.continuation import Resume
 from jaxtrain.trainer.setup import new_run_directory, open_trainer
 from jaxtrain.trainer.signals import Signals
 from jaxtrain.trainer.trainer import Trainer
@@ -60,7 +61,7 @@ def train(
     config: Config,
     run_dir: str | Path | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     console: ConsoleTracker | None = None,
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
@@ -71,7 +72,8 @@ def train(
     Args:
         config: from `jaxtrain.load`.
         run_dir: run directory; default: a new one, DIR/NAME.
-        resume: resume from the newest good checkpoint in `run_dir`.
+        resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
+            config, so that the same call may be made again, as schedulers do.
         console: shows progress; default: on the terminal.
         ledger: time accounting of this process; default: a new one.
         callbacks: called in this order, see `jaxtrain.callbacks`.
@@ -87,13 +89,15 @@ def train(
         DivergedError: too many steps in a row made no update, because loss or gradients are bad.
         CorruptionError: a device computes wrong results (`guard.replica_check_every`).
     """
-    directory = Path(run_dir) if run_dir is not None else new_run_directory(config)
+    directory = new_run_directory(config, resume) if run_dir is None else Path(run_dir)
     console = console or ConsoleTracker(config.steps)
     trainer, state, step = open_trainer(
         config, directory, console=console, resume=resume, ledger=ledger, callbacks=callbacks, components=components
     )
     try:
         with Signals() as signals:
+            if signals.joint_save is not None:
+                trainer.ticker.add(signals.joint_save)
             state, step, stopped_by = fit(trainer, state, step, signals)
             trainer.wait_for_checkpoints()
             trainer.report_checkpoints()
@@ -134,11 +138,11 @@ def fit(trainer: Trainer, state: State, step: int, signals: Signals) -> tuple[St
                 seconds = round(trainer.meter.end_compilation(step), 2)
                 trainer.trackers.event("compiled", step=step, seconds=seconds)
                 trainer.time_stages(state, batch)
-            stopped_by = signals.stop_at(step)
+            stopped_by, is_save_requested = signals.stop_at(step), signals.save_at(step)
             is_last, scores = step == config.steps, {}
             should_evaluate = bool(trainer.eval_sets) and (is_last or is_due(config.eval.every, step))
             should_save = is_last or stopped_by is not None or is_due(config.checkpoint.every, step)
-            should_save = should_save or trainer.checkpointer.is_retry_due(step)
+            should_save = should_save or is_save_requested or trainer.checkpointer.is_retry_due(step)
             if should_evaluate:
                 jax.block_until_ready(metrics)  # validation must not count as step time
                 scores = trainer.evaluate(state, step)

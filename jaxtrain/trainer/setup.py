@@ -20,6 +20,7 @@ from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
+from jaxtrain.distributed.multihost import broadcast, first_message
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import check_permutes_on_first_call
 from jaxtrain.io.ticker import Ticker
@@ -35,6 +36,7 @@ from jaxtrain.trackers.files import furthest_step
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory
 from jaxtrain.trainer.compatibility import environment
+from jaxtrain.trainer.continuation import Resume, can_continue
 from jaxtrain.trainer.initial_state import check_exists, initial_state
 from jaxtrain.trainer.restore import restore
 from jaxtrain.trainer.trainer import Trainer
@@ -45,7 +47,7 @@ def open_trainer(
     directory: Path,
     *,
     console: ConsoleTracker,
-    resume: bool,
+    resume: Resume,
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
     components: Components = NO_COMPONENTS,
@@ -56,7 +58,7 @@ def open_trainer(
         config: config of the run.
         directory: run directory.
         console: shows progress.
-        resume: resume from the newest good checkpoint.
+        resume: resume from the newest good checkpoint; "auto": if the directory holds the run of this config.
         ledger: time accounting of this process; default: a new one.
         callbacks: callbacks of the run.
         components: Python objects in place of what the config names.
@@ -78,12 +80,14 @@ def open_trainer(
     )  # fmt: skip
     if program.gradients.pipeline:
         program = replace(program, step=check_permutes_on_first_call(program.step))
-    if not resume and config.model.weights.path is not None:
+    is_continued = resume == "auto" and _holds_run(config, directory)
+    if not (resume is True or is_continued) and config.model.weights.path is not None:
         check_exists(config.model.weights.path)
     if is_main:
         create_directory(directory)
     checkpointer, ticker = open_checkpointer(config, directory), Ticker()
     try:
+        resume = resume is True or is_continued or (resume == "auto" and not checkpointer.is_empty())
         if not resume and not checkpointer.is_empty():
             where = directory if checkpointer.store.marked() else run_location(config.checkpoint.durable, directory)
             raise UserError(f"{where} already holds a run; expected `jaxtrain resume`, or another `name`")
@@ -154,13 +158,26 @@ def _assemble(
     )  # fmt: skip
 
 
-def new_run_directory(config: Config) -> Path:
+def new_run_directory(config: Config, resume: Resume) -> Path:
     """Returns DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run never overwrites another.
 
-    With several processes it is DIR/NAME and must be new, which `open_trainer` checks: they cannot agree on a number
-    before they are connected.
+    If `resume` is "auto" it is DIR/NAME, and with several processes, too, which `open_trainer` checks: they cannot
+    agree on a number before they are connected.
     """
-    return config.run_dir if runtime.process_count() > 1 else free_directory(config)
+    return config.run_dir if resume == "auto" or runtime.process_count() > 1 else free_directory(config)
+
+
+def _holds_run(config: Config, directory: Path) -> bool:
+    """Returns whether a directory holds the run of a config, as process 0 sees it; see `can_continue`."""
+    is_continued, problem = False, None
+    if jax.process_index() == 0:
+        try:
+            is_continued = can_continue(config, directory)
+        except UserError as error:
+            problem = str(error)
+    if problem := first_message(problem):
+        raise UserError(problem)
+    return broadcast(int(is_continued)) == 1
 
 
 def start_info(trainer: Trainer) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""SIGTERM, SIGINT and SIGHUP as requests that the training loop handles between two steps.
+"""SIGTERM, SIGINT, SIGHUP and SIGUSR1 as requests that the training loop handles between two steps.
 
-The loop saves and exits with `SAVED`: 75 is EX_TEMPFAIL of sysexits.h, "try again later". So a scheduler or a shell
-loop can distinguish a saved run from success (0), an error (1, 2) and a run killed without a save (128 + signal).
+After the first three the loop saves and exits with `SAVED`: 75 is EX_TEMPFAIL of sysexits.h, "try again later". So a
+scheduler or a shell loop can distinguish a saved run from success (0), an error (1, 2) and a run killed without a save
+(128 + signal). After SIGUSR1 it saves and goes on.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import signal
 import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtrain.trainer.joint_save_request import JointSaveRequest
 
 
 class Signals:
-    """Records SIGTERM, SIGINT and SIGHUP while the context is active. A second one exits at once with 128 + signal.
+    """Records signals while the context is active. A second SIGTERM or SIGINT exits at once with 128 + signal.
 
     Not so SIGHUP: kernel and shell both send it when a terminal is closed, and service managers beside SIGTERM. It is
     left alone if the process has inherited it as ignored, as under nohup.
@@ -23,18 +27,29 @@ class Signals:
         with Signals() as signals:
             for step in ...:
                 if name := signals.stop_at(step): save, break
+                if signals.save_at(step): save
 
     Restores previous handlers on exit. Does nothing outside the main thread, where Python allows no handlers.
+
+    Attributes:
+        joint_save: what a background thread calls once a second with several processes; None with one.
     """
 
     def __init__(self) -> None:
         self._previous: dict[signal.Signals, Any] = {}
         self._requested: str | None = None
         self._distributed = False
+        self._is_save_requested = False
+        self.joint_save: JointSaveRequest | None = None
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self._distributed = _distributed()
+            if self._distributed:
+                from jaxtrain.trainer.joint_save_request import JointSaveRequest
+
+                self.joint_save = JointSaveRequest()
+            self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._request_save)
             # With jax.distributed, its preemption service handles SIGTERM and informs the other processes.
             handled = [signal.SIGINT, *([] if self._distributed else [signal.SIGTERM])]
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -66,6 +81,23 @@ class Signals:
         if multihost_utils.reached_preemption_sync_point(step):
             return self._requested or "SIGTERM"
         return None
+
+    def save_at(self, step: int) -> bool:
+        """Returns whether all processes save after this step because one of them received SIGUSR1.
+
+        Every process must call it each step. With several it takes a few seconds until they do.
+        """
+        if self.joint_save is not None:
+            return self.joint_save.is_due(step)
+        is_requested, self._is_save_requested = self._is_save_requested, False
+        return is_requested
+
+    def _request_save(self, number: int, frame: FrameType | None) -> None:
+        self._is_save_requested = True
+        if self.joint_save is not None:
+            self.joint_save.receive()
+        with suppress(OSError):
+            os.write(2, b"\nSIGUSR1: saving after this step; training goes on\n")
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self._requested is not None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.checkpoint import multi_process_saving
 from jaxtrain.checkpoint.multi_process_saving import JointRetry
+from jaxtrain.distributed import agreed_step
 
 WORKER = Path(__file__).parent / "saving_worker.py"
 
@@ -81,5 +81,5 @@ def test_all_retry_at_the_same_steps(lost):
 
 @pytest.mark.parametrize(("margin", "lost"), [(1, 0), (3, 2)])
 def test_a_smaller_margin_is_not_enough(monkeypatch, margin, lost):
-    monkeypatch.setattr(multi_process_saving, "MARGIN", margin)
+    monkeypatch.setattr(agreed_step, "MARGIN", margin)
     assert not all(agree(run(seed, lost)) for seed in range(300))

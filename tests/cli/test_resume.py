@@ -127,6 +127,20 @@ def test_a_run_goes_on_without_the_reader_of_its_output(place: Path, whole: dict
     assert losses(place / f"runs/unread-{gone}") == whole
 
 
+def test_sigusr1_saves_and_the_run_goes_on(place: Path, whole: dict[int, float]):
+    run = place / "runs/asked"
+    process = start(place, "train", "config.yaml", "name=asked", "checkpoint.every=null", "checkpoint.keep=9")
+    for step in (5, 15):
+        until(process, run, step)
+        process.send_signal(signal.SIGUSR1)
+    finish(process)
+    assert losses(run) == whole
+    saved = sorted(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+    assert len(saved) == 3
+    assert 5 <= saved[0] < 15 <= saved[1] < saved[2] == 40
+
+
+@pytest.mark.usefixtures("default_hangup")
 def test_a_closed_terminal_saves(place: Path, whole: dict[int, float]):
     """The run gets SIGHUP, and can no longer write to the terminal."""
     run, (terminal, inner) = place / "runs/hangup", os.openpty()

@@ -75,8 +75,19 @@ def test_a_run_is_settled_once_and_its_config_loads_by_itself(tmp_path):
     assert (config.simulate, config.mesh.model, config.optimizer.lr) == (4, 1, 1e-4)
     again = open_job(str(job.directory), [], 2, 2, [])
     assert again.directory == job.directory
-    another = opened(tmp_path, "{fsdp: -1, model: 2}")
-    assert another.directory == tmp_path / "runs" / "run-2"
+
+
+def test_the_same_line_goes_on_whatever_mesh_a_generation_had(tmp_path):
+    mesh, fallback = "{fsdp: -1, model: 2}", "mesh.model=1"
+    job = opened(tmp_path, mesh, fallback)
+    job.write_config(job.placement(2, [fallback]))
+    assert opened(tmp_path, mesh, fallback, processes=3).directory == job.directory
+    with pytest.raises(ConfigError, match=r"mesh\.model: 1 -> 2; expected the config of the run there"):
+        opened(tmp_path, mesh)
+    with pytest.raises(ConfigError, match=r"seed: 0 -> 1"):
+        open_job(str(tmp_path / "config.yaml"), ["optimizer.lr=1e-4", "seed=1"], 4, 2, [[fallback]])
+    new = open_job(str(tmp_path / "config.yaml"), [], 4, 2, [], continues=False)
+    assert new.directory == tmp_path / "runs" / "run-2"
 
 
 def test_shares_of_the_simulated_devices(tmp_path):

@@ -27,8 +27,8 @@ def test_local_listens_on_loopback_alone():
 
 def test_a_node_takes_arguments_then_its_own_names_then_slurms():
     env = {
-        "JAXTRAIN_COORDINATOR": "10.0.0.1:29400", "SLURM_NNODES": "8", "SLURM_NODEID": "5", "JAXTRAIN_NODE": "6",
-        "JAXTRAIN_PROCESSES": "2",
+        "JAXTRAIN_COORDINATOR": "10.0.0.1:29400", "SLURM_JOB_ID": "7", "SLURM_NNODES": "8", "SLURM_NODEID": "5",
+        "JAXTRAIN_NODE": "6", "JAXTRAIN_PROCESSES": "2",
     }  # fmt: skip
     found = parsed("node", "c.yaml", **env)
     assert (found.agent.node, found.policy.nodes, found.agent.slots) == (6, 8, 2)
@@ -42,8 +42,14 @@ def test_a_node_takes_arguments_then_its_own_names_then_slurms():
     ("arguments", "said"),
     [
         (("local",), "--processes, or JAXTRAIN_PROCESSES"),
-        (("node", "--processes=1", "--node=0", "--coordinator=h:1"), "--nodes, or JAXTRAIN_NODES or SLURM_NNODES"),
-        (("node", "--processes=1", "--nodes=2", "--coordinator=h:1"), "--node, or JAXTRAIN_NODE or SLURM_NODEID"),
+        (
+            ("node", "--processes=1", "--node=0", "--coordinator=h:1"),
+            "--nodes, or JAXTRAIN_NODES, or a scheduler",
+        ),
+        (
+            ("node", "--processes=1", "--nodes=2", "--coordinator=h:1"),
+            "--node, or JAXTRAIN_NODE, or a scheduler",
+        ),
         (("node", "--processes=1", "--nodes=2", "--node=0"), "--coordinator, or JAXTRAIN_COORDINATOR"),
         (("node", "--processes=1", "--nodes=2", "--node=0", "--coordinator=h"), "HOST:PORT"),
         (("local", "--processes=0"), "at least 1"),

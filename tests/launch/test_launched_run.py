@@ -100,3 +100,22 @@ def test_a_signal_to_one_process_saves_all_at_one_step_and_the_run_goes_on(tmp_p
     local = job.start("local", "--processes=1", "--devices-per-process=3", str(job.run))
     assert local.wait(240) == 0, job.terminal()
     job.as_expected(expected)
+
+
+def test_sigusr1_saves_at_one_step_and_training_goes_on(tmp_path: Path, launched):
+    """Sent to the launcher while its workers start, where it does nothing, and while they train."""
+    steps = 120
+    expected = undisturbed(tmp_path, steps)
+    job = launched(steps, delay=0.05)
+    local = job.start("local", "--processes=2", "--devices-per-process=2", job.config, "checkpoint.every=null")
+    job.until(lambda: len(job.workers()) == 2, "no two workers")
+    local.send_signal(signal.SIGUSR1)
+    job.reaches(5)
+    local.send_signal(signal.SIGUSR1)
+    committed = job.run / "checkpoints"
+    job.until(lambda: any(path.name.isdecimal() for path in committed.iterdir()), "no checkpoint")
+    (saved,) = [int(path.name) for path in committed.iterdir() if path.name.isdecimal()]
+    assert 5 < saved < steps
+    assert local.wait(240) == 0, job.terminal()
+    job.as_expected(expected)
+    assert len(job.events("start")) == 1

@@ -30,6 +30,7 @@ with Signals() as signals:
 """
 
 
+@pytest.mark.usefixtures("default_hangup")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_is_noted_and_handlers_come_back(name):
     number = getattr(signal, name)
@@ -44,6 +45,20 @@ def test_a_signal_is_noted_and_handlers_come_back(name):
         assert signals.requested == name
         assert signals.stop_at(1) == name
     assert signal.getsignal(number) is before
+
+
+def test_a_request_to_save_is_met_once_and_stops_nothing():
+    before = signal.getsignal(signal.SIGUSR1)
+    with Signals() as signals:
+        assert not signals.save_at(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + 5
+        while not signals.save_at(1) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert time.monotonic() < deadline
+        assert not signals.save_at(2)
+        assert signals.stop_at(2) is None
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def start(*args: str) -> subprocess.Popen:
@@ -72,6 +87,7 @@ def test_the_second_signal_ends_the_process_at_once():
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.usefixtures("default_hangup")
 def test_a_closed_terminal_sends_more_than_one_signal():
     """SIGHUP twice, then SIGTERM: the loop still stops by itself."""
     process = start("stubborn")

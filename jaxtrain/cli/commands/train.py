@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -11,20 +12,23 @@ from jaxtrain.cli.setup import config_overrides, load_config, prepare_jax_import
 from jaxtrain.config import Config, ConfigError, Problem
 from jaxtrain.errors import UserError
 from jaxtrain.exit_codes import ERROR, OK, SAVED
+from jaxtrain.trainer.continuation import Resume, is_scheduled
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     config, _ = load_config(args.config, config_overrides(args))
-    return train(config, None, args, resume=False)
+    is_new = args.resume == "never" or (args.resume is None and (sys.stdin.isatty() or not is_scheduled()))
+    return train(config, None, args, resume=False if is_new else "auto")
 
 
-def train(config: Config, directory: Path | None, args: argparse.Namespace, *, resume: bool) -> int:
+def train(config: Config, directory: Path | None, args: argparse.Namespace, *, resume: Resume) -> int:
     """Trains a config, new or resumed, and returns the exit code."""
     if args.deadline is not None and not 0 <= args.deadline < float("inf"):
         raise UserError(f"--deadline: expected seconds, or 0 for none; found {args.deadline:g}")
     if args.owns_process:
         drop_lost_output()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its default would end a run that has not begun to train
     prepare_jax_import(config.simulate or args.simulate)
     from jaxtrain import api
     from jaxtrain.callbacks.samples import LossPlot, Samples
