@@ -150,7 +150,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     seconds = common.spread(times)
     tokens = spec["rows"] * spec["length"]
     flops = flops_per_token(config, host)
-    peak = device_peak(device, 1, None if device.platform != "cpu" else np.float32)
+    peak = device_peak(device)
     out = {
         "machine": common.machine(), "device": device.device_kind, "compile_seconds": compile_seconds,
         "seconds": seconds, "tokens_per_sec": tokens / seconds["median"], "loss": loss,

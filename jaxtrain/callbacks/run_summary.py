@@ -11,7 +11,7 @@ from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.batch_spec import batch_spec, example_row
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.models.model_def import merge_trees
-from jaxtrain.models.spec import has_token_rows
+from jaxtrain.models.spec import has_token_rows, is_decoder
 from jaxtrain.pipeline.schedules.cost import cost_line
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, parameter_rows
@@ -45,6 +45,7 @@ class RunSummary(Callback):
         if self._splits_a_mean(trainer):
             console.print("note      the loss returns a mean, weighted by the rows of a microbatch: a mean of means")
         if isinstance(trainer.data, TextDataset):
+            console.print(*self._padding_lines(trainer, trainer.data.vocab))
             counts = f"{trainer.data.documents:,} documents, {trainer.data.tokens:,} tokens"
             console.print(f"data      {counts}; unigram entropy {trainer.data.unigram_entropy:.4f} nats per token")
         file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True)
@@ -64,6 +65,13 @@ class RunSummary(Callback):
             return False
         batch = batch_spec(data, data.global_batch // parts, example_row(data, trainer.data))
         return trainer.program.model_def.returns_mean(batch)
+
+    def _padding_lines(self, trainer: TrainerView, tokens: int) -> list[str]:
+        """Returns a line about rows of the decoder's embedding table that no token has."""
+        if not is_decoder(trainer.config.model):
+            return []
+        rows = trainer.program.model_def.parameters["embed"]["table"].shape[0]
+        return [f"vocab     {tokens:,} tokens, padded to {rows:,} rows (model.vocab)"] if rows > tokens else []
 
     def _device_kind(self, trainer: TrainerView) -> str:
         device = jax.devices()[0]

@@ -213,7 +213,7 @@ class Checkpointer(CheckpointReader):
     def rewind(self, step: int) -> list[int]:
         """Renames the committed steps after `step` to `old-N`, so that training can continue from it.
 
-        In the durable tier, too; an object store cannot rename, so there they are deleted.
+        They are deleted once a step as late as theirs is saved again. In the durable tier, too; an object store cannot rename, so there they are deleted.
 
         Returns:
           the renamed steps.
@@ -311,7 +311,8 @@ class Checkpointer(CheckpointReader):
         return lambda: orbax.write(path, tree, self._timeout)
 
     def _prune(self) -> list[int]:
-        """Deletes steps beyond the limit and returns them."""
+        """Deletes steps beyond the limit and returns them; and those that a rewind left, once a later one is saved."""
+        self.store.delete_abandoned()
         return self.store.prune(*self._kept, held=() if self._copier is None else self._copier.held())
 
 

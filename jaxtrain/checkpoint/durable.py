@@ -158,6 +158,7 @@ class FolderTier(DurableTier):
 
     def clean(self) -> None:
         self._store.clean()
+        self._store.delete_abandoned()
 
 
 class ObjectStoreTier(DurableTier):

@@ -154,6 +154,11 @@ class CheckpointStore:
         ]
         self.delete(*(name for name in remains if step is None or name.split(".")[0] == str(step)))
 
+    def delete_abandoned(self) -> None:
+        """Deletes the steps that a rewind has set aside, once a step as late as theirs is committed again."""
+        newest = max(self.marked(), default=-1)
+        self.delete(*(name for step, name in self.aside() if name.startswith("old-") and step <= newest))
+
     def prune(
         self, keep: int, keep_best: int = 0, best: str | None = None, held: Collection[int] = frozenset()
     ) -> list[int]:

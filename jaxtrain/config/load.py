@@ -9,7 +9,7 @@ layout and its `from` are only names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,11 +208,24 @@ def _merge_levels(levels: list[Level], overrides: list[Override], problems: list
     defaults = Config().model_dump()
     for path, node in overrides:
         errors: list[Problem] = []
+        notes += _dropped_options(tree, path, node)
         tree = set_value(tree, path, node, defaults, errors)
         problems += [Problem(p.where, ".".join(path), p.message) for p in errors]
     # All keys of a layout are set in a loaded config, which `Config.has_layout` tells from one built in Python.
     unset = {key: defaults[key] for key in LAYOUT_KEYS if key not in tree.value}
     return merge(from_python(unset, "default", problems), tree)
+
+
+def _dropped_options(tree: Node, path: Sequence[str], node: Node) -> list[str]:
+    """Returns a note on the options of a section whose `type` the command line replaces."""
+    section = find_node(tree, path[:-1]) if path[-1] == "type" else None
+    if section is None or not isinstance(section.value, dict):
+        return []
+    before, options = section.value.get("type"), section.value.get("options")
+    if options is None or not options.value or (before is not None and before.value == node.value):
+        return []
+    key = ".".join(path[:-1])
+    return [f"{key}.type={node.value} has its own options: {key}.options of {options.where} are not used"]
 
 
 def _replaced_sizes(tree: Node, layout: Node) -> list[str]:

@@ -203,7 +203,7 @@ class LogConfig(Section):
     wandb: Bool = key(False, "log to Weights & Biases, project $WANDB_PROJECT or jaxtrain; needs jaxtrain[wandb]")
     mlflow: Bool = key(False, "log to MLflow, experiment $MLFLOW_EXPERIMENT_NAME or jaxtrain; needs jaxtrain[mlflow]")
     upload_checkpoints: Bool = key(False, "upload every checkpoint to W&B and MLflow, as an artifact of the run")
-    peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: known chips, measured on CPU")
+    peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: that of a known chip")
     sample_tokens: Count = key(0, "tokens generated at the end")
 
 

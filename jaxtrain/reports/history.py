@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,6 +60,11 @@ class Attempt:
     cause: str
     generation: int | None = None
     processes: int | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it did all steps of its config."""
+        return self.reason == "finished"
 
 
 @dataclass(frozen=True)
@@ -220,16 +226,21 @@ def _cause(span: Sequence[Event], reason: str | None, ends: Sequence[Event], has
 
 
 def _bucket_seconds(attempts: Sequence[Attempt]) -> tuple[dict[str, float], float]:
-    """Returns (seconds of all buckets, their sum). Time that no ledger has, from the first start on, is `down`."""
+    """Returns (seconds of all buckets, their sum).
+
+    Time that no ledger has, from the first start on, is `down`; not so between a finished run and its extension.
+    """
     seconds = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in BUCKETS}
     total = max(attempt.ended for attempt in attempts) - attempts[0].began
+    for before, after in pairwise(attempts):
+        total -= max(0.0, after.began - before.ended) if before.is_finished else 0.0
     seconds[DOWN] = max(0.0, total - sum(seconds.values()))
     return seconds, sum(seconds.values())
 
 
 def _state(attempt: Attempt, now: float) -> str:
     if attempt.cause:
-        return "finished" if attempt.reason == "finished" else f"stopped: {attempt.cause}"
+        return "finished" if attempt.is_finished else f"stopped: {attempt.cause}"
     silent = max(0.0, now - attempt.ended)
     if silent < SILENT:
         return f"running: {ALL_BUCKETS.get(attempt.phase, attempt.phase)}"

@@ -27,8 +27,7 @@ from jaxtrain.io.ticker import Ticker
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.models.flops import Flops, decoder_flops, user_flops
 from jaxtrain.models.spec import has_token_rows, is_decoder, vocabulary_size
-from jaxtrain.planning.hardware.peak import Peak, device_peak
-from jaxtrain.precision.policy import POLICIES
+from jaxtrain.planning.hardware.peak import device_peak
 from jaxtrain.sharding import layout as layouts
 from jaxtrain.trackers.base import TrackerList, build_trackers
 from jaxtrain.trackers.console import ConsoleTracker
@@ -148,7 +147,7 @@ def _assemble(
     members = TrackerList(trackers + ([console] if is_main else []), console.print)
     has_tokens = has_token_rows(config.model, config.data)
     items = config.data.global_batch * (config.data.sequence if has_tokens else 1)
-    flops, peak = _flops(config, program, data, items), _peak(config)
+    flops, peak = _flops(config, program, data, items), device_peak(jax.local_devices()[0], config.log.peak_tflops)
     memory = device_memory(jax.local_devices())
     unit = "tokens" if has_tokens else "samples"
     meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit)
@@ -212,8 +211,3 @@ def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | N
     host = data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
     return user_flops(program.model_def.abstract(), shapes, items)
-
-
-def _peak(config: Config) -> Peak | None:
-    compute = POLICIES[config.precision].compute
-    return device_peak(jax.local_devices()[0], jax.local_device_count(), compute, config.log.peak_tflops)

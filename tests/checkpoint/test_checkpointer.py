@@ -391,7 +391,11 @@ def test_saving_a_step_twice_or_backwards(tmp_path):
         assert checkpoints.save(7, state, manifest={})
         checkpoints.wait()
         assert [info.step for info in checkpoints.steps()] == [5, 7]
-    assert (tmp_path / "old-9").is_dir()
+        assert (tmp_path / "old-9").is_dir()
+        checkpoints.save(9, state, manifest={})
+        checkpoints.wait()
+        assert [info.step for info in checkpoints.steps()] == [5, 7, 9]
+        assert not (tmp_path / "old-9").exists(), "a step as late as the abandoned one is saved again"
     with pytest.raises(CheckpointError, match="is closed"):
         checkpoints.save(8, state, manifest={})
 

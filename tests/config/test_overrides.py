@@ -42,6 +42,16 @@ def test_the_command_line_prints_notes(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+def test_options_of_another_type_are_not_dropped_silently(tmp_path: Path) -> None:
+    file, notes = tmp_path / "own.yaml", []
+    file.write_text("model:\n  type: package.module:Net\n  options: {width: 8}\n")
+    resolve(file, "model.type=package.module:Net", "model.options.depth=2", paths=False, notes=notes)
+    assert notes == []
+    config, _ = resolve(file, "model.type=package.module:Other", paths=False, notes=notes)
+    assert config.model.options == {}
+    assert notes == [f"model.type=package.module:Other has its own options: model.options of {file}:3 are not used"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "notes"),
     [

@@ -11,6 +11,7 @@ from run_examples import BEGAN, Folder, three_attempts
 from jaxtrain.checkpoint import Committed
 from jaxtrain.checkpoint.events import Copied
 from jaxtrain.errors import UserError
+from jaxtrain.reports import tables
 from jaxtrain.reports.history import ALL_BUCKETS, as_dict, format_seconds, read_history
 
 
@@ -161,3 +162,16 @@ def test_json(tmp_path):
 )  # fmt: skip
 def test_times_are_said_in_units_that_suit_them(seconds, expected):
     assert format_seconds(seconds) == expected
+
+
+def test_a_finished_run_that_is_extended_a_day_later_was_not_down(tmp_path):
+    folder = Folder(tmp_path / "run")
+    for day, reason in enumerate(("finished", "SIGTERM", "finished")):
+        at = 86400 * day
+        folder.event(at + 10, "start" if day == 0 else "resume", step=10 * day, name="run", steps=10 * (day + 1))
+        folder.ledger(at + 100, 10 * day + 10, init=10.0, compute=90.0)
+        folder.event(at + 100, "stop", step=10 * day + 10, reason=reason)
+    run = read_history(folder.path)
+    assert run.seconds["down"] == pytest.approx(86400 - 100)  # after the signal alone
+    assert run.goodput == pytest.approx(270 / (300 + 86400 - 100))
+    assert [row[4] for row in tables.attempts(run)] == ["", format_seconds(86400 - 100), ""]

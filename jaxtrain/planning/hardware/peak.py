@@ -1,9 +1,8 @@
-"""Peak FLOP/s of a device, for MFU: from a table of chips, or measured on CPU."""
+"""Peak FLOP/s of a device, for MFU, from a table of chips."""
 
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,40 +46,13 @@ def published_peak(device_kind: str) -> Peak | None:
     return None if flops is None else Peak(flops, f"{device_kind}, dense bfloat16")
 
 
-def device_peak(device: Any, local_devices: int, dtype: Any, tflops: float | None = None) -> Peak | None:
+def device_peak(device: Any, tflops: float | None = None) -> Peak | None:
     """Peak of a device; None, and so no MFU, if it is unknown.
+
+    A CPU has none: simulated devices share its cores, and a measured rate varies with what else runs on them.
 
     Args:
         device: a jax.Device.
-        local_devices: number of devices of this host; simulated CPU devices share its measured rate.
-        dtype: compute dtype, for the measurement on CPU.
         tflops: the config's figure (`log.peak_tflops`), which takes precedence.
     """
-    if tflops is not None:
-        return Peak(tflops * 1e12, "log.peak_tflops")
-    if device.platform == "cpu":
-        return Peak(measure_cpu(dtype, device) / local_devices, "measured matmul of this host / its devices")
-    return published_peak(device.device_kind)
-
-
-def measure_cpu(dtype: Any, device: Any = None, seconds: float = 0.4) -> float:
-    """Measures the best FLOP/s of square matmuls of `dtype` on this host's CPU.
-
-    One device runs on all cores. Each of three sizes is repeated for a third of the time, so that the best run is one
-    that no other process disturbed; a slow dtype (bfloat16 without hardware support) stops at a smaller size.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    device = device or jax.local_devices(backend="cpu")[0]
-    multiply = jax.jit(lambda a, b: a @ b)
-    best, start = 0.0, time.perf_counter()
-    for size in (256, 512, 1024):
-        a = jax.device_put(jnp.ones((size, size), dtype), device)
-        multiply(a, a).block_until_ready()
-        size_start = run_start = time.perf_counter()
-        while not best or (run_start - size_start < seconds / 3 and run_start - start < seconds):
-            multiply(a, a).block_until_ready()
-            now = time.perf_counter()
-            best, run_start = max(best, 2 * size**3 / (now - run_start)), now
-    return best
+    return published_peak(device.device_kind) if tflops is None else Peak(tflops * 1e12, "log.peak_tflops")
