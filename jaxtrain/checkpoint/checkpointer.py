@@ -213,7 +213,8 @@ class Checkpointer(CheckpointReader):
     def rewind(self, step: int) -> list[int]:
         """Renames the committed steps after `step` to `old-N`, so that training can continue from it.
 
-        They are deleted once a step as late as theirs is saved again. In the durable tier, too; an object store cannot rename, so there they are deleted.
+        They are deleted once a step as late as theirs is saved again. The same in the durable tier; an object store
+        cannot rename, so there they are deleted at once.
 
         Returns:
           the renamed steps.

@@ -84,12 +84,15 @@ class TextDataset:
         for source, documents, cache in zip(data.sources, self.splits, caches):
             if not documents.documents and (is_train or not any(s.documents for s in self.splits)):
                 raise _empty_split_error(split, source.path, cache, data.validation_fraction)
+        self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
+        text_bytes = [s.text_bytes for s in self.splits if s.text_bytes is not None]
+        if is_train and data.sequence > self.tokens:
+            message = f"is more than the {self.tokens:,} tokens of the training data; expected at most these"
+            raise DataError(f"data.sequence: {data.sequence:,} {message}")
         self._packers = [
             Packer(s.lengths, data.sequence, seed if is_train else VALIDATION_SEED) if s.documents else None
             for s in self.splits
         ]
-        self.documents, self.tokens = sum(s.documents for s in self.splits), sum(s.tokens for s in self.splits)
-        text_bytes = [s.text_bytes for s in self.splits if s.text_bytes is not None]
         targets = self.tokens - self.documents
         self.targets_per_byte = targets / max(sum(text_bytes), 1) if len(text_bytes) == len(self.splits) else None
         self.fingerprint = "-".join(c.key for c in caches)

@@ -116,6 +116,7 @@ def test_parquet(tmp_path: Path) -> None:
 def test_errors_name_file_and_line(tmp_path: Path) -> None:
     assert "no such file or folder" in error(tmp_path / "nowhere")
     assert "no files found (looked for *.zz)" in error(tmp_path, include=("*.zz",))
+    assert "no files found (looked for jsonl)" in error(tmp_path, format="jsonl")
     assert "no files found" in error(f"{tmp_path}/*.jsonl")
     (tmp_path / "bad.txt").write_bytes(b"one\ntwo\n\xff\xfe")
     assert f"{tmp_path}/bad.txt:3: not UTF-8 (byte 0xff)" in error(tmp_path)

@@ -253,6 +253,15 @@ def test_entropy_of_a_mixture_is_that_of_the_mixed_tokens(tmp_path: Path) -> Non
     assert held.unigram_entropy == pytest.approx(entropy((counts / counts.sum()).tolist()), rel=1e-12)
 
 
+def test_a_sequence_is_no_longer_than_the_data(tmp_path: Path) -> None:
+    """A hundred million tokens a sequence would otherwise take minutes and all memory."""
+    write_texts(tmp_path / "a", 3, 0)
+    tokens = open_dataset(config(tmp_path, tmp_path / "a", validation_fraction=0), 0, "train").tokens
+    open_dataset(config(tmp_path, tmp_path / "a", validation_fraction=0, sequence=tokens), 0, "train")
+    with pytest.raises(DataError, match=f"data.sequence: 100,000,000 is more than the {tokens:,} tokens of the train"):
+        open_dataset(config(tmp_path, tmp_path / "a", validation_fraction=0, sequence=100_000_000), 0, "train")
+
+
 @pytest.mark.parametrize(
     ("split", "validation", "advice"),
     [

@@ -78,7 +78,8 @@ def choose_files(listing: FileListing, source: SourceConfig) -> dict[str, str]:
     else:
         files = _files_of_one_format(names, source)
     if not files:
-        patterns = ", ".join(source.include) or ", ".join(FORMATS)
+        formats = ", ".join(FORMATS) if source.format == "auto" else source.format
+        patterns = ", ".join(source.include) or formats
         raise DataError(f"{source.path}: no files found (looked for {patterns}); check data.sources[].path and include")
     return files
 
