@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxtrain.errors import UserError
 from jaxtrain.launch.agent import AgentConfig
-from jaxtrain.launch.cluster import find_cluster
+from jaxtrain.launch.scheduler import find_scheduler_job
 from jaxtrain.launch.types import RestartPolicy
 
 LOOPBACK = "127.0.0.1"
@@ -89,9 +89,9 @@ def resume_command(options: LaunchOptions, directory: str) -> str:
 
 def _scheduled(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what a scheduler's variables say, under the names of jaxtrain's own."""
-    cluster = find_cluster(environ)
-    coordinator = None if cluster.host is None else f"{cluster.host}:{cluster.port}"
-    values = {"nodes": cluster.nodes, "node": cluster.node, "coordinator": coordinator}
+    job = find_scheduler_job(environ)
+    coordinator = None if job.host is None else f"{job.host}:{job.port}"
+    values = {"nodes": job.nodes, "node": job.node, "coordinator": coordinator}
     return {_variable(name): str(value) for name, value in values.items() if value is not None}
 
 

@@ -209,13 +209,8 @@ class SearchSpace:
         """Every choice of mesh, rules, ZeRO stage and microbatches that passes the layout check."""
         for sizes in self._meshes():
             for choice in self._mesh_variants(LayoutChoice(sizes)):
-                is_legal: dict[bool, bool] = {}  # by whether the stage is 3
-                for zero in self._zero_stages(choice):
-                    if (zero == 3) not in is_legal:
-                        is_legal[zero == 3] = self._is_legal(replace(choice, zero=zero))
-                    # With one microbatch, stage 2 equals stage 1.
-                    if is_legal[zero == 3] and not (zero == 2 and choice.microbatches == 1):
-                        yield replace(choice, zero=zero)
+                if self._is_legal(choice):
+                    yield from (replace(choice, zero=zero) for zero in self._zero_stages(choice))
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         model, replicas = self.config.model, max(1, self.config.mesh.replica)
@@ -243,10 +238,10 @@ class SearchSpace:
                     yield replace(choice, sequence_parallel=sequence, context_parallel=context, microbatches=count)
 
     def _zero_stages(self, choice: LayoutChoice) -> tuple[int, ...]:
+        """Returns the stages that are layouts of their own: 3 is the axis `fsdp`, and 2 is 1 with one microbatch."""
         if choice.size(DATA_AXIS) == 1:
             return (0,)
-        # Stage 3 equals `fsdp`, so it is tried only on the mesh of replicas alone.
-        return (0, 1, 2, 3) if choice.size(DATA_AXIS) == choice.devices else (0, 1, 2)
+        return (0, 1) if choice.microbatches == 1 else (0, 1, 2)
 
     def _is_legal(self, choice: LayoutChoice) -> bool:
         problems = check_config(self.to_config(choice), self.devices, self.vocab)

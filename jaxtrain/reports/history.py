@@ -63,7 +63,7 @@ class Attempt:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it did all steps of its config."""
+        """True if it did all steps of its config."""
         return self.reason == "finished"
 
 

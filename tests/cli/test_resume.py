@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,10 +54,11 @@ def place(tmp_path_factory) -> Path:
     return place
 
 
-def start(place: Path, *arguments: str, stderr: int | None = subprocess.STDOUT) -> subprocess.Popen:
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+def start(place: Path, *arguments: str, stderr: int | None = subprocess.STDOUT, **environ: str) -> subprocess.Popen:
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | environ
     command = [sys.executable, "-m", "jaxtrain.cli.main", *arguments]
-    return subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    return subprocess.Popen(command, cwd=place, env=environment, **pipes)
 
 
 def finish(process: subprocess.Popen, expected: int = 0) -> str:
@@ -99,6 +101,24 @@ def test_killed_twice_and_resumed_is_bitwise_the_same(place: Path, whole: dict[i
     output = finish(process)
     assert "losses are bitwise those of an uninterrupted run" in output
     assert losses(run) == whole
+
+
+@pytest.mark.parametrize(("option", "environ"), [(["--resume=auto"], {}), ([], {"SLURM_JOB_ID": "7"})])
+def test_a_scheduler_runs_the_same_line_again(
+    place: Path, whole: dict[int, float], option: list[str], environ: dict[str, str]
+):
+    run = place / f"runs/again-{len(option)}"
+    line = ("train", "config.yaml", f"name={run.name}", *option)
+    for step in (7, 17):
+        process = start(place, *line, **environ)
+        until(process, run, step)
+        process.kill()
+        process.wait()
+    finish(start(place, *line, **environ))
+    assert losses(run) == whole
+    output = finish(start(place, *line, "seed=1", **environ), 2)
+    assert "seed: 0 -> 1; expected the config of the run there" in output
+    assert not run.with_name(f"{run.name}-2").exists()
 
 
 def test_sigterm_saves_and_says_so_with_its_exit_code(place: Path, whole: dict[int, float]):

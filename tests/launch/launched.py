@@ -94,6 +94,7 @@ class Launched:
         self.place, self.run = place, place / "runs" / "parts"
         self.config = write(place, "parts", steps, delay)
         self.supervisors: list[subprocess.Popen] = []
+        self.watched: subprocess.Popen | None = None  # must live while something is waited for; default: the first
 
     def start(self, *arguments: str) -> subprocess.Popen:
         base = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
@@ -109,9 +110,9 @@ class Launched:
         return "".join((self.place / f"terminal-{i}").read_text() for i in range(len(self.supervisors)))
 
     def until(self, true: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 240
+        deadline, watched = time.monotonic() + 240, self.watched or self.supervisors[0]
         while not true():
-            assert self.supervisors[0].poll() is None, self.terminal()
+            assert watched.poll() is None, self.terminal()
             assert time.monotonic() < deadline, f"{what}\n{self.terminal()}"
             time.sleep(0.01)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,26 @@ def test_sigusr1_saves_at_one_step_and_training_goes_on(tmp_path: Path, launched
     assert local.wait(240) == 0, job.terminal()
     job.as_expected(expected)
     assert len(job.events("start")) == 1
+
+
+@pytest.mark.chaos
+def test_the_same_line_ten_times_after_everything_was_killed(tmp_path: Path, launched):
+    """As a scheduler does that ends all processes of a job and starts it again."""
+    steps, rng = 60, random.Random(5)
+    expected = undisturbed(tmp_path, steps)
+    job = launched(steps, delay=0.1)
+    line = ("local", "--processes=2", "--devices-per-process=2", job.config)
+    for index in range(10):
+        job.watched = local = job.start(*line)
+        if index % 3:
+            job.reaches(min(max(losses(job.run), default=0) + rng.randint(1, 6), steps))
+        else:
+            time.sleep(rng.uniform(0, 8))  # amid the start
+        local.kill()
+        local.wait()
+        while job.workers():
+            time.sleep(0.05)
+    local = job.start(*line)
+    assert local.wait(240) == 0, job.terminal()
+    job.as_expected(expected)
+    assert [path.name for path in job.run.parent.iterdir() if path.name.startswith("parts")] == ["parts"]

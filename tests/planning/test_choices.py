@@ -9,6 +9,8 @@ import pytest
 from jaxtrain.config.schema import Config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.planning.choices import LayoutChoice, SearchSpace, microbatch_counts
+from jaxtrain.planning.cost.estimate import CostModel
+from jaxtrain.planning.hardware import targets
 from jaxtrain.sharding.axes import AXES
 from jaxtrain.verification.candidates import layout_key, layout_problems
 
@@ -62,7 +64,6 @@ def test_choices_keep_what_determines_the_result(space: SearchSpace, choices: li
         ({"data": 8}, {}),
         ({"data": 8}, {"zero": 1}),
         ({"data": 8}, {"zero": 2, "microbatches": 2}),
-        ({"data": 8}, {"zero": 3}),
         ({"fsdp": 8}, {"remat": "full", "offload": ("attention",)}),
         ({"fsdp": 8}, {"remat": "full", "offload": ("input",)}),
         ({"data": 2, "fsdp": 4}, {"zero": 1}),
@@ -80,6 +81,17 @@ def test_choices_keep_what_determines_the_result(space: SearchSpace, choices: li
 def test_choices_of_all_kinds_are_listed(choices: list[LayoutChoice], sizes: dict, options: dict):
     mesh = tuple(sizes.get(axis, 1) for axis in AXES)
     assert LayoutChoice(mesh, **{"context_parallel": "auto", **options}) in choices
+
+
+def test_stage_3_is_not_listed_beside_fsdp(space: SearchSpace, choices: list[LayoutChoice]):
+    """They are one layout, but for how small tensors such as the norms' are sharded."""
+    assert not any(choice.zero == 3 for choice in choices)
+    mesh = {axis: tuple(8 if one == axis else 1 for one in AXES) for axis in ("data", "fsdp")}
+    both = (LayoutChoice(mesh["data"], zero=3), LayoutChoice(mesh["fsdp"]))
+    target = targets.parse("h100:1x8")
+    stage_3, fsdp = (CostModel(space, target).estimate(choice) for choice in both)
+    assert stage_3.needs == pytest.approx(fsdp.needs, rel=2e-3)
+    assert stage_3.wire_bytes == pytest.approx(fsdp.wire_bytes, rel=2e-3)
 
 
 def test_impossible_choices_are_not_listed(space: SearchSpace, choices: list[LayoutChoice]):

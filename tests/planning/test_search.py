@@ -24,6 +24,7 @@ from jaxtrain.planning.choices import LayoutChoice, SearchSpace
 from jaxtrain.planning.compile import CompileTimeout
 from jaxtrain.planning.cost.estimate import CostModel, Estimate
 from jaxtrain.planning.hardware import targets
+from jaxtrain.planning.report.values import format_seconds
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search import search as module
 from jaxtrain.planning.search.candidates import CandidateSet
@@ -357,6 +358,12 @@ def test_tables_and_json(found: SearchResult):
     console.print(families_table(found))
     text = console.export_text()
     assert "compiled" in text
+    for place, one in enumerate(found.ranking, start=1):  # the seconds of an estimate stand in a column of their own
+        name, estimate = f"{one.estimate.choice.mesh}, {one.estimate.choice.options_text}", one.estimate.step_seconds
+        (row,) = (line for line in text.splitlines() if line.split()[:1] == [str(place)] and name in line)
+        figures = row.partition(f"{name} ")[2].split()
+        assert " ".join(figures[:2]) == format_seconds(estimate)
+        assert len(figures) == (8 if one.plan else 4), row  # estimate, step, tokens/s, MFU, memory, source; or without
     assert "remat [attention]" in text or "remat none" in text
     values = json.loads(json.dumps(found.as_dict()))
     assert values["ranking"][0]["plan"]["bottleneck"] == "made up"

@@ -41,7 +41,7 @@ class FamilyResult:
 def family_names(domain: int, devices: int, has_experts: bool) -> list[str]:
     """Lists the families for a number of devices in nodes or slices of `domain` devices."""
     tensor = [f"tensor parallel {word} {domain}" for word in ("inside", "across")[: 1 + (domain < devices)]]
-    zero = ["ddp", "zero 1 over everything", "zero 2 over everything", "zero 3 over everything"]
+    zero = ["ddp", "zero 1 over everything", "zero 2 over everything"]
     experts = ["expert parallel"] if has_experts else []
     schedules = [f"pipeline, {name}" for name in SCHEDULES]
     return [*zero, "fsdp over everything", "hsdp", *tensor, "context parallel", *experts, *schedules]

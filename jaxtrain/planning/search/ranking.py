@@ -80,7 +80,7 @@ class RankedLayout:
 
     @property
     def figures(self) -> tuple[str, str, str]:
-        """Step time, tokens/s and MFU as texts; empty if unknown."""
+        """Step time, tokens/s and MFU as texts, of the compiled step or else as estimated; empty if unknown."""
         seconds, mfu = self.step_seconds, self.plan.mfu if self.plan else None
         tokens = self.config.data.global_batch * self.config.data.sequence
         rate = f"{tokens / seconds:,.0f}" if seconds else ""
@@ -184,7 +184,8 @@ class SearchResult:
 def ranking_table(result: SearchResult) -> RenderableType:
     """Builds the table of the ranking."""
     unit = values.byte_unit(one.needs for one in result.ranking)
-    titles = ("", "layout", "step", "tokens/s", "MFU", unit.name, "by")
+    # Estimates and compiled steps are two scales, which share no column.
+    titles = ("", "layout", "estimate", "step", "tokens/s", "MFU", unit.name, "by")
     table = plain_table(*titles, right=("", *titles[2:-1]))
     has_targets = len({one.target for one in result.ranking}) > 1
     for place, one in enumerate(result.ranking, start=1):
@@ -192,10 +193,10 @@ def ranking_table(result: SearchResult) -> RenderableType:
         name = f"{choice.mesh}{f' of {one.target}' if has_targets else ''}, {choice.options_text}"
         style = "bold" if one is result.winner else None if one.fits else "dim"
         source = one.source + (", as a pod" if one.plan and one.plan.pods else "")
-        table.add_row(
-            str(place), _name_and_reason(name, one.reason), *result.figures(one), unit.number(one.needs), source,
-            style=style,
-        )  # fmt: skip
+        estimate = "" if result.is_assumed else values.format_seconds(one.estimate.step_seconds)
+        figures = one.figures if one.plan else ("", "", "")
+        needs = unit.number(one.needs) if one.plan else f"~{unit.number(one.needs)}"
+        table.add_row(str(place), _name_and_reason(name, one.reason), estimate, *figures, needs, source, style=style)
     return section(f"Layouts for {result.target}", f"least {result.objective} first", table)
 
 

@@ -12,7 +12,7 @@ PORTS = (61440, 4096)  # first and number of those that jobs of one scheduler sh
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SchedulerJob:
     """Job of a scheduler, as one of its nodes sees it. None is what the environment does not tell.
 
     Attributes:
@@ -28,7 +28,7 @@ class Cluster:
     port: int = PORT
 
 
-def find_cluster(environ: Mapping[str, str], hostname: Callable[[], str] = socket.getfqdn) -> Cluster:
+def find_scheduler_job(environ: Mapping[str, str], hostname: Callable[[], str] = socket.getfqdn) -> SchedulerJob:
     """Returns the job that the environment describes: of Slurm, GKE with TPUs, Open MPI, or a Kubernetes indexed job.
 
     Args:
@@ -43,35 +43,35 @@ def find_cluster(environ: Mapping[str, str], hostname: Callable[[], str] = socke
         return _open_mpi(environ)
     if "JOB_COMPLETION_INDEX" in environ:
         return _indexed_job(environ, hostname())
-    return Cluster()
+    return SchedulerJob()
 
 
-def _slurm(environ: Mapping[str, str]) -> Cluster:
+def _slurm(environ: Mapping[str, str]) -> SchedulerJob:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     number, node = (_number(environ, *names) for names in (("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), ("SLURM_NODEID",)))
-    return Cluster(number, node, first_host(nodes) if nodes else None, _job_port(environ["SLURM_JOB_ID"]))
+    return SchedulerJob(number, node, first_host(nodes) if nodes else None, _job_port(environ["SLURM_JOB_ID"]))
 
 
-def _gke(environ: Mapping[str, str]) -> Cluster:
+def _gke(environ: Mapping[str, str]) -> SchedulerJob:
     """Reads the variables of a TPU slice, and of several joined by Megascale."""
     hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
     slices, index = _number(environ, "MEGASCALE_NUM_SLICES") or 1, _number(environ, "MEGASCALE_SLICE_ID") or 0
     worker, leader = _number(environ, "TPU_WORKER_ID"), environ.get("MEGASCALE_COORDINATOR_ADDRESS")
     node = None if worker is None else worker + index * len(hosts)
-    return Cluster(len(hosts) * slices, node, leader.partition(":")[0] if leader else hosts[0])
+    return SchedulerJob(len(hosts) * slices, node, leader.partition(":")[0] if leader else hosts[0])
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Cluster:
+def _open_mpi(environ: Mapping[str, str]) -> SchedulerJob:
     """Reads the variables of Open MPI. Since version 5 they do not tell the address of a host."""
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     found = re.search(r"tcp6?://\[?([^,\]/]+?)(?:[,\]]|:\d+(?:;|$))", uri)
     number = uri.partition(".")[0]
     port = _job_port(str(int(number) >> 12)) if number.isdecimal() else PORT  # its lowest 12 bits are zero
     nodes, node = (_number(environ, f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "RANK"))
-    return Cluster(nodes, node, found[1] if found else None, port)
+    return SchedulerJob(nodes, node, found[1] if found else None, port)
 
 
-def _indexed_job(environ: Mapping[str, str], hostname: str) -> Cluster:
+def _indexed_job(environ: Mapping[str, str], hostname: str) -> SchedulerJob:
     """Reads the variables of a Kubernetes indexed job or a JobSet, whose pods are named NAME-INDEX.
 
     They do not tell the number of pods. The pods find one another if the job has the subdomain of a headless service.
@@ -79,7 +79,7 @@ def _indexed_job(environ: Mapping[str, str], hostname: str) -> Cluster:
     index = _number(environ, "JOB_COMPLETION_INDEX")
     name, dot, domain = hostname.partition(".")
     first = re.sub(rf"-{index}$", "-0", name)
-    return Cluster(node=index, host=f"{first}{dot}{domain}")
+    return SchedulerJob(node=index, host=f"{first}{dot}{domain}")
 
 
 def first_host(hosts: str) -> str:

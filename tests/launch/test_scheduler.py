@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.launch.cluster import Cluster, find_cluster, first_host
+from jaxtrain.launch.scheduler import SchedulerJob, find_scheduler_job, first_host
 
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -32,10 +32,10 @@ def test_slurm_as_jax_reads_it(monkeypatch: pytest.MonkeyPatch):
 
     for name, value in {**SLURM, "SLURM_STEP_NODELIST": "n[1-2]"}.items():
         monkeypatch.setenv(name, value)
-    found = find_cluster(SLURM)
+    found = find_scheduler_job(SLURM)
     assert (found.nodes, found.node) == (2, 1)
     assert f"{found.host}:{found.port}" == SlurmCluster.get_coordinator_address(None, None)
-    step = find_cluster({**SLURM, "SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"})
+    step = find_scheduler_job({**SLURM, "SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"})
     assert (step.host, step.nodes, step.node) == ("n2", 1, 0)
 
 
@@ -51,26 +51,27 @@ def test_open_mpi_as_jax_reads_it(monkeypatch: pytest.MonkeyPatch, uri: str):
     from jax._src.clusters.ompi_cluster import OmpiCluster
 
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", uri)
-    found = find_cluster({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": uri})
+    found = find_scheduler_job({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": uri})
     assert (found.nodes, found.node) == (8, 3)
     assert f"{found.host}:{found.port}" == OmpiCluster.get_coordinator_address(None, None)
 
 
 def test_open_mpi_5_does_not_tell_the_address():
-    assert find_cluster(OPEN_MPI) == Cluster(nodes=8, node=3)
+    assert find_scheduler_job(OPEN_MPI) == SchedulerJob(nodes=8, node=3)
 
 
 def test_a_tpu_slice_and_several():
-    assert find_cluster(GKE) == Cluster(nodes=2, node=1, host="t-0.s")
+    assert find_scheduler_job(GKE) == SchedulerJob(nodes=2, node=1, host="t-0.s")
     several = {"MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2", "MEGASCALE_COORDINATOR_ADDRESS": "lead.s:8080"}
-    assert find_cluster({**GKE, **several}) == Cluster(nodes=6, node=5, host="lead.s")
+    assert find_scheduler_job({**GKE, **several}) == SchedulerJob(nodes=6, node=5, host="lead.s")
 
 
 def test_an_indexed_job():
     index = {"JOB_COMPLETION_INDEX": "12"}
-    assert find_cluster(index, lambda: "train-12") == Cluster(node=12, host="train-0")
-    assert find_cluster(index, lambda: "set-w-0-12.set.ns.svc") == Cluster(node=12, host="set-w-0-0.set.ns.svc")
+    assert find_scheduler_job(index, lambda: "train-12") == SchedulerJob(node=12, host="train-0")
+    found = find_scheduler_job(index, lambda: "set-w-0-12.set.ns.svc")
+    assert found == SchedulerJob(node=12, host="set-w-0-0.set.ns.svc")
 
 
 def test_no_scheduler():
-    assert find_cluster({"HOME": "/"}) == Cluster()
+    assert find_scheduler_job({"HOME": "/"}) == SchedulerJob()
