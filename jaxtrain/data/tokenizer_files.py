@@ -55,10 +55,19 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, source: str, rows: int) 
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **texts, "clean_up_tokenization_spaces": False}
     _add(folder / "tokenizer_config.json", config)
     _add(folder / "special_tokens_map.json", texts)
-    if not (folder / GENERATION).is_file():
-        padding = list(range(tokenizer.vocab, rows))
-        settings = {**token_ids(tokenizer), "pad_token_id": tokenizer.eos}
-        _add(folder / GENERATION, {**settings, "suppress_tokens": padding} if padding else settings)
+    _write_generation_config(folder / GENERATION, tokenizer, rows)
+
+
+def _write_generation_config(path: Path, tokenizer: Tokenizer, rows: int) -> None:
+    """Writes what ends a text and which ids only pad the vocabulary; a copied file only gets a missing end."""
+    ids, settings = token_ids(tokenizer), read_object(path)
+    if settings:
+        ends = settings.get("eos_token_id")
+        if tokenizer.eos not in (ends if isinstance(ends, list) else [ends]):
+            path.write_text(json.dumps({**settings, "eos_token_id": ids["eos_token_id"]}, indent=2) + "\n")
+        return
+    padding = {"suppress_tokens": list(range(tokenizer.vocab, rows))} if tokenizer.vocab < rows else {}
+    path.write_text(json.dumps({**ids, "pad_token_id": tokenizer.eos, **padding}, indent=2) + "\n")
 
 
 def _add(path: Path, defaults: dict[str, Any]) -> None:

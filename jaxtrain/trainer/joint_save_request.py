@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 
 from jaxtrain.distributed.agreed_step import AgreedStep
 from jaxtrain.distributed.kv_store import KeyValueStore
+from jaxtrain.distributed.multihost import broadcast
 
 
 class JointSaveRequest:
-    """Request of a checkpoint by SIGUSR1. Every process has one, and calls it once a second in a thread.
+    """Request of a checkpoint by SIGUSR1. Every process creates one together, and calls it once a second in a thread.
 
     The process that receives the signal writes an entry into the key-value store, where the thread of every process
     finds it. Once all know of it, process 0 chooses the step.
     """
 
     def __init__(self) -> None:
-        self._messages = KeyValueStore("jaxtrain/save-request")
+        number = broadcast(time.time_ns() % 2**31)  # tells it from those of other runs of these processes
+        self._messages = KeyValueStore(f"jaxtrain/save-request/{number}")
         self._index, self._others = jax.process_index(), range(1, jax.process_count())
         self._is_received = False
         self._number = 0  # of the request, the same on every process

@@ -93,8 +93,9 @@ class Signals:
         return is_requested
 
     def _request_save(self, number: int, frame: FrameType | None) -> None:
-        self._is_save_requested = True
-        if self.joint_save is not None:
+        if self.joint_save is None:
+            self._is_save_requested = True
+        else:
             self.joint_save.receive()
         with suppress(OSError):
             os.write(2, b"\nSIGUSR1: saving after this step; training goes on\n")

@@ -107,6 +107,22 @@ def test_the_files_of_a_tuned_model_are_kept_and_all_its_ends_stop(tmp_path: Pat
     assert token_ids(tokenizer) == {"bos_token_id": None, "eos_token_id": [0, 5]}
     (tmp_path / "out").mkdir()
     write_tokenizer(tmp_path / "out", tokenizer, str(file), 384)
-    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
+    assert json.loads((tmp_path / "out/generation_config.json").read_text()) == {
+        "eos_token_id": [5, 0],
+        "temperature": 0.6,
+    }
     described = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
     assert (described["chat_template"], described["eos_token"]) == ("{{ messages }}", EOS)
+
+
+def test_a_tuned_model_also_stops_at_the_end_of_its_documents(tmp_path: Path):
+    """Its documents end with a token that the settings of the model it came from do not name."""
+    pytest.importorskip("tokenizers", reason="needs tokenizers (jaxtrain[data])")
+    from jaxtrain.data.tokenizer_files import write_tokenizer
+
+    file = train_bpe(iter([DOCUMENT]), 270, tmp_path / "source")
+    (file.parent / "generation_config.json").write_text('{"eos_token_id": 5, "top_p": 0.9}')
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tmp_path / "out", load_tokenizer(str(file)), str(file), 384)
+    settings = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert settings == {"eos_token_id": [0, 5], "top_p": 0.9}

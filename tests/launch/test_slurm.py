@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from launched import losses, undisturbed, write
 
+from jaxtrain.launch.agent import free_port
+
 HERE = Path(__file__).parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 NODES = ("jt1", "jt2")
@@ -47,12 +49,6 @@ JOB = """#!/bin/bash
 #SBATCH -N2 --ntasks-per-node=1 --requeue --open-mode=append -o {place}/out
 srun {python} -m jaxtrain.cli.main launch node --processes=1 --devices-per-process=2 {config} checkpoint.every=null
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture
