@@ -76,7 +76,7 @@ def test_generation_on_a_ring():
     for program in (harness.program(model=LIGHT), harness.program(FSDP, RULES, context_parallel="ring", model=LIGHT)):
         tree = program.init()["params"]
         model_def = model_from_config(program.config, decoding_sharder(program.sharder), 256)
-        texts.append(list(Generator(model_def, 250, temperature=0)(tree, prompt, 8, seed=0, eos=None)))
+        texts.append(list(Generator(model_def, 250, temperature=0)(tree, prompt, 8, seed=0)))
     assert texts[0] == texts[1]
 
 

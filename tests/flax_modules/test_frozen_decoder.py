@@ -48,7 +48,7 @@ def test_generation_takes_them_with_the_trained_ones():
     assert jax.tree.structure(merged) == jax.tree.structure(params)
     prompt = np.arange(1, 6, dtype=np.int32)
     tokens = [
-        list(Generator(one.model_def, 250, temperature=0)(params, prompt, 8, seed=0, eos=None))
+        list(Generator(one.model_def, 250, temperature=0)(params, prompt, 8, seed=0))
         for one, params in ((plain, params), (program, merged))
     ]
     assert tokens[0] == tokens[1]
