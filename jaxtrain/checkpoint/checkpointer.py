@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -186,14 +187,22 @@ class Checkpointer(CheckpointReader):
         tries, scheduled_step = self._saver.begin(step)
         prepare = partial(self._clear, step) if self._is_alone else no_op
         save = PendingSave(
-            step, content, prepare, no_op, begun, waited=waited, tries=tries, scheduled_step=scheduled_step
+            step,
+            content,
+            self.store.path(step),
+            prepare,
+            no_op,
+            begun,
+            waited=waited,
+            tries=tries,
+            scheduled_step=scheduled_step,
         )
         again = partial(self.save, step, state, manifest=manifest, metrics=metrics)
         self._saver.hold_for_retry(list(arrays.values()), again)
         if not self._should_write(save):
             return False
         try:
-            save.write = self._start_writing(step, arrays, copy)
+            save.folder, save.write = self._start_writing(step, arrays, copy)
         except Exception as error:  # errors of orbax and the file system are reported, and training continues
             if self._is_alone:
                 self._saver.fail(save, failure_reason(error))
@@ -303,13 +312,14 @@ class Checkpointer(CheckpointReader):
             reason = self.store.problem(step) or "it is saved again"
             self._events.append(SetAside(step, reason, str(self.store.set_aside(step, "bad"))))
 
-    def _start_writing(self, step: int, arrays: dict[str, jax.Array], copy: bool) -> Callable[[], None]:
-        """Copies the arrays to the host. Returns the function that writes them, or waits for orbax to do so."""
+    def _start_writing(self, step: int, arrays: dict[str, jax.Array], copy: bool) -> tuple[Path, Callable[[], None]]:
+        """Copies the arrays to the host. Returns this process's folder, and what writes them or waits for the end."""
         path = self.store.path(step)
         if not self._is_alone:
-            return orbax.start(path, nest(arrays), self._timeout).result
+            part = orbax.start(path, nest(arrays), self._timeout, self._saver.await_others)
+            return path if self._is_first else part.folder, part.result
         tree = nest(copy_to_host(arrays) if copy else arrays)
-        return lambda: orbax.write(path, tree, self._timeout)
+        return path, lambda: orbax.write(path, tree, self._timeout)
 
     def _prune(self) -> list[int]:
         """Deletes steps beyond the limit and returns them; and those that a rewind left, once a later one is saved."""

@@ -19,7 +19,6 @@ from jaxtrain.io.atomic import fsync, write_atomic
 MARKER = "jaxtrain.json"  # written last: a step without it is not committed
 FORMAT = 1
 PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the marker
-PEER_TIMEOUT = "another process did not write its part in time"
 _CHUNK = 4 << 20
 _DISK_FULL = ("RESOURCE_EXHAUSTED", "No space left", "OUT_OF_RANGE", "File too large", "Disk quota")
 
@@ -29,6 +28,8 @@ FileDigest = Sequence[Any]  # (size in bytes, xxh3-64 as hex)
 
 def failure_reason(error: BaseException) -> str:
     """Describes in one line why orbax, an object store or the file system failed."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
@@ -38,10 +39,6 @@ def failure_reason(error: BaseException) -> str:
     root = root if len(root) <= 200 else root[:197] + "..."
     if any(sign in text for sign in _DISK_FULL):
         return f"the disk is full or a size limit is reached ({root})"
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if "barrier" in text and "DEADLINE_EXCEEDED" in text:
-        return PEER_TIMEOUT
     return f"{type(chain[-1]).__name__}: {root}"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.events import Retrying
-from jaxtrain.checkpoint.files import PART, PEER_TIMEOUT, failure_reason, is_inside
+from jaxtrain.checkpoint.files import PART, failure_reason, is_inside
 from jaxtrain.checkpoint.saving import PendingSave, Saver, no_op
 from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.distributed.agreed_step import AgreedStep
@@ -34,7 +34,6 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.io.atomic import write_atomic
 
 POLL_INTERVAL = 0.02  # seconds between lookups of another process's file
-ORBAX_TIMEOUT = 300.0  # seconds that orbax waits for other processes where it has no option
 
 
 class JointRetry:
@@ -83,9 +82,9 @@ class SaveOutcome:
 class MultiProcessSaver(Saver):
     """`Saver` of each of several processes. Its thread does not retry a failed save, see `JointRetry`.
 
-    The thread ends when this process's part of a failed save has ended. If another process failed, orbax ends it only
-    after `timeout` (or 300 s, if there is no folder yet). So no process still writes files that are being deleted, and
-    no host copy is left when all retry.
+    Each process writes and seals its part without waiting for another, and tells process 0 how it ended. Process 0
+    waits for all parts, also if its own has failed, so that no process still writes files that are being deleted. It
+    merges and commits them, or deletes them, and publishes the outcome for all.
 
     Args:
       store: folder of the checkpoints.
@@ -97,20 +96,16 @@ class MultiProcessSaver(Saver):
     def __init__(self, store: CheckpointStore, timeout: float, messages: KeyValueStore, *hooks: Any) -> None:
         super().__init__(store, *hooks)
         self._timeout, self._all_messages = timeout, messages
-        self._part_timeout = max(timeout, ORBAX_TIMEOUT) + timeout  # by then any part has ended
+        self._part_timeout = 2 * timeout  # orbax ends within the timeout; then the files are sealed
         self._index, self._others = jax.process_index(), range(1, jax.process_count())
         self._number = 0  # of the save, the same on every process
         self._messages = messages.child(0)
         self._retry: JointRetry | None = None
         self._last: tuple[Sequence[jax.Array], Callable[[], bool]] | None = None
 
-    def start(self, save: PendingSave) -> None:
-        """Starts a save on every process; none may be in progress."""
-        self._open_messages()
-        super().start(save)
-
     def begin(self, step: int) -> tuple[int, int]:
         """Returns (number of the try, scheduled step) of a save that begins now. Cancels any other pending retry."""
+        self._open_messages()
         if (pending := self._retry) is not None and pending.matches(step):
             self._retry = None
             return pending.tries + 1, pending.scheduled_step
@@ -147,7 +142,6 @@ class MultiProcessSaver(Saver):
 
     def fail(self, save: PendingSave, reason: str) -> None:
         """Schedules the retry of a save that could not start. Every process calls it, with the same tries."""
-        self._open_messages()
         outcome = self._failure(reason, save.tries)
         self._retry = self._make_retry(save, outcome)
         self._report_failure(save.step, outcome)
@@ -183,12 +177,18 @@ class MultiProcessSaver(Saver):
     def _seal(self, save: PendingSave) -> None:
         super()._seal(save)
         if not self._is_first:
-            write_atomic(self._store.path(save.step) / PART.format(self._index), json.dumps(save.files))
+            write_atomic(save.folder / PART.format(self._index), json.dumps(save.files))
+
+    def await_others(self) -> None:
+        """Process 0: blocks until the others have written their parts. Raises CheckpointError if one failed."""
+        if reason := self._failure_of_others():
+            raise CheckpointError(reason)
 
     def _commit_all(self, save: PendingSave, reason: str | None) -> SaveOutcome:
         """Process 0: waits for all parts, commits or cleans up, and publishes the outcome."""
         outcome = None
-        reason = self._first_failure(reason)
+        failed_other = self._failure_of_others()
+        reason = reason or failed_other
         if reason is None:
             try:
                 outcome = SaveOutcome(self._commit(save), tries=save.tries)
@@ -208,22 +208,16 @@ class MultiProcessSaver(Saver):
             return SaveOutcome(reason=late, tries=save.tries)
         return SaveOutcome(**json.loads(text))
 
-    def _first_failure(self, reason: str | None) -> str | None:
-        """Waits for all parts. Returns a reason of failure, preferably not that of a process that waited for another.
-
-        Args:
-          reason: why the part of this process failed, or None.
-        """
-        deadline = time.monotonic() + self._part_timeout
-        reasons = [reason]
+    def _failure_of_others(self) -> str | None:
+        """Waits until the parts of all other processes have ended. Returns why the first of them failed, or None."""
+        deadline, failures = time.monotonic() + self._part_timeout, []
         for index in self._others:
             message = self._messages.wait(f"part-{index}", deadline - time.monotonic())
             if message is None:
-                reasons.append(f"process {index} did not end its part within {self._part_timeout:.0f} s")
+                failures.append(f"process {index} did not end its part within {self._part_timeout:.0f} s")
             elif message:
-                reasons.append(f"process {index}: {message}")
-        failures = [reason for reason in reasons if reason]
-        return next((text for text in failures if PEER_TIMEOUT not in text), failures[0] if failures else None)
+                failures.append(f"process {index}: {message}")
+        return failures[0] if failures else None
 
     def _commit(self, save: PendingSave) -> int:
         """Merges the checksums of all processes, and commits."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures import future, synchronization
+from orbax.checkpoint._src.metadata import array_metadata_store
 
 from jaxtrain.checkpoint.files import failure_reason
 from jaxtrain.errors import CheckpointError
@@ -17,6 +22,7 @@ NAME = "state"  # folder of the state in a step
 _CHUNK = 64 << 20  # bytes of a stored chunk: bounds what a restore onto another mesh reads without need
 _READ = 64 << 20  # bytes in flight while restoring
 _WRITE = 64 << 20  # bytes in flight while saving, in addition to the arrays
+_HANDLER = ocp.handlers.PyTreeHandler
 
 
 def _context(
@@ -42,18 +48,102 @@ def write(path: Path, tree: dict[str, Any], timeout: float) -> None:
         ocp.save(str(path), tree, checkpointable_name=NAME)
 
 
-def start(path: Path, tree: dict[str, Any], timeout: float) -> Any:
+@dataclass(frozen=True)
+class PartialSave:
+    """Part of a save that this process writes in the background.
+
+    Attributes:
+      folder: folder of the step's files while orbax writes them; process 0 renames it once all parts are there.
+      result: waits until the part is written; on process 0 until all parts are merged under the final name.
+    """
+
+    folder: Path
+    result: Callable[[], None]
+
+
+def start(path: Path, tree: dict[str, Any], timeout: float, await_others: Callable[[], None]) -> PartialSave:
     """Copies a nested dict of arrays to the host, then writes it in the background. `path` must not exist.
 
-    All processes call it on their main threads, and each writes the shards it holds.
+    All processes call it on their main threads, and each writes the shards it holds. Orbax's own barriers, in which
+    the others wait up to 300 s if one process fails, are off: to orbax each process is the only active one.
 
-    Returns: an object whose `result()` waits for the end.
+    Args:
+      path: folder of the step.
+      tree: the arrays.
+      timeout: seconds for this process's part.
+      await_others: called on process 0 before it merges the parts; blocks until all are written, raises if one failed.
     """
+    index = jax.process_index()
+    if index == 0:
+        future.AwaitableSignalsContract.remove_all_awaitable_signals()  # those of the last save, which is over
+    handler, folders = _part_handler(await_others)
     context = _context(timeout, write_bytes=_write_limit(tree))
-    # Orbax would check `path` between two barriers: if that fails on one process, the others wait for the timeout.
+    context.multiprocessing.active_processes = {index}
+    context.asynchronous.create_directories_asynchronously = False  # else orbax drops the signals that others wait for
     context.file.skip_sync_file_validations = True
-    with context:
-        return ocp.save_async(str(path), tree, checkpointable_name=NAME)
+    context.array.saving.array_metadata_store = _SharedMetadataStore()
+    registry = ocp.handlers.local_registry(include_global_registry=False)
+    context.checkpointables.registry = registry.add(handler, checkpointable_name=NAME)
+    try:
+        with context:
+            response = ocp.save_async(str(path), tree, checkpointable_name=NAME)
+    except Exception:
+        if index == 0:
+            _release_others()
+        raise
+    return PartialSave(folders[0], response.result)
+
+
+def _part_handler(await_others: Callable[[], None]) -> tuple[type[_HANDLER], list[Path]]:
+    """Returns a form of orbax's handler of trees that merges when all parts are written; and the folders it writes."""
+    folders = []
+
+    class PartHandler(_HANDLER):  # pyright: ignore[reportGeneralTypeIssues]
+        async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
+            folders.append(Path(directory.path).parent)
+            if jax.process_index() > 0:
+                return await super().save(directory, checkpointable)
+            complete: Any = _CompleteFolder(directory, await_others)
+            part: Any = await super().save(complete, checkpointable)
+            complete.own_writes = part.commit_futures
+            return part
+
+    # Orbax writes this name into the checkpoint, and its readers look the handler up by it.
+    PartHandler.__module__, PartHandler.__qualname__ = _HANDLER.__module__, _HANDLER.__qualname__
+    return PartHandler, folders
+
+
+def _release_others() -> None:
+    """Lets the other processes write although process 0 failed to create the folder that they wait for, up to 300 s."""
+    names = synchronization.HandlerAwaitableSignal
+    signals = [names.STEP_DIRECTORY_CREATION, names.ITEM_DIRECTORY_CREATION]
+    future.set_signals(signals, operation_id=synchronization.OperationIdGenerator.get_current_operation_id())
+
+
+class _SharedMetadataStore(array_metadata_store.Store):
+    """Store of the arrays' metadata whose folder any process creates: others would wait for process 0 up to 600 s."""
+
+    def set_primary_host(self, primary_host: int | None) -> None:
+        super().set_primary_host(None)
+
+
+class _CompleteFolder:
+    """Folder of an item of a checkpoint that counts as created when no process writes to it any more."""
+
+    def __init__(self, folder: Any, await_others: Callable[[], None]) -> None:
+        self._folder, self._await_others = folder, await_others
+        self.own_writes: list[Any] = []
+
+    @property
+    def path(self) -> Any:
+        return self._folder.path
+
+    async def await_creation(self) -> Any:
+        path = await self._folder.await_creation()
+        waits = (asyncio.to_thread(write.result) for write in self.own_writes)
+        await asyncio.gather(*waits, return_exceptions=True)  # orbax itself meets the errors later
+        await asyncio.to_thread(self._await_others)
+        return path
 
 
 def _write_limit(tree: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,8 +34,9 @@ class PendingSave:
     Attributes:
       step: optimizer step of the state.
       content: the marker without its files.
+      folder: folder of this process's files once `write` has returned.
       prepare: clears the step's folder before each try; raises if it cannot.
-      write: returns when this process's part is on disk under its final name.
+      write: returns when this process's part is written; on process 0 when the step has its final name.
       begun: `time.perf_counter()` when `save` was called.
       stall: seconds that `save` blocked its caller.
       waited: seconds of `stall` spent waiting for the previous save.
@@ -46,6 +48,7 @@ class PendingSave:
 
     step: int
     content: dict[str, Any]
+    folder: Path
     prepare: Callable[[], None]
     write: Callable[[], None]
     begun: float
@@ -122,6 +125,9 @@ class Saver:
         """Starts the last save again if it failed; never here, because the thread retries by itself."""
         return False
 
+    def await_others(self) -> None:
+        """Blocks until the other processes have written their parts; here there are none."""
+
     def cancel_retry(self) -> None:
         """Gives up a retry that the caller would start."""
 
@@ -160,7 +166,7 @@ class Saver:
 
     def _seal(self, save: PendingSave) -> None:
         """Flushes and digests the files that this process wrote."""
-        folder, index, count = self._store.path(save.step), jax.process_index(), jax.process_count()
+        folder, index, count = save.folder, jax.process_index(), jax.process_count()
         save.files = flush_and_digest(folder, [name for name in step_files(folder) if _writer_of(name, count) == index])
 
     def _commit(self, save: PendingSave) -> int:

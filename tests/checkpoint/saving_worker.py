@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Checkpointer, Committed, Copied, Retrying, SaveFailed, orbax
-from jaxtrain.checkpoint.store import CheckpointStore
+from jaxtrain.checkpoint.store import TEMPORARY, CheckpointStore
 from jaxtrain.distributed.multihost import broadcast
 
 faulthandler.dump_traceback_later(120, exit=True)
@@ -31,7 +31,7 @@ class Full:
     """What waits for a save's end and finds the disk full."""
 
     def __init__(self, real):
-        self._real = real
+        self._real, self.folder = real, real.folder
 
     def result(self):
         self._real.result()
@@ -57,6 +57,25 @@ def failing(process: int, times: int, at_once: bool = False):
         yield
     finally:
         orbax.start = real
+
+
+@contextmanager
+def failing_call(name: str):
+    """A function of `os` that finds the disk full once, on process 0, at a folder that orbax writes."""
+    real, failures = getattr(os, name), []
+
+    def call(path, *args, **options):
+        if INDEX == 0 and not failures and TEMPORARY in str(path):
+            failures.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *args, **options)
+
+    setattr(os, name, call)
+    try:
+        yield
+    finally:
+        setattr(os, name, real)
+    assert INDEX or failures
 
 
 def setup():
@@ -87,7 +106,7 @@ class Training:
     """A loop as that of `jaxtrain.trainer.loop`: the metrics of a step are read when the next one is dispatched."""
 
     def __init__(self, name: str, waits, **options):
-        self.checkpoints = Checkpointer(PLACE / name, waits=waits, timeout=60, **options)
+        self.checkpoints = Checkpointer(PLACE / name, waits=waits, **{"timeout": 60, **options})
         self.state, self.done, self.before = INITIAL(), 0, None
         self.saved, self.events = [], []
 
@@ -151,6 +170,21 @@ def one_part_fails(process: int, at_once: bool) -> None:
     assert retrying.reason.startswith(f"{who}the disk is full"), retrying
     assert (committed.step, committed.tries) == (again, 2), committed
     training.check(again)
+    training.checkpoints.close()
+
+
+def all_hear_within_seconds_that(process_0_fails_at: str) -> None:
+    training = Training(process_0_fails_at, SOON, timeout=300)
+    training.steps(5)
+    begun = time.monotonic()
+    with failing_call(process_0_fails_at):
+        training.save()
+        training.checkpoints.wait()
+    assert time.monotonic() - begun < 20
+    training.until(Committed)
+    assert training.kinds() == ["Retrying", "Committed"], training.events
+    assert training.events[0].reason.startswith("the disk is full"), training.events
+    training.check(training.saved[-1])
     training.checkpoints.close()
 
 
@@ -289,6 +323,8 @@ def process_0_cannot_list_the_folder() -> None:
 
 one_part_fails(1, at_once=False)
 one_part_fails(0, at_once=True)
+all_hear_within_seconds_that(process_0_fails_at="mkdir")  # nobody has a folder to write to
+all_hear_within_seconds_that(process_0_fails_at="rename")  # all have written, and are merged
 it_is_given_up_once_and_the_last_save_is_made()
 a_scheduled_save_takes_its_place(steps=3)
 a_scheduled_save_takes_its_place(steps=5)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as orbax
 
 from jaxtrain.checkpoint import CheckpointReader, CheckpointStore, files
 
@@ -58,16 +59,16 @@ for ours, expected in zip(jax.tree.leaves(state), jax.tree.leaves(init(10))):
 assert isinstance(event, SetAside) and event.step == 20 and "another checksum" in event.reason, event
 checkpoints.save(30, init(30), manifest={"step": 30})
 checkpoints.close()
-# One process cannot write its part: nobody waits beyond the timeout, nothing is lost, all save again.
+# One process cannot write its part: nobody waits for it, nothing is lost, all save again.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
-with Checkpointer(folder, keep=3, timeout=4, waits=(0.1,)) as checkpoints:
+with Checkpointer(folder, keep=3, timeout=300, waits=(0.1,)) as checkpoints:
     if index == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     begun = time.monotonic()
     checkpoints.save(40, init(40), manifest={"step": 40})
     checkpoints.wait()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 20
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     time.sleep(0.2)
     again = next(step for step in range(41, 99) if broadcast(1) and checkpoints.is_retry_due(step))
@@ -138,3 +139,4 @@ def test_two_processes_write_their_shards_and_agree(tmp_path: Path):
     state, _ = CheckpointReader(tmp_path).restore(None, like)
     np.testing.assert_array_equal(state["w"], np.arange(1 << 18, dtype=np.float32).reshape(512, 512) + 50)
     assert float(state["scale"]) == 50
+    assert float(orbax.load(str(tmp_path / "50"), like)["scale"]) == 50  # also without jaxtrain
