@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 from importlib import metadata
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
 from typing import Any
+
+import jaxlib
 
 UNNAMED = "--xla_enable_hlo_sharding_v3=false"
 
@@ -12,13 +16,13 @@ UNNAMED = "--xla_enable_hlo_sharding_v3=false"
 def prepare() -> None:
     """Sets XLA_FLAGS. Has no effect once JAX has its devices.
 
-    XLA of JAX 0.11 names mesh axes in shardings, and lists the manual axes of an outer `shard_map` before those of an
-    inner one. If the mesh has them in another order (stages inside replicas), its own check that they are sorted ends
-    the process. Shardings without names, as in JAX 0.10, have no such check; no option of a single program selects
-    them.
+    XLA since JAX 0.11 names mesh axes in shardings, and lists the manual axes of an outer `shard_map` before those of
+    an inner one. If the mesh has them in another order (stages inside replicas), its own check that they are sorted
+    ends the process. Shardings without names, as in JAX 0.10, have no such check; no option of a single program
+    selects them.
     """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _jaxlib("0.11") and UNNAMED.partition("=")[0] not in flags:
+    flags, option = os.environ.get("XLA_FLAGS", ""), UNNAMED.partition("=")[0]
+    if _jaxlib() >= (0, 11) and option not in flags and _library_names(option.strip("-")):
         os.environ["XLA_FLAGS"] = f"{flags} {UNNAMED}".strip()
 
 
@@ -28,7 +32,7 @@ def fast_compile() -> dict[str, Any]:
     Optimised code takes several times as long to compile, and XLA's newer fusion emitters twice as long as the older
     ones. JAX 0.11 has no older ones, and ends the process at an unknown option.
     """
-    older = {"xla_cpu_use_fusion_emitters": False} if _jaxlib("0.10") else {}
+    older = {"xla_cpu_use_fusion_emitters": False} if _jaxlib() < (0, 11) else {}
     return {"xla_backend_optimization_level": 0, **older}
 
 
@@ -39,8 +43,7 @@ def in_place(platform: str) -> dict[str, Any]:
     it can run before the moments are overwritten, and copies them: four passes over memory, and the moments twice. On
     GPUs and TPUs there are no such copies.
     """
-    has_option = platform == "cpu" and any(map(_jaxlib, ("0.10", "0.11")))
-    return {"xla_cpu_copy_insertion_use_region_analysis": True} if has_option else {}
+    return _known({"xla_cpu_copy_insertion_use_region_analysis": True}) if platform == "cpu" else {}
 
 
 def as_flags(options: dict[str, Any]) -> str:
@@ -48,5 +51,26 @@ def as_flags(options: dict[str, Any]) -> str:
     return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
 
 
-def _jaxlib(version: str) -> bool:
-    return metadata.version("jaxlib").startswith(f"{version}.")
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options, or none if this version of XLA does not take them."""
+    import jax  # later than `prepare`: JAX reads the environment when it is imported
+
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
+
+
+def _jaxlib() -> tuple[int, ...]:
+    """Returns the version of jaxlib as far as the second number."""
+    return tuple(map(int, metadata.version("jaxlib").split(".")[:2]))
+
+
+def _library_names(option: str) -> bool:
+    """Looks for an option in XLA's library: a version that does not know one in XLA_FLAGS ends the process."""
+    library = Path(jaxlib.__file__).with_name("libjax_common.so")
+    if not library.exists():
+        return False
+    with library.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        return content.find(option.encode()) >= 0
