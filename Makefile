@@ -2,27 +2,39 @@
 # have a selection of, `make extras` what needs other people's packages (torch, lm-eval, datasets, s3fs, W&B...),
 # `make chaos` runs long sequences of failures, and kills runs of one process at a hundred places and of several at two
 # dozen, and compares them with ones that nobody disturbed.
-# All make .venv and install into it. With EXTRAS=test,plan-gpu,plan-tpu `make test` also holds what is compiled for
-# absent GPUs with cuDNN and for absent TPUs to its figures: 2.3 GB more on the disk.
+# `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
+# breaks is seen the day it comes.
+# The others make .venv and install into it. With EXTRAS=test,plan-gpu,plan-tpu `make test` also holds what is compiled
+# for absent GPUs with cuDNN and for absent TPUs to its figures: 2.3 GB more on the disk.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
 EXTRAS ?= test
+# A process that aborts ends the run of the tests: with --dist loadgroup, pytest-xdist waits for the tests of a replaced
+# one for ever.
+PYTEST := pytest -n 2 --max-worker-restart=0
+NEWEST_PYTHON ?= python3.13
+NEWEST := .venv-newest
+NEWEST_TESTS := tests/core/test_parity_pipeline.py tests/core/test_xla_options.py tests/verification tests/hlo \
+	tests/checkpoint
 
-.PHONY: train test matrix extras chaos lint docs clean
+.PHONY: train test newest matrix extras chaos lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/pytest -n 2 --dist loadgroup tests
+	$(BIN)/$(PYTEST) --dist loadgroup tests
+
+newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/$(PYTEST) --dist loadgroup $(NEWEST_TESTS)
 
 matrix: $(VENV)/.installed-test
-	JAXTRAIN_TEST_DEVICES=16 $(BIN)/pytest -n 2 -m matrix tests
+	JAXTRAIN_TEST_DEVICES=16 $(BIN)/$(PYTEST) -m matrix tests
 
 extras: $(VENV)/.installed-extras
-	$(BIN)/pytest -n 2 tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
+	$(BIN)/$(PYTEST) tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
 		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
 		tests/trackers/test_trackers.py
 
@@ -56,5 +68,13 @@ $(VENV)/.installed-extras: $(VENV)/.installed-test pyproject.toml $(LOCK)
 		-e '.[test,peer,lm-eval,hf,arrayrecord,s3-test,wandb,mlflow]'
 	touch $@
 
+# Without the lock, and past the upper bounds of pyproject.toml.
+$(NEWEST)/.installed: pyproject.toml
+	$(NEWEST_PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		jax jaxlib flax optax orbax-checkpoint chex numpy
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info

@@ -211,7 +211,9 @@ class Agent:
                 why = error.strerror or error if exists else "expected a folder that all nodes share"
                 where = error.filename if exists else f"{start['run']} is not on this node"
                 self._terminal.show(f"jaxtrain: launch: {where}: {why}", error=True)
-                channel.send("exit", generation=self._group.generation, rank=rank, pid=0, code=USAGE)
+                channel.send(
+                    "exit", generation=self._group.generation, rank=rank, pid=0, code=USAGE, is_ended_by_jax=False
+                )
 
     def _report(self, channel: Channel) -> None:
         """Reports signals and ended workers to the leader; passes SIGUSR1 on to a worker, which tells the others."""
@@ -227,7 +229,9 @@ class Agent:
         if is_save_requested:
             self._group.request_save()
         for worker, code in self._group.reap():
-            channel.send("exit", generation=self._group.generation, rank=worker.rank, pid=worker.pid, code=code)
+            fields = {"rank": worker.rank, "pid": worker.pid, "code": code}
+            by_jax = worker.log.is_ended_by_jax
+            channel.send("exit", generation=self._group.generation, **fields, is_ended_by_jax=by_jax)
         if not self._group.workers:
             memory_step = self._memory_server.store.newest_complete_step() if self._memory_server is not None else -1
             channel.send("idle", generation=self._group.generation, port=free_port(), memory_step=memory_step)

@@ -6,9 +6,6 @@ import signal
 
 from jaxtrain.exit_codes import HUNG, SAVED, USAGE
 
-# Codes of workers that JAX or a failed collective ended because another worker was lost.
-_SECONDARY = (-signal.SIGABRT, 1)
-
 
 def is_clean_exit(code: int) -> bool:
     """Returns whether a worker finished, or saved after a signal."""
@@ -22,6 +19,8 @@ def shell_exit_code(code: int) -> int:
 
 def describe_exit(code: int) -> str:
     """Describes an exit, to follow the worker's name: `was killed by signal 9`."""
+    if code == -signal.SIGABRT:
+        return "aborted (signal 6)"
     if code < 0:
         return f"was killed by signal {-code}"
     descriptions = {
@@ -33,6 +32,11 @@ def describe_exit(code: int) -> str:
     return descriptions.get(code, f"failed with exit code {code}")
 
 
-def cause_rank(code: int) -> int:
-    """Ranks exits of workers that end together: the lowest is the cause, the others follow from it."""
-    return 2 if is_clean_exit(code) else 1 if code in _SECONDARY else 0
+def cause_rank(code: int, is_ended_by_jax: bool) -> int:
+    """Ranks exits of workers that end together: the lowest is the cause, the others follow from it.
+
+    Args:
+        code: exit code, negative for a signal. 1 is also that of a collective that failed because a worker was lost.
+        is_ended_by_jax: whether JAX aborted the worker because another one was lost.
+    """
+    return 2 if is_clean_exit(code) else 1 if code == 1 or is_ended_by_jax else 0

@@ -91,8 +91,10 @@ class Leader:
             self._report(f"{node} is lost: it {why}")
         self._finish_if_idle()
 
-    def worker_exited(self, number: int, generation: int, rank: int, pid: int, code: int) -> None:
-        """Handles the exit of a worker of node `number`."""
+    def worker_exited(
+        self, number: int, generation: int, rank: int, pid: int, code: int, is_ended_by_jax: bool = False
+    ) -> None:
+        """Handles the exit of a worker of node `number`; `is_ended_by_jax`: because another worker was lost."""
         is_current = generation == self.generation and self.phase in (Phase.RUNNING, Phase.STOPPING)
         if not is_current or not 0 <= rank < len(self._members) or self._members[rank].node != number:
             return
@@ -102,7 +104,7 @@ class Leader:
                 self._deadline = self._clock() + self.policy.stop_timeout
             return
         cause = FailureCause(f"process {rank} (pid {pid}) {describe_exit(code)}", code, self._members[rank])
-        if cause_rank(code) == 0:
+        if cause_rank(code, is_ended_by_jax) == 0:
             self._kill_generation(cause)
         elif self._cause is None:
             self._cause, self._deadline = cause, self._clock() + SETTLE_TIME

@@ -10,7 +10,7 @@ from jaxtrain.errors import ProtocolError, escape_unprintable
 
 MAX_BYTES = 1 << 16  # of a message
 SEND_TIMEOUT = 5.0  # seconds until the other side must have read a message
-VERSION = 2
+VERSION = 3
 
 Message = dict[str, Any]
 
@@ -19,7 +19,8 @@ KINDS: dict[str, dict[str, Any]] = {
     # from an agent
     # memory_port: port of its server of in-memory checkpoints, 0 for none
     "join": {"version": int, "node": int, "slots": int, "host": str, "port": int, "memory_port": int},
-    "exit": {"generation": int, "rank": int, "pid": int, "code": int},  # code: negative for a signal
+    # code: negative for a signal; is_ended_by_jax: because another worker was lost
+    "exit": {"generation": int, "rank": int, "pid": int, "code": int, "is_ended_by_jax": bool},
     # sent when no worker is left; port: free for the next JAX coordinator; memory_step: newest one in memory or -1
     "idle": {"generation": int, "port": int, "memory_step": int},
     "signal": {"number": int, "is_repeated": bool},  # a repeated signal ends everything at once

@@ -20,12 +20,13 @@ from pathlib import Path
 _HIDDEN = re.compile(
     r"^[IWE]\d{4} [\d:.]+\s+\d+ |^WARNING: All log messages before|\[Gloo\]|peer ranks|^next  jaxtrain resume "
     # many lines of JAX's coordination service about a lost peer, which the launcher names itself
-    r"|CoordinationService|^F\d{4} .*JAX distributed service|^The tasks have crashed|^:UNKNOWN:"
+    r"|CoordinationService|^The tasks have crashed|^:UNKNOWN:"
     r"|^\*\*\* Check failure stack|^\s+@\s+0x"
 )
 _PROBLEM = re.compile(
     r"^jaxtrain: |^F\d{4} |\b\w*(?:warning|error|exception)\b|\b(?:fatal|killed|terminate)\b", re.IGNORECASE
 )
+_ENDED_BY_JAX = re.compile(r"^F\d{4} .*JAX distributed service")  # because another process was lost
 _TRACEBACK = "Traceback (most recent call last):"
 _PROGRESS = re.compile(r"^step [\d,]+/[\d,]+  eta ")
 _ERASE_LINE = "\r\033[2K"
@@ -102,6 +103,7 @@ class WorkerLog:
         self._partial = {"out": b"", "err": b""}  # last line of each stream, not ended yet
         self._in_traceback = False
         self.is_quiet = False
+        self.is_ended_by_jax = False  # whether JAX said that it ends this process because another one was lost
 
     def add(self, stream: str, data: bytes) -> None:
         """Adds output of the stream `out` or `err`."""
@@ -120,7 +122,9 @@ class WorkerLog:
 
     def _show(self, stream: str, line: str) -> None:
         is_empty = stream == "err" and (not line or line.isdecimal())
-        if self.is_quiet or is_empty or _HIDDEN.search(line):
+        is_ended_by_jax = _ENDED_BY_JAX.search(line) is not None
+        self.is_ended_by_jax |= is_ended_by_jax
+        if self.is_quiet or is_empty or is_ended_by_jax or _HIDDEN.search(line):
             return
         if self._rank == 0:
             self._terminal.show(line, error=stream == "err")

@@ -137,14 +137,13 @@ class WorkerGroup:
     def reap(self) -> list[tuple[WorkerProcess, int]]:
         """Returns the workers that ended since the last call with their exit codes, likely causes first."""
         ended = [(worker, code) for worker in self.workers if (code := worker.poll()) is not None]
-        ended.sort(key=lambda pair: cause_rank(pair[1]))
         for worker, _ in ended:
             self.workers.remove(worker)
             for pipe in worker.pipes.values():
                 if pipe in self._selector.get_map():
                     self._selector.unregister(pipe)
             worker.close()
-        return ended
+        return sorted(ended, key=lambda pair: cause_rank(pair[1], pair[0].log.is_ended_by_jax))
 
     def stop(self) -> None:
         """Sends SIGTERM: the workers save at the same step and exit."""

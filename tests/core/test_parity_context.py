@@ -13,6 +13,7 @@ from harness import close_trees
 
 from jaxtrain.core.placement import Placer, row_order
 from jaxtrain.core.program import model_from_config
+from jaxtrain.hlo.device_groups import replica_groups, replica_groups_text
 from jaxtrain.inference.generate import Generator, decoding_sharder
 
 FORMULATIONS = ("gather", "ulysses", "ring")
@@ -101,12 +102,13 @@ def collectives(formulation: str) -> list[tuple[str, str, str]]:
     program = harness.program({"context": 4}, RULES, context_parallel=formulation, model=model)
     run = jax.jit(program.gradients)
     args = (program.state["params"], harness.placed(program, 0), jax.random.key(0))
+    text = run.lower(*args).compile().as_text()
     kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter"
-    found = re.finditer(rf"= (\S+|\(.*?\)) ({kinds})\(.*?replica_groups=(\S*).*op_name=\"(.*?)\"|"
-                        rf"= (\S+) (collective-permute)\(.*op_name=\"(.*?)\"",
-                        run.lower(*args).compile().as_text())  # fmt: skip
-    rows = [m.groups() for m in found]
-    return [(r[1], r[0], r[3]) if r[1] else (r[5], r[4], r[6]) for r in rows if not (r[2] or "").startswith("{{0},")]
+    pattern = re.compile(rf"= (\S+|\(.*?\)) ({kinds})\(.*op_name=\"(.*?)\"")
+    found = [(match, line) for line in text.splitlines() if (match := pattern.search(line))]
+    groups = [replica_groups(replica_groups_text(line), 4) for _, line in found]
+    moves = [match for (match, _), group in zip(found, groups, strict=True) if len(group[0]) > 1]
+    return [(match[2], match[1], match[3]) for match in moves]
 
 
 def test_only_the_expected_collectives():

@@ -49,10 +49,10 @@ class World:
         self.leader.node_joined(node, slots, host or f"host{node}", 1000 + node)
         self.settle()
 
-    def exit(self, rank: int, code: int) -> None:
+    def exit(self, rank: int, code: int, is_ended_by_jax: bool = False) -> None:
         node = next(n for n, ranks in self.ranks.items() if rank in ranks)
         self.ranks[node].remove(rank)
-        self.leader.worker_exited(node, self.leader.generation, rank, 100 + rank, code)
+        self.leader.worker_exited(node, self.leader.generation, rank, 100 + rank, code, is_ended_by_jax)
         if not self.ranks[node]:
             self.leader.node_idle(node, self.leader.generation, 2000 + node)
         self.settle()
@@ -181,10 +181,19 @@ def test_a_victim_is_not_the_cause():
 def test_who_did_not_answer_is_the_cause_when_jax_ends_the_others():
     world = World(nodes=1)
     world.join(0, slots=3)
-    world.exit(0, -6)
-    world.exit(2, -6)
+    world.exit(0, -6, is_ended_by_jax=True)
+    world.exit(2, -6, is_ended_by_jax=True)
     world.wait(SETTLE_TIME)
     assert world.causes == ["process 1 did not answer its peers, which JAX ended"]
+    assert world.running == 3
+
+
+def test_who_aborted_by_itself_is_the_cause_when_jax_ends_the_others():
+    world = World(nodes=1)
+    world.join(0, slots=3)
+    world.exit(0, -6, is_ended_by_jax=True)
+    world.exit(1, -6)
+    assert world.causes == ["process 1 (pid 101) aborted (signal 6)"]
     assert world.running == 3
 
 

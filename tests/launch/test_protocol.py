@@ -11,7 +11,7 @@ import pytest
 from jaxtrain.errors import ProtocolError
 from jaxtrain.launch.protocol import MAX_BYTES, Channel, ConnectionClosed, decode, encode
 
-EXIT = {"generation": 3, "rank": 1, "pid": 77, "code": -9}
+EXIT = {"generation": 3, "rank": 1, "pid": 77, "code": -9, "is_ended_by_jax": False}
 IDLE = {"generation": 3, "port": 5, "memory_step": -1}
 
 

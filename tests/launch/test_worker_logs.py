@@ -8,6 +8,8 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
 from jaxtrain.launch.worker_logs import Terminal, WorkerLog
 
 TRACE = b"""Traceback (most recent call last):
@@ -36,6 +38,27 @@ def test_process_0_passes_through_and_others_only_in_trouble(tmp_path, capsys):
     ]  # fmt: skip
     assert (tmp_path / "1.log").read_bytes().endswith(TRACE)
     assert b"jaxtrain resume" in (tmp_path / "0.log").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_ended_by_jax"),
+    [
+        (
+            b"F1125 12:52:05.530118   20961 client.h:80] Terminating process because the JAX distributed service det",
+            True,
+        ),
+        (b"F1125 12:08:11.856424   16574 named_sharding.cc:60] Check failed: VerifyNamedSharding(*this) is OK", False),
+    ],
+)
+def test_who_aborts_says_whether_jax_ended_it_for_another(line, is_ended_by_jax, tmp_path, capsys):
+    terminal = Terminal()
+    log = WorkerLog(tmp_path / "1.log", 1, terminal)
+    log.add("err", line[:40])
+    log.add("err", line[40:])  # the process ends before its line does
+    log.close()
+    terminal.close()
+    assert log.is_ended_by_jax == is_ended_by_jax
+    assert ("Check failed" in capsys.readouterr().err) is not is_ended_by_jax
 
 
 def test_what_several_say_alike_is_shown_once(tmp_path, capsys):
