@@ -32,8 +32,7 @@ from jaxtrain.checkpoint.memory.client import PeerConfig
 NODE = """
 import sys
 from jaxtrain.checkpoint.memory.server import SnapshotServer
-server = SnapshotServer("127.0.0.1")
-server.token = "t"
+server = SnapshotServer("127.0.0.1", "t", print)
 print(server.port, flush=True)
 sys.stdin.read()
 """

@@ -82,8 +82,11 @@ class ReceivedSignals:
 class Agent:
     """Agent of one node, see the module."""
 
-    def __init__(self, config: AgentConfig, command: WorkerCommand, terminal: Terminal) -> None:
+    def __init__(
+        self, config: AgentConfig, command: WorkerCommand, terminal: Terminal, read_secret: Callable[[], str]
+    ) -> None:
         self._config, self._command, self._terminal = config, command, terminal
+        self._read_secret, self._secret = read_secret, ""  # read again for every connection: a leader may be new
         self._selector = selectors.DefaultSelector()
         self._group: WorkerGroup | None = None
         self._memory_server: SnapshotServer | None = None
@@ -117,11 +120,12 @@ class Agent:
             try:
                 connection = socket.create_connection((host, port), timeout=self._config.heartbeat)
                 if connection.getsockname() != connection.getpeername():
-                    return Channel(connection)
+                    self._secret = self._read_secret()
+                    return _authenticated(Channel(connection, self._secret, is_server=False))
                 connection.close()  # before the leader listens, TCP may connect the socket to itself
-            except OSError as error:
+            except (OSError, ProtocolError) as error:
                 if time.monotonic() > until:
-                    why = error.strerror or error
+                    why = getattr(error, "strerror", None) or error
                     failed = f"cannot reach the leader at {host}:{port} within {self._config.join_timeout:g} s"
                     message = f"jaxtrain: launch: {failed} ({why}); expected the agent of node 0 there"
                     self._terminal.show(message, error=True)
@@ -138,6 +142,8 @@ class Agent:
         try:
             if self._config.serves_memory and self._memory_server is None:
                 self._memory_server = self._open_memory_server(channel.socket.getsockname()[0])
+            if self._memory_server is not None:
+                self._memory_server.secret = self._secret
             memory_port, config = self._memory_server.port if self._memory_server is not None else 0, self._config
             channel.send(
                 "join", version=VERSION, node=config.node, slots=config.slots, host=config.host, port=free_port(),
@@ -156,7 +162,7 @@ class Agent:
 
     def _open_memory_server(self, host: str) -> SnapshotServer | None:
         try:
-            return SnapshotServer(host)
+            return SnapshotServer(host, self._secret, self._terminal.show)
         except OSError as error:
             why = f"cannot listen on {host} ({error.strerror or error})"
             self._terminal.show(f"launch  this node keeps no in-memory checkpoints: {why}", error=True)
@@ -197,12 +203,10 @@ class Agent:
     def _start(self, channel: Channel, start: Message) -> None:
         """Starts the workers of a generation; reports one that cannot be started as exited."""
         self._clear()
-        if self._memory_server is not None:
-            self._memory_server.token = start["token"]
         self._group = WorkerGroup(start, self._selector, self._terminal)
         command = self._command(start["run"])
         for slot, rank in zip(start["slots"], start["ranks"]):
-            env = worker_environment(start, rank, slot, os.environ, self._config.collective_timeout)
+            env = worker_environment(start, rank, slot, os.environ, self._config.collective_timeout, self._secret)
             try:
                 with _ignored_by_children(signal.SIGUSR1):  # whose default would end a worker that does not train yet
                     self._group.add(command, env, rank)
@@ -254,6 +258,16 @@ class Agent:
             self._group.reap()
             time.sleep(0.005)
         self._group = None
+
+
+def _authenticated(channel: Channel) -> Channel:
+    """Returns the channel after the handshake; closes it if that fails. Raises as `Channel.receive` does."""
+    try:
+        channel.authenticate()
+    except (ConnectionClosed, ProtocolError):
+        channel.close()
+        raise
+    return channel
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ Each public method is an event that the leader reacts to. It only decides: `outb
 
 from __future__ import annotations
 
-import secrets
 import signal
 import time
 from collections import deque
@@ -58,7 +57,6 @@ class Leader:
         self._signal: int | None = None  # signal that asked the job to stop
         self._restarts, self._start_time, self._start_checkpoint = 0, 0.0, None
         self._memory_step, self._start_step = -1, -1  # newest step in memory; newest of all at the generation's start
-        self._token = secrets.token_hex(16)  # password of this job for the in-memory checkpoint servers
 
     # Events
 
@@ -204,7 +202,7 @@ class Leader:
                 self._send(
                     node.number, "start", generation=self.generation, run=str(self.job.directory), address=address,
                     processes=placement.processes, devices_per_process=placement.devices // placement.processes,
-                    is_simulated=self.job.is_simulated, memory_every=self.policy.memory_every, token=self._token,
+                    is_simulated=self.job.is_simulated, memory_every=self.policy.memory_every,
                     memory_addresses=self._memory_ring(node),
                     slots=[self._members[rank].index for rank in ranks], ranks=ranks,
                 )  # fmt: skip

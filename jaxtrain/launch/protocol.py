@@ -7,10 +7,12 @@ import socket
 from typing import Any
 
 from jaxtrain.errors import ProtocolError, escape_unprintable
+from jaxtrain.io.authenticated import Session
 
 MAX_BYTES = 1 << 16  # of a message
 SEND_TIMEOUT = 5.0  # seconds until the other side must have read a message
 VERSION = 3
+PURPOSE = "launch"  # of a connection, see `Session`
 
 Message = dict[str, Any]
 
@@ -30,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "start": {
         "generation": int, "run": str, "address": str, "processes": int, "devices_per_process": int,
         "is_simulated": bool, "slots": [int], "ranks": [int],
-        "memory_every": int, "token": str, "memory_addresses": [str],  # the node's own address comes first
+        "memory_every": int, "memory_addresses": [str],  # the node's own address comes first
     },
     "stop": {"generation": int},  # SIGTERM: save and exit
     "kill": {"generation": int},  # SIGKILL
@@ -43,17 +45,17 @@ class ConnectionClosed(ConnectionError):
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Encodes a message as a line. Raises ProtocolError if it is not one of `KINDS`, or too long."""
+    """Encodes a message. Raises ProtocolError if it is not one of `KINDS`, or too long."""
     message = {"kind": kind, **fields}
     _check(message)
-    line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(message, separators=(",", ":")).encode()
     if len(line) > MAX_BYTES:
         raise ProtocolError(f"{kind}: expected a message of at most {MAX_BYTES} bytes; found {len(line)}")
     return line
 
 
 def decode(line: bytes) -> Message:
-    """Decodes a line. Raises ProtocolError if it is not a message."""
+    """Decodes a message. Raises ProtocolError if it is not a message."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -83,31 +85,47 @@ def _has_type(value: Any, expected: Any) -> bool:
 
 
 class Channel:
-    """Connected socket that sends and receives messages. Not thread-safe."""
+    """Connected socket that sends and receives messages once both sides have authenticated. Not thread-safe.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        connection: socket that was connected or accepted.
+        secret: secret of the job.
+        is_server: whether it was accepted.
+    """
+
+    def __init__(self, connection: socket.socket, secret: str, is_server: bool) -> None:
         connection.settimeout(SEND_TIMEOUT)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self._buffer = b""
+        self._session = Session(secret, PURPOSE, is_server, MAX_BYTES)
+        self._buffer = bytearray()
+
+    @property
+    def is_authenticated(self) -> bool:
+        """True once the other side has proved that it knows the secret."""
+        return self._session.is_authenticated
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor, for selectors."""
         return self.socket.fileno()
 
+    def authenticate(self) -> None:
+        """Shakes hands with the server, and waits for it. Raises as `receive` does."""
+        self._send(self._session.outgoing())
+        while not self.is_authenticated:
+            self.receive()
+
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message. Raises ConnectionClosed if the other side does not read it."""
-        try:
-            self.socket.sendall(encode(kind, **fields))
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from None
+        self._send(b"".join(self._session.seal(encode(kind, **fields))))
 
     def receive(self) -> list[Message]:
         """Returns the messages that have arrived. Call it when a selector reports data.
 
         Raises:
             ConnectionClosed: the other side closed the connection.
-            ProtocolError: the data are not a message.
+            ProtocolError: it does not know the secret, or the data are not a message.
         """
         try:
             data = self.socket.recv(MAX_BYTES)
@@ -115,11 +133,24 @@ class Channel:
             raise ConnectionClosed(str(error)) from None
         if not data:
             raise ConnectionClosed("connection closed")
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) >= MAX_BYTES or any(len(line) >= MAX_BYTES for line in lines):
-            raise ProtocolError(f"a message of more than {MAX_BYTES} bytes")
-        return [decode(line) for line in lines]
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= self._session.wanted:
+            part = bytes(self._buffer[: self._session.wanted])
+            del self._buffer[: len(part)]
+            payload = self._session.take(part)
+            if answer := self._session.outgoing():
+                self._send(answer)
+            if payload is not None:
+                messages.append(decode(bytes(payload)))
+        return messages
 
     def close(self) -> None:
         """Closes the socket."""
         self.socket.close()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self.socket.sendall(data)
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -31,19 +32,21 @@ def last_generation(directory: Path) -> int:
 class LeaderServer:
     """Runs a `Leader` in a thread of node 0 until its job is over and the agents have disconnected."""
 
-    def __init__(self, leader: Leader, host: str, port: int, show: Callable[[str], None]) -> None:
+    def __init__(self, leader: Leader, host: str, port: int, secret: str, show: Callable[[str], None]) -> None:
         """Creates the leader server.
 
         Args:
             leader: makes the decisions.
             host: address to listen on.
             port: port to listen on; 0 chooses a free one.
+            secret: secret of the job, which agents must know.
             show: shows a line on the terminal.
 
         Raises:
             UserError: the server cannot listen on the address.
         """
-        self._leader, self._show = leader, show
+        self._leader, self._secret, self._show = leader, secret, show
+        self._has_reported_stranger = False
         try:
             self._listener = socket.create_server((host, port), backlog=MAX_PENDING)
         except OSError as error:
@@ -76,6 +79,7 @@ class LeaderServer:
                 for key, _ in self._selector.select(wait):
                     self._accept() if key.fileobj is self._listener else self._receive(key.data)
                 self._leader.tick()
+                self._drop_late()
                 self._flush()
                 if until is None and self._leader.phase is Phase.OVER:
                     until = time.monotonic() + LEAVE_TIMEOUT
@@ -90,16 +94,26 @@ class LeaderServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        now = time.monotonic()
-        for channel, since in list(self._pending.items()):
-            if now - since > JOIN_TIMEOUT:
-                self._drop(channel)
-        if len(self._pending) >= MAX_PENDING:
-            connection.close()
-            return
-        channel = Channel(connection)
-        self._pending[channel] = now
+        if len(self._pending) >= MAX_PENDING:  # an agent joins within one round trip, so the oldest is none
+            self._refuse(next(iter(self._pending)), f"{MAX_PENDING} others that have not joined are connected")
+        channel = Channel(connection, self._secret, is_server=True)
+        self._pending[channel] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _drop_late(self) -> None:
+        """Closes the connections that did not join in time."""
+        now = time.monotonic()
+        for channel in [channel for channel, since in self._pending.items() if now - since > JOIN_TIMEOUT]:
+            self._refuse(channel, f"it did not join within {JOIN_TIMEOUT:g} s")
+
+    def _refuse(self, channel: Channel, why: str) -> None:
+        """Closes a connection that has not joined. Reports the first of those that did not authenticate."""
+        if not channel.is_authenticated and not self._has_reported_stranger:
+            self._has_reported_stranger = True
+            with contextlib.suppress(OSError):
+                peer = channel.socket.getpeername()[0]
+                self._show(f"launch  a connection from {peer} is refused ({why}); others will not be reported")
+        self._drop(channel)
 
     def _receive(self, channel: Channel) -> None:
         try:
@@ -107,8 +121,10 @@ class LeaderServer:
                 self._handle(channel, message)
         except (ConnectionClosed, ProtocolError) as error:
             number = self._node_number(channel)
-            self._drop(channel)
-            if number is not None:
+            if number is None:
+                self._refuse(channel, str(error))
+            else:
+                self._drop(channel)
                 is_closed = isinstance(error, ConnectionClosed)
                 why = "closed its connection" if is_closed else f"sent an invalid message ({error})"
                 self._leader.node_lost(number, why)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from jaxtrain.launch.agent import Agent, WorkerCommand
 from jaxtrain.launch.job import ElasticJob, open_job
+from jaxtrain.launch.job_secret import published_secret, secret_folder, secret_reader
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.options import LaunchOptions
 from jaxtrain.launch.server import LeaderServer, last_generation
@@ -40,25 +41,33 @@ def supervise(options: LaunchOptions, terminal: Terminal) -> tuple[int, str | No
     """
     command = worker_command(options.deadline)
     if options.agent.node != 0:
-        return Agent(options.agent, command, terminal).run(), None
+        reader = secret_reader(secret_folder(options.source, options.overrides))
+        return Agent(options.agent, command, terminal, reader).run(), None
     policy = options.policy
     processes = policy.nodes * options.agent.slots - policy.spares
     job = open_job(
         options.source, options.overrides, processes, options.devices_per_process, options.fallbacks, options.continues
     )
     terminal.show(f"launch  {job.directory}")
-    return run_leader(job, policy, options, command, terminal), str(job.directory)
+    folder = None if options.where == "local" else secret_folder(options.source, options.overrides)
+    with published_secret(folder) as secret:
+        return run_leader(job, policy, options, command, terminal, secret), str(job.directory)
 
 
 def run_leader(
-    job: ElasticJob, policy: RestartPolicy, options: LaunchOptions, command: WorkerCommand, terminal: Terminal
+    job: ElasticJob,
+    policy: RestartPolicy,
+    options: LaunchOptions,
+    command: WorkerCommand,
+    terminal: Terminal,
+    secret: str,
 ) -> int:
     """Runs the leader of a job and the agent of node 0 until the job ends. Returns the exit code."""
     host, port = options.agent.leader
     leader = Leader(job, policy, generation=last_generation(job.directory))
-    server = LeaderServer(leader, host, port, terminal.show)
+    server = LeaderServer(leader, host, port, secret, terminal.show)
     server.start()
     agent = replace(options.agent, leader=(host, server.port), join_timeout=LOCAL_JOIN_TIMEOUT)
-    code = Agent(agent, command, terminal).run()
+    code = Agent(agent, command, terminal, lambda: secret).run()
     server.join()
     return code

@@ -21,7 +21,9 @@ READ_BYTES = 1 << 16  # read at a time
 DRAIN_TIMEOUT = 1.0  # seconds to read the remaining output of an ended worker
 
 
-def worker_environment(start: Message, rank: int, slot: int, base: Mapping[str, str], timeout: int) -> dict[str, str]:
+def worker_environment(
+    start: Message, rank: int, slot: int, base: Mapping[str, str], timeout: int, secret: str
+) -> dict[str, str]:
     """Builds the environment of a worker: the coordinator, its rank and its devices.
 
     Args:
@@ -30,6 +32,7 @@ def worker_environment(start: Message, rank: int, slot: int, base: Mapping[str, 
         slot: index of the worker on this node.
         base: environment of this process.
         timeout: seconds that a collective of CPU devices may wait for a process.
+        secret: secret of the job, for the servers of in-memory checkpoints.
     """
     devices = start["devices_per_process"]
     env = dict(base) | {
@@ -44,7 +47,7 @@ def worker_environment(start: Message, rank: int, slot: int, base: Mapping[str, 
     if start["memory_every"] and start["memory_addresses"]:
         parts = (address.rpartition(":") for address in start["memory_addresses"])
         addresses = tuple((host, int(port)) for host, _, port in parts)
-        peers = PeerConfig(start["memory_every"], start["generation"], start["token"], addresses)
+        peers = PeerConfig(start["memory_every"], start["generation"], secret, addresses)
         env[VARIABLE] = peers.as_text()
     if start["is_simulated"]:
         flags = base.get("XLA_FLAGS", "")

@@ -16,7 +16,10 @@ from jaxtrain.trainer.compatibility import compare_configs
 
 Resume = bool | Literal["auto"]
 # Files that a run may have written before its config.
-BEGINNING = {"checkpoints", "logs", "launch.jsonl", "events.jsonl", "metrics.jsonl", "tensorboard", "layout.txt"}
+BEGINNING = {
+    "checkpoints", "logs", "launch.jsonl", "launch.secret", "events.jsonl", "metrics.jsonl", "tensorboard",
+    "layout.txt",
+}  # fmt: skip
 PLACE = ("name", "dir")  # keys that say where a run is, not what it does
 SCHEDULED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX", "TPU_WORKER_ID")
 

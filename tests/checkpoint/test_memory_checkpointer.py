@@ -46,9 +46,8 @@ class Pair:
     """Snapshot servers of two nodes, and the worker of the first."""
 
     def __init__(self) -> None:
-        self.servers, self.messages = [SnapshotServer("127.0.0.1"), SnapshotServer("127.0.0.1")], []
-        for server in self.servers:
-            server.token = "t"
+        self.servers = [SnapshotServer("127.0.0.1", "t", print) for _ in range(2)]
+        self.messages: list[str] = []
         addresses = tuple(("127.0.0.1", server.port) for server in self.servers)
         self.config = PeerConfig(1, 4, "t", addresses)
         self.memory = self.new_memory()

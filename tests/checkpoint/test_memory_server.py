@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import xxhash
 
 from jaxtrain.checkpoint.memory import server as server_module
 from jaxtrain.checkpoint.memory.client import PeerConfig, SnapshotClient, peer_config
-from jaxtrain.checkpoint.memory.protocol import Piece, SnapshotHeader, SnapshotKey, parse_header, send
+from jaxtrain.checkpoint.memory.protocol import (
+    Piece,
+    SnapshotHeader,
+    SnapshotKey,
+    connect,
+    parse_header,
+    receive,
+    send,
+)
 from jaxtrain.checkpoint.memory.server import SnapshotServer, SnapshotStore
 from jaxtrain.errors import PeerMemoryError
+from jaxtrain.io.authenticated import Connection
 
-TOKEN = "of the job"
+SECRET = "of the job"
 DATA = bytes(range(256)) * 5
 
 
 @pytest.fixture
-def server():
-    made = SnapshotServer("127.0.0.1")
-    made.token = TOKEN
+def shown() -> list[str]:
+    """Lines that the server shows on the terminal."""
+    return []
+
+
+@pytest.fixture
+def server(shown: list[str]):
+    made = SnapshotServer("127.0.0.1", SECRET, shown.append)
     yield made
     made.close()
 
@@ -30,8 +47,8 @@ def header(data: bytes = DATA, processes: int = 2) -> SnapshotHeader:
     return SnapshotHeader(processes, len(data), {"w": [[2 * len(data)], "uint8"]}, (piece,), {"step": 3})
 
 
-def client(server: SnapshotServer, token: str = TOKEN) -> SnapshotClient:
-    return SnapshotClient(("127.0.0.1", server.port), token)
+def client(server: SnapshotServer, secret: str = SECRET) -> SnapshotClient:
+    return SnapshotClient(("127.0.0.1", server.port), secret)
 
 
 def test_a_snapshot_is_returned_unchanged(server):
@@ -47,33 +64,67 @@ def test_a_snapshot_is_returned_unchanged(server):
             other.header(SnapshotKey(1, 3, 0))
 
 
-@pytest.mark.parametrize("token", ["", "of another job", "é"])
-def test_a_wrong_token_is_refused(server, token):
-    with client(server, token) as other_client, pytest.raises(PeerMemoryError, match="closed the connection"):
-        other_client.snapshots()
-    server.token = ""  # before the agent knows its job
-    with client(server, "") as other_client, pytest.raises(PeerMemoryError, match="closed the connection"):
-        other_client.snapshots()
+@pytest.mark.parametrize("secret", ["", "of another job", "é"])
+def test_a_wrong_secret_is_refused_and_reported_once(server, shown, secret):
+    for _ in range(2):
+        with pytest.raises(PeerMemoryError, match="does not know the secret of this job"):
+            client(server, secret)
+    until(lambda: shown)
+    (line,) = shown
+    assert line.startswith("launch  a connection from 127.0.0.1 is refused (")
+    server.secret = ""  # nobody is served without one
+    with pytest.raises(PeerMemoryError, match="does not know the secret of this job"):
+        client(server, "")
 
 
-@pytest.mark.parametrize(
-    "line", [b"\n", b"[]\n", b"{\n", b'{"token":"of the job"}\n', b"\xff\n", b"[" * 100000 + b"\n"]
-)
-def test_a_malformed_request_gets_an_error(server, line):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as other_client:
-        other_client.sendall(line)
-        assert other_client.recv(1000).startswith(b'{"error":')
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_strangers_change_nothing(server, shown, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_STRANGERS", 4)
+    with client(server) as one:
+        one.put(SnapshotKey(1, 3, 1), header(), [memoryview(DATA)])
+        address = ("127.0.0.1", server.port)
+        silent = [socket.create_connection(address, timeout=10) for _ in range(10)]  # more than may be strangers
+        for line in (b"GET / HTTP/1.1\r\n" * 9, b"\xff" * 100, b"jaxtrain-1\n" + bytes(32) + bytes(32)):
+            with socket.create_connection(address, timeout=10) as stranger:
+                stranger.sendall(line)
+                while stranger.recv(1000):
+                    pass
+        assert one.snapshots() == [(SnapshotKey(1, 3, 1), 2)]
+        with client(server) as other:
+            assert other.read(SnapshotKey(1, 3, 1), 0, 10) == DATA[:10]
+        for stranger in silent:
+            stranger.close()
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("payload", [b"", b"[]", b"{", b"\xff", b"[" * 100000, b'{"do":"run"}', b"{}"])
+def test_a_malformed_request_gets_an_error(server, payload):
+    with worker(server) as (connection, _):
+        connection.send(payload)
+        assert bytes(connection.receive() or b"").startswith(b'{"error":')
     with client(server) as one:
         assert one.snapshots() == []
 
 
+@contextmanager
+def worker(server: SnapshotServer) -> Iterator[tuple[Connection, socket.socket]]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as plain:
+        yield connect(plain, SECRET, is_server=False), plain
+
+
 def test_an_incomplete_snapshot_is_dropped(server):
-    request = {"token": TOKEN, "do": "put", "key": SnapshotKey(1, 3, 0), "header": header().as_json()}
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as dying:
-        send(dying, request)
-        dying.sendall(DATA[:100])
-        dying.shutdown(socket.SHUT_WR)
-        assert dying.makefile().read() == '{}\n{"error":"the connection ended after 100 of 1280 bytes"}\n'
+    with worker(server) as (connection, plain):
+        send(connection, {"do": "put", "key": SnapshotKey(1, 3, 0), "header": header().as_json()})
+        connection.send(DATA[:100])
+        plain.shutdown(socket.SHUT_WR)
+        assert receive(connection) == {}
+        assert receive(connection) == {"error": "the connection ended after 100 of 1280 bytes"}
     with client(server) as one:
         assert one.snapshots() == []
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxtrain.cli.arguments import COMMANDS
 from jaxtrain.config import Config
 from jaxtrain.launch.agent import Agent
+from jaxtrain.launch.job_secret import published_secret, secret_reader
 from jaxtrain.launch.options import parse_options
 from jaxtrain.launch.supervisor import run_leader
 from jaxtrain.launch.types import Placement
@@ -67,10 +68,11 @@ def command(directory: str) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     COMMANDS["launch"].add_arguments(parser)
-    options, terminal = parse_options(parser.parse_args(sys.argv[2:])), Terminal()
+    options, terminal, folder = parse_options(parser.parse_args(sys.argv[2:])), Terminal(), Path(sys.argv[1])
     if options.agent.node == 0:
-        code = run_leader(FakeJob(Path(sys.argv[1])), options.policy, options, command, terminal)
+        with published_secret(folder) as secret:
+            code = run_leader(FakeJob(folder), options.policy, options, command, terminal, secret)
     else:
-        code = Agent(options.agent, command, terminal).run()
+        code = Agent(options.agent, command, terminal, secret_reader(folder)).run()
     terminal.close()
     sys.exit(code)

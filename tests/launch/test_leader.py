@@ -464,8 +464,6 @@ def test_each_node_copies_to_its_own_memory_and_then_to_the_next_ones():
         ["h0:20", "h1:21", "h2:22"], ["h1:21", "h2:22", "h0:20"], ["h2:22", "h0:20", "h1:21"],
         ["h0:20", "h1:21", "h2:22"],
     ]  # fmt: skip
-    assert len({fields["token"] for fields in told.values()}) == 1
-    assert len(told[0]["token"]) == 32
 
 
 def test_a_newer_step_in_memory_is_progress_like_a_checkpoint():

@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from jaxtrain.errors import ProtocolError
-from jaxtrain.launch.protocol import MAX_BYTES, Channel, ConnectionClosed, decode, encode
+from jaxtrain.io.authenticated import Session
+from jaxtrain.launch.protocol import MAX_BYTES, PURPOSE, Channel, ConnectionClosed, decode, encode
 
 EXIT = {"generation": 3, "rank": 1, "pid": 77, "code": -9, "is_ended_by_jax": False}
 IDLE = {"generation": 3, "port": 5, "memory_step": -1}
@@ -24,22 +25,26 @@ def pair():
     b.close()
 
 
-class Unix(Channel):
-    """A channel over a pair of sockets that are not TCP's."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket, self._buffer = connection, b""
+def accepted(connection: tuple[socket.socket, socket.socket]) -> tuple[Session, Channel]:
+    """Returns an authenticated client without its socket, and the channel of its server over one of a pair."""
+    client, channel = Session("s", PURPOSE, is_server=False), Channel(connection[1], "s", is_server=True)
+    connection[0].sendall(client.outgoing())
+    channel.receive()
+    client.take(connection[0].recv(client.wanted))
+    connection[0].sendall(client.outgoing())
+    channel.receive()
+    return client, channel
 
 
 def test_messages_arrive_however_they_are_split(pair):
-    a, b = pair
-    channel, got = Unix(b), []
-    data = encode("exit", **EXIT) + encode("heartbeat") + encode("idle", **IDLE)
+    client, channel = accepted(pair)
+    messages = (encode("exit", **EXIT), encode("heartbeat"), encode("idle", **IDLE))
+    data, got = b"".join(b"".join(client.seal(message)) for message in messages), []
     for i in range(0, len(data), 7):
-        a.sendall(data[i : i + 7])
+        pair[0].sendall(data[i : i + 7])
         got += channel.receive()
     assert got == [{"kind": "exit", **EXIT}, {"kind": "heartbeat"}, {"kind": "idle", **IDLE}]
-    a.close()
+    pair[0].close()
     with pytest.raises(ConnectionClosed):
         channel.receive()
 
@@ -66,15 +71,9 @@ def test_what_is_no_message_is_refused(line):
 
 
 def test_a_message_is_bounded(pair):
-    a, b = pair
-    channel = Unix(b)
+    client, channel = accepted(pair)
     with pytest.raises(ProtocolError, match=str(MAX_BYTES)):
         encode("end", code=1, text="x" * MAX_BYTES)
-    a.sendall(b"x" * MAX_BYTES)
-
-    def receive_all():
-        while True:
-            channel.receive()
-
-    with pytest.raises(ProtocolError, match="more than"):
-        receive_all()
+    pair[0].sendall(client.seal(b"x" * (MAX_BYTES + 1))[0])
+    with pytest.raises(ProtocolError, match="expected at most"):
+        channel.receive()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch.protocol import encode
+from jaxtrain.io.authenticated import Session
+from jaxtrain.launch.protocol import Channel
 
 FAKE = Path(__file__).with_name("fake_supervisor.py")
 PATIENCE = 60.0
@@ -46,10 +47,10 @@ class Scene:
     def plan(self, actions: dict[str, str]) -> None:
         (self.folder / "plan.json").write_text(json.dumps(actions))
 
-    def start(self, *arguments: str) -> subprocess.Popen:
+    def start(self, *arguments: str, **environ: str) -> subprocess.Popen:
         command = [sys.executable, str(FAKE), str(self.folder), *arguments]
         out = open(self.folder / f"terminal-{len(self.started)}", "wb")  # noqa: SIM115
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | environ)
         out.close()
         self.started.append(process)
         return process
@@ -62,7 +63,7 @@ class Scene:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         given = ("node", "x", f"--nodes={count}", f"--coordinator={address}", "--processes=1", "--backoff=0.01")
-        return lambda node, *more: self.start(*given, f"--node={node}", *more)
+        return lambda node, *more, **environ: self.start(*given, f"--node={node}", *more, **environ)
 
     def pids(self) -> list[int]:
         return [int(path.read_text().split()[0]) for path in self.folder.glob("pid-*")]
@@ -204,11 +205,15 @@ def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(sc
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         scene.start("node", "x", "--nodes=2", "--node=1", f"--coordinator={address}", "--processes=1", "--heartbeat=4")
         connection, _ = silent.accept()
+        secret = "a secret that is known here"
+        (scene.folder / "launch.secret").write_text(secret)
         with connection:
+            channel = Channel(connection, secret, is_server=True)
+            while not channel.is_authenticated:
+                channel.receive()
             start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "processes": 1}
             start |= {"devices_per_process": 1, "is_simulated": True, "slots": [0], "ranks": [0], "memory_every": 0}
-            start |= {"token": "", "memory_addresses": []}
-            connection.sendall(encode("start", **start))
+            channel.send("start", **start, memory_addresses=[])
             begun = time.monotonic()
             worker = scene.pid(1, 0)
             until(lambda: not alive(worker), "its workers live on")
@@ -231,12 +236,45 @@ def test_a_stranger_is_no_agent(scene: Scene):
     first = node(0)
     until(lambda: (scene.folder / "launch.jsonl").exists(), "no leader")
     port = int(first.args[first.args.index("x") + 2].rpartition(":")[2])
-    for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"kind":"heartbeat"}\n', b"x" * (1 << 17)):
+    until(lambda: (scene.folder / "launch.secret").exists(), "no secret")
+    assert (scene.folder / "launch.secret").stat().st_mode & 0o777 == 0o600
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
+    hello = Session("a secret of another job", "launch", is_server=False).outgoing()
+    for data in (b"GET / HTTP/1.1\r\n" * 3, b'{"kind":"heartbeat"}\n' * 3, b"x" * (1 << 17), hello + bytes(32)):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             try:
                 stranger.sendall(data)
-                assert stranger.recv(100) == b""
+                while stranger.recv(100):
+                    pass
             except ConnectionError:
                 pass
     second = node(1)
     assert (finished(first), finished(second)) == (0, 0), scene.terminal()
+    assert scene.terminal().count("a connection from 127.0.0.1 is refused") == 1
+    assert not (scene.folder / "launch.secret").exists()
+    for stranger in silent:
+        stranger.close()
+
+
+def test_an_agent_with_another_secret_does_not_join_and_says_so(scene: Scene):
+    node = scene.nodes(2)
+    first = node(0, "--join-timeout=2")
+    other = node(1, "--join-timeout=1", JAXTRAIN_SECRET="a secret of another job")
+    assert finished(other) == 1
+    assert "the other side does not know the secret of this job" in scene.terminal(1)
+    assert scene.count(1) == 1  # it begins without the other
+    assert scene.terminal().count("is refused (") == 1
+    first.terminate()
+    assert finished(first) == 75
+
+
+def test_the_secret_of_the_environment_is_in_no_file(scene: Scene):
+    scene.plan({"1": "exit 0"})
+    node = scene.nodes(2)
+    secret = "a secret from outside"
+    started = [node(index, JAXTRAIN_SECRET=secret) for index in range(2)]
+    assert [finished(process) for process in started] == [0, 0], scene.terminal()
+    assert not (scene.folder / "launch.secret").exists()
+    assert not [path for path in scene.folder.rglob("*") if path.is_file() and secret in path.read_text()]
+    assert finished(node(0, JAXTRAIN_SECRET="short")) != 0
+    assert "JAXTRAIN_SECRET: 5 characters; expected at least 16" in scene.terminal(2)

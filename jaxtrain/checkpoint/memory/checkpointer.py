@@ -129,7 +129,7 @@ class MemoryCheckpointer:
         return self._on_all(source.step, lambda: self._read(source, abstract))
 
     def _connect(self, address: Address) -> SnapshotClient:
-        return SnapshotClient(address, self._config.token)
+        return SnapshotClient(address, self._config.secret)
 
     def _on_all(self, step: int, work: Callable[[], T]) -> T | None:
         """Returns the result of `work`, or None with a log line on every process if it fails on any."""

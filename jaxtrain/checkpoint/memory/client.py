@@ -27,13 +27,13 @@ class PeerConfig:
     Args:
         every: steps between snapshots.
         generation: generation of the launch; snapshots of different ones are never mixed.
-        token: secret of the job.
+        secret: secret of the job.
         servers: (host, port) of each server: this node's first, then the one that has the second copies.
     """
 
     every: int
     generation: int
-    token: str
+    secret: str
     servers: tuple[Address, ...]
 
     def as_text(self) -> str:
@@ -53,25 +53,27 @@ def peer_config(environ: Mapping[str, str] = os.environ) -> PeerConfig | None:
 class SnapshotClient:
     """Connection to the server of a node. Every method raises PeerMemoryError if the node or the snapshot is gone."""
 
-    def __init__(self, address: Address, token: str) -> None:
-        self._token, self._name = token, f"the memory of {address[0]}:{address[1]}"
+    def __init__(self, address: Address, secret: str) -> None:
+        self._name = f"the memory of {address[0]}:{address[1]}"
         with self._network_errors():
-            self._socket = socket.create_connection(address, timeout=protocol.TIMEOUT)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._stream = self._socket.makefile("rb")
+            connection = socket.create_connection(address, timeout=protocol.TIMEOUT)
+            try:
+                self._connection = protocol.connect(connection, secret, is_server=False)
+            except PeerMemoryError as error:
+                connection.close()
+                raise PeerMemoryError(f"{self._name}: {error}") from None
 
     def __enter__(self) -> SnapshotClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._stream.close()
-        self._socket.close()
+        self._connection.close()
 
     def put(self, key: SnapshotKey, header: SnapshotHeader, data: Iterable[memoryview]) -> None:
         """Stores a snapshot."""
         self._request({"do": "put", "key": key, "header": header.as_json()})
         with self._network_errors():
-            protocol.send_bytes(self._socket, data)
+            protocol.send_bytes(self._connection, data)
         self._reply()
 
     def snapshots(self) -> list[tuple[SnapshotKey, int]]:
@@ -90,7 +92,7 @@ class SnapshotClient:
         """Returns bytes of a snapshot."""
         self._request({"do": "read", "key": key, "offset": offset, "size": size})
         with self._network_errors():
-            return protocol.receive_bytes(self._stream, size)
+            return protocol.receive_bytes(self._connection, size)
 
     def discard_after(self, step: int) -> None:
         """Deletes the snapshots of later steps."""
@@ -99,12 +101,12 @@ class SnapshotClient:
     def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         """Sends a request and returns the reply."""
         with self._network_errors():
-            protocol.send(self._socket, {"token": self._token, **request})
+            protocol.send(self._connection, request)
         return self._reply()
 
     def _reply(self) -> dict[str, Any]:
         with self._network_errors():
-            reply = protocol.receive(self._stream)
+            reply = protocol.receive(self._connection)
         if reply is None:
             raise PeerMemoryError(f"{self._name} closed the connection")
         if "error" in reply:

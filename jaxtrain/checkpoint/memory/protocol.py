@@ -1,7 +1,7 @@
 """Messages between workers and snapshot servers, and the format of a snapshot.
 
-A message is a line of JSON, followed by bytes if it says so. A snapshot is a header, which lists pieces of tensors, and
-their bytes.
+A message is a frame of JSON, followed by frames of bytes if it says so. A snapshot is a header, which lists pieces of
+tensors, and their bytes.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import mmap
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from io import BufferedIOBase
 from typing import Any, NamedTuple
 
 from jaxtrain.checkpoint.files import TensorSpecs
-from jaxtrain.errors import PeerMemoryError
+from jaxtrain.errors import PeerMemoryError, ProtocolError
+from jaxtrain.io.authenticated import Connection, Session
 
-CHUNK = 4 << 20  # bytes sent at a time
-MAX_LINE = 16 << 20  # bytes of a message: a header lists every piece of a state
+CHUNK = 1 << 20  # bytes sent at a time
+MAX_MESSAGE = 16 << 20  # bytes of a message: a header lists every piece of a state
+PURPOSE = "memory"  # of a connection, see `Session`
 TIMEOUT = 20.0  # seconds of silence after which the other side is lost
 
 
@@ -88,25 +90,34 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def send(connection: socket.socket, message: dict[str, Any]) -> None:
+def connect(connection: socket.socket, secret: str, is_server: bool) -> Connection:
+    """Shakes hands over a connected socket. Raises OSError, and PeerMemoryError if the other side is a stranger."""
+    connection.settimeout(TIMEOUT)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with _protocol_errors():
+        return Connection(connection, Session(secret, PURPOSE, is_server, MAX_MESSAGE))
+
+
+def send(connection: Connection, message: dict[str, Any]) -> None:
     """Sends a message. Raises OSError."""
-    connection.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+    connection.send(json.dumps(message, separators=(",", ":")).encode())
 
 
-def send_bytes(connection: socket.socket, data: Iterable[memoryview]) -> None:
+def send_bytes(connection: Connection, data: Iterable[memoryview]) -> None:
     """Sends bytes. Raises OSError."""
     for view in data:
         for start in range(0, len(view), CHUNK):  # the socket's timeout applies to a whole `sendall`
-            connection.sendall(view[start : start + CHUNK])
+            connection.send(view[start : start + CHUNK])
 
 
-def receive(stream: BufferedIOBase) -> dict[str, Any] | None:
+def receive(connection: Connection) -> dict[str, Any] | None:
     """Returns the next message; None at the end. Raises OSError, and PeerMemoryError for a malformed one."""
-    line = stream.readline(MAX_LINE)
-    if not line:
+    with _protocol_errors():
+        payload = connection.receive()
+    if payload is None:
         return None
     try:
-        message = json.loads(line)
+        message = json.loads(bytes(payload))
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
@@ -114,13 +125,24 @@ def receive(stream: BufferedIOBase) -> dict[str, Any] | None:
     return message
 
 
-def receive_bytes(stream: BufferedIOBase, size: int) -> memoryview:
+def receive_bytes(connection: Connection, size: int) -> memoryview:
     """Returns `size` bytes. Raises OSError, and PeerMemoryError if the stream ends before."""
     # mmap zeroes its pages as they are filled; a bytearray would be zeroed first, while the sender waits.
     view, done = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
     while done < size:
-        count = stream.readinto(view[done:])
-        if not count:
+        with _protocol_errors():
+            payload = connection.receive()
+        if not payload or len(payload) > size - done:
             raise PeerMemoryError(f"the connection ended after {done} of {size} bytes")
-        done += count
+        view[done : done + len(payload)] = payload
+        done += len(payload)
     return view
+
+
+@contextmanager
+def _protocol_errors() -> Iterator[None]:
+    """Raises PeerMemoryError in place of ProtocolError."""
+    try:
+        yield
+    except ProtocolError as error:
+        raise PeerMemoryError(str(error)) from None

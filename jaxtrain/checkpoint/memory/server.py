@@ -7,19 +7,21 @@ everywhere, on two nodes for each snapshot, and older steps are not needed any m
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import socket
 import socketserver
 import threading
-from io import BufferedIOBase
+from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.checkpoint.memory import protocol
 from jaxtrain.checkpoint.memory.protocol import SnapshotKey
 from jaxtrain.errors import PeerMemoryError
+from jaxtrain.io.authenticated import Connection
 
 KEPT_STEPS = 3  # of each process
 MAX_CONNECTIONS = 1024
+MAX_STRANGERS = 64  # of these, connections that have not authenticated
 RESERVED = 0.1  # share of the available memory that stays free
 
 
@@ -67,11 +69,11 @@ class SnapshotStore:
 
 
 class SnapshotServer(socketserver.ThreadingTCPServer):
-    """Serves a `SnapshotStore` to clients that know the token of the job, until it is closed.
+    """Serves a `SnapshotStore` to clients that know the secret of the job, until it is closed.
 
     Attributes:
         store: the snapshots.
-        token: secret of the job; no client is served while it is empty.
+        secret: secret of the job.
         port: port that it listens on.
     """
 
@@ -79,10 +81,12 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, host: str) -> None:
-        """Listens on a free port of `host`. Raises OSError if it cannot."""
-        self.store, self.token = SnapshotStore(), ""
+    def __init__(self, host: str, secret: str, show: Callable[[str], None]) -> None:
+        """Listens on a free port of `host`; `show` shows a line on the terminal. Raises OSError if it cannot."""
+        self.store, self.secret, self._show = SnapshotStore(), secret, show
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
+        self._strangers: dict[socket.socket, None] = {}  # connections that have not authenticated, oldest first
+        self._lock, self._has_reported_stranger = threading.Lock(), False
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, 0), _Handler)
         self.port: int = self.server_address[1]
@@ -90,17 +94,35 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a connection in a new thread, or closes it if there are too many."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        with self._lock:
+            if len(self._strangers) >= MAX_STRANGERS:  # a worker authenticates within one round trip
+                with contextlib.suppress(OSError):
+                    next(iter(self._strangers)).shutdown(socket.SHUT_RDWR)
+            self._strangers[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Body of the thread of a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.forget_stranger(request)
             self._slots.release()
+
+    def forget_stranger(self, request: socket.socket) -> None:
+        """Handles that a connection has authenticated, or has ended."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def report_stranger(self, address: str, why: str) -> None:
+        """Shows why a connection is refused, the first time."""
+        with self._lock:
+            is_first, self._has_reported_stranger = not self._has_reported_stranger, True
+        if is_first:
+            self._show(f"launch  a connection from {address} is refused ({why}); others will not be reported")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores a broken connection; the worker reports it."""
@@ -111,45 +133,46 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
 
-class _Handler(socketserver.StreamRequestHandler):
+class _Handler(socketserver.BaseRequestHandler):
     """Answers the requests of one connection."""
 
-    timeout = protocol.TIMEOUT
-    disable_nagle_algorithm = True
+    request: socket.socket
     server: SnapshotServer
-    rfile: BufferedIOBase
+    connection: Connection
 
     def handle(self) -> None:
+        try:
+            self.connection = protocol.connect(self.request, self.server.secret, is_server=True)
+        except (PeerMemoryError, OSError) as error:
+            self.server.report_stranger(self.client_address[0], str(error))
+            return
+        self.server.forget_stranger(self.request)
         while True:
             try:
-                request = protocol.receive(self.rfile)
-                if request is None or not self._is_authorized(request):
+                request = protocol.receive(self.connection)
+                if request is None:
                     return
                 self._answer(request)
             except PeerMemoryError as error:
-                protocol.send(self.request, {"error": str(error)})
+                protocol.send(self.connection, {"error": str(error)})
                 return
             except (KeyError, TypeError, ValueError):
-                protocol.send(self.request, {"error": "malformed request"})
+                protocol.send(self.connection, {"error": "malformed request"})
                 return
-
-    def _is_authorized(self, request: dict[str, Any]) -> bool:
-        token = self.server.token
-        return bool(token) and hmac.compare_digest(str(request.get("token", "")).encode(), token.encode())
 
     def _answer(self, request: dict[str, Any]) -> None:
         store, kind = self.server.store, request["do"]
         if kind == "list":
-            protocol.send(self.request, {"snapshots": store.snapshots()})
+            protocol.send(self.connection, {"snapshots": store.snapshots()})
         elif kind == "discard_after":
             store.discard_after(int(request["step"]))
-            protocol.send(self.request, {})
+            protocol.send(self.connection, {})
         elif kind in ("put", "header", "read"):
             key = SnapshotKey(*map(int, request["key"]))
             if kind == "put":
                 self._receive(key, request["header"])
             elif kind == "header":
-                protocol.send(self.request, {"header": store.get(key)[0]})
+                protocol.send(self.connection, {"header": store.get(key)[0]})
             else:
                 self._send_range(store.get(key)[1], int(request["offset"]), int(request["size"]))
         else:
@@ -158,17 +181,17 @@ class _Handler(socketserver.StreamRequestHandler):
     def _send_range(self, data: memoryview, offset: int, size: int) -> None:
         if not 0 <= offset <= offset + size <= len(data):
             raise PeerMemoryError(f"bytes {offset} to {offset + size} are out of range; the snapshot has {len(data)}")
-        protocol.send(self.request, {"size": size})
-        protocol.send_bytes(self.request, [data[offset : offset + size]])
+        protocol.send(self.connection, {"size": size})
+        protocol.send_bytes(self.connection, [data[offset : offset + size]])
 
     def _receive(self, key: SnapshotKey, fields: Any) -> None:
         header, free = protocol.parse_header(fields), available_memory()
         if free is not None and header.size > (1 - RESERVED) * free:
             text = f"{header.size / 1e9:.2f} GB do not fit into the {free / 1e9:.2f} GB of available memory"
             raise PeerMemoryError(text)
-        protocol.send(self.request, {})
-        self.server.store.put(key, header.as_json(), protocol.receive_bytes(self.rfile, header.size))
-        protocol.send(self.request, {})
+        protocol.send(self.connection, {})
+        self.server.store.put(key, header.as_json(), protocol.receive_bytes(self.connection, header.size))
+        protocol.send(self.connection, {})
 
 
 def available_memory() -> int | None:
