@@ -60,6 +60,7 @@ class Checkpointer(CheckpointReader):
         durable_every: int | None = None,
     ) -> None:
         super().__init__(directory)
+        orbax.hide_failed_writes()
         self._kept, self._timeout = (keep, keep_best, best), timeout
         self._is_first, self._is_alone = jax.process_index() == 0, jax.process_count() == 1
         self._has_tier, self._has_reported_slow = durable is not None, False

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import ceil, prod
@@ -197,3 +200,39 @@ def _is_array(leaf: Any) -> bool:
 def _read_limit(leaves: list[Any]) -> int:
     """Returns the limit on bytes in flight while reading. Orbax refuses a single read above it instead of waiting."""
     return max(_READ, *(2 * prod(leaf.shape) * np.dtype(leaf.dtype).itemsize + 1 for leaf in leaves), 0)
+
+
+def hide_failed_writes() -> None:
+    """Hides tracebacks of single writes of orbax, in this process. Others are printed as before.
+
+    A failed save is reported once, with one reason. Orbax gives up at the first write that fails and closes its event
+    loop; each of its other writes, hundreds of them, then prints a traceback, which hides that report.
+    """
+    for name in ("asyncio", "absl"):
+        logging.getLogger(name).addFilter(_is_no_failed_write)  # adds it once
+    if not isinstance(sys.unraisablehook, _UnraisableHook):
+        sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
+
+
+def _is_no_failed_write(record: logging.LogRecord) -> bool:
+    """Returns False for errors that orbax, or a task or future of it that nobody awaits any more, has logged."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None or record.levelno < logging.ERROR:
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    is_of_orbax = "/orbax/" in record.pathname or any("/orbax/" in frame.filename for frame in frames)
+    return not (is_of_orbax or "in OCDBT database" in str(error))
+
+
+class _UnraisableHook:
+    """Hook for exceptions that have no caller: passes all but those of writes whose event loop is closed."""
+
+    def __init__(self, previous: Callable[[Any], object]) -> None:
+        self._previous = previous
+
+    def __call__(self, unraisable: Any) -> None:
+        # TensorStore calls back into the loop from a thread of C++, which has no frame before asyncio's.
+        frames = traceback.extract_tb(unraisable.exc_traceback)
+        is_late = unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+        if not (is_late and all("/asyncio/" in frame.filename for frame in frames)):
+            self._previous(unraisable)
