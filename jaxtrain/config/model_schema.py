@@ -31,7 +31,9 @@ class MoeConfig(Section):
         0, "experts that every token visits in addition, computed as one layer of this multiple of the width"
     )
     capacity_factor: PositiveFloat | None = key(
-        None, "slots per expert as a multiple of an even share of the tokens; null: no token is dropped"
+        None,
+        "slots per expert as a multiple of an even share of a row's tokens, for which its documents compete; null: no "
+        "token is dropped, and no document changes another",
     )
     normalize_gates: Bool | None = key(None, "gates of a token sum to one (Mixtral); default: if top_k is above 1")
     bias_update_rate: PositiveFloat | None = key(

@@ -52,8 +52,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
     different = [row for row in outcome.rows if not row.is_equal]
     lines = [f"{name}: not tried: {reason}" for name, reason in outcome.refused.items()]
     lines += [f"{row.candidate.layout} on {row.candidate.mesh}: {_failure(row)}" for row in different]
-    if outcome.returns_mean:
-        lines.append("the loss returns a mean, weighted by the rows of a microbatch: microbatches give a mean of means")
+    lines += outcome.notes
     if not outcome.rows:
         return [*lines, f"NOTHING COMPARED: no layout was tried on {outcome.devices} devices"]
     tried = f"{len(outcome.rows)} layouts and meshes of {outcome.devices} devices, {outcome.steps} steps"

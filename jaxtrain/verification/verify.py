@@ -63,7 +63,7 @@ class Outcome:
         refused: layout -> why no mesh of these devices fits it.
         devices: number of devices.
         steps: number of steps.
-        returns_mean: the loss is a mean, which is weighted by the rows of a microbatch.
+        notes: what the model does that equal layouts do not show, a line each.
     """
 
     rows: list[LayoutResult]
@@ -71,7 +71,7 @@ class Outcome:
     refused: dict[str, str]
     devices: int
     steps: int
-    returns_mean: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class PackedDataset:
@@ -146,7 +146,18 @@ def verify(
             rows.append(row)
         else:
             refused.setdefault(candidate.layout, row)
-    return Outcome(rows, changes, refused, devices, steps, references.returns_mean)
+    return Outcome(rows, changes, refused, devices, steps, _notes(small, references.returns_mean))
+
+
+def _notes(config: Config, returns_mean: bool) -> tuple[str, ...]:
+    """Returns what rows, microbatches or documents of a batch do to one another on any layout."""
+    notes = []
+    if returns_mean:
+        notes.append("the loss returns a mean, weighted by the rows of a microbatch: microbatches give a mean of means")
+    if is_decoder(config.model) and config.model.moe is not None and config.model.moe.capacity_factor is not None:
+        text = "documents of a row compete for the slots of an expert, and so change one another; null keeps them apart"
+        notes.append(f"model.moe.capacity_factor: {text}")
+    return tuple(notes)
 
 
 class References:

@@ -132,6 +132,18 @@ def test_steps_against_the_gradient_of_the_bias_balance_the_load():
     assert max(busiest[-10:]) < 1.25
 
 
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_documents_of_a_row_change_one_another_only_by_a_capacity(capacity):
+    """All tokens of the first document choose one expert; the second document wants it too, or does not."""
+    second = np.eye(E, dtype=np.float32)[[0, 1, 0, 2] * 3]
+    rows = [np.concatenate([np.eye(E, dtype=np.float32)[[expert] * 12], second]) for expert in (0, 3)]
+    routing, _ = route(
+        jnp.asarray(rows) * 9.0, None, jnp.ones((2, 24), bool), top_k=1, normalize=True, capacity_factor=capacity
+    )
+    first, other = np.asarray(routing.expert_BTK)[:, 12:]
+    assert np.array_equal(first, other) == (capacity is None)
+
+
 def test_losses_and_metrics_equal_their_formulas():
     logits, is_token = tokens()
     p = np.exp(logits.astype(np.float64))

@@ -28,6 +28,7 @@ from jaxtrain.verification.verify import (
     Outcome,
     PackedDataset,
     Reference,
+    _notes,
     collectives_text,
     verify_layout,
 )
@@ -120,6 +121,16 @@ def test_context_parallel_methods_differ_on_every_axis_of_the_context(tmp_path, 
 def test_nothing_compared_is_not_called_equal():
     *_, last = summary_lines(Outcome([], [], {"ep": "no experts"}, 8, 3))
     assert last == "NOTHING COMPARED: no layout was tried on 8 devices"
+
+
+def test_what_documents_and_microbatches_do_to_one_another_is_said():
+    with_capacity = load(None, "model.moe={num_experts: 4, top_k: 2, capacity_factor: 1.0}")
+    (line,) = _notes(with_capacity, False)
+    assert line.startswith("model.moe.capacity_factor: documents of a row compete for the slots of an expert")
+    assert line in summary_lines(Outcome([], [], {}, 8, 3, _notes(with_capacity, True)))
+    assert [*_notes(load(None, "model.moe={num_experts: 4, top_k: 2}"), False), *_notes(load(None), False)] == []
+    (line,) = _notes(load(None), True)
+    assert line.startswith("the loss returns a mean")
 
 
 @pytest.mark.parametrize(("width", "is_shown"), [(80, (False, False)), (110, (True, False)), (140, (True, True))])

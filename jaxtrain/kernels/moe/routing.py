@@ -77,7 +77,8 @@ def route(
         normalize: scale the gates of a token to sum to one; else they are the probabilities.
         capacity_factor: capacity of an expert over its even share of a sequence; None drops no choice. First choices of
             all tokens precede second ones, and earlier tokens later ones, in each sequence separately: groups that
-            depend on the devices would drop different tokens on different layouts.
+            depend on the devices would drop different tokens on different layouts. The documents of a sequence compete:
+            what a document's experts drop depends on those before it.
         order_BT: int32, unique, increasing with the true order of the tokens of a sequence if the arrays are permuted.
         sharder: mesh and rules; ranks are computed on whole rows.
     """
