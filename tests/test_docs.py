@@ -20,7 +20,15 @@ def test_every_package_is_in_the_import_contract():
 
 @pytest.mark.parametrize(
     "page",
-    ["CONTRIBUTING.md", "README.md", "SECURITY.md", "docs/glossary.md", "docs/packages.md", "docs/own-models.md"],
+    [
+        "CONTRIBUTING.md",
+        "README.md",
+        "SECURITY.md",
+        "docs/glossary.md",
+        "docs/packages.md",
+        "docs/own-models.md",
+        "docs/reliability.md",
+    ],
 )
 def test_paths_and_names_in_pages_exist(page: str):
     """`folder/file.py:Name`, from the repository or from jaxtrain/."""
