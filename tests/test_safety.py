@@ -130,10 +130,39 @@ def test_the_name_of_a_run_stays_in_its_folder(name):
         jaxtrain.load(None, base={"name": name})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "place"),
+    [
+        ("checkpoint.durable", "s3://AKIA:hunter2secret@bucket/runs", "checkpoint.durable"),
+        ("data.sources", "[{path: 'https://me:hunter2secret@data.example/a.jsonl'}]", "data.sources.0.path"),
+        ("data.options.url", "ftp://:hunter2secret@host", "data.options.url"),
+        ("checkpont.durable", "s3://AKIA:hunter2secret@bucket", "checkpont.durable"),
+        ("simulate", "s3://AKIA:hunter2secret@bucket", "simulate"),
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path, key, value, place, capsys):
+    assert main(["train", str(ROOT / "configs/quickstart.yaml"), f"dir={tmp_path}/runs", f"{key}={value}"]) == 2
+    section, _, name = key.partition(".")
+    (tmp_path / "mine.yaml").write_text(f"dir: {tmp_path}/runs\n{section}: {{{name or 'x'}: {value!r}}}")
+    assert main(["plan", str(tmp_path / "mine.yaml")]) == 2
+    said = "".join(capsys.readouterr())
+    assert "hunter2secret" not in said
+    assert f"{place}: holds a password, which would be saved with the run" in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/a:b@c", "https://host:8080/path", "gs://me@bucket", "a:b@c", "hf://a/b@main"]
+)
+def test_a_url_without_a_password_is_none(url):
+    config = jaxtrain.load(None, base={"checkpoint": {"durable": url}})
+    assert config.checkpoint.durable == url
+
+
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef-wandb-secret", "HF_TOKEN": "hf_SecretSecretSecret",
     "AWS_SECRET_ACCESS_KEY": "aws/Secret+Key", "MLFLOW_TRACKING_PASSWORD": "mlflow-secret",
-    "SOME_OTHER_SETTING": "a-value-that-nobody-asked-for",
+    "JAXTRAIN_SECRET": "the-secret-of-a-job", "SOME_OTHER_SETTING": "a-value-that-nobody-asked-for",
 }  # fmt: skip
 
 
@@ -151,6 +180,7 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
     assert main(["checkpoint", "verify", str(run), "--durable"]) == 0
     assert main(["checkpoint", "inspect", str(run), "--json"]) == 0
     assert main(["config", str(run / "config.yaml")]) == 0
+    assert main(["report", str(run)]) == 0
     with pytest.raises(UserError, match="already holds a run"):
         jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
     shutil.rmtree(run / "checkpoints")

@@ -29,7 +29,7 @@ from jaxtrain.config.provenance import (
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
 from jaxtrain.config.shipped import display, find_file, find_layout
 from jaxtrain.config.show import flatten
-from jaxtrain.config.validate import validate
+from jaxtrain.config.validate import validate, without_passwords
 from jaxtrain.config.yaml_reader import read_file, read_text
 from jaxtrain.errors import ConfigError, Problem, add_locations, did_you_mean, format_value, join_words
 
@@ -102,6 +102,7 @@ def resolve(
         _read_levels(find_file(os.fsdecode(path), None), [], levels, problems)
     is_readable = not problems
     tree = _merge_levels(levels, _parse_overrides(overrides, problems), problems, [] if notes is None else notes)
+    tree = without_passwords(tree, problems)
     if read_model and not any(level.is_resolved for level in levels):
         tree = _with_imported_model(tree, read_model, problems)
     config, removed = validate(tree, problems, paths and is_readable)

@@ -14,6 +14,12 @@ from jaxtrain.config.provenance import KeyPath, Node, deepest_node, dotted, find
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import MAX_VALUE_LENGTH, Problem, did_you_mean, format_value, join_words
 
+# What no config may hold, because it is saved with every run and checkpoint, and sent to trackers.
+_PASSWORD = re.compile(r"(?<=://)([^/?#@\s:]*):([^/?#@\s]+)(?=@)")  # of `scheme://user:password@host`
+_MESSAGE = (
+    "holds a password, which would be saved with the run; expected it where the store's library looks for it: in the "
+    "environment or a file of its own"
+)
 ROUNDS = 8  # of removing invalid keys to check the rest
 # Type of a pydantic error -> what its message expects, with fields from pydantic's context.
 EXPECTED = {
@@ -108,3 +114,19 @@ def _with_location(conflict: Conflict, tree: Node) -> Problem:
 def _concerns(keys: tuple[str, ...], removed: list[str]) -> bool:
     """Returns whether any of the keys was removed, or is in or around something that was."""
     return any(key == n or key.startswith(n + ".") or n.startswith(key + ".") for key in keys for n in removed)
+
+
+def without_passwords(node: Node, problems: list[Problem], key: str = "") -> Node:
+    """Returns a tree in which `***` stands for passwords in URLs, each of which is a problem."""
+    if isinstance(node.value, dict):
+        children = {
+            name: without_passwords(child, problems, f"{key}.{name}".strip(".")) for name, child in node.value.items()
+        }
+        return Node(children, node.where, node.origin)
+    if isinstance(node.value, list):
+        children = [without_passwords(child, problems, f"{key}.{index}") for index, child in enumerate(node.value)]
+        return Node(children, node.where, node.origin)
+    if not isinstance(node.value, str) or not _PASSWORD.search(node.value):
+        return node
+    problems.append(Problem(node.where, key, _MESSAGE))
+    return Node(_PASSWORD.sub(r"\1:***", node.value), node.where, node.origin)
