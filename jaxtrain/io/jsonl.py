@@ -67,11 +67,16 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         return
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            yield line, record if isinstance(record, dict) else None
+            yield line, parse_record(line)
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Returns the object of a line; None if the line is broken or has no end."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def truncate_after(path: Path, step: int | None) -> int:

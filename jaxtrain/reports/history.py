@@ -19,11 +19,13 @@ from statistics import median
 from typing import Any
 
 from jaxtrain.errors import UserError, escape_unprintable
-from jaxtrain.io.jsonl import read_records
+from jaxtrain.io.jsonl import parse_record, read_records
 from jaxtrain.trackers.files import EVENTS, METRICS
 from jaxtrain.trackers.goodput import BUCKETS, LedgerWriter
 
 LAUNCH = "launch.jsonl"
+SAMPLED_BYTES = 8 << 20  # of metrics.jsonl, up to which every record is read
+MOST_VALIDATIONS = 10_000  # above which every second one is read, and so on
 DOWN = "down"
 ALL_BUCKETS = {**BUCKETS, DOWN: "down: between processes, or not written before a kill"}
 SILENT = 3 * LedgerWriter.MOST  # seconds without an event after which a run counts as killed
@@ -76,7 +78,7 @@ class RunHistory:
         steps: steps that its config asks for.
         attempts: attempts in order; each but the first follows a restart.
         seconds: seconds of `ALL_BUCKETS` over all attempts; they sum to `elapsed`.
-        metrics: records of metrics.jsonl.
+        metrics: records of metrics.jsonl; of a file above `SAMPLED_BYTES` evenly spaced ones, and validations.
         saves: save events.
         warnings: warnings and hangs.
         other_events: all other events.
@@ -151,7 +153,7 @@ def read_history(directory: Path, now: float | None = None) -> RunHistory:
         UserError: the directory is not a run.
     """
     events = [event for event in _objects(directory / EVENTS) if _time(event) is not None]
-    metrics = [record for record in _objects(directory / METRICS) if isinstance(record.get("step"), int)]
+    metrics = [record for record in _sampled_metrics(directory / METRICS) if isinstance(record.get("step"), int)]
     if not any(event.get("kind") in ("start", "resume") for event in events):
         message = f"{directory}: not a run (no start event in {EVENTS})"
         raise UserError(f"{message}; expected the directory that `jaxtrain train` printed")
@@ -266,6 +268,30 @@ def format_seconds(seconds: float) -> str:
 
 def _objects(path: Path) -> Iterable[dict[str, Any]]:
     return (record for _, record in read_records(path) if record is not None)
+
+
+def _sampled_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns all records, or of a large file every n-th, those of validations and the last: plots show no more."""
+    if not path.exists():
+        return []
+    stride, eval_stride, evals = max(1, path.stat().st_size // SAMPLED_BYTES), 1, 0
+    kept, validations, last = {}, {}, (0, b"")  # by index
+    with path.open("rb") as file:
+        for index, line in enumerate(file):
+            if not line.endswith(b"\n"):
+                break  # it is being written
+            if index % stride == 0:
+                kept[index] = line
+            elif b'"eval/' in line:
+                evals += 1
+                if evals % eval_stride == 0:
+                    validations[index] = line
+                if len(validations) > MOST_VALIDATIONS:
+                    validations = dict(list(validations.items())[1::2])
+                    eval_stride *= 2
+            last = index, line
+    lines = kept | validations | dict([last])
+    return [record for index in sorted(lines) if (record := parse_record(lines[index])) is not None]
 
 
 def _time(event: Event) -> float | None:

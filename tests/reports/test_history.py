@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from run_examples import BEGAN, Folder, three_attempts
@@ -11,7 +15,7 @@ from run_examples import BEGAN, Folder, three_attempts
 from jaxtrain.checkpoint import Committed
 from jaxtrain.checkpoint.events import Copied
 from jaxtrain.errors import UserError
-from jaxtrain.reports import tables
+from jaxtrain.reports import history, tables
 from jaxtrain.reports.history import ALL_BUCKETS, as_dict, format_seconds, read_history
 
 
@@ -175,3 +179,39 @@ def test_a_finished_run_that_is_extended_a_day_later_was_not_down(tmp_path):
     assert run.seconds["down"] == pytest.approx(86400 - 100)  # after the signal alone
     assert run.goodput == pytest.approx(270 / (300 + 86400 - 100))
     assert [row[4] for row in tables.attempts(run)] == ["", format_seconds(86400 - 100), ""]
+
+
+def test_of_a_large_file_evenly_spaced_records_are_read_and_all_validations(tmp_path: Path, monkeypatch):
+    three_attempts(tmp_path)
+    lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 1001)]
+    lines[500] = json.dumps({"step": 501, "eval/loss": 7.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1001, "lo')
+    whole = read_history(tmp_path)
+    monkeypatch.setattr(history, "SAMPLED_BYTES", (tmp_path / "metrics.jsonl").stat().st_size // 10)
+    run = read_history(tmp_path)
+    assert len(whole.metrics) == 1000
+    assert 100 <= len(run.metrics) <= 103
+    assert run.step == 1000
+    assert run.last("loss") == 1 / 1000
+    assert run.scores() == whole.scores() == {"eval/loss": [(501, 7.0)]}
+    assert set(run.series("loss")) < set(whole.series("loss"))
+    monkeypatch.setattr(history, "MOST_VALIDATIONS", 100)
+    (tmp_path / "metrics.jsonl").write_text("\n".join(line.replace("loss", "eval/loss") for line in lines) + "\n")
+    validations = read_history(tmp_path).scores()["eval/loss"]
+    assert 100 < len(validations) <= 250
+    assert validations[-1] == (1000, 1 / 1000)
+
+
+@pytest.mark.chaos
+def test_a_million_steps_are_reported_within_five_seconds(tmp_path: Path):
+    three_attempts(tmp_path)
+    rest = dict.fromkeys(("grad_norm", "loss", "lr", "skipped", "step_time", "data_wait", "memory"), 0.123456789012)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10**6 + 1):
+            file.write(json.dumps({"step": step, "tokens_per_sec": 1e6, "tokens": step * 1000, **rest}) + "\n")
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "jaxtrain.cli.main", "report", str(tmp_path), "--html", str(tmp_path / "r.html")]
+    subprocess.run(command, check=True, capture_output=True)
+    seconds = time.monotonic() - begun
+    assert seconds < 5, seconds
+    assert (tmp_path / "r.html").stat().st_size < 1 << 20
