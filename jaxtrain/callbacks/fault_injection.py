@@ -20,6 +20,7 @@ that is given twice happens twice.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -29,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -171,7 +173,7 @@ class FaultInjection(Callback):
             result = real(path, *args)
             if any(fault.kind in ENDS for fault in due):
                 time.sleep(SLOW)  # the disk may have been faster than the thread that kills
-            return _DiskFullSave(result) if is_full else result
+            return dataclasses.replace(result, result=partial(_fail_when_written, result)) if is_full else result
 
         return write
 
@@ -190,15 +192,10 @@ class FaultInjection(Callback):
         return replace
 
 
-class _DiskFullSave:
-    """Pending save that fails because the disk is full."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def result(self) -> None:
-        self._real.result()
-        raise _disk_full_error()
+def _fail_when_written(part: orbax.PartialSave) -> None:
+    """Waits until a part is written, and then finds the disk full."""
+    part.result()
+    raise _disk_full_error()
 
 
 def _disk_full_error() -> OSError:
