@@ -188,15 +188,7 @@ class Checkpointer(CheckpointReader):
         tries, scheduled_step = self._saver.begin(step)
         prepare = partial(self._clear, step) if self._is_alone else no_op
         save = PendingSave(
-            step,
-            content,
-            self.store.path(step),
-            prepare,
-            no_op,
-            begun,
-            waited=waited,
-            tries=tries,
-            scheduled_step=scheduled_step,
+            step, content, prepare, no_op, begun, waited=waited, tries=tries, scheduled_step=scheduled_step
         )
         again = partial(self.save, step, state, manifest=manifest, metrics=metrics)
         self._saver.hold_for_retry(list(arrays.values()), again)

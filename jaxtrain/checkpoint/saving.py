@@ -34,7 +34,6 @@ class PendingSave:
     Attributes:
       step: optimizer step of the state.
       content: the marker without its files.
-      folder: folder of this process's files once `write` has returned.
       prepare: clears the step's folder before each try; raises if it cannot.
       write: returns when this process's part is written; on process 0 when the step has its final name.
       begun: `time.perf_counter()` when `save` was called.
@@ -42,13 +41,13 @@ class PendingSave:
       waited: seconds of `stall` spent waiting for the previous save.
       tries: number of the current try, from 1.
       scheduled_step: step of the first try; earlier than `step` only with several processes.
+      folder: folder of this process's files once `write` has returned.
       files: {name: (size, digest)} of the files written so far.
       is_writing: whether the current try may have written files.
     """
 
     step: int
     content: dict[str, Any]
-    folder: Path
     prepare: Callable[[], None]
     write: Callable[[], None]
     begun: float
@@ -56,6 +55,7 @@ class PendingSave:
     waited: float = 0.0
     tries: int = 1
     scheduled_step: int = -1
+    folder: Path = Path()
     files: dict[str, Any] = field(default_factory=dict)
     is_writing: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib import metadata
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -43,7 +44,8 @@ def in_place(platform: str) -> dict[str, Any]:
     it can run before the moments are overwritten, and copies them: four passes over memory, and the moments twice. On
     GPUs and TPUs there are no such copies.
     """
-    return _known({"xla_cpu_copy_insertion_use_region_analysis": True}) if platform == "cpu" else {}
+    name = "xla_cpu_copy_insertion_use_region_analysis"
+    return {name: True} if platform == "cpu" and _is_known(name) else {}
 
 
 def as_flags(options: dict[str, Any]) -> str:
@@ -51,15 +53,16 @@ def as_flags(options: dict[str, Any]) -> str:
     return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options, or none if this version of XLA does not take them."""
+@cache
+def _is_known(option: str) -> bool:
+    """Returns whether this version of XLA takes an option of a program that is true or false."""
     import jax  # later than `prepare`: JAX reads the environment when it is imported
 
     try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=options)
+        jax.jit(lambda: 0).lower().compile(compiler_options={option: True})
     except jax.errors.JaxRuntimeError:
-        return {}
-    return options
+        return False
+    return True
 
 
 def _jaxlib() -> tuple[int, ...]:

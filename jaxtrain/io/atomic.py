@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,14 +20,14 @@ def fsync(path: Path) -> None:
 
 
 @contextmanager
-def open_atomic(path: Path) -> Iterator[BinaryIO]:
+def open_atomic(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces `path` when the block ends, and is deleted if the block raises.
 
-    File and folder are flushed to the disk.
+    File and folder are flushed to the disk. `mode`: permissions of the file, less those that the umask takes.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -38,7 +39,7 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
     fsync(path.parent)
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def write_atomic(path: Path, content: bytes | str, mode: int = 0o666) -> None:
     """Writes a file (text as UTF-8) as `open_atomic` does."""
-    with open_atomic(path) as file:
+    with open_atomic(path, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)

@@ -120,8 +120,7 @@ class Agent:
             try:
                 connection = socket.create_connection((host, port), timeout=self._config.heartbeat)
                 if connection.getsockname() != connection.getpeername():
-                    self._secret = self._read_secret()
-                    return _authenticated(Channel(connection, self._secret, is_server=False))
+                    return self._authenticated(connection)
                 connection.close()  # before the leader listens, TCP may connect the socket to itself
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > until:
@@ -134,6 +133,17 @@ class Agent:
             time.sleep(CONNECT_RETRY)
         self._code = SAVED if len(self._signals.stops) == 1 else 128 + self._signals.stops[-1]
         return None
+
+    def _authenticated(self, connection: socket.socket) -> Channel:
+        """Returns the channel to the leader after the handshake. If that fails, closes it and raises its error."""
+        try:
+            self._secret = self._read_secret()
+            channel = Channel(connection, self._secret, is_server=False)
+            channel.authenticate()
+        except (ConnectionClosed, ProtocolError):
+            connection.close()
+            raise
+        return channel
 
     def _serve(self, channel: Channel, wake: socket.socket) -> None:
         """Serves a leader until one of the two ends."""
@@ -258,16 +268,6 @@ class Agent:
             self._group.reap()
             time.sleep(0.005)
         self._group = None
-
-
-def _authenticated(channel: Channel) -> Channel:
-    """Returns the channel after the handshake; closes it if that fails. Raises as `Channel.receive` does."""
-    try:
-        channel.authenticate()
-    except (ConnectionClosed, ProtocolError):
-        channel.close()
-        raise
-    return channel
 
 
 def free_port() -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import ProtocolError, UserError
+from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.authenticated import new_secret
 
 VARIABLE = "JAXTRAIN_SECRET"
@@ -45,19 +46,17 @@ def published_secret(folder: Path | None, environ: Mapping[str, str] = os.enviro
         yield given or new_secret()
         return
     secret, path = new_secret(), folder / FILE
-    temporary = path.with_name(f"{FILE}.{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(secret)
-        os.replace(temporary, path)
+        write_atomic(path, secret, mode=0o600)
     except OSError as error:
         raise UserError(f"launch: {path} cannot be written ({error.strerror}); expected {VARIABLE} instead") from None
     try:
         yield secret
     finally:
-        if path.is_file() and path.read_text() == secret:  # not that of a later job
-            path.unlink()
+        with suppress(OSError):  # the job has ended, whatever its disk does now
+            if path.read_text() == secret:  # not that of a later job
+                path.unlink()
 
 
 def secret_reader(folder: Path, environ: Mapping[str, str] = os.environ) -> Callable[[], str]:

@@ -202,6 +202,7 @@ def test_a_node_that_is_not_heard_of_is_done_without_and_comes_back(scene: Scene
 def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(scene: Scene):
     """The network is gone and no connection is closed: here is a leader that says nothing after its first word."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         scene.start("node", "x", "--nodes=2", "--node=1", f"--coordinator={address}", "--processes=1", "--heartbeat=4")
         connection, _ = silent.accept()
