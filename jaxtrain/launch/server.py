@@ -109,13 +109,15 @@ class LeaderServer:
     def _refuse(self, channel: Channel, why: str) -> None:
         """Closes a connection that has not joined. Reports the first of those that did not authenticate."""
         if not channel.is_authenticated and not self._has_reported_stranger:
-            self._has_reported_stranger = True
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it is gone: the next one is reported
                 peer = channel.socket.getpeername()[0]
                 self._show(f"launch  a connection from {peer} is refused ({why}); others will not be reported")
+                self._has_reported_stranger = True
         self._drop(channel)
 
     def _receive(self, channel: Channel) -> None:
+        if channel not in self._pending and self._node_number(channel) is None:
+            return  # it was closed after the selector told of its data
         try:
             for message in channel.receive():
                 self._handle(channel, message)

@@ -96,6 +96,7 @@ def test_strangers_change_nothing(server, shown, monkeypatch):
                 while stranger.recv(1000):
                     pass
         assert one.snapshots() == [(SnapshotKey(1, 3, 1), 2)]
+        assert len(server._strangers) <= 4
         with client(server) as other:
             assert other.read(SnapshotKey(1, 3, 1), 0, 10) == DATA[:10]
         for stranger in silent:

@@ -13,9 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_supervisor import FakeJob
 
 from jaxtrain.io.authenticated import Session
+from jaxtrain.launch import server
+from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.protocol import Channel
+from jaxtrain.launch.server import LeaderServer
+from jaxtrain.launch.types import RestartPolicy
 
 FAKE = Path(__file__).with_name("fake_supervisor.py")
 PATIENCE = 60.0
@@ -255,6 +260,23 @@ def test_a_stranger_is_no_agent(scene: Scene):
     assert not (scene.folder / "launch.secret").exists()
     for stranger in silent:
         stranger.close()
+
+
+def test_a_stranger_that_gives_way_in_the_round_in_which_it_speaks_ends_nothing(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(server, "MAX_PENDING", 1)
+    shown: list[str] = []
+    leader = Leader(FakeJob(tmp_path), RestartPolicy(), clock=time.monotonic)
+    leader_server = LeaderServer(leader, "127.0.0.1", 0, "a secret", shown.append)
+    address = ("127.0.0.1", leader_server.port)
+    with socket.create_connection(address) as first, socket.create_connection(address):
+        leader_server._accept()
+        (channel,) = leader_server._pending
+        first.sendall(b"x" * 100)
+        leader_server._accept()  # the other takes its place
+        leader_server._receive(channel)  # of which the selector has told in the same round
+        assert channel not in leader_server._pending
+        assert len(leader_server._pending) == 1
+    assert len(shown) == 1
 
 
 def test_an_agent_with_another_secret_does_not_join_and_says_so(scene: Scene):

@@ -99,8 +99,10 @@ class SnapshotServer(socketserver.ThreadingTCPServer):
             return
         with self._lock:
             if len(self._strangers) >= MAX_STRANGERS:  # a worker authenticates within one round trip
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
                 with contextlib.suppress(OSError):
-                    next(iter(self._strangers)).shutdown(socket.SHUT_RDWR)
+                    oldest.shutdown(socket.SHUT_RDWR)
             self._strangers[request] = None
         super().process_request(request, client_address)
 
