@@ -21,8 +21,10 @@ from jaxtrain.checkpoint.multi_process_saving import MultiProcessSaver
 from jaxtrain.checkpoint.reader import CheckpointReader
 from jaxtrain.checkpoint.saving import PendingSave, Saver, marker_content, no_op
 from jaxtrain.checkpoint.state_tree import copy_to_host, flatten_arrays, nest, tensor_specs
+from jaxtrain.checkpoint.store import FencedStore
 from jaxtrain.distributed.kv_store import KeyValueStore
 from jaxtrain.distributed.multihost import barrier, broadcast, first_message
+from jaxtrain.distributed.save_fence import SaveFence
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import RETRY_DELAYS
 
@@ -42,6 +44,7 @@ class Checkpointer(CheckpointReader):
       waits: seconds between the tries of a failing save or copy.
       durable: folder or URL of a second tier of this run alone, to which committed steps are copied.
       durable_every: steps between these copies; None: every committed step.
+      fence: right of this generation of a launched job to save; None without a consensus store.
 
     Raises:
       CheckpointError: another process writes to the folder.
@@ -58,8 +61,11 @@ class Checkpointer(CheckpointReader):
         waits: Sequence[float] = RETRY_DELAYS,
         durable: str | None = None,
         durable_every: int | None = None,
+        fence: SaveFence | None = None,
     ) -> None:
         super().__init__(directory)
+        if fence is not None:
+            self.store = FencedStore(directory, fence)
         orbax.hide_failed_writes()
         self._kept, self._timeout = (keep, keep_best, best), timeout
         self._is_first, self._is_alone = jax.process_index() == 0, jax.process_count() == 1
@@ -91,8 +97,13 @@ class Checkpointer(CheckpointReader):
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(self.directory / ".lock")
-        self.store.clean()
+        try:
+            self._lock = Lock(self.directory / ".lock", self.store.holder)
+        except CheckpointError as error:
+            # An earlier generation of this job may hold it, in a process that does not run. Its saves do not count.
+            if not self.store.holder or self.store.holder not in str(error):
+                raise
+        self.store.open()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -307,7 +318,7 @@ class Checkpointer(CheckpointReader):
 
     def _start_writing(self, step: int, arrays: dict[str, jax.Array], copy: bool) -> tuple[Path, Callable[[], None]]:
         """Copies the arrays to the host. Returns this process's folder, and what writes them or waits for the end."""
-        path = self.store.path(step)
+        path = self.store.writing_path(step)
         if not self._is_alone:
             part = orbax.start(path, nest(arrays), self._timeout, self._saver.await_others)
             return path if self._is_first else part.folder, part.result

@@ -183,24 +183,27 @@ def is_inside(name: str) -> bool:
 class Lock:
     """Exclusive `flock` on a file, so that two runs never write to one folder. The kernel frees it on any death.
 
-    Raises CheckpointError, which names the holder and gives the `advice`, if another process has it.
+    Raises CheckpointError, which names the holder and gives the `advice`, if another process has it. `holder` follows
+    the name of this process.
     """
 
-    def __init__(self, path: Path, advice: str = "stop it, or give this run another name or dir") -> None:
+    def __init__(
+        self, path: Path, holder: str = "", advice: str = "stop it, or give this run another name or dir"
+    ) -> None:
         self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until release()
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
+            other = self._file.read().strip() or "another process"
             self._file.close()
             if isinstance(error, BlockingIOError):
-                message = f"{path.parent} is being written by {holder}: {advice}"
+                message = f"{path.parent} is being written by {other}: {advice}"
             else:
                 message = f"{path} cannot be locked ({error.strerror}): use a file system with flock"
             raise CheckpointError(message) from None
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}{holder}")
         self._file.flush()
 
     def release(self) -> None:

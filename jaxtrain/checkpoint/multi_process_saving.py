@@ -221,13 +221,13 @@ class MultiProcessSaver(Saver):
 
     def _commit(self, save: PendingSave) -> int:
         """Merges the checksums of all processes, and commits."""
-        parts = [self._store.path(save.step) / PART.format(index) for index in self._others]
+        parts = [self._store.writing_path(save.step) / PART.format(index) for index in self._others]
         for part in parts:
             _wait_until(part.exists, self._timeout, f"{part.name} is not visible to process 0")
             save.files |= {name: entry for name, entry in json.loads(part.read_text()).items() if is_inside(name)}
         size = super()._commit(save)
         for part in parts:
-            part.unlink()
+            (self._store.path(save.step) / part.name).unlink()
         return size
 
     def _failure(self, reason: str, tries: int) -> SaveOutcome:

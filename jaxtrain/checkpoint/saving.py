@@ -170,11 +170,12 @@ class Saver:
         save.files = flush_and_digest(folder, [name for name in step_files(folder) if _writer_of(name, count) == index])
 
     def _commit(self, save: PendingSave) -> int:
-        """Flushes the folders and writes the marker. Returns the bytes of the step, of all processes."""
-        folder = self._store.path(save.step)
+        """Flushes the folders, writes the marker, publishes the step. Returns its bytes, of all processes."""
+        folder = self._store.writing_path(save.step)
         size = sum(size for size, _ in save.files.values())
         fsync_folders(folder)
         write_marker(folder, save.content | {"files": save.files, "bytes": size})
+        self._store.publish(save.step)
         return size
 
     def _finish(self, save: PendingSave, size: int) -> None:
@@ -196,8 +197,7 @@ class Saver:
             return reason
         try:
             self._store.clean(step)
-            if self._store.path(step).exists():
-                self._store.delete(str(step))  # its marker exists but may not be on disk
+            self._store.discard(step)  # its marker may exist, but not on the disk
         except OSError as error:
             reason += f" (and its files cannot be deleted: {error.strerror or error})"
         return reason

@@ -2,6 +2,7 @@
 
 DIR/40/              a step: orbax's files and the marker jaxtrain.json, which is written last
 DIR/60.orbax-...     a save in progress, or left by a killed one
+DIR/60.generation-3/ the same in a launched job with a consensus store, see `FencedStore`
 DIR/bad-20/          a damaged step, set aside
 DIR/.trash/20.<ns>/  a step being deleted: renamed first, so that no half-deleted step is ever listed
 DIR/.lock            held by the run that writes
@@ -15,15 +16,18 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.files import MARKER, file_problem, read_marker
+from jaxtrain.distributed.save_fence import SaveFence
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.atomic import fsync
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a folder that is being written
+OF_GENERATION = re.compile(r"(\d+)\.generation-(\d+)(\..*)?")  # folder in which a generation writes a step
 _ASIDE = re.compile(r"(bad|old)-(\d+)(\.\d+)?")
 
 
@@ -43,10 +47,27 @@ class CheckpointStore:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory).expanduser().absolute()  # orbax needs an absolute path
+        self.holder = ""  # names the job of its lock's holder
 
     def path(self, step: int) -> Path:
         """Returns the folder of a step."""
         return self.directory / str(step)
+
+    def writing_path(self, step: int) -> Path:
+        """Returns the folder in which a step is written; `publish` gives it its final name."""
+        return self.path(step)
+
+    def publish(self, step: int) -> None:
+        """Makes a step count that is on the disk; here its marker does."""
+
+    def open(self) -> None:
+        """Deletes what killed runs left. Only the holder of the lock may call it."""
+        self.clean()
+
+    def discard(self, step: int) -> None:
+        """Deletes a step that failed although it may have its marker."""
+        if self.path(step).exists():
+            self.delete(str(step))
 
     def folders(self) -> list[int]:
         """Lists the steps that have a folder, committed or not, ascending."""
@@ -147,12 +168,13 @@ class CheckpointStore:
 
         With `step`, only the remains of that step. Only the holder of the lock may call it.
         """
-        remains = [
-            name
-            for name in os.listdir(self.directory)
-            if (name.isdecimal() and not (self.directory / name / MARKER).exists()) or TEMPORARY in name
-        ]
-        self.delete(*(name for name in remains if step is None or name.split(".")[0] == str(step)))
+        self.delete(*(name for name in os.listdir(self.directory) if self._is_remains(name, step)))
+
+    def _is_remains(self, name: str, step: int | None) -> bool:
+        """Returns whether an entry of the folder is left of a save, of any step if `step` is None."""
+        is_unmarked = name.isdecimal() and not (self.directory / name / MARKER).exists()
+        is_remains = is_unmarked or TEMPORARY in name or OF_GENERATION.fullmatch(name) is not None
+        return is_remains and (step is None or name.split(".")[0] == str(step))
 
     def delete_abandoned(self) -> None:
         """Deletes the steps that a rewind has set aside, once a step as late as theirs is committed again."""
@@ -166,6 +188,68 @@ class CheckpointStore:
         steps = [step for step in steps_beyond_limit(self.steps(), keep, keep_best, best) if step not in held]
         self.delete(*map(str, steps))
         return steps
+
+
+class FencedStore(CheckpointStore):
+    """Folder of a launched job with a consensus store: a save counts only while its generation is the newest one.
+
+    A generation writes step N to DIR/N.generation-G, in which no other one writes. When the files are on the disk, it
+    records the save in the store, which refuses it if a newer generation has started, and then renames the folder to
+    DIR/N. A process that was stopped meanwhile, and wakes after its job has gone on elsewhere, changes no checkpoint
+    that counts.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], fence: SaveFence) -> None:
+        """Creates the store of a generation that has the right to save."""
+        super().__init__(directory)
+        self._fence, self.holder = fence, f" of the launched job {fence.prefix}"
+
+    def writing_path(self, step: int) -> Path:
+        """Returns the folder in which this generation writes a step."""
+        return self.directory / f"{step}.generation-{self._fence.generation}"
+
+    def publish(self, step: int) -> None:
+        """Records a step that is on the disk, and gives it its final name.
+
+        Raises:
+            FencedError: a newer generation has started.
+            StoreError: the store does not answer.
+        """
+        folder = self.writing_path(step)
+        self._fence.record(step, folder.name)
+        self._rename(folder, step)
+
+    def open(self) -> None:
+        """Finishes a save that an earlier generation recorded but did not rename, then deletes what it left.
+
+        Raises:
+            StoreError: the store does not answer within `STORE_TIMEOUT`.
+        """
+        if (saved := self._fence.last_save()) is not None:
+            step, name = saved
+            if (self.directory / name / MARKER).exists() and not (self.path(step) / MARKER).exists():
+                self._rename(self.directory / name, step)
+        self.clean()
+
+    def discard(self, step: int) -> None:
+        """Deletes what this generation has written of a step that failed."""
+        if self.writing_path(step).exists():
+            self.delete(self.writing_path(step).name)
+
+    def _rename(self, folder: Path, step: int) -> None:
+        # Another process may have done it, because the record allows it to all.
+        with suppress(FileNotFoundError):
+            os.rename(folder, self.path(step))
+        fsync(self.directory)
+
+    def _is_remains(self, name: str, step: int | None) -> bool:
+        match = OF_GENERATION.fullmatch(name)
+        if match is None:
+            return super()._is_remains(name, step)
+        generation = int(match[2])
+        if step is not None:
+            return int(match[1]) == step and generation == self._fence.generation
+        return generation <= self._fence.generation
 
 
 def steps_beyond_limit(steps: Sequence[StepInfo], keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:

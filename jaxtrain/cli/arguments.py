@@ -93,6 +93,8 @@ def _launch(parser: Parser) -> None:
     add("--nodes", type=int, metavar="N", help="node: number of nodes (JAXTRAIN_NODES; else as the scheduler says)")
     add("--node", type=int, metavar="I", help="node: index of this one, from 0 (JAXTRAIN_NODE; else as above)")
     add("--coordinator", metavar="HOST:PORT", help="node: address of node 0 (JAXTRAIN_COORDINATOR; else as above)")
+    add("--store", metavar="URL",
+        help="node: etcd://HOST:PORT,..., in place of --coordinator: any node may lead (JAXTRAIN_STORE)")  # fmt: skip
     add("--host", metavar="HOST",
         help="node: address of this node for other nodes (default: as node 0 sees it; JAXTRAIN_HOST)")  # fmt: skip
 

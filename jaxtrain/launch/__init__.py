@@ -1,7 +1,8 @@
 """Launcher of multi-process runs: starts the workers, watches them, and restarts them when some are lost.
 
     leader  decides which generation runs and why it ended; no sockets, no processes
-    server  the leader's sockets, its lines on the terminal and RUN_DIR/launch.jsonl; on node 0
+    server  the leader's sockets, its lines on the terminal and RUN_DIR/launch.jsonl
+    leadership  the leader's process, its saved state and its lease in a store
     agent   one on each node: starts workers, reports their exits, forwards signals
     job     the launched run: its directory, its newest checkpoint, the mesh for a number of processes
 

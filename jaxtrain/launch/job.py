@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.checkpoint import CheckpointStore
 from jaxtrain.config import Config, ConfigError, load
@@ -38,6 +39,18 @@ class ElasticJob:
         self.fallbacks = ((), *map(tuple, fallbacks))
         self.is_simulated = config.simulate is not None
         self._vocab = _vocabulary(config)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the arguments of `ElasticJob` as JSON, for another process."""
+        fallbacks = list(map(list, self.fallbacks[1:]))
+        return {"config": as_dict(self.config), "directory": str(self.directory), "devices": self.devices,
+                "fallbacks": fallbacks}  # fmt: skip
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ElasticJob:
+        """Creates the job that `as_json` described."""
+        config, _ = load.resolve(None, base={"resolved": True, **fields["config"]}, paths=False, checks=())
+        return cls(config, Path(fields["directory"]), fields["devices"], fields["fallbacks"])
 
     def largest_placement(self, available: int) -> Placement | None:
         """Returns the placement with the most processes, at most `available`; None if no mesh fits."""

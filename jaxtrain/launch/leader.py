@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtrain.exit_codes import SAVED, USAGE
 from jaxtrain.launch.exit_reasons import cause_rank, describe_exit, is_clean_exit, shell_exit_code
 from jaxtrain.launch.job import ElasticJob
+from jaxtrain.launch.leadership.state import LeaderState
 from jaxtrain.launch.node_pool import ConnectedNode, Denylist, NodePool, Slot
 from jaxtrain.launch.types import FailureCause, LaunchEvent, Phase, Placement, RestartPolicy
 
@@ -55,15 +56,68 @@ class Leader:
         self._cause: FailureCause | None = None
         self._stop_reason: str | None = None  # reason of a requested clean stop
         self._signal: int | None = None  # signal that asked the job to stop
+        self._early_exits: list[tuple[int, int, int, int, int, bool]] = []  # while the generation is being adopted
+        self._adopted_phase = Phase.RUNNING
         self._restarts, self._start_time, self._start_checkpoint = 0, 0.0, None
         self._memory_step, self._start_step = -1, -1  # newest step in memory; newest of all at the generation's start
 
+    def saved_state(self) -> LeaderState:
+        """Returns what another leader needs to go on from here."""
+        cause = self._cause and [self._cause.text, self._cause.code, self._cause.slot]
+        return LeaderState(
+            time.time(), self.phase.name, self.code, self.generation, self._first_generation,
+            [list(slot) for slot in self._members], cause, self._stop_reason, self._signal, self._restarts,
+            time.time() - (self._clock() - self._start_time), self._start_checkpoint, self._start_step,
+            self._memory_step, self.pool.denylist.as_json(),
+        )  # fmt: skip
+
+    def restore(self, saved: LeaderState) -> None:
+        """Goes on from the state of another leader. A generation that ran is adopted once its nodes have joined."""
+        self.generation, self._first_generation = saved.generation, saved.first_generation
+        self._members = [Slot(*slot) for slot in saved.members]
+        if saved.cause:
+            text, code, slot = saved.cause
+            self._cause = FailureCause(text, code, slot and Slot(*slot))
+        self._stop_reason, self._signal, self._restarts = saved.stop_reason, saved.signal, saved.restarts
+        self._start_time = self._clock() - (time.time() - saved.start_time)
+        self._start_checkpoint, self._start_step = saved.start_checkpoint, saved.start_step
+        self._memory_step, self.code = saved.memory_step, saved.code
+        self.pool.denylist.restore(saved.denylist)
+        phase = Phase[saved.phase]
+        if phase is Phase.OVER:
+            self.phase, self._deadline = phase, float("inf")
+        elif phase is Phase.PAUSED:
+            self.phase, self._deadline = phase, self._clock() + self.policy.heartbeat
+        elif phase is not Phase.WAITING:
+            self._adopted_phase = Phase.RUNNING if phase is Phase.ADOPTING else phase
+            self.phase, self._deadline = Phase.ADOPTING, self._clock() + self.policy.heartbeat
+            self._report(f"a new leader waits for the nodes of generation {self.generation}")
+
     # Events
 
-    def node_joined(self, number: int, slots: int, host: str, port: int, memory_port: int = 0) -> None:
-        """Handles a node that joined; asks a generation that it would enlarge to stop."""
+    def node_joined(
+        self, number: int, slots: int, host: str, port: int, memory_port: int = 0, generation: int = 0,
+        ranks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Handles a node that joined; asks a generation that it would enlarge to stop.
+
+        Args:
+            number: index of the node.
+            slots: number of workers that it can run.
+            host: its address for other nodes.
+            port: free port for the next JAX coordinator.
+            memory_port: port of its in-memory checkpoints; 0 for none.
+            generation: the last one that was started there; 0 for none.
+            ranks: its workers that run.
+        """
         node = ConnectedNode(number, host, slots, port, memory_port, self._clock())
         self.pool.add(node)
+        if self.phase is Phase.ADOPTING:
+            self._adopt_node(node, generation)
+            return
+        if ranks:  # of a generation that was given up
+            self._send(number, "kill", generation=generation)
+        self.generation = max(self.generation, generation)
         if self.phase is Phase.RUNNING and not self._exit_codes and self._cause is None:
             placement = self.job.largest_placement(len(self.pool.usable_slots()))
             if placement is not None and placement.processes > len(self._members):
@@ -93,6 +147,9 @@ class Leader:
         self, number: int, generation: int, rank: int, pid: int, code: int, is_ended_by_jax: bool = False
     ) -> None:
         """Handles the exit of a worker of node `number`; `is_ended_by_jax`: because another worker was lost."""
+        if self.phase is Phase.ADOPTING:
+            self._early_exits.append((number, generation, rank, pid, code, is_ended_by_jax))
+            return
         is_current = generation == self.generation and self.phase in (Phase.RUNNING, Phase.STOPPING)
         if not is_current or not 0 <= rank < len(self._members) or self._members[rank].node != number:
             return
@@ -120,7 +177,7 @@ class Leader:
         self._signal = received
         reason = f"node {number} received signal {received}" if self.policy.nodes > 1 else f"signal {received}"
         if is_repeated and self.phase is not Phase.OVER:
-            if self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDING):
+            if self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDING, Phase.ADOPTING):
                 self._record_end(f"{reason} for the second time", 128 + received)
             self._end_job(128 + received)
         elif self.phase is Phase.RUNNING:
@@ -140,6 +197,8 @@ class Leader:
             self._join_timed_out()
         elif self.phase is Phase.PAUSED:
             self._start_generation()
+        elif self.phase is Phase.ADOPTING:
+            self._finish_adoption()
         elif self.phase is Phase.ENDING:
             for node in [node for node in self.pool.nodes.values() if not node.is_idle]:
                 self.node_lost(node.number, f"did not end its killed workers within {KILL_TIMEOUT:g} s")
@@ -151,6 +210,39 @@ class Leader:
         return max(0.0, self._deadline - self._clock())
 
     # Reactions
+
+    def _adopt_node(self, node: ConnectedNode, generation: int) -> None:
+        """Handles a node that joins a new leader, which adopts the generation once the last one is there."""
+        node.runs_generation = generation
+        node.is_idle = not any(slot.node == node.number for slot in self._members)
+        if all(slot.node in self.pool.nodes for slot in self._members):
+            self._finish_adoption()
+
+    def _finish_adoption(self) -> None:
+        """Goes on with the generation of another leader, or ends it if one of its nodes is gone or was restarted."""
+        self.phase, self._deadline = self._adopted_phase, float("inf")
+        missing = sorted({slot.node for slot in self._members} - self.pool.nodes.keys())
+        members = (self.pool.nodes[slot.node] for slot in self._members if slot.node in self.pool.nodes)
+        restarted = [node for node in members if node.runs_generation != self.generation]
+        for node in restarted:
+            node.is_idle = True
+        if self.phase is Phase.ENDING and self._cause is not None:
+            self._kill_generation(self._cause)
+        elif missing:
+            text = f"node {missing[0]} is lost: it did not join the new leader within {self.policy.heartbeat:g} s"
+            self._kill_generation(FailureCause(text, 1))
+        elif restarted:
+            text = f"{restarted[0]} joined the new leader without its workers"
+            self._kill_generation(FailureCause(text, 1))
+        else:
+            record = {"kind": "adopted", "generation": self.generation, "processes": len(self._members)}
+            self.events.append(LaunchEvent(f"generation {self.generation} goes on under a new leader", record))
+            if self._signal is not None or self.phase is Phase.STOPPING:
+                self._stop_workers(self._stop_reason or f"signal {self._signal}")
+        early, self._early_exits = self._early_exits, []
+        for exited in early:
+            self.worker_exited(*exited)
+        self._finish_if_idle()
 
     def _join_timed_out(self) -> None:
         count = len(self.pool.nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Slot(NamedTuple):
@@ -29,6 +29,7 @@ class ConnectedNode:
         memory_port: port of its server of in-memory checkpoints; 0: it has none.
         last_seen: time of its last message, in seconds of the leader's clock.
         is_idle: it has no running workers.
+        runs_generation: the last generation that was started there, as it said when it joined; 0 for none.
     """
 
     number: int
@@ -38,6 +39,7 @@ class ConnectedNode:
     memory_port: int
     last_seen: float
     is_idle: bool = True
+    runs_generation: int = 0
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.host})"
@@ -80,6 +82,21 @@ class Denylist:
             self.nodes.add(slot.node)
             return f"node {slot.node}"
         return None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all but the limit as JSON."""
+        return {
+            "slots": sorted(self.slots),
+            "nodes": sorted(self.nodes),
+            "slot_failures": [[*slot, count] for slot, count in self.slot_failures.items()],
+            "node_failures": list(self.node_failures.items()),
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restores what `as_json` returned."""
+        self.slots, self.nodes = {Slot(*slot) for slot in saved["slots"]}, set(saved["nodes"])
+        self.slot_failures = {Slot(node, index): count for node, index, count in saved["slot_failures"]}
+        self.node_failures = dict(saved["node_failures"])
 
     def is_denied(self, slot: Slot) -> bool:
         """Returns whether the slot gets no worker."""

@@ -59,12 +59,17 @@ def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
         raise UserError(f"launch: --node {node}: expected a number from 0")
     if args.spares >= nodes * slots:
         raise UserError(f"launch: --spares {args.spares}: expected fewer than the {nodes * slots} processes")
-    host, port = (LOOPBACK, 0) if is_local else _address(_text(args, "coordinator", environ))
-    own_host = LOOPBACK if is_local else _text(args, "host", environ, required=False) or (host if not node else "")
+    store = "" if is_local else _text(args, "store", environ, required=False)
+    if store and args.resume == "never":
+        raise UserError("launch: --store: expected --resume auto, because all nodes must find the same run")
+    leader = None if store else (LOOPBACK, 0) if is_local else _address(_text(args, "coordinator", environ))
+    own_host = LOOPBACK if is_local else _text(args, "host", environ, required=False)
+    if leader is not None and node == 0:
+        own_host = own_host or leader[0]
     timeouts = {"heartbeat": args.heartbeat, "join_timeout": args.join_timeout}
     agent = AgentConfig(
-        node, slots, (host, port), own_host, **timeouts, collective_timeout=args.collective_timeout,
-        serves_memory=args.memory > 0,
+        node, slots, leader, own_host, **timeouts, collective_timeout=args.collective_timeout,
+        serves_memory=args.memory > 0, store=store,
     )  # fmt: skip
     policy = RestartPolicy(
         nodes, args.spares, args.max_restarts, args.max_failures, args.backoff, **timeouts,

@@ -11,33 +11,40 @@ from jaxtrain.io.authenticated import Session
 
 MAX_BYTES = 1 << 16  # of a message
 SEND_TIMEOUT = 5.0  # seconds until the other side must have read a message
-VERSION = 3
+VERSION = 4
 PURPOSE = "launch"  # of a connection, see `Session`
 
 Message = dict[str, Any]
 
 # kind -> fields and their types; `[int]` is a list of int.
-KINDS: dict[str, dict[str, Any]] = {
-    # from an agent
+FROM_AGENT: dict[str, dict[str, Any]] = {
     # memory_port: port of its server of in-memory checkpoints, 0 for none
-    "join": {"version": int, "node": int, "slots": int, "host": str, "port": int, "memory_port": int},
+    # generation and ranks: the last one that was started here, 0 for none, and its workers that run
+    "join": {
+        "version": int, "node": int, "slots": int, "host": str, "port": int, "memory_port": int, "generation": int,
+        "ranks": [int],
+    },
     # code: negative for a signal; is_ended_by_jax: because another worker was lost
     "exit": {"generation": int, "rank": int, "pid": int, "code": int, "is_ended_by_jax": bool},
     # sent when no worker is left; port: free for the next JAX coordinator; memory_step: newest one in memory or -1
     "idle": {"generation": int, "port": int, "memory_step": int},
     "signal": {"number": int, "is_repeated": bool},  # a repeated signal ends everything at once
-    # from either
     "heartbeat": {},
-    # from the leader
+}  # fmt: skip
+FROM_LEADER: dict[str, dict[str, Any]] = {
     "start": {
         "generation": int, "run": str, "address": str, "processes": int, "devices_per_process": int,
         "is_simulated": bool, "slots": [int], "ranks": [int],
         "memory_every": int, "memory_addresses": [str],  # the node's own address comes first
+        "fence": int,  # number with which the store compares the workers' saves, 0 without a store
     },
     "stop": {"generation": int},  # SIGTERM: save and exit
     "kill": {"generation": int},  # SIGKILL
     "end": {"code": int, "text": str},
+    "alive": {},  # answer to a heartbeat
 }  # fmt: skip
+# revision: number of the leadership, which agents compare: a deposed leader's is smaller
+KINDS = FROM_AGENT | {kind: fields | {"revision": int} for kind, fields in FROM_LEADER.items()}
 
 
 class ConnectionClosed(ConnectionError):
@@ -84,6 +91,18 @@ def _has_type(value: Any, expected: Any) -> bool:
     return type(value) is expected  # isinstance would accept a bool as an int
 
 
+def check_revision(message: Message, newest: int) -> int:
+    """Returns the newest revision of a leadership that an agent knows of after a leader's message.
+
+    Raises:
+        ProtocolError: the message is of a leader that was deposed.
+    """
+    revision = message.get("revision", 0)
+    if revision < newest:
+        raise ProtocolError(f"its leadership {revision} has ended; the newest is {newest}")
+    return revision
+
+
 class Channel:
     """Connected socket that sends and receives messages once both sides have authenticated. Not thread-safe.
 
@@ -110,11 +129,16 @@ class Channel:
         """Returns the socket's file descriptor, for selectors."""
         return self.socket.fileno()
 
-    def authenticate(self) -> None:
-        """Shakes hands with the server, and waits for it. Raises as `receive` does."""
+    def authenticate(self, timeout: float) -> None:
+        """Shakes hands with the server, and waits for each of its answers at most `timeout` seconds.
+
+        Raises as `receive` does.
+        """
+        self.socket.settimeout(timeout)
         self._send(self._session.outgoing())
         while not self.is_authenticated:
             self.receive()
+        self.socket.settimeout(SEND_TIMEOUT)
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message. Raises ConnectionClosed if the other side does not read it."""

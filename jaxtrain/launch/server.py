@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
+from jaxtrain.distributed.job_store import DeposedError, StoreError
 from jaxtrain.errors import ProtocolError, UserError, escape_unprintable
 from jaxtrain.io.jsonl import append_record, read_records
 from jaxtrain.launch.leader import Leader
+from jaxtrain.launch.leadership.process import SIGN_OF_LIFE
+from jaxtrain.launch.leadership.state import LeaderState
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
 from jaxtrain.launch.types import LaunchEvent, Phase
 
@@ -20,6 +24,7 @@ EVENTS = "launch.jsonl"
 MAX_PENDING = 64  # connections that have not joined yet
 MAX_SLOTS = 4096  # of a node
 JOIN_TIMEOUT = 10.0  # seconds from a connection to its join message
+SIGN_INTERVAL = 0.2  # seconds between signs of life
 LEAVE_TIMEOUT = 10.0  # seconds that agents have to disconnect at the end
 
 
@@ -29,65 +34,96 @@ def last_generation(directory: Path) -> int:
     return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
-class LeaderServer:
-    """Runs a `Leader` in a thread of node 0 until its job is over and the agents have disconnected."""
+def listen(host: str, port: int) -> socket.socket:
+    """Listens for agents; port 0 chooses a free one. Raises UserError if the address cannot be used."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=MAX_PENDING)
+    except OSError as error:
+        what = os.strerror(error.errno) if error.errno else error  # `create_server` adds to the text
+        message = f"launch: the leader cannot listen on {host}:{port} ({what})"
+        raise UserError(f"{message}; expected an address of this node and a free port") from None
 
-    def __init__(self, leader: Leader, host: str, port: int, secret: str, show: Callable[[str], None]) -> None:
+
+class Leadership(Protocol):
+    """Right to lead a job, and the state that its leaders hand on. `StateFile`, or a lease in a store.
+
+    Attributes:
+        revision: number of the leadership; each later one has a larger number.
+    """
+
+    revision: int
+
+    def save(self, state: LeaderState) -> int:
+        """Saves the state. Returns the number with which the workers' saves are compared, 0 without a store.
+
+        Raises:
+            DeposedError: another leader has followed.
+            OSError: the state cannot be saved now.
+        """
+        ...
+
+    def is_valid(self) -> bool:
+        """Returns whether this is still the leader, as far as it knows."""
+        ...
+
+
+class LeaderServer:
+    """Serves the agents of a job for a `Leader`, until the job is over and they have disconnected."""
+
+    def __init__(
+        self, leader: Leader, listener: socket.socket, secret: str, leadership: Leadership, show: Callable[[str], None]
+    ) -> None:
         """Creates the leader server.
 
         Args:
             leader: makes the decisions.
-            host: address to listen on.
-            port: port to listen on; 0 chooses a free one.
+            listener: socket that listens, see `listen`; closed at the end.
             secret: secret of the job, which agents must know.
-            show: shows a line on the terminal.
-
-        Raises:
-            UserError: the server cannot listen on the address.
+            leadership: the right to lead; saves the leader's state.
+            show: shows a line on the terminal; an empty one is a sign of life.
         """
-        self._leader, self._secret, self._show = leader, secret, show
-        self._has_reported_stranger = False
-        try:
-            self._listener = socket.create_server((host, port), backlog=MAX_PENDING)
-        except OSError as error:
-            what = error.strerror or error
-            message = f"launch: the leader cannot listen on {host}:{port} ({what})"
-            raise UserError(f"{message}; expected an address of node 0 and a free port") from None
+        self._leader, self._secret, self._leadership, self._show = leader, secret, leadership, show
+        self._listener, self._has_reported_stranger = listener, False
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._pending: dict[Channel, float] = {}  # connections that have not joined, by time of connection
         self._nodes: dict[int, Channel] = {}
         self._events = Path(leader.job.directory) / EVENTS
         self._events.touch()  # raises before any worker starts if the directory is read-only
-        self._thread = threading.Thread(target=self._serve, name="leader", daemon=True)
+        self._fence, self._has_reported_unsaved, self._sign_time = 0, False, 0.0
 
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+    def serve(self) -> None:
+        """Serves until the last agent has disconnected, or `LEAVE_TIMEOUT` has passed after the end of the job.
 
-    def join(self) -> None:
-        """Waits until the last agent has disconnected, or `LEAVE_TIMEOUT` has passed."""
-        self._thread.join(LEAVE_TIMEOUT)
-
-    def _serve(self) -> None:
+        Raises:
+            DeposedError: another leader has followed, or this one could not renew its lease in time.
+        """
         try:
             until = None
             while until is None or (self._nodes and time.monotonic() < until):
                 wait = min(self._leader.seconds_to_deadline(), self._leader.policy.heartbeat / 4, 1.0)
                 for key, _ in self._selector.select(wait):
                     self._accept() if key.fileobj is self._listener else self._receive(key.data)
+                if not self._leadership.is_valid():
+                    raise DeposedError("its lease has not been renewed")
                 self._leader.tick()
                 self._drop_late()
                 self._flush()
-                if until is None and self._leader.phase is Phase.OVER:
+                self._give_sign_of_life()
+                if until is None and self._leader.phase is Phase.OVER and not self._leader.outbox:
                     until = time.monotonic() + LEAVE_TIMEOUT
-        finally:  # agents whose connection closes end their workers
+        finally:  # agents whose connection closes look for the next leader
             for channel in [*self._nodes.values(), *self._pending]:
                 channel.close()
             self._listener.close()
             self._selector.close()
+
+    def _give_sign_of_life(self) -> None:
+        if time.monotonic() - self._sign_time >= SIGN_INTERVAL:
+            self._sign_time = time.monotonic()
+            self._show(SIGN_OF_LIFE)
 
     def _accept(self) -> None:
         try:
@@ -142,7 +178,7 @@ class LeaderServer:
         leader = self._leader
         leader.heartbeat(number)
         if kind == "heartbeat":
-            channel.send("heartbeat")
+            self._send(channel, "alive")
         elif kind == "exit":
             leader.worker_exited(number, **message)
         elif kind == "idle":
@@ -159,10 +195,10 @@ class LeaderServer:
         number, version, host = message["node"], message.pop("version"), message.pop("host")
         if version != VERSION:
             text = f"the leader's protocol has version {VERSION}, this agent's {version}; expected the same jaxtrain"
-            channel.send("end", code=2, text=text)
+            self._send(channel, "end", code=2, text=text)
             raise ProtocolError(f"expected protocol version {VERSION}; found {version}")
         if self._leader.phase is Phase.OVER:
-            channel.send("end", code=self._leader.code, text="the job has ended")
+            self._send(channel, "end", code=self._leader.code, text="the job has ended")
             raise ProtocolError("the job has ended")
         if number in self._nodes or number < 0 or not 0 < message["slots"] <= MAX_SLOTS:
             # The node's old connection may be about to be found lost: the agent tries again.
@@ -170,8 +206,8 @@ class LeaderServer:
         del self._pending[channel]
         self._nodes[number] = channel
         peer = channel.socket.getpeername()[0]
-        host = escape_unprintable(host) or peer
-        self._leader.node_joined(number, message["slots"], host, message["port"], message["memory_port"])
+        node, host = message.pop("node"), escape_unprintable(host) or peer
+        self._leader.node_joined(node, host=host, **message)
 
     def _drop(self, channel: Channel) -> None:
         if self._pending.pop(channel, None) is None:
@@ -180,22 +216,47 @@ class LeaderServer:
         channel.close()
 
     def _flush(self) -> None:
-        """Sends the leader's messages and writes its events."""
+        """Saves the leader's state, then writes its events and sends its messages, none before it is saved."""
         leader = self._leader
         while leader.outbox or leader.events:
+            if not self._save():
+                return
             while leader.events:
                 self._write(leader.events.popleft())
-            number, kind, fields = leader.outbox.popleft() if leader.outbox else (-1, "", {})
-            channel = self._nodes.get(number)
-            if channel is None:
-                continue
-            try:
-                channel.send(kind, **fields)
-            except ConnectionClosed:
-                self._drop(channel)
-                leader.node_lost(number, "closed its connection")
+            while leader.outbox:
+                self._deliver(*leader.outbox.popleft())
         for number in self._nodes.keys() - leader.pool.nodes.keys():  # lost nodes, whose agents may join again
             self._drop(self._nodes[number])
+
+    def _save(self) -> bool:
+        """Saves the leader's state. Returns whether its messages may be sent."""
+        try:
+            self._fence = self._leadership.save(self._leader.saved_state())
+        except StoreError as error:  # it decides nothing without its store
+            self._report_unsaved(f"the store does not answer ({error}); nothing is decided until it does")
+            return False
+        except OSError as error:  # a full disk must not stop the job
+            self._report_unsaved(f"the leader's state cannot be saved ({error.strerror or error})")
+        return True
+
+    def _report_unsaved(self, text: str) -> None:
+        if not self._has_reported_unsaved:
+            self._has_reported_unsaved = True
+            self._show(f"warning  {text}")
+
+    def _deliver(self, number: int, kind: str, fields: dict[str, Any]) -> None:
+        """Sends a message to a node, if it is connected."""
+        channel = self._nodes.get(number)
+        if channel is None:
+            return
+        try:
+            self._send(channel, kind, **fields, **({"fence": self._fence} if kind == "start" else {}))
+        except ConnectionClosed:
+            self._drop(channel)
+            self._leader.node_lost(number, "closed its connection")
+
+    def _send(self, channel: Channel, kind: str, **fields: Any) -> None:
+        channel.send(kind, **fields, revision=self._leadership.revision)
 
     def _write(self, event: LaunchEvent) -> None:
         self._show(f"launch  {event.line}")

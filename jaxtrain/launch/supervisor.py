@@ -1,22 +1,29 @@
-"""Supervisor of one node: runs its agent and, on node 0, the leader."""
+"""Supervisor of one node: its agent and, on node 0 or with a store on every node, a leader process beside it."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-from jaxtrain.launch.agent import Agent, WorkerCommand
+from jaxtrain.io.authenticated import new_secret
+from jaxtrain.launch.agent import Agent, WorkerCommand, free_port
 from jaxtrain.launch.job import ElasticJob, open_job
-from jaxtrain.launch.job_secret import published_secret, secret_folder, secret_reader
-from jaxtrain.launch.leader import Leader
+from jaxtrain.launch.job_secret import published_secret, secret_folder, secret_reader, shared_secret
+from jaxtrain.launch.leadership.lead import LeaderSettings
+from jaxtrain.launch.leadership.lease import StoredLeader, open_job_store, own_address
+from jaxtrain.launch.leadership.link import FixedLeader, LeaderLink
+from jaxtrain.launch.leadership.process import LeaderProcess
 from jaxtrain.launch.options import LaunchOptions
-from jaxtrain.launch.server import LeaderServer, last_generation
-from jaxtrain.launch.types import RestartPolicy
 from jaxtrain.launch.worker_logs import Terminal
 
-LOCAL_JOIN_TIMEOUT = 5.0  # seconds; the leader runs in the same process
+CONNECT_SHARE = 0.25  # of the heartbeat: seconds for one attempt to reach the leader
+SILENCE_SHARE = 0.5  # of the heartbeat: seconds after which a silent leader process is started again
+STORE_SILENCE = 20.0  # the same, at least, of one that may wait for its store
 
 
 def worker_command(deadline: float | None) -> WorkerCommand:
@@ -34,40 +41,79 @@ def worker_command(deadline: float | None) -> WorkerCommand:
 
 
 def supervise(options: LaunchOptions, terminal: Terminal) -> tuple[int, str | None]:
-    """Trains until the job ends. Returns the exit code and, on node 0, RUN_DIR.
+    """Trains until the job ends. Returns the exit code and, on a node that may lead, RUN_DIR.
 
     Raises:
         UserError: bad input; no process was started.
     """
     command = worker_command(options.deadline)
-    if options.agent.node != 0:
+    if options.agent.node != 0 and not options.agent.store:
         reader = secret_reader(secret_folder(options.source, options.overrides))
-        return Agent(options.agent, command, terminal, reader).run(), None
-    policy = options.policy
-    processes = policy.nodes * options.agent.slots - policy.spares
+        link = LeaderLink(_fixed(options), reader, CONNECT_SHARE * options.agent.heartbeat)
+        return Agent(options.agent, command, terminal, link).run(), None
+    processes = options.policy.nodes * options.agent.slots - options.policy.spares
     job = open_job(
         options.source, options.overrides, processes, options.devices_per_process, options.fallbacks, options.continues
     )
     terminal.show(f"launch  {job.directory}")
-    folder = None if options.where == "local" else secret_folder(options.source, options.overrides)
-    with published_secret(folder) as secret:
-        return run_leader(job, policy, options, command, terminal, secret), str(job.directory)
+    leader_command = [sys.executable, "-m", "jaxtrain.cli.leader", str(os.getpid())]
+    with _secret(options) as secret:
+        code = run_leading_node(job, options, command, leader_command, terminal, secret)
+    return code, str(job.directory)
 
 
-def run_leader(
+def run_leading_node(
     job: ElasticJob,
-    policy: RestartPolicy,
     options: LaunchOptions,
     command: WorkerCommand,
+    leader_command: Sequence[str],
     terminal: Terminal,
     secret: str,
 ) -> int:
-    """Runs the leader of a job and the agent of node 0 until the job ends. Returns the exit code."""
+    """Runs an agent with a leader process beside it until the job ends. Returns the exit code.
+
+    Args:
+        job: the run to launch.
+        options: options of this node.
+        command: command line of a worker.
+        leader_command: command line of the leader process.
+        terminal: shows lines.
+        secret: secret of the job.
+    """
+    agent, heartbeat = options.agent, options.agent.heartbeat
+    if agent.store:
+        agent = replace(agent, host=agent.host or own_address(agent.store))
+        host, port, finder = agent.host, 0, StoredLeader(open_job_store(agent.store, job.directory))
+    else:
+        host, port = _leader_address(options)
+        agent = replace(agent, leader=(host, port))
+        finder = FixedLeader((host, port))
+    settings = LeaderSettings(new_secret(), host, port, secret, options.policy, agent.store, time.time())
+    described = json.dumps({"job": job.as_json(), "settings": settings.as_text()})
+    silence = max(SILENCE_SHARE * heartbeat, STORE_SILENCE if agent.store else 0.0)
+    leader = LeaderProcess(leader_command, described, silence, terminal)
+    link = LeaderLink(finder, lambda: secret, CONNECT_SHARE * heartbeat)
+    return Agent(agent, command, terminal, link, leader).run()
+
+
+def _fixed(options: LaunchOptions) -> FixedLeader:
+    assert options.agent.leader is not None
+    return FixedLeader(options.agent.leader)
+
+
+def _leader_address(options: LaunchOptions) -> tuple[str, int]:
+    """Returns the address of the leader of this node; a leader that is started again listens there again."""
+    assert options.agent.leader is not None
     host, port = options.agent.leader
-    leader = Leader(job, policy, generation=last_generation(job.directory))
-    server = LeaderServer(leader, host, port, secret, terminal.show)
-    server.start()
-    agent = replace(options.agent, leader=(host, server.port), join_timeout=LOCAL_JOIN_TIMEOUT)
-    code = Agent(agent, command, terminal, lambda: secret).run()
-    server.join()
-    return code
+    return host, port or free_port()
+
+
+@contextmanager
+def _secret(options: LaunchOptions) -> Iterator[str]:
+    folder = None if options.where == "local" else secret_folder(options.source, options.overrides)
+    if options.agent.store and folder is not None:
+        with shared_secret(folder) as secret:
+            yield secret
+    else:
+        with published_secret(folder) as secret:
+            yield secret

@@ -17,6 +17,7 @@ class Phase(Enum):
     RUNNING = "workers run"
     STOPPING = "workers were asked to save and stop"
     ENDING = "workers are being killed"
+    ADOPTING = "a new leader waits for the nodes of the generation that runs"
     PAUSED = "waiting to start the next generation"
     OVER = "the job has ended"
 

@@ -9,10 +9,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from jaxtrain.checkpoint.memory.client import VARIABLE, PeerConfig
+from jaxtrain.distributed.job_store import job_prefix
+from jaxtrain.distributed.save_fence import VARIABLE as FENCE_VARIABLE
+from jaxtrain.distributed.save_fence import SaveFence
 from jaxtrain.launch.exit_reasons import cause_rank
 from jaxtrain.launch.protocol import Message
 from jaxtrain.launch.worker_logs import Terminal, WorkerLog
@@ -22,7 +26,7 @@ DRAIN_TIMEOUT = 1.0  # seconds to read the remaining output of an ended worker
 
 
 def worker_environment(
-    start: Message, rank: int, slot: int, base: Mapping[str, str], timeout: int, secret: str
+    start: Message, rank: int, slot: int, base: Mapping[str, str], timeout: int, secret: str, store: str = ""
 ) -> dict[str, str]:
     """Builds the environment of a worker: the coordinator, its rank and its devices.
 
@@ -33,6 +37,7 @@ def worker_environment(
         base: environment of this process.
         timeout: seconds that a collective of CPU devices may wait for a process.
         secret: secret of the job, for the servers of in-memory checkpoints.
+        store: URL of the consensus store that decides which saves count; empty for none.
     """
     devices = start["devices_per_process"]
     env = dict(base) | {
@@ -49,6 +54,9 @@ def worker_environment(
         addresses = tuple((host, int(port)) for host, _, port in parts)
         peers = PeerConfig(start["memory_every"], start["generation"], secret, addresses)
         env[VARIABLE] = peers.as_text()
+    if store:
+        fence = SaveFence(store, job_prefix(Path(start["run"])), start["generation"], start["fence"])
+        env[FENCE_VARIABLE] = fence.as_text()
     if start["is_simulated"]:
         flags = base.get("XLA_FLAGS", "")
         if "--xla_cpu_collective_timeout_seconds" not in flags:
@@ -114,13 +122,14 @@ class WorkerProcess:
 
 
 class WorkerGroup:
-    """Workers of this node in one generation."""
+    """Workers of this node in one generation. `selector` calls the data of its keys when they are readable."""
 
     def __init__(self, start: Message, selector: selectors.BaseSelector, terminal: Terminal) -> None:
         self.generation: int = start["generation"]
         self._selector, self._terminal = selector, terminal
         self._folder = Path(start["run"]) / "logs"
         self.workers: list[WorkerProcess] = []
+        self._is_stopping = False
         terminal.start_generation()
 
     def add(self, command: Sequence[str], env: Mapping[str, str], rank: int) -> None:
@@ -130,10 +139,10 @@ class WorkerGroup:
         worker = WorkerProcess(command, env, rank, log)
         self.workers.append(worker)
         for stream, pipe in worker.pipes.items():
-            self._selector.register(pipe, selectors.EVENT_READ, (worker, stream))
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, worker, stream))
 
-    def read(self, worker: WorkerProcess, stream: str) -> None:
-        """Reads a pipe that a selector reported as readable."""
+    def _read(self, worker: WorkerProcess, stream: str) -> None:
+        """Reads a pipe that the selector reported as readable."""
         if worker.read(stream) == b"":
             self._selector.unregister(worker.pipes[stream])
 
@@ -149,9 +158,10 @@ class WorkerGroup:
         return sorted(ended, key=lambda pair: cause_rank(pair[1], pair[0].log.is_ended_by_jax))
 
     def stop(self) -> None:
-        """Sends SIGTERM: the workers save at the same step and exit."""
-        for worker in self.workers:
+        """Sends SIGTERM, once: the workers save at the same step and exit."""
+        for worker in () if self._is_stopping else self.workers:
             worker.signal(signal.SIGTERM)
+        self._is_stopping = True
 
     def request_save(self) -> None:
         """Sends SIGUSR1 to one worker: all save at the same step and go on."""

@@ -21,6 +21,7 @@ from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.distributed import runtime
 from jaxtrain.distributed.multihost import broadcast, first_message
+from jaxtrain.distributed.save_fence import save_fence
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import check_permutes_on_first_call
 from jaxtrain.io.ticker import Ticker
@@ -133,6 +134,7 @@ def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
     return Checkpointer(
         directory / "checkpoints", keep=options.keep, keep_best=options.keep_best, best=options.best_metric,
         durable=run_location(options.durable, directory), durable_every=options.durable_every,
+        fence=save_fence(),
     )  # fmt: skip
 
 

@@ -137,6 +137,11 @@ class Launched:
             found[next(int(e.partition("=")[2]) for e in env if e.startswith("JAX_PROCESS_ID="))] = int(folder.name)
         return found
 
+    def leader(self, supervisor: subprocess.Popen) -> int:
+        """Process of the leader beside an agent."""
+        children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if "jaxtrain.cli.leader" in Path(f"/proc/{pid}/cmdline").read_text())
+
     def as_expected(self, expected: dict[int, float]) -> None:
         """The losses of the undisturbed run, its token ids, and nothing left behind."""
         got = losses(self.run)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain.config import Config
 from jaxtrain.launch.leader import KILL_TIMEOUT, SETTLE_TIME, Leader
+from jaxtrain.launch.leadership.state import LeaderState
 from jaxtrain.launch.types import Phase, Placement, RestartPolicy
 
 
@@ -92,6 +93,22 @@ class World:
             self.leader.worker_exited(node, self.leader.generation, rank, 100 + rank, code)
         if ranks:
             self.leader.node_idle(node, self.leader.generation, 3000 + node)
+
+    def restart(self) -> None:
+        """Another leader takes over; nobody has joined it yet."""
+        saved = LeaderState.from_text(self.leader.saved_state().as_text())
+        events, self.old = self.leader.events, self.leader
+        self.leader = Leader(self.job, self.leader.policy, clock=lambda: self.now)
+        self.leader.events = events
+        self.leader.restore(saved)
+
+    def rejoin(self, *nodes: int) -> None:
+        for node in nodes:
+            ranks, port = self.ranks[node], 4000 + node
+            self.leader.node_joined(node, 1, f"host{node}", port, 0, self.old.generation, ranks)
+            if not ranks:
+                self.leader.node_idle(node, self.old.generation, port)
+        self.settle()
 
     @property
     def lines(self) -> list[str]:
@@ -479,3 +496,119 @@ def test_a_newer_step_in_memory_is_progress_like_a_checkpoint():
             world.settle()
             world.wait(100)
         assert world.leader.generation == generations
+
+
+def three() -> World:
+    world = World(nodes=3, heartbeat=20.0)
+    for node in range(3):
+        world.join(node)
+    assert world.running == 3
+    return world
+
+
+def test_a_new_leader_adopts_the_generation_once_all_its_nodes_are_there():
+    world = three()
+    world.now = 50.0
+    world.restart()
+    sent = len(world.sent)
+    world.rejoin(2, 0)
+    assert world.leader.phase is Phase.ADOPTING
+    world.rejoin(1)
+    assert world.leader.phase is Phase.RUNNING
+    assert world.sent[sent:] == []
+    assert world.records[-1] == {"kind": "adopted", "generation": 1, "processes": 3}
+    world.exit(1, -9)
+    assert world.running == 3
+    assert world.leader.generation == 2
+    assert world.records[-2]["seconds"] == pytest.approx(50.0, abs=1)  # of the generation, not of its second leader
+
+
+def test_exits_that_a_new_leader_hears_before_it_has_adopted_the_generation_count():
+    world = three()
+    world.restart()
+    world.ranks[0] = []
+    world.rejoin(0)
+    world.leader.worker_exited(0, 1, 0, 77, -9)
+    world.rejoin(1, 2)
+    assert world.causes == ["process 0 (pid 77) was killed by signal 9"]
+    assert (world.leader.generation, world.running) == (2, 3)
+
+
+def test_a_node_that_a_new_leader_never_hears_of_is_lost():
+    world = three()
+    world.restart()
+    del world.ranks[2]
+    world.rejoin(0, 1)
+    world.wait(20.1)
+    assert world.causes == ["node 2 is lost: it did not join the new leader within 20 s"]
+    assert (world.leader.generation, world.running) == (2, 2)
+
+
+def test_a_node_whose_agent_was_started_again_has_no_workers_to_adopt():
+    world = three()
+    world.restart()
+    world.rejoin(0, 1)
+    world.ranks[2] = []
+    world.leader.node_joined(2, 1, "host2", 5000)
+    world.settle()
+    assert world.causes == ["node 2 (host2) joined the new leader without its workers"]
+    assert (world.leader.generation, world.running) == (2, 3)
+
+
+def test_a_stop_that_was_asked_for_is_carried_on_and_one_that_comes_meanwhile_is_obeyed():
+    for is_before in (True, False):
+        world = three()
+        world.obeys_stop = False
+        if is_before:
+            world.leader.signal_received(0, 15)
+            world.settle()
+        world.restart()
+        world.obeys_stop = True
+        world.rejoin(0)
+        if not is_before:
+            world.leader.signal_received(0, 15)
+        world.rejoin(1, 2)
+        assert (world.leader.phase, world.leader.code) == (Phase.OVER, 75)
+        assert world.causes == ["node 0 received signal 15" if is_before else "signal 15"]
+
+
+def test_a_generation_that_was_being_ended_is_ended_for_its_own_cause():
+    world = three()
+    world.obeys_kill = False
+    world.exit(1, -11)
+    assert world.leader.phase is Phase.ENDING
+    world.restart()
+    world.obeys_kill = True
+    world.rejoin(0, 1, 2)
+    assert world.causes == ["process 1 (pid 101) was killed by signal 11"]
+    assert (world.leader.generation, world.running) == (2, 3)
+
+
+def test_what_a_leader_counted_is_not_forgotten_and_the_end_is_not_taken_back():
+    world = World(nodes=1, max_failures=2, max_restarts=3, backoff=5.0)
+    world.join(0, slots=2)
+    for _ in range(2):
+        world.exit(1, 1)
+        world.wait(SETTLE_TIME + 0.1)
+        world.wait(6.0)
+    assert world.running == 1  # slot 1 is on the denylist
+    world.exit(0, -9)
+    assert world.leader.phase is Phase.PAUSED
+    world.restart()
+    world.leader.node_joined(0, 2, "host0", 5000, 0, world.old.generation)
+    world.wait(21.0)
+    assert world.running == 1
+    world.exit(0, -9)
+    assert (world.leader.phase, world.leader.code) == (Phase.OVER, 137)
+    world.restart()
+    assert (world.leader.phase, world.leader.code) == (Phase.OVER, 137)
+
+
+def test_a_leader_that_knows_of_no_generation_ends_the_one_that_it_meets_and_counts_on():
+    world = World(nodes=2)
+    world.ranks = {0: [0], 1: [1]}
+    world.leader.node_joined(0, 1, "host0", 1, 0, 7, [0])
+    world.leader.node_joined(1, 1, "host1", 1, 0, 7, [1])
+    assert [(kind, fields.get("generation")) for _, kind, fields in world.leader.outbox] == [
+        ("kill", 7), ("kill", 7), ("start", 8), ("start", 8),
+    ]  # fmt: skip

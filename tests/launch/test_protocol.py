@@ -73,7 +73,7 @@ def test_what_is_no_message_is_refused(line):
 def test_a_message_is_bounded(pair):
     client, channel = accepted(pair)
     with pytest.raises(ProtocolError, match=str(MAX_BYTES)):
-        encode("end", code=1, text="x" * MAX_BYTES)
+        encode("end", code=1, text="x" * MAX_BYTES, revision=1)
     pair[0].sendall(client.seal(b"x" * (MAX_BYTES + 1))[0])
     with pytest.raises(ProtocolError, match="expected at most"):
         channel.receive()

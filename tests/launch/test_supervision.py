@@ -1,111 +1,31 @@
-"""Supervisors and agents as real processes, with fake workers that crash, hang and are killed on request."""
+"""Launched jobs of fake workers: what ends a worker, a node, a leader or a connection, and who may connect."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_supervisor import FakeJob
+from scene import Scene, alive, finished, until
 
 from jaxtrain.io.authenticated import Session
 from jaxtrain.launch import server
 from jaxtrain.launch.leader import Leader
+from jaxtrain.launch.leadership.state import StateFile
 from jaxtrain.launch.protocol import Channel
-from jaxtrain.launch.server import LeaderServer
+from jaxtrain.launch.server import LeaderServer, listen
 from jaxtrain.launch.types import RestartPolicy
-
-FAKE = Path(__file__).with_name("fake_supervisor.py")
-PATIENCE = 60.0
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-class Scene:
-    """A folder in the place of RUN_DIR, and the supervisors started on it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[subprocess.Popen] = []
-        self.plan({})
-
-    def plan(self, actions: dict[str, str]) -> None:
-        (self.folder / "plan.json").write_text(json.dumps(actions))
-
-    def start(self, *arguments: str, **environ: str) -> subprocess.Popen:
-        command = [sys.executable, str(FAKE), str(self.folder), *arguments]
-        out = open(self.folder / f"terminal-{len(self.started)}", "wb")  # noqa: SIM115
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | environ)
-        out.close()
-        self.started.append(process)
-        return process
-
-    def local(self, *arguments: str) -> subprocess.Popen:
-        return self.start("local", "x", "--backoff=0.01", *arguments)
-
-    def nodes(self, count: int) -> Callable[..., subprocess.Popen]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        given = ("node", "x", f"--nodes={count}", f"--coordinator={address}", "--processes=1", "--backoff=0.01")
-        return lambda node, *more, **environ: self.start(*given, f"--node={node}", *more, **environ)
-
-    def pids(self) -> list[int]:
-        return [int(path.read_text().split()[0]) for path in self.folder.glob("pid-*")]
-
-    def pid(self, generation: int, rank: int) -> int:
-        path = self.folder / f"pid-{generation}-{rank}"
-        until(lambda: path.exists() and path.read_text() != "", f"no worker {rank} in generation {generation}")
-        return int(path.read_text().split()[0])
-
-    def count(self, generation: int) -> int:
-        """Processes of a generation, as its first worker was told."""
-        self.pid(generation, 0)
-        return int((self.folder / f"pid-{generation}-0").read_text().split()[1])
-
-    def terminal(self, index: int = 0) -> str:
-        return (self.folder / f"terminal-{index}").read_text()
-
-    def ends(self) -> list[tuple[str, int]]:
-        lines = (self.folder / "launch.jsonl").read_text().splitlines()
-        return [(r["cause"], r["code"]) for r in map(json.loads, lines) if r["kind"] == "end"]
-
-    def gone(self) -> bool:
-        return not any(map(alive, self.pids()))
 
 
 @pytest.fixture
 def scene(tmp_path: Path):
     scene = Scene(tmp_path)
     yield scene
-    for process in scene.started:
-        process.kill()
-        process.wait(10)
-    until(scene.gone, "workers outlive their supervisor")
-
-
-def finished(process: subprocess.Popen) -> int:
-    return process.wait(PATIENCE)
+    scene.close()
 
 
 def test_what_ends_a_worker_ends_the_generation_and_the_last_code_is_passed_on(scene: Scene):
@@ -206,6 +126,8 @@ def test_a_node_that_is_not_heard_of_is_done_without_and_comes_back(scene: Scene
 
 def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(scene: Scene):
     """The network is gone and no connection is closed: here is a leader that says nothing after its first word."""
+    secret = "a secret that is known here"
+    (scene.folder / "launch.secret").write_text(secret)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(30)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -219,7 +141,7 @@ def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(sc
                 channel.receive()
             start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "processes": 1}
             start |= {"devices_per_process": 1, "is_simulated": True, "slots": [0], "ranks": [0], "memory_every": 0}
-            channel.send("start", **start, memory_addresses=[])
+            channel.send("start", **start, memory_addresses=[], fence=0, revision=1)
             begun = time.monotonic()
             worker = scene.pid(1, 0)
             until(lambda: not alive(worker), "its workers live on")
@@ -228,7 +150,7 @@ def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(sc
 
 def test_without_its_leader_a_node_ends_its_workers_and_then_itself(scene: Scene):
     node = scene.nodes(2)
-    first, second = node(0), node(1, "--join-timeout=1")
+    first, second = node(0), node(1, "--join-timeout=10")
     workers = [scene.pid(1, 0), scene.pid(1, 1)]
     first.kill()
     until(lambda: not any(map(alive, workers)), "workers outlive the leader")
@@ -266,8 +188,9 @@ def test_a_stranger_that_gives_way_in_the_round_in_which_it_speaks_ends_nothing(
     monkeypatch.setattr(server, "MAX_PENDING", 1)
     shown: list[str] = []
     leader = Leader(FakeJob(tmp_path), RestartPolicy(), clock=time.monotonic)
-    leader_server = LeaderServer(leader, "127.0.0.1", 0, "a secret", shown.append)
-    address = ("127.0.0.1", leader_server.port)
+    listener = listen("127.0.0.1", 0)
+    leader_server = LeaderServer(leader, listener, "a secret", StateFile(tmp_path, "job"), shown.append)
+    address = listener.getsockname()
     with socket.create_connection(address) as first, socket.create_connection(address):
         leader_server._accept()
         (channel,) = leader_server._pending
@@ -281,8 +204,8 @@ def test_a_stranger_that_gives_way_in_the_round_in_which_it_speaks_ends_nothing(
 
 def test_an_agent_with_another_secret_does_not_join_and_says_so(scene: Scene):
     node = scene.nodes(2)
-    first = node(0, "--join-timeout=2")
-    other = node(1, "--join-timeout=1", JAXTRAIN_SECRET="a secret of another job")
+    first = node(0, "--join-timeout=8")
+    other = node(1, "--join-timeout=6", JAXTRAIN_SECRET="a secret of another job")
     assert finished(other) == 1
     assert "the other side does not know the secret of this job" in scene.terminal(1)
     assert scene.count(1) == 1  # it begins without the other
@@ -301,3 +224,74 @@ def test_the_secret_of_the_environment_is_in_no_file(scene: Scene):
     assert not [path for path in scene.folder.rglob("*") if path.is_file() and secret in path.read_text()]
     assert finished(node(0, JAXTRAIN_SECRET="short")) != 0
     assert "JAXTRAIN_SECRET: 5 characters; expected at least 16" in scene.terminal(2)
+
+
+def test_a_leader_that_is_killed_is_started_again_and_the_workers_go_on(scene: Scene):
+    node = scene.nodes(3)
+    started = [node(0), node(1), node(2)]
+    workers = [scene.pid(1, rank) for rank in range(3)]
+    for count in range(1, 4):
+        os.kill(scene.leader(started[0]), signal.SIGKILL)
+        until(lambda count=count: scene.terminal().count("goes on under a new leader") == count, scene.terminal())
+    assert all(map(alive, workers))
+    assert not (scene.folder / "pid-2-0").exists()
+    for index in range(3):
+        assert scene.terminal(index).count("the workers of this node go on without it") == 3
+        assert scene.terminal(index).count("the leader is there again") == 3
+    os.kill(workers[2], signal.SIGKILL)  # the adopted generation ends as any other
+    assert scene.count(2) == 3
+    scene.pid(2, 1), scene.pid(2, 2)
+    started[1].terminate()
+    assert [finished(process) for process in started] == [75, 75, 75], scene.terminal()
+    assert scene.ends() == [
+        (f"process 2 (pid {workers[2]}) was killed by signal 9", 137),
+        ("node 1 received signal 15", 75),
+    ]
+    assert not (scene.folder / "leader.json").exists()
+
+
+def test_what_happens_while_nobody_leads_is_told_to_the_next_leader(scene: Scene):
+    node = scene.nodes(2)
+    started = [node(0), node(1)]
+    workers = [scene.pid(1, 0), scene.pid(1, 1)]
+    os.kill(scene.leader(started[0]), signal.SIGKILL)
+    os.kill(workers[1], signal.SIGKILL)
+    assert scene.count(2) == 2
+    assert scene.ends() == [(f"process 1 (pid {workers[1]}) was killed by signal 9", 137)]
+    scene.pid(2, 1)
+    os.kill(scene.leader(started[0]), signal.SIGKILL)
+    started[1].terminate()
+    assert [finished(process) for process in started] == [75, 75], scene.terminal()
+
+
+def test_a_leader_that_is_stopped_is_replaced(scene: Scene):
+    node = scene.nodes(2)
+    started = [node(0, "--heartbeat=6"), node(1, "--heartbeat=6")]
+    workers = [scene.pid(1, 0), scene.pid(1, 1)]
+    os.kill(scene.leader(started[0]), signal.SIGSTOP)
+    until(lambda: "goes on under a new leader" in scene.terminal(), scene.terminal())
+    assert "the leader gives no sign of life: starting it again" in scene.terminal()
+    assert all(map(alive, workers))
+    started[0].terminate()
+    assert [finished(process) for process in started] == [75, 75], scene.terminal()
+
+
+def test_a_node_that_died_with_the_leader_is_found_missing(scene: Scene):
+    """The generation ends, although the new leader has never heard of the lost node."""
+    node = scene.nodes(3)
+    started = [node(0, "--heartbeat=3"), node(1, "--heartbeat=3"), node(2, "--heartbeat=3")]
+    scene.pid(1, 2)
+    os.kill(scene.leader(started[0]), signal.SIGKILL)
+    started[2].kill()
+    assert scene.count(2) == 2
+    assert scene.ends() == [("node 2 is lost: it did not join the new leader within 3 s", 1)]
+    started[0].terminate()
+    assert [finished(process) for process in started[:2]] == [75, 75], scene.terminal()
+
+
+def test_a_leader_that_never_works_ends_the_job(scene: Scene):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = scene.start("node", "x", "--nodes=1", "--node=0", f"--coordinator={address}", "--processes=1")
+        assert finished(process) == 2
+    assert f"the leader cannot listen on {address} (Address already in use)" in scene.terminal()

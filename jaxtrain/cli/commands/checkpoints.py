@@ -199,7 +199,7 @@ def _durable_tier(args: argparse.Namespace) -> durable.DurableTier:
 
 def prune(store: CheckpointStore, args: argparse.Namespace) -> int:
     """Deletes steps atomically, never the last good one."""
-    lock = None if args.dry_run else Lock(store.directory / ".lock", "its own checkpoint.keep prunes; stop it first")
+    lock = None if args.dry_run else Lock(store.directory / ".lock", advice="its own checkpoint.keep prunes; end it")
     try:
         chosen = listing.steps_to_prune(store, args.keep, args.step)
         if chosen and listing.newest_intact(store, chosen) is None:

@@ -1,0 +1,105 @@
+"""Body of a leader process: campaigns if there is a store, restores the saved state, and serves the agents."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from jaxtrain.distributed.job_store import DeposedError, StoreError
+from jaxtrain.launch.job import ElasticJob
+from jaxtrain.launch.leader import Leader
+from jaxtrain.launch.leadership.lease import campaign, open_job_store
+from jaxtrain.launch.leadership.process import END, SIGN_OF_LIFE
+from jaxtrain.launch.leadership.state import LeaderState, StateFile
+from jaxtrain.launch.server import LeaderServer, last_generation, listen
+from jaxtrain.launch.types import Phase, RestartPolicy
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the agent reports those that it gets
+
+
+@dataclass(frozen=True)
+class LeaderSettings:
+    """Settings of a leader process.
+
+    Args:
+        job: random text that tells this job from earlier ones in the same directory.
+        host: address to listen on, and for other nodes.
+        port: port to listen on; 0 chooses a free one, of which agents hear by the store.
+        secret: secret of the job.
+        policy: timeouts and limits.
+        store: URL of the consensus store; empty for none.
+        begun: Unix time at which the command began, on this node.
+    """
+
+    job: str
+    host: str
+    port: int
+    secret: str
+    policy: RestartPolicy
+    store: str = ""
+    begun: float = 0.0
+
+    def as_text(self) -> str:
+        """Encodes the settings."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> LeaderSettings:
+        """Decodes the settings."""
+        fields = json.loads(text)
+        return cls(**fields | {"policy": RestartPolicy(**fields["policy"])})
+
+
+def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None]) -> None:
+    """Leads a job until it is over; with a store, whenever nobody else does.
+
+    Args:
+        job: the run to launch.
+        settings: settings of this process.
+        show: shows a line on the terminal; an empty one is a sign of life.
+
+    Raises:
+        UserError: the leader cannot listen on its address.
+    """
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    ended = threading.Event()
+    signal.signal(END, lambda *_: ended.set())
+    if not settings.store:
+        leadership = StateFile(job.directory, settings.job)
+        leader, listener = _leader(job, settings, leadership.load()), listen(settings.host, settings.port)
+        LeaderServer(leader, listener, settings.secret, leadership, show).serve()
+        leadership.close()
+        return
+    jobs = open_job_store(settings.store, job.directory)
+    while not ended.is_set():
+        listener = listen(settings.host, settings.port)
+        port = listener.getsockname()[1]
+        lease = campaign(jobs, (settings.host, port), settings.policy.heartbeat, ended, lambda: show(SIGN_OF_LIFE))
+        if lease is None:
+            return
+        try:
+            leader = _leader(job, settings, lease.load())
+            if leader.phase is not Phase.OVER:
+                show(f"launch  the leader is at {settings.host}:{port} (leadership {lease.revision})")
+            LeaderServer(leader, listener, settings.secret, lease, show).serve()
+            return
+        except DeposedError as error:
+            show(f"launch  the leader at {settings.host}:{port} leads no more: {error}")
+        except StoreError:
+            continue  # it has lost its majority again
+        finally:
+            listener.close()
+            lease.close()
+
+
+def _leader(job: ElasticJob, settings: LeaderSettings, saved: LeaderState | None) -> Leader:
+    """Creates the leader, from the saved state unless that is of an earlier job that has ended."""
+    leader = Leader(job, settings.policy, generation=last_generation(job.directory))
+    is_earlier_job = saved is not None and saved.phase == Phase.OVER.name and saved.time < settings.begun
+    if saved is not None and not is_earlier_job:
+        leader.restore(saved)
+    return leader
