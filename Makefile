@@ -1,5 +1,6 @@
 # `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
-# have a selection of, `make extras` what needs other people's packages (torch, lm-eval, datasets, s3fs, W&B...),
+# have a selection of (with ONE_IN=20 a twentieth of them, which SAMPLE=NUMBER chooses), `make extras` what needs other
+# people's packages (torch, lm-eval, datasets, s3fs, W&B...),
 # `make chaos` runs long sequences of failures, and kills runs of one process at a hundred places and of several at two
 # dozen, and compares them with ones that nobody disturbed.
 # `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
@@ -14,6 +15,8 @@ EXTRAS ?= test
 # A process that aborts ends the run of the tests: with --dist loadgroup, pytest-xdist waits for the tests of a replaced
 # one for ever.
 PYTEST := pytest -n 2 --max-worker-restart=0
+ONE_IN ?= 1
+SAMPLE ?= 0
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/core/test_parity_pipeline.py tests/core/test_xla_options.py tests/verification tests/hlo \
@@ -31,10 +34,10 @@ newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/$(PYTEST) --dist loadgroup $(NEWEST_TESTS)
 
 matrix: $(VENV)/.installed-test
-	JAXTRAIN_TEST_DEVICES=16 $(BIN)/$(PYTEST) -m matrix tests
+	JAXTRAIN_TEST_DEVICES=16 $(BIN)/$(PYTEST) --dist loadgroup -m matrix --one-in $(ONE_IN) --sample $(SAMPLE) tests
 
 extras: $(VENV)/.installed-extras
-	$(BIN)/$(PYTEST) tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
+	$(BIN)/$(PYTEST) --dist loadgroup tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
 		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
 		tests/trackers/test_trackers.py
 

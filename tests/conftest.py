@@ -7,6 +7,7 @@ On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs o
 import os
 import signal
 import uuid
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,16 @@ def own_core(worker: str, workers: int) -> None:
 
 xla_options.prepare()
 own_core(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run a sample of the tests: about one in N")
+    parser.addoption("--sample", type=int, default=0, metavar="S", help="number of the sample, with --one-in")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, sample = config.getoption("--one-in"), config.getoption("--sample")
+    items[:] = [item for item in items if zlib.crc32(f"{sample} {item.nodeid}".encode()) % number == 0]
 
 
 @pytest.fixture

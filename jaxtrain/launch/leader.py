@@ -50,7 +50,7 @@ class Leader:
         self.events: deque[LaunchEvent] = deque()
         self.phase, self.code = Phase.WAITING, None
         self.generation = self._first_generation = generation
-        self._deadline = clock() + policy.join_timeout
+        self._deadline, self._next_look = clock() + policy.join_timeout, 0.0
         self._members: list[Slot] = []  # by rank
         self._exit_codes: dict[int, int] = {}  # by rank
         self._cause: FailureCause | None = None
@@ -188,9 +188,11 @@ class Leader:
     def tick(self) -> None:
         """Handles deadlines that have passed."""
         now = self._clock()
-        for node in list(self.pool.nodes.values()):
-            if now - node.last_seen > self.policy.heartbeat:
-                self.node_lost(node.number, f"gave no sign of life for {self.policy.heartbeat:g} s")
+        if now >= self._next_look:  # at all nodes, of which there may be thousands
+            self._next_look = now + self.policy.heartbeat / 64
+            for node in list(self.pool.nodes.values()):
+                if now - node.last_seen > self.policy.heartbeat:
+                    self.node_lost(node.number, f"gave no sign of life for {self.policy.heartbeat:g} s")
         if self.phase is Phase.OVER or now < self._deadline:
             return
         if self.phase is Phase.WAITING:

@@ -9,7 +9,8 @@ from typing import Any
 from jaxtrain.errors import ProtocolError, escape_unprintable
 from jaxtrain.io.authenticated import Session
 
-MAX_BYTES = 1 << 16  # of a message
+MAX_BYTES = 1 << 20  # of a message: `start` names the memory servers of all nodes
+READ_BYTES = 1 << 16  # read at a time
 SEND_TIMEOUT = 5.0  # seconds until the other side must have read a message
 VERSION = 4
 PURPOSE = "launch"  # of a connection, see `Session`
@@ -152,7 +153,7 @@ class Channel:
             ProtocolError: it does not know the secret, or the data are not a message.
         """
         try:
-            data = self.socket.recv(MAX_BYTES)
+            data = self.socket.recv(READ_BYTES)
         except OSError as error:
             raise ConnectionClosed(str(error)) from None
         if not data:

@@ -21,9 +21,11 @@ from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message
 from jaxtrain.launch.types import LaunchEvent, Phase
 
 EVENTS = "launch.jsonl"
-MAX_PENDING = 64  # connections that have not joined yet
+MIN_PENDING = 64  # connections that have not joined yet, or twice the number of nodes
+BACKLOG = 1024  # connections that the kernel holds until they are accepted
 MAX_SLOTS = 4096  # of a node
 JOIN_TIMEOUT = 10.0  # seconds from a connection to its join message
+SWEEP_INTERVAL = 0.2  # seconds between looks at all connections
 SIGN_INTERVAL = 0.2  # seconds between signs of life
 LEAVE_TIMEOUT = 10.0  # seconds that agents have to disconnect at the end
 
@@ -38,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Listens for agents; port 0 chooses a free one. Raises UserError if the address cannot be used."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=MAX_PENDING)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         what = os.strerror(error.errno) if error.errno else error  # `create_server` adds to the text
         message = f"launch: the leader cannot listen on {host}:{port} ({what})"
@@ -90,6 +92,9 @@ class LeaderServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._pending: dict[Channel, float] = {}  # connections that have not joined, by time of connection
         self._nodes: dict[int, Channel] = {}
+        self._numbers: dict[Channel, int] = {}  # of the nodes
+        self._max_pending = max(MIN_PENDING, 2 * leader.policy.nodes)  # all join a new leader at once
+        self._sweep_time = 0.0
         self._events = Path(leader.job.directory) / EVENTS
         self._events.touch()  # raises before any worker starts if the directory is read-only
         self._fence, self._has_reported_unsaved, self._sign_time = 0, False, 0.0
@@ -109,8 +114,8 @@ class LeaderServer:
                 if not self._leadership.is_valid():
                     raise DeposedError("its lease has not been renewed")
                 self._leader.tick()
-                self._drop_late()
                 self._flush()
+                self._sweep()
                 self._give_sign_of_life()
                 if until is None and self._leader.phase is Phase.OVER and not self._leader.outbox:
                     until = time.monotonic() + LEAVE_TIMEOUT
@@ -130,15 +135,20 @@ class LeaderServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._pending) >= MAX_PENDING:  # an agent joins within one round trip, so the oldest is none
-            self._refuse(next(iter(self._pending)), f"{MAX_PENDING} others that have not joined are connected")
+        if len(self._pending) >= self._max_pending:  # an agent joins within two round trips, so the oldest is none
+            self._refuse(next(iter(self._pending)), f"{self._max_pending} others that have not joined are connected")
         channel = Channel(connection, self._secret, is_server=True)
         self._pending[channel] = time.monotonic()
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
-    def _drop_late(self) -> None:
-        """Closes the connections that did not join in time."""
+    def _sweep(self) -> None:
+        """Closes connections that did not join in time, now and then, and those of lost nodes, which may join again."""
         now = time.monotonic()
+        if now < self._sweep_time:
+            return
+        self._sweep_time = now + SWEEP_INTERVAL
+        for number in self._nodes.keys() - self._leader.pool.nodes.keys():
+            self._drop(self._nodes[number])
         for channel in [channel for channel, since in self._pending.items() if now - since > JOIN_TIMEOUT]:
             self._refuse(channel, f"it did not join within {JOIN_TIMEOUT:g} s")
 
@@ -152,13 +162,13 @@ class LeaderServer:
         self._drop(channel)
 
     def _receive(self, channel: Channel) -> None:
-        if channel not in self._pending and self._node_number(channel) is None:
+        if channel not in self._pending and channel not in self._numbers:
             return  # it was closed after the selector told of its data
         try:
             for message in channel.receive():
                 self._handle(channel, message)
         except (ConnectionClosed, ProtocolError) as error:
-            number = self._node_number(channel)
+            number = self._numbers.get(channel)
             if number is None:
                 self._refuse(channel, str(error))
             else:
@@ -167,11 +177,8 @@ class LeaderServer:
                 why = "closed its connection" if is_closed else f"sent an invalid message ({error})"
                 self._leader.node_lost(number, why)
 
-    def _node_number(self, channel: Channel) -> int | None:
-        return next((number for number, other in self._nodes.items() if other is channel), None)
-
     def _handle(self, channel: Channel, message: Message) -> None:
-        kind, number = message.pop("kind"), self._node_number(channel)
+        kind, number = message.pop("kind"), self._numbers.get(channel)
         if number is None:
             self._handle_join(channel, kind, message)
             return
@@ -204,14 +211,15 @@ class LeaderServer:
             # The node's old connection may be about to be found lost: the agent tries again.
             raise ProtocolError("the node has joined already, or its number or slots are out of range")
         del self._pending[channel]
-        self._nodes[number] = channel
+        self._nodes[number], self._numbers[channel] = channel, number
         peer = channel.socket.getpeername()[0]
         node, host = message.pop("node"), escape_unprintable(host) or peer
         self._leader.node_joined(node, host=host, **message)
 
     def _drop(self, channel: Channel) -> None:
-        if self._pending.pop(channel, None) is None:
-            self._nodes = {number: other for number, other in self._nodes.items() if other is not channel}
+        self._pending.pop(channel, None)
+        if (number := self._numbers.pop(channel, None)) is not None:
+            del self._nodes[number]
         self._selector.unregister(channel)
         channel.close()
 
@@ -225,8 +233,6 @@ class LeaderServer:
                 self._write(leader.events.popleft())
             while leader.outbox:
                 self._deliver(*leader.outbox.popleft())
-        for number in self._nodes.keys() - leader.pool.nodes.keys():  # lost nodes, whose agents may join again
-            self._drop(self._nodes[number])
 
     def _save(self) -> bool:
         """Saves the leader's state. Returns whether its messages may be sent."""

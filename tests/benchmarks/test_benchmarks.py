@@ -190,6 +190,13 @@ def test_chaos_of_several_processes_ends_as_if_nothing_had_happened(tmp_path):
     assert results["recovery"]["median"] > 0
 
 
+def test_control_plane_forms_generations(tmp_path):
+    (row,) = quick(tmp_path, "control_plane")["results"]
+    assert row["agents"] == 10
+    assert 1.0 < row["silent"] < 4.0  # the heartbeat is 2 s
+    assert row["cpu/beat"] < 20_000
+
+
 def test_peers_come_back(tmp_path):
     (row,) = quick(tmp_path, "peers")["results"]
     assert row["MiB"] == 4

@@ -39,7 +39,7 @@ def test_verify_finds_every_layout_equal(name: str, tmp_path: Path, capsys, monk
     monkeypatch.setenv("COLUMNS", "200")
     module = "linen_modules" if name.startswith("Linen") else "nnx_modules"
     file = write(tmp_path, f"{module}:{name}")
-    layouts = "ddp,zero2,fsdp"
+    layouts = "zero2" if name == "GPT" else "ddp,zero2,fsdp"  # it takes long to compile
     assert main(["verify", file, "--layouts", layouts, "--steps", "2", *MODULES[name], "step.microbatches=2"]) == 0
     assert re.search(r"EQUAL: \d+ layouts and meshes of 8 devices", capsys.readouterr().out)
 

@@ -25,7 +25,7 @@ def load_model(folder: Path) -> tuple[Config, Family, ModelDef, Any]:
     """Returns config, family, model_def and loaded parameters."""
     family, section = config_json.read_model_config(folder)
     config = Config(model=ModelConfig.model_validate(section), precision="fp32")
-    model_def = define_model(config, Env(), section["vocab"])
+    model_def = define_model(config.model, config.loss, Env(), section["vocab"])
     sharding = SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), model_def.params)
     return config, family, model_def, load_weights(folder, TENSOR_MAPPINGS[family.name], abstract)

@@ -29,7 +29,12 @@ def test_losses_are_those_of_torch(case: str, tmp_path: Path):
     first = np.random.default_rng(3).integers(0, 131, (STEPS, ROWS, 1))
     tokens = (first + 7 * np.arange(TOKENS + 1)) % 131  # what comes next can be learned
     config, _, _, params = hf_loaded.load_model(tmp_path)
-    changes = {"optimizer": OPTIMIZER, "steps": STEPS, "data": {"global_batch": ROWS, "sequence": TOKENS}}
+    changes = {
+        "optimizer": OPTIMIZER,
+        "schedule": {"name": "constant"},
+        "steps": STEPS,
+        "data": {"global_batch": ROWS, "sequence": TOKENS},
+    }
     config = config.model_validate({**config.model_dump(), **changes})
     program = build_program(config, 131, jax.devices()[:1])
     state = program.init()

@@ -109,7 +109,7 @@ def test_a_signal_to_one_process_saves_all_at_one_step_and_the_run_goes_on(tmp_p
 
 def test_sigusr1_saves_at_one_step_and_training_goes_on(tmp_path: Path, launched):
     """Sent to the launcher while its workers start, where it does nothing, and while they train."""
-    steps = 120
+    steps = 60
     expected = undisturbed(tmp_path, steps)
     job = launched(steps, delay=0.05)
     local = job.start("local", "--processes=2", "--devices-per-process=2", job.config, "checkpoint.every=null")

@@ -185,9 +185,9 @@ def test_a_stranger_is_no_agent(scene: Scene):
 
 
 def test_a_stranger_that_gives_way_in_the_round_in_which_it_speaks_ends_nothing(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(server, "MAX_PENDING", 1)
+    monkeypatch.setattr(server, "MIN_PENDING", 1)
     shown: list[str] = []
-    leader = Leader(FakeJob(tmp_path), RestartPolicy(), clock=time.monotonic)
+    leader = Leader(FakeJob(tmp_path), RestartPolicy(nodes=0), clock=time.monotonic)
     listener = listen("127.0.0.1", 0)
     leader_server = LeaderServer(leader, listener, "a secret", StateFile(tmp_path, "job"), shown.append)
     address = listener.getsockname()

@@ -258,7 +258,11 @@ def test_a_step_that_does_not_fit_a_pod_of_equal_shards_does_not_fit(monkeypatch
 @pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 @pytest.mark.parametrize(
     ("layout", "mesh", "changes"),
-    [("hsdp", {"data": 8, "fsdp": 8}, {}), ("fsdp", {"fsdp": 64}, {}), ("ddp", {"data": 64}, {"zero": 1})],
+    [
+        ("hsdp", {"data": 8, "fsdp": 8}, {}),
+        pytest.param("fsdp", {"fsdp": 64}, {}, marks=pytest.mark.matrix),
+        pytest.param("ddp", {"data": 64}, {"zero": 1}, marks=pytest.mark.matrix),
+    ],
 )
 def test_plans_of_absent_gpus_from_pods(layout: str, mesh: dict[str, int], changes: dict[str, Any]):
     config = configured(layout, mesh, changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -66,6 +67,8 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # each agent has a connection
     ended = threading.Event()
     signal.signal(END, lambda *_: ended.set())
     if not settings.store:
