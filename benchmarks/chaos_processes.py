@@ -3,12 +3,15 @@
     python benchmarks/chaos_processes.py [--kills 24] [--seed 0] [--processes 2] [--out chaos-processes.json]
 
 Every run is a real `jaxtrain launch local --processes 2 --devices-per-process 2` of the small decoder of `chaos.py`,
-fsdp over four devices: checkpoints every 4 steps, validation every 6. Each meets up to three deaths of a process that
-the seed draws: by a fault of the config (`kill@PLACE:STEP/PROCESS`), or by SIGKILL from outside at a drawn moment of a
-generation, to a worker (`any@SECONDS/PROCESS`) or to the supervisor (`supervisor@SECONDS`), whose workers must die with
-it before the run is launched again. Every other run keeps in-memory checkpoints (`--memory 1`); such a run does not
-return to a checkpoint on disk, so a fault may be skipped with the save that it was in. New runs are drawn until the
-requested number of deaths is reached.
+fsdp over four devices: checkpoints every 4 steps, validation every 6. Each meets up to four misfortunes that the seed
+draws. Deaths come by a fault of the config (`kill@PLACE:STEP/PROCESS`), or by SIGKILL from outside at a drawn moment of
+a generation: to a worker (`any@SECONDS/PROCESS`), to the supervisor (`supervisor@SECONDS`), whose workers must die with
+it before the run is launched again, or to the leader (`leader@SECONDS`), which must be started again while the workers
+train on. The others are no deaths: a leader that is stopped for good (`stopped`), a closed terminal (`hangup`: the run
+saves, ends with 75 and is launched again), a closed pipe of its output (`pipe`), strangers on the leader's port
+(`stranger`), a disk that is full for one process (`full_disk@STEP/PROCESS`). Every other run keeps in-memory
+checkpoints (`--memory 1`); such a run does not return to a checkpoint on disk, so a fault may be skipped with the save
+that it was in. New runs are drawn until the requested number of deaths is reached.
 
 Every run must end with exit code 0, the losses of the undisturbed run bit by bit and the same token ids in every row of
 every step; no process, lock, temporary file or folder may be left.
@@ -21,11 +24,13 @@ devices have no compilation cache.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,12 +45,14 @@ import chaos
 import common
 
 from jaxtrain.core import xla_options
+from jaxtrain.exit_codes import SAVED
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "launch"  # has the data class that writes down which rows it gave
 DEVICES, ROWS, SEQUENCE = 2, 4, 64  # of each process; rows and tokens of a batch
-PLACES = (*chaos.PLACES, "supervisor")
-OUTSIDE = ("any", "supervisor")
+PLACES = (*chaos.PLACES, "supervisor", "leader", "stopped", "hangup", "pipe", "stranger", "full_disk")
+OUTSIDE = ("any", "supervisor", "leader", "stopped", "hangup", "pipe", "stranger")
+ENDING = ("any", "supervisor", "hangup")  # a generation
 FIRST_ONLY = ("commit", "committed")  # process 0 alone writes the marker
 LIMIT = 300.0  # seconds of a run
 SOON = 0.7  # of a generation
@@ -95,10 +102,13 @@ class Launch:
         self.temporary = folder / "tmp" / outcome.name
         self.temporary.mkdir(parents=True)
         self.killed: list[float] = []  # when, from outside
+        self.leaders_killed = 0
+        self._has_hung_up = False
+        self._output = -1  # of a supervisor whose output is a pipe
         self.outside = [text for text in outcome.plan if text.partition("@")[0] in OUTSIDE]
         self._arguments = [
             "local", f"--processes={processes}", f"--devices-per-process={DEVICES}", f"--memory={outcome.memory}",
-            "--backoff=0.1", "--max-restarts=50", "--max-failures=50",
+            "--backoff=0.1", "--max-restarts=50", "--max-failures=50", "--heartbeat=10",
         ]  # fmt: skip
         self._seen, self._since = 0, time.monotonic()
 
@@ -112,7 +122,13 @@ class Launch:
         }  # fmt: skip
         command = [sys.executable, "-m", "jaxtrain.cli.main", "launch", *self._arguments, str(source)]
         with open(self.folder / f"{self.outcome.name}.log", "ab") as log:
-            return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            if not any(text.startswith("pipe") for text in self.outside):
+                return subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            self._output, writer = os.pipe()
+            os.set_blocking(self._output, False)
+            process = subprocess.Popen(command, env=env, stdout=writer, stderr=log, start_new_session=True)
+            os.close(writer)
+            return process
 
     def finish(self, source: Path) -> int:
         """Launches it, again after each death of its supervisor, and returns the last exit code."""
@@ -124,7 +140,8 @@ class Launch:
                 break
             time.sleep(0.01)
         else:
-            if supervisor.returncode == -signal.SIGKILL:
+            if supervisor.returncode == -signal.SIGKILL or (supervisor.returncode == SAVED and self._has_hung_up):
+                self._has_hung_up = False
                 self._await_workers()
                 return self.finish(self.run_dir)
         for pid in running(self.run_dir):  # only where something is wrong
@@ -133,6 +150,9 @@ class Launch:
 
     def _watch(self, supervisor: subprocess.Popen) -> None:
         """Kills a process when it is due, at most once in a generation."""
+        if self._output >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._output, 1 << 16)
         if not self.outside:
             return
         generations = len(records(self.run_dir, "start"))
@@ -142,13 +162,34 @@ class Launch:
         moment, _, process = rest.partition("/")
         if not generations or time.monotonic() - self._since < float(moment):
             return
-        victim = supervisor.pid if what == "supervisor" else self._worker(process)
-        if victim is None:
+        if not self._strike(what, supervisor, process):
             return
-        os.kill(victim, signal.SIGKILL)
-        self.killed.append(time.time())
         del self.outside[0]
-        self._since = float("inf")  # until the next generation
+        self._since = float("inf") if what in ENDING else time.monotonic()  # until the next generation
+
+    def _strike(self, what: str, supervisor: subprocess.Popen, process: str) -> bool:
+        """Does one thing from outside. Returns whether it could be done."""
+        if what == "pipe":
+            os.close(self._output)
+            self._output = -1
+            return True
+        leaders = [pid for pid in running(self.run_dir) if "jaxtrain.cli.leader" in command_line(pid)]
+        if what in ("leader", "stopped", "stranger"):
+            if not leaders:
+                return False
+            if what == "stranger":
+                return disturb(leaders[0])
+            os.kill(leaders[0], signal.SIGSTOP if what == "stopped" else signal.SIGKILL)
+            self.leaders_killed += what == "leader"
+            return True
+        victim = supervisor.pid if what in ("supervisor", "hangup") else self._worker(process)
+        if victim is None:
+            return False
+        os.kill(victim, signal.SIGHUP if what == "hangup" else signal.SIGKILL)
+        self._has_hung_up |= what == "hangup"
+        if what != "hangup":
+            self.killed.append(time.time())
+        return True
 
     def _worker(self, process: str) -> int | None:
         """Pid of a process of the generation; None if it is gone."""
@@ -172,6 +213,25 @@ def environment(pid: int | str) -> list[str]:
         return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:
         return []
+
+
+def command_line(pid: int) -> str:
+    """Command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def disturb(leader: int) -> bool:
+    """Connects strangers to a leader's port. Returns False if it does not listen yet."""
+    inodes = {os.readlink(file) for file in Path(f"/proc/{leader}/fd").iterdir() if os.path.lexists(file)}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports = [int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+    for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 16), b""):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", ports[0] if ports else 1), 1) as one:
+            one.sendall(data)
+    return bool(ports)
 
 
 def running(run_dir: Path) -> list[int]:
@@ -201,10 +261,11 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int,
     if code:
         outcome.wrong.append(f"exit code {code}: {chaos.last_line(folder / f'{name}.log')}")
     came = chaos.read(launch.run_dir / "faults.jsonl")
-    deaths = sorted([moment(record) for record in came] + launch.killed)
+    deaths = sorted([moment(record) for record in came if record["fault"].startswith("kill")] + launch.killed)
     ends = [moment(record) for record in records(launch.run_dir, "end")]
     firsts = [moment(event) for event in records(launch.run_dir, "compiled", "events.jsonl")]
-    outcome.deaths, outcome.processes = len(deaths), len(records(launch.run_dir, "start"))
+    outcome.deaths = len(deaths) + launch.leaders_killed
+    outcome.processes = len(records(launch.run_dir, "start"))
     outcome.noticed, outcome.recoveries = after(deaths, ends), after(deaths, firsts)
     resumes = records(launch.run_dir, "resume", "events.jsonl")
     sources = (str(event.get("restored", "nothing")).removeprefix(f"{folder}/") for event in resumes)
@@ -217,7 +278,7 @@ def disturbed(folder: Path, name: str, steps: int, plan: list[str], memory: int,
         happened[name] -= happened[name] > 0
     outcome.passed_over = [*passed.elements(), *launch.outside]
     outcome.plan = list((Counter(plan) - Counter(outcome.passed_over)).elements())
-    if passed.total() and not memory:
+    if passed.total() and not memory and not any(text.startswith("full_disk") for text in plan):
         outcome.wrong.append(f"did not come: {', '.join(passed.elements())}")
     return outcome
 
@@ -267,11 +328,13 @@ def death(place: str, steps: int, processes: int, typical: float, rng: random.Ra
     """Draws one death. `typical`: seconds of an undisturbed generation; moments are in its first part, because resumed
     generations are shorter."""
     latest = SOON * typical
-    if place == "supervisor":
-        return f"supervisor@{rng.uniform(0, latest):.2f}"
+    if place in OUTSIDE and place != "any":
+        return f"{place}@{rng.uniform(0, latest):.2f}"
     process = 0 if place in FIRST_ONLY else rng.randrange(processes)
     if place == "any":
         return f"any@{rng.uniform(0, latest):.2f}/{process}"
+    if place == "full_disk":
+        return f"full_disk@{chaos.SAVES * rng.randint(1, (steps - 1) // chaos.SAVES)}/{process}"
     return f"{chaos.kill_at(place, steps + 1, rng)}/{process}"  # the last step, and what comes after it, too
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import importlib
 import os
 from functools import partial
@@ -93,6 +95,16 @@ def _join_processes(count: int) -> None:
         if "before any JAX calls" not in str(error):
             raise
         raise UserError(f"{count} processes: JAX runs already in this one alone; {EXPECTED}") from error
+    atexit.register(_leave_preemption_service)  # which runs before JAX's own shutdown, registered earlier
+
+
+def _leave_preemption_service() -> None:
+    # If SIGTERM came in the last second, JAX's service waits for the step counter of a process that has already shut
+    # its own down, and holds a lock for which JAX's shutdown waits in turn, until the other processes abort after
+    # `SHUTDOWN_TIMEOUT`. The process ends, so the service needs no shutdown; its destructor would call it too.
+    state: Any = importlib.import_module("jax._src.distributed").global_state
+    service, state.preemption_sync_manager = getattr(state, "preemption_sync_manager", None), None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(service))
 
 
 def _bind_gloo_to_loopback() -> None:

@@ -76,11 +76,13 @@ class ReceivedSignals:
 
     def record(self, number: int) -> None:
         """Records a signal; for a handler."""
+        if number == signal.SIGCHLD:
+            return
         if number == signal.SIGUSR1:
             self.is_save_requested = True
         elif self.stops == [signal.SIGHUP] and number != signal.SIGHUP:
             self.stops[0] = number
-        elif number != signal.SIGCHLD and not (number == signal.SIGHUP and self.stops):
+        elif not (number == signal.SIGHUP and self.stops):
             self.stops.append(number)
 
 
@@ -133,10 +135,11 @@ class Agent:
             finally:
                 self._clear()
                 self._link.close()
+                is_connected = self._channel is not None
                 if self._channel is not None:
                     self._channel.close()
                 if self._leader is not None:
-                    self._leader.end(LEADER_EXIT_TIMEOUT if self._code is not None else 0.0)
+                    self._leader.end(LEADER_EXIT_TIMEOUT if is_connected and self._code is not None else 0.0)
                 self._selector.close()
                 if self._memory_server is not None:
                     self._memory_server.close()

@@ -15,6 +15,7 @@ from jaxtrain.launch.agent import ReceivedSignals
         ([SIGTERM, SIGTERM], [SIGTERM, SIGTERM]),
         ([SIGINT, SIGTERM], [SIGINT, SIGTERM]),
         ([SIGHUP, SIGHUP], [SIGHUP]),
+        ([SIGHUP, SIGCHLD], [SIGHUP]),
         ([SIGHUP, SIGTERM, SIGHUP], [SIGTERM]),
         ([SIGHUP, SIGTERM, SIGTERM], [SIGTERM, SIGTERM]),
         ([SIGTERM, SIGHUP], [SIGTERM]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -124,6 +125,21 @@ def test_sigusr1_saves_at_one_step_and_training_goes_on(tmp_path: Path, launched
     assert local.wait(240) == 0, job.terminal()
     job.as_expected(expected)
     assert len(job.events("start")) == 1
+
+
+def test_a_signal_in_the_last_moment_of_a_run_hangs_nobody(tmp_path: Path, launched):
+    """It comes when the last step is done: JAX's preemption service would wait 60 s for a process that has left it."""
+    (tmp_path / "corpus").mkdir()
+    for index in range(20):
+        (tmp_path / "corpus" / f"{index}.txt").write_text("abc def " * 50)
+    job = launched(6)
+    local = job.start("local", "--processes=2", "--devices-per-process=2", job.config)
+    job.reaches(6)
+    time.sleep(0.1)
+    for pid in job.workers().values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert local.wait(40) in (0, 75), job.terminal()
 
 
 @pytest.mark.chaos

@@ -17,7 +17,7 @@ from jaxtrain.launch.worker_logs import Terminal
 
 END = signal.SIGUSR2  # asks a leader process to lead no more, once it has told its nodes that the job has ended
 SIGN_OF_LIFE = ""  # line that a leader prints now and then
-START_TIMEOUT = 60.0  # seconds until its first sign of life
+START_TIMEOUT = 20.0  # seconds until its first sign of life
 MAX_STARTS = 5  # in a row without a sign of life
 READ_BYTES = 1 << 16
 
