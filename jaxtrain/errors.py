@@ -117,6 +117,11 @@ def format_value(value: Any) -> str:
     return escape_unprintable(text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "...")
 
 
+def format_name(name: str) -> str:
+    """Returns a name from a file in the short, one-line form in which messages quote it."""
+    return escape_unprintable(name if len(name) <= MAX_VALUE_LENGTH else name[:MAX_VALUE_LENGTH] + "...")
+
+
 def close_matches(word: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Returns at most two choices that resemble `word`, best first."""
     return difflib.get_close_matches(str(word)[:MAX_VALUE_LENGTH], [str(c) for c in choices], n=2, cutoff=cutoff)

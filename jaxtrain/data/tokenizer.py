@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,12 +99,10 @@ class HuggingFaceTokenizer:
         file = Path(path).expanduser()
         try:
             data = file.read_bytes()
-            self._tokenizer: Any = tokenizers.Tokenizer.from_str(data.decode())
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; data.tokenizer is `bytes` or a tokenizer.json") from error
-        except Exception as error:  # the library raises bare Exception
-            reason = str(error).splitlines()[0]
-            raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({reason})") from error
+        with _library_errors(path):
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(data.decode())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -118,7 +117,9 @@ class HuggingFaceTokenizer:
         self._dtype = smallest_dtype(self.vocab)
         self.bos: int | None = self._find_bos(config, ids)
         text = self._tokenizer.id_to_token(self.eos)
-        if self.eos in self.encode_batch([text])[0]:
+        with _library_errors(path):
+            first = self.encode_batch([text, "a b"])[0]
+        if self.eos in first:
             message = f"the text {text!r} encodes to the end-of-document token; mark it `special` in this file"
             raise DataError(f"{path}: {message}")
 
@@ -149,6 +150,18 @@ class HuggingFaceTokenizer:
         return ids.get(_token_text(config.get("bos_token")) or "") if config.get("add_bos_token") is True else None
 
 
+@contextmanager
+def _library_errors(path: str | Path) -> Iterator[None]:
+    """Raises DataError in place of what the library raises for a broken file: bare Exception, and Rust's panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({reason})") from error
+
+
 def _find_eos(file: Path, config: dict[str, Any], ids: dict[str, int]) -> str:
     """Returns the end-of-document token: the one of the config, else a well-known name."""
     for name in (_token_text(config.get("eos_token")), *EOS_NAMES):
@@ -173,7 +186,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a JSON object")

@@ -244,6 +244,8 @@ def parse(text: str) -> Module:
 
 def _instruction(line: str, match: re.Match[str]) -> Instruction:
     shape_start = match.end()
+    if shape_start == len(line):
+        raise ValueError(f"HLO: no shape in `{line.strip()[:80]}`")
     shape_end = _after_bracket(line, shape_start) if line[shape_start] == "(" else line.index(" ", shape_start)
     start = line.index("(", shape_end)
     end = _after_bracket(line, start)

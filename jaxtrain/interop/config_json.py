@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxtrain.config.model_schema import ModelConfig
-from jaxtrain.errors import ModelConfigError, close_matches, format_value, join_words
+from jaxtrain.errors import ModelConfigError, close_matches, format_name, format_value, join_words
 from jaxtrain.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelConfigError(f"{path.parent}: not a Hugging Face model (no {path.name})") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
         raise ModelConfigError(f"{path}: {reason}") from None
     if not isinstance(content, dict):
@@ -207,6 +207,8 @@ def _find_family(config: Json, where: str) -> Family:
         hint = f" (did you mean `{matches[0]}`?)" if matches else ""
         message = f"model_type {format_value(name)} is not supported{hint}; supported: {join_words(FAMILIES, 'and')}"
         raise ModelConfigError(f"{where}: {message}")
+    if not isinstance(classes, list):
+        raise ModelConfigError(f"{where}: architectures: expected a list of names; found {format_value(classes)}")
     if classes and family.architecture not in classes:
         message = f"{format_value(classes[0])} is not supported; expected {family.architecture}"
         raise ModelConfigError(f"{where}: {message}")
@@ -219,7 +221,7 @@ def _unsupported_fields(config: Json, family: Family) -> str:
     supported |= SUPPORTED_VALUES.keys() | (set() if family.rope == LEARNED else ROPE_FIELDS)
     names = [name for name, only in SUPPORTED_VALUES.items() if config.get(name) not in (None, only)]
     names += [name for name, value in config.items() if name not in supported and value]
-    return join_words((f"{name} {format_value(config[name])}" for name in names), "and") if names else ""
+    return join_words((f"{format_name(name)} {format_value(config[name])}" for name in names), "and") if names else ""
 
 
 def _activation(fields: Json, family: Family) -> str:

@@ -74,7 +74,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     """Returns the object of a line; None if the line is broken or has no end."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

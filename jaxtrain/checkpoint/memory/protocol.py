@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from jaxtrain.checkpoint.files import TensorSpecs
-from jaxtrain.errors import PeerMemoryError, ProtocolError
+from jaxtrain.errors import PeerMemoryError, ProtocolError, format_name
 from jaxtrain.io.authenticated import Connection, Session
 
 CHUNK = 1 << 20  # bytes sent at a time
@@ -73,11 +73,11 @@ def parse_header(data: Any) -> SnapshotHeader:
         pieces = tuple(map(_parse_piece, data["pieces"]))
         tensors = {str(name): [list(_ints(shape)), str(dtype)] for name, (shape, dtype) in data["tensors"].items()}
         header = SnapshotHeader(int(data["processes"]), int(data["size"]), tensors, pieces, dict(data["manifest"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise PeerMemoryError("malformed snapshot header") from None
     for piece in pieces:
         if piece.name not in tensors or not 0 <= piece.offset <= piece.offset + piece.size <= header.size:
-            raise PeerMemoryError(f"a snapshot header names bytes of {piece.name} out of range")
+            raise PeerMemoryError(f"a snapshot header names bytes of {format_name(piece.name)} out of range")
     return header
 
 

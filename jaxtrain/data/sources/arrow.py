@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from jaxtrain.data.sources.base import Document, File, Format, Span, first_line, group_spans, one_span, truncated_error
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, format_name
 from jaxtrain.io.packages import import_optional
 
 ROWS = 1024  # converted to Python strings at a time
@@ -16,8 +16,12 @@ ROWS = 1024  # converted to Python strings at a time
 
 def _check_column(path: str, schema: Any, field: str) -> None:
     """Raises DataError if a schema has no text column `field`."""
-    if field not in schema.names:
-        columns = ", ".join(schema.names)
+    try:
+        names = schema.names
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the names of its columns are not UTF-8; is it damaged?") from error
+    if field not in names:
+        columns = ", ".join(map(format_name, names))
         raise DataError(f"{path}: no column `{field}`; set data.sources[].field to one of: {columns}")
     dtype = str(schema.field(field).type)
     if "string" not in dtype or dtype.startswith(("list", "struct", "map", "large_list")):

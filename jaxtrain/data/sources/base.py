@@ -11,9 +11,11 @@ from typing import IO, NamedTuple, cast
 
 import xxhash
 
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, format_name
 from jaxtrain.io.packages import import_optional
 
+MAX_REASON = 300  # characters of a library's message
+MAX_DOCUMENT = 1 << 28  # bytes of a line or of a member of a tar: more is a file without line ends, or a trap
 SPLITS = ("train", "validation")
 Progress = Callable[[int, int], object]  # called with (bytes done, bytes in all)
 
@@ -105,7 +107,7 @@ def json_text(data: bytes, field: str, where: str) -> str:
         raise DataError(f"{where}: {type(entry).__name__} instead of an object with a field `{field}`")
     text = entry.get(field)
     if not isinstance(text, str):
-        fields = ", ".join(k for k, v in entry.items() if isinstance(v, str)) or "none"
+        fields = ", ".join(format_name(k) for k, v in entry.items() if isinstance(v, str)) or "none"
         problem = "is not text" if field in entry else "is missing"
         message = f"field `{field}` {problem}; set data.sources[].field to one of the text fields: {fields}"
         raise DataError(f"{where}: {message}")
@@ -114,7 +116,7 @@ def json_text(data: bytes, field: str, where: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its class if it has none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0][:MAX_REASON]
 
 
 def truncated_error(where: str, error: BaseException) -> DataError:

@@ -136,7 +136,7 @@ def _saved_dataset(listing: FileListing, path: str) -> list[str]:
 def _read_json(listing: FileListing, name: str, path: str) -> dict:
     try:
         entry = json.loads(listing.read(name))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: {name} is not JSON ({error})") from error
     if not isinstance(entry, dict):
         raise DataError(f"{path}: {name} is not a JSON object")

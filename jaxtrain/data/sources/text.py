@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jaxtrain.data.sources import base
 from jaxtrain.data.sources.base import Document, File, Format, Span, json_text, one_span, open_file, truncated_error
 from jaxtrain.errors import DataError
 
@@ -42,7 +43,7 @@ def _jsonl_spans(file: File, target: int) -> Iterator[Span]:
             while left > 0 and (chunk := f.read(min(left, CHUNK))):
                 newlines += chunk.count(b"\n")
                 left -= len(chunk)
-            newlines += f.readline().count(b"\n")
+            newlines += f.readline(base.MAX_DOCUMENT + 1).count(b"\n")
             end = f.tell()
             yield Span(file, begin, end, line, end - begin)
             begin, line = end, line + newlines
@@ -56,8 +57,11 @@ def _numbered_lines(span: Span) -> Iterator[tuple[int, bytes]]:
             if span.begin:
                 f.seek(span.begin)
             left = span.end - span.begin if span.end >= 0 else -1
-            while left != 0 and (line := f.readline()):
+            while left != 0 and (line := f.readline(base.MAX_DOCUMENT + 1)):
                 number += 1
+                if len(line) > base.MAX_DOCUMENT:
+                    message = f"a line of more than {base.MAX_DOCUMENT} bytes; expected one document a line"
+                    raise DataError(f"{span.file.path}:{number}: {message}")
                 if left > 0:
                     left -= len(line)
                 yield number, line

@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from itertools import groupby
 from typing import Any
 
+from jaxtrain.data.sources import base
 from jaxtrain.data.sources.base import Document, Format, Span, json_text, one_span, open_file, truncated_error
-from jaxtrain.errors import DataError
+from jaxtrain.errors import DataError, format_name
 
 CHUNK = 1 << 20
 
@@ -71,10 +72,13 @@ def _members(span: Span, wanted: set[str]) -> Iterator[tuple[str, str, bytes | N
             while (member := tar.next()) is not None:
                 tar.members.clear()  # otherwise it keeps them all
                 last = member.name
-                folder, slash, base = member.name.removeprefix("./").rpartition("/")
-                stem, dot, suffix = base.partition(".")
+                folder, slash, file_name = member.name.removeprefix("./").rpartition("/")
+                stem, dot, suffix = file_name.partition(".")
                 if not (member.isfile() and stem and dot):
                     continue
+                if suffix in wanted and member.size > base.MAX_DOCUMENT:
+                    limit = f"expected at most {base.MAX_DOCUMENT}"
+                    raise DataError(f"{path}: {format_name(member.name)} has {member.size} bytes; {limit}")
                 content = tar.extractfile(member) if suffix in wanted else None
                 yield f"{folder}{slash}{stem}", suffix, content.read() if content is not None else None
             while data := stream.read(CHUNK):

@@ -59,8 +59,8 @@ class LeaderState:
         """Decodes a state. Raises ValueError if the text is none."""
         try:
             return cls(**json.loads(text))
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        except (TypeError, RecursionError):
+            raise ValueError("not the state of a leader of this version") from None
 
 
 class StateFile:
