@@ -111,7 +111,9 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._channel: Channel | None = None
         self._revision = 0  # of the newest leadership that this agent knows of
-        self._heard = self._sent = self._lost = time.monotonic()  # last message, last heartbeat, end of the connection
+        # Last message, last heartbeat, begin and end of the last connection on which the leader has answered.
+        self._heard = self._sent = self._joined = self._lost = time.monotonic()
+        self._is_accepted = False
         self._group: WorkerGroup | None = None
         self._generation, self._exits = 0, list[dict[str, Any]]()  # the last one started here, and its ended workers
         self._reported_exits, self._is_idle_reported, self._idle_time = 0, True, 0.0
@@ -166,7 +168,7 @@ class Agent:
         channel = self._link.take()
         if channel is None:
             return
-        self._channel, self._heard, self._sent = channel, time.monotonic(), 0.0
+        self._channel, self._sent, self._joined, self._is_accepted = channel, 0.0, time.monotonic(), False
         self._reported_signals = self._reported_exits = 0
         self._is_idle_reported = self._generation == 0
         self._selector.register(channel, selectors.EVENT_READ, self._receive)
@@ -175,8 +177,6 @@ class Agent:
         if self._memory_server is not None:
             self._memory_server.secret = self._link.secret
         config, group = self._config, self._group
-        if group is not None and group.workers:
-            self._terminal.show("launch  the leader is there again")
         try:
             channel.send(
                 "join", version=VERSION, node=config.node, slots=config.slots, host=config.host, port=free_port(),
@@ -191,9 +191,7 @@ class Agent:
         if (channel := self._channel) is None:
             return
         try:
-            messages = channel.receive()
-            self._heard = time.monotonic()
-            for message in messages:
+            for message in channel.receive():
                 self._handle(channel, message)
         except (ConnectionClosed, ProtocolError) as error:
             self._lose_leader(str(error))
@@ -203,7 +201,7 @@ class Agent:
         if now - self._sent >= heartbeat / 4:
             self._sent = now
             channel.send("heartbeat")
-        if now - self._heard > FENCE * heartbeat:
+        if now - max(self._heard, self._joined) > FENCE * heartbeat:
             raise ConnectionClosed(f"no message for {FENCE * heartbeat:g} s")
 
     def _lose_leader(self, why: str) -> None:
@@ -213,8 +211,9 @@ class Agent:
             return
         self._selector.unregister(channel)
         channel.close()
-        self._lost = time.monotonic()
-        if self._group is not None:
+        if self._is_accepted:
+            self._lost = time.monotonic()
+        if self._group is not None and self._is_accepted:
             self._terminal.show(f"launch  the leader is gone ({why}): the workers of this node go on without it")
         self._link.open()
 
@@ -257,6 +256,11 @@ class Agent:
 
     def _handle(self, channel: Channel, message: Message) -> None:
         kind, self._revision = message["kind"], check_revision(message, self._revision)
+        self._heard = time.monotonic()
+        if not self._is_accepted:
+            self._is_accepted = True
+            if self._group is not None and self._group.generation == message.get("generation", self._generation):
+                self._terminal.show("launch  the leader is there again")
         if kind == "start":
             self._start(channel, message)
         elif kind == "stop" and self._group is not None:

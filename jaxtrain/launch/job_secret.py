@@ -59,34 +59,32 @@ def published_secret(folder: Path | None, environ: Mapping[str, str] = os.enviro
                 path.unlink()
 
 
-@contextmanager
-def shared_secret(folder: Path, environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yields the secret for a node of a job that any node may lead: the first one writes it, the others read it.
+def shared_secret(folder: Path, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the secret for a node of a job that any node may lead: the first one writes it, the others read it.
+
+    It stays when the job ends, because a node that leaves cannot know who still needs it.
 
     Args:
-        folder: where it is in a file that only this user can read, until the job ends.
+        folder: where it is in a file that only this user can read.
         environ: environment of this process, which may hold the secret instead.
 
     Raises:
         UserError: the environment's is too short, or the file cannot be written.
     """
     if given := _from_environment(environ):
-        yield given
-        return
+        return given
     path, own = folder / FILE, folder / f"{FILE}.{new_secret()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(own, new_secret(), mode=0o600)
-        with suppress(FileExistsError):
-            os.link(own, path)  # which, unlike a rename, does not replace the file of another node
-        own.unlink()
-        secret = path.read_text()
+        try:
+            write_atomic(own, new_secret(), mode=0o600)
+            with suppress(FileExistsError):
+                os.link(own, path)  # which, unlike a rename, does not replace the file of another node
+        finally:
+            own.unlink(missing_ok=True)
+        return path.read_text()
     except OSError as error:
         raise UserError(f"launch: {path} cannot be written ({error.strerror}); expected {VARIABLE} instead") from None
-    try:
-        yield secret
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def secret_reader(folder: Path, environ: Mapping[str, str] = os.environ) -> Callable[[], str]:

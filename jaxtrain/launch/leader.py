@@ -63,25 +63,27 @@ class Leader:
 
     def saved_state(self) -> LeaderState:
         """Returns what another leader needs to go on from here."""
+        phase = self._adopted_phase if self.phase is Phase.ADOPTING else self.phase
         cause = self._cause and [self._cause.text, self._cause.code, self._cause.slot]
         return LeaderState(
-            time.time(), self.phase.name, self.code, self.generation, self._first_generation,
+            time.time(), phase.name, self.code, self.generation, self._first_generation,
             [list(slot) for slot in self._members], cause, self._stop_reason, self._signal, self._restarts,
             time.time() - (self._clock() - self._start_time), self._start_checkpoint, self._start_step,
-            self._memory_step, self.pool.denylist.as_json(),
+            self._memory_step, self.pool.most_slots, self.pool.denylist.as_json(),
         )  # fmt: skip
 
     def restore(self, saved: LeaderState) -> None:
         """Goes on from the state of another leader. A generation that ran is adopted once its nodes have joined."""
         self.generation, self._first_generation = saved.generation, saved.first_generation
         self._members = [Slot(*slot) for slot in saved.members]
-        if saved.cause:
+        if saved.cause and saved.phase in (Phase.ENDING.name, Phase.PAUSED.name, Phase.WAITING.name):
             text, code, slot = saved.cause
             self._cause = FailureCause(text, code, slot and Slot(*slot))
-        self._stop_reason, self._signal, self._restarts = saved.stop_reason, saved.signal, saved.restarts
+        self._stop_reason, self._restarts = saved.stop_reason, saved.restarts
+        self._signal = saved.signal
         self._start_time = self._clock() - (time.time() - saved.start_time)
         self._start_checkpoint, self._start_step = saved.start_checkpoint, saved.start_step
-        self._memory_step, self.code = saved.memory_step, saved.code
+        self._memory_step, self.code, self.pool.most_slots = saved.memory_step, saved.code, saved.most_slots
         self.pool.denylist.restore(saved.denylist)
         phase = Phase[saved.phase]
         if phase is Phase.OVER:
@@ -89,7 +91,7 @@ class Leader:
         elif phase is Phase.PAUSED:
             self.phase, self._deadline = phase, self._clock() + self.policy.heartbeat
         elif phase is not Phase.WAITING:
-            self._adopted_phase = Phase.RUNNING if phase is Phase.ADOPTING else phase
+            self._adopted_phase = phase
             self.phase, self._deadline = Phase.ADOPTING, self._clock() + self.policy.heartbeat
             self._report(f"a new leader waits for the nodes of generation {self.generation}")
 
@@ -113,15 +115,13 @@ class Leader:
         node = ConnectedNode(number, host, slots, port, memory_port, self._clock())
         self.pool.add(node)
         if self.phase is Phase.ADOPTING:
-            self._adopt_node(node, generation)
+            self._adopt_node(node, generation, ranks)
             return
         if ranks:  # of a generation that was given up
             self._send(number, "kill", generation=generation)
         self.generation = max(self.generation, generation)
-        if self.phase is Phase.RUNNING and not self._exit_codes and self._cause is None:
-            placement = self.job.largest_placement(len(self.pool.usable_slots()))
-            if placement is not None and placement.processes > len(self._members):
-                self._stop_workers(f"{node} joined: continuing with {_processes(placement.processes)}")
+        if self.phase is Phase.RUNNING:
+            self._enlarge(node)
         elif self.phase is Phase.WAITING:
             is_complete = len(self.pool.nodes) >= self.policy.nodes
             if is_complete or (self._members and self.job.largest_placement(len(self.pool.usable_slots())) is not None):
@@ -213,15 +213,38 @@ class Leader:
 
     # Reactions
 
-    def _adopt_node(self, node: ConnectedNode, generation: int) -> None:
+    def _begin_again(self) -> None:
+        """Forgets an earlier job, of which everything was killed: no agent has started a generation yet."""
+        self._members, self._exit_codes, self._early_exits, self._cause = [], {}, [], None
+        self._stop_reason, self._signal, self._restarts = None, None, 0
+        self.pool.denylist.restore(Denylist(0).as_json())
+        self._first_generation = self.generation
+        self.phase, self._deadline = Phase.WAITING, self._clock() + self.policy.join_timeout
+        if len(self.pool.nodes) >= self.policy.nodes:
+            self._start_generation()
+
+    def _enlarge(self, node: ConnectedNode) -> None:
+        """Asks a generation to stop that a node which joined would enlarge."""
+        placement = self.job.largest_placement(len(self.pool.usable_slots()))
+        if self._exit_codes or self._cause is not None or placement is None:
+            return
+        if placement.processes > len(self._members):
+            self._stop_workers(f"{node} joined: continuing with {_processes(placement.processes)}")
+
+    def _adopt_node(self, node: ConnectedNode, generation: int, ranks: Sequence[int]) -> None:
         """Handles a node that joins a new leader, which adopts the generation once the last one is there."""
         node.runs_generation = generation
+        if ranks and generation != self.generation:
+            self._send(node.number, "kill", generation=generation)
         node.is_idle = not any(slot.node == node.number for slot in self._members)
         if all(slot.node in self.pool.nodes for slot in self._members):
             self._finish_adoption()
 
     def _finish_adoption(self) -> None:
         """Goes on with the generation of another leader, or ends it if one of its nodes is gone or was restarted."""
+        if not any(node.runs_generation for node in self.pool.nodes.values()):
+            self._begin_again()
+            return
         self.phase, self._deadline = self._adopted_phase, float("inf")
         missing = sorted({slot.node for slot in self._members} - self.pool.nodes.keys())
         members = (self.pool.nodes[slot.node] for slot in self._members if slot.node in self.pool.nodes)
@@ -241,6 +264,8 @@ class Leader:
             self.events.append(LaunchEvent(f"generation {self.generation} goes on under a new leader", record))
             if self._signal is not None or self.phase is Phase.STOPPING:
                 self._stop_workers(self._stop_reason or f"signal {self._signal}")
+            elif newcomers := self.pool.nodes.keys() - {slot.node for slot in self._members}:
+                self._enlarge(self.pool.nodes[min(newcomers)])
         early, self._early_exits = self._early_exits, []
         for exited in early:
             self.worker_exited(*exited)

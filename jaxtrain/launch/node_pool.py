@@ -114,15 +114,15 @@ class NodePool:
             spares: slots held back while all others are connected.
         """
         self.nodes: dict[int, ConnectedNode] = {}
-        self.denylist, self._spares, self._max_slots = denylist, spares, 0
+        self.denylist, self._spares, self.most_slots = denylist, spares, 0
 
     def add(self, node: ConnectedNode) -> None:
         """Adds a node that joined."""
         self.nodes[node.number] = node
-        self._max_slots = max(self._max_slots, sum(node.slots for node in self.nodes.values()))
+        self.most_slots = max(self.most_slots, sum(node.slots for node in self.nodes.values()))
 
     def usable_slots(self) -> list[Slot]:
         """Returns the slots for the next generation: not denied, and without the spares that replace nobody."""
         every = [Slot(n.number, i) for n in self.nodes.values() for i in range(n.slots)]
         allowed = sorted(slot for slot in every if not self.denylist.is_denied(slot))
-        return allowed[: max(1, self._max_slots - self._spares)]
+        return allowed[: max(1, self.most_slots - self._spares)]

@@ -106,8 +106,8 @@ class LeaderServer:
             DeposedError: another leader has followed, or this one could not renew its lease in time.
         """
         try:
-            until = None
-            while until is None or (self._nodes and time.monotonic() < until):
+            until, began_over = None, self._leader.phase is Phase.OVER  # agents may still have to hear of it
+            while until is None or ((self._nodes or began_over) and time.monotonic() < until):
                 wait = min(self._leader.seconds_to_deadline(), self._leader.policy.heartbeat / 4, 1.0)
                 for key, _ in self._selector.select(wait):
                     self._accept() if key.fileobj is self._listener else self._receive(key.data)
@@ -179,6 +179,8 @@ class LeaderServer:
 
     def _handle(self, channel: Channel, message: Message) -> None:
         kind, number = message.pop("kind"), self._numbers.get(channel)
+        if number is not None and number not in self._leader.pool.nodes:
+            raise ProtocolError("the node has been given up")  # it may join again
         if number is None:
             self._handle_join(channel, kind, message)
             return
@@ -212,7 +214,10 @@ class LeaderServer:
             raise ProtocolError("the node has joined already, or its number or slots are out of range")
         del self._pending[channel]
         self._nodes[number], self._numbers[channel] = channel, number
-        peer = channel.socket.getpeername()[0]
+        try:
+            peer = channel.socket.getpeername()[0]
+        except OSError as error:
+            raise ConnectionClosed(str(error)) from None
         node, host = message.pop("node"), escape_unprintable(host) or peer
         self._leader.node_joined(node, host=host, **message)
 
@@ -243,6 +248,8 @@ class LeaderServer:
             return False
         except OSError as error:  # a full disk must not stop the job
             self._report_unsaved(f"the leader's state cannot be saved ({error.strerror or error})")
+            return True
+        self._has_reported_unsaved = False
         return True
 
     def _report_unsaved(self, text: str) -> None:

@@ -22,7 +22,8 @@ from jaxtrain.launch.options import LaunchOptions
 from jaxtrain.launch.worker_logs import Terminal
 
 CONNECT_SHARE = 0.25  # of the heartbeat: seconds for one attempt to reach the leader
-SILENCE_SHARE = 0.5  # of the heartbeat: seconds after which a silent leader process is started again
+SILENCE_SHARE = 0.25  # of the heartbeat: seconds after which a silent leader process is started again
+MIN_SILENCE = 2.0  # the same, at least
 STORE_SILENCE = 20.0  # the same, at least, of one that may wait for its store
 
 
@@ -90,7 +91,7 @@ def run_leading_node(
         finder = FixedLeader((host, port))
     settings = LeaderSettings(new_secret(), host, port, secret, options.policy, agent.store, time.time())
     described = json.dumps({"job": job.as_json(), "settings": settings.as_text()})
-    silence = max(SILENCE_SHARE * heartbeat, STORE_SILENCE if agent.store else 0.0)
+    silence = max(SILENCE_SHARE * heartbeat, STORE_SILENCE if agent.store else MIN_SILENCE)
     leader = LeaderProcess(leader_command, described, silence, terminal)
     link = LeaderLink(finder, lambda: secret, CONNECT_SHARE * heartbeat)
     return Agent(agent, command, terminal, link, leader).run()
@@ -112,8 +113,7 @@ def _leader_address(options: LaunchOptions) -> tuple[str, int]:
 def _secret(options: LaunchOptions) -> Iterator[str]:
     folder = None if options.where == "local" else secret_folder(options.source, options.overrides)
     if options.agent.store and folder is not None:
-        with shared_secret(folder) as secret:
-            yield secret
+        yield shared_secret(folder)
     else:
         with published_secret(folder) as secret:
             yield secret

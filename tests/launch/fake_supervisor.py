@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from jaxtrain.cli.arguments import COMMANDS
@@ -99,7 +100,7 @@ def main() -> int:
         options = parse_options(parser.parse_args(sys.argv[2:]))
         if options.agent.node == 0 or options.agent.store:
             leader_command = [sys.executable, __file__, str(folder), "lead", str(os.getpid())]
-            with shared_secret(folder) if options.agent.store else published_secret(folder) as secret:
+            with nullcontext(shared_secret(folder)) if options.agent.store else published_secret(folder) as secret:
                 return run_leading_node(FakeJob(folder), options, command, leader_command, terminal, secret)
         link = LeaderLink(FixedLeader(options.agent.leader), secret_reader(folder), 1.0)
         return Agent(options.agent, command, terminal, link).run()

@@ -612,3 +612,62 @@ def test_a_leader_that_knows_of_no_generation_ends_the_one_that_it_meets_and_cou
     assert [(kind, fields.get("generation")) for _, kind, fields in world.leader.outbox] == [
         ("kill", 7), ("kill", 7), ("start", 8), ("start", 8),
     ]  # fmt: skip
+
+
+def test_a_leader_that_ends_while_it_adopts_hands_on_what_it_was_to_do():
+    world = three()
+    world.obeys_kill = False
+    world.exit(1, -11)
+    world.restart()
+    world.rejoin(0)
+    world.restart()
+    world.obeys_kill = True
+    world.rejoin(0, 1, 2)
+    assert world.causes == ["process 1 (pid 101) was killed by signal 11"]
+    assert (world.leader.generation, world.running) == (2, 3)
+
+
+def test_a_node_that_comes_during_the_adoption_enlarges_the_job_after_it():
+    world = three()
+    world.restart()
+    world.ranks[3], world.old.generation = [], 1
+    world.leader.node_joined(3, 1, "host3", 5000, 0, 0, ())
+    world.rejoin(0, 1, 2)
+    assert (world.leader.generation, world.running) == (2, 4)
+
+
+def test_workers_of_another_generation_are_ended_also_during_the_adoption():
+    world = three()
+    world.restart()
+    world.ranks[3] = [7]
+    world.leader.node_joined(3, 1, "host3", 5000, 0, 9, [7])
+    assert (3, "kill", {"generation": 9}) in world.leader.outbox
+
+
+def test_spares_are_held_back_of_what_once_was_there():
+    world = World(nodes=3, spares=1)
+    for node in range(3):
+        world.join(node)
+    assert world.running == 2
+    world.lose(1)
+    assert world.running == 2
+    world.restart()
+    world.rejoin(0, 2)
+    world.exit(0, -9)
+    world.wait(2.0)  # the pause before a second restart
+    assert world.running == 2
+
+
+def test_a_job_of_which_all_was_killed_while_it_stopped_begins_again():
+    world = three()
+    world.obeys_stop = False
+    world.leader.signal_received(0, 15)
+    world.settle()
+    world.restart()
+    world.obeys_stop = True
+    for node in range(3):  # agents of the same command line, started again
+        world.ranks[node] = []
+        world.leader.node_joined(node, 1, f"host{node}", 5000)
+    world.settle()
+    assert (world.leader.phase, world.leader.generation, world.running) == (Phase.RUNNING, 2, 3)
+    assert world.leader.code is None

@@ -113,7 +113,8 @@ def test_a_lost_node_that_led_is_followed_by_another_one(scene: Scene, etcd: Etc
     assert [finished(process) for process in rest] == [75, 75], scene.terminal(second)
     cause, code = scene.ends()[0]
     assert (cause.split(":")[0].split(" (")[0].removesuffix(" is lost"), code) == (f"node {first}", 1)
-    assert not (scene.folder / "launch.secret").exists()
+    assert (scene.folder / "launch.secret").stat().st_mode & 0o777 == 0o600
+    assert not list(scene.folder.glob("launch.secret.*"))
 
 
 def test_workers_go_on_when_only_their_leader_is_lost(scene: Scene, etcd: Etcd):

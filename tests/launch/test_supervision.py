@@ -295,3 +295,32 @@ def test_a_leader_that_never_works_ends_the_job(scene: Scene):
         process = scene.start("node", "x", "--nodes=1", "--node=0", f"--coordinator={address}", "--processes=1")
         assert finished(process) == 2
     assert f"the leader cannot listen on {address} (Address already in use)" in scene.terminal()
+
+
+def test_an_agent_whose_place_is_taken_tries_now_and_then_and_ends(scene: Scene):
+    node = scene.nodes(2)
+    started = [node(0), node(1)]
+    scene.pid(1, 0), scene.pid(1, 1)
+    other = node(1, "--join-timeout=4")
+    begun = time.process_time() + os.times().children_user
+    assert finished(other) == 1
+    assert os.times().children_user - begun < 3.0  # of its processor time: it does not spin
+    assert "gone" not in scene.terminal(2)
+    started[0].terminate()
+    assert [finished(process) for process in started] == [75, 75]
+
+
+def test_a_node_that_outlives_a_job_joins_the_next_one(scene: Scene):
+    """Node 0 is lost when its leader had been started again; its command line is run again."""
+    node = scene.nodes(2)
+    first, second = node(0), node(1)
+    scene.pid(1, 0), scene.pid(1, 1)
+    os.kill(scene.leader(first), signal.SIGKILL)
+    until(lambda: "goes on under a new leader" in scene.terminal(), scene.terminal())
+    first.kill()
+    first.wait(10)
+    again = node(0)
+    assert scene.count(2) == 2
+    scene.pid(2, 1)
+    second.terminate()
+    assert [finished(process) for process in (again, second)] == [75, 75], scene.output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -68,7 +69,8 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # each agent has a connection
+    with contextlib.suppress(ValueError, OSError):  # macOS has a limit that it does not tell
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # each agent has a connection
     ended = threading.Event()
     signal.signal(END, lambda *_: ended.set())
     if not settings.store:
@@ -85,7 +87,7 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
         if lease is None:
             return
         try:
-            leader = _leader(job, settings, lease.load())
+            leader = _leader(job, settings, lease.load(), lease.generation)
             if leader.phase is not Phase.OVER:
                 show(f"launch  the leader is at {settings.host}:{port} (leadership {lease.revision})")
             LeaderServer(leader, listener, settings.secret, lease, show).serve()
@@ -99,10 +101,18 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
             lease.close()
 
 
-def _leader(job: ElasticJob, settings: LeaderSettings, saved: LeaderState | None) -> Leader:
-    """Creates the leader, from the saved state unless that is of an earlier job that has ended."""
-    leader = Leader(job, settings.policy, generation=last_generation(job.directory))
-    is_earlier_job = saved is not None and saved.phase == Phase.OVER.name and saved.time < settings.begun
-    if saved is not None and not is_earlier_job:
+def _leader(job: ElasticJob, settings: LeaderSettings, saved: LeaderState | None, newest: int = 0) -> Leader:
+    """Creates the leader, from the saved state unless that is of an earlier job that has ended.
+
+    Args:
+        job: the run to launch.
+        settings: settings of this process.
+        saved: state of the last leader.
+        newest: number of the newest generation in the store.
+    """
+    leader = Leader(job, settings.policy, generation=max(newest, last_generation(job.directory)))
+    if saved is None or saved.generation < leader.generation:  # a full disk refused the newest one
+        return leader
+    if saved.phase != Phase.OVER.name or saved.time >= settings.begun:
         leader.restore(saved)
     return leader

@@ -61,12 +61,17 @@ class StoredLeader:
 
 
 class LeaderLease:
-    """Lease of the leadership, renewed in a thread until `close`. Create it with `campaign`."""
+    """Lease of the leadership, renewed in a thread until `close`. Create it with `campaign`.
+
+    Attributes:
+        revision: number of the leadership.
+        generation: number of the newest generation in the store.
+    """
 
     def __init__(self, jobs: JobStore, revision: int, lease: int, seconds: float, granted: float) -> None:
         self.revision, self._jobs, self._lease, self._seconds = revision, jobs, lease, seconds
         self._renewed, self._is_lost = granted, threading.Event()
-        self._generation, self._fence = jobs.generation()
+        self.generation, self._fence = jobs.generation()
         self._thread = threading.Thread(target=self._renew, name="leader-lease", daemon=True)
         self._thread.start()
 
@@ -78,9 +83,9 @@ class LeaderLease:
 
     def save(self, state: LeaderState) -> int:
         """Saves the state, see `Leadership`. A new generation ends the right of earlier ones to save."""
-        if state.generation > self._generation:
+        if state.generation != self.generation:
             self._fence = self._jobs.begin_generation(self.revision, state.generation, state.as_text())
-            self._generation = state.generation
+            self.generation = state.generation
         else:
             self._jobs.save_state(self.revision, state.as_text())
         return self._fence
@@ -128,7 +133,8 @@ def campaign(
                 except StoreError:  # it may have taken effect
                     revision = None
                 if revision is not None:
-                    return LeaderLease(jobs, revision, lease, seconds, begun)
+                    with contextlib.suppress(StoreError):
+                        return LeaderLease(jobs, revision, lease, seconds, begun)
                 jobs.store.revoke_lease(lease)
     return None
 

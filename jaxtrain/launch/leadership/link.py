@@ -76,7 +76,7 @@ class LeaderLink:
         self.problem, self.refused_time, self.newest_generation, self.secret = "", 0.0, 0, ""
         self._channel: Channel | None = None
         self._receiver, self._sender = socket.socketpair()
-        self._closed, self._thread = threading.Event(), None
+        self._closed, self._is_first = threading.Event(), True
 
     def fileno(self) -> int:
         """Returns a descriptor that becomes readable when a connection is open, for selectors."""
@@ -84,8 +84,8 @@ class LeaderLink:
 
     def open(self) -> None:
         """Starts to look for the leader; no connection may be open or being opened."""
-        self._thread = threading.Thread(target=self._connect, name="leader-link", daemon=True)
-        self._thread.start()
+        wait, self._is_first = 0.0 if self._is_first else CONNECT_RETRY, False
+        threading.Thread(target=self._connect, args=(wait,), name="leader-link", daemon=True).start()
 
     def take(self) -> Channel | None:
         """Returns the open connection once; None if there is none."""
@@ -100,8 +100,9 @@ class LeaderLink:
         self._closed.set()
         self._receiver.close()
 
-    def _connect(self) -> None:
-        while not self._closed.is_set():
+    def _connect(self, wait: float) -> None:
+        while not self._closed.wait(wait):
+            wait = CONNECT_RETRY
             try:
                 self._channel = self._open_once()
                 self.problem = ""
@@ -114,7 +115,6 @@ class LeaderLink:
                     self._sender.send(b"1")
                 return
             self.newest_generation = self.finder.newest_generation()
-            self._closed.wait(CONNECT_RETRY)
 
     def _open_once(self) -> Channel:
         connection = socket.create_connection(self.finder.find(), timeout=self._timeout)

@@ -19,6 +19,7 @@ END = signal.SIGUSR2  # asks a leader process to lead no more, once it has told 
 SIGN_OF_LIFE = ""  # line that a leader prints now and then
 START_TIMEOUT = 20.0  # seconds until its first sign of life
 MAX_STARTS = 5  # in a row without a sign of life
+BACKOFF = 1.0  # seconds before a second start in a row, and more before each further one
 READ_BYTES = 1 << 16
 
 
@@ -38,15 +39,22 @@ class LeaderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._selector: selectors.BaseSelector | None = None
         self._partial = {"out": b"", "err": b""}
-        self._deadline, self._starts = 0.0, 0
+        self._deadline, self._starts, self._start_time = 0.0, 0, 0.0
         self._has_worked = False
 
     def start(self, selector: selectors.BaseSelector) -> None:
         """Starts the process. `selector` calls the data of its keys when they are readable."""
         self._selector, self._starts = selector, self._starts + 1
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+        self._start_time = time.monotonic() + BACKOFF * self._starts  # of the next one, at the earliest
+        try:
+            process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:  # this machine has no process or memory to spare now
+            self._terminal.show(f"launch  the leader cannot be started ({error.strerror}); trying again", error=True)
+            self._process = None
+            return
         self._process, self._deadline = process, time.monotonic() + START_TIMEOUT
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
@@ -57,10 +65,16 @@ class LeaderProcess:
 
     def check(self) -> int | None:
         """Starts an ended or stopped process again. Returns an exit code if that is of no use."""
-        assert self._process is not None
         assert self._selector is not None
+        if self._process is None:
+            if time.monotonic() > self._start_time and self._starts < MAX_STARTS:
+                self.start(self._selector)
+            return 1 if self._process is None and self._starts >= MAX_STARTS else None
         code = self._process.poll()
         if code is None:
+            for name, pipe in self._pipes():  # this agent itself may have been busy
+                while not pipe.closed and self._read(name, pipe):
+                    pass
             if time.monotonic() > self._deadline:
                 self._terminal.show(f"launch  the leader gives no sign of life: {self._restart()}", error=True)
             return None
@@ -70,6 +84,8 @@ class LeaderProcess:
         if self._starts >= MAX_STARTS:
             self._terminal.show(f"jaxtrain: launch: the leader {describe_exit(code)} {MAX_STARTS} times", error=True)
             return 1
+        if time.monotonic() < self._start_time and self._starts > 1:
+            return None
         self._terminal.show(f"launch  the leader {describe_exit(code)}: {self._restart()}", error=True)
         return None
 
@@ -91,14 +107,16 @@ class LeaderProcess:
         return "starting it again"
 
     def _kill(self) -> None:
-        assert self._process is not None
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _pipes(self) -> list[tuple[str, IO[bytes]]]:
         process = self._process
-        assert process is not None
+        if process is None:
+            return []
         return [(name, pipe) for name, pipe in (("out", process.stdout), ("err", process.stderr)) if pipe is not None]
 
     def _close_pipes(self) -> None:

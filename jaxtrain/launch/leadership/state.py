@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class LeaderState:
         start_checkpoint: step of the newest checkpoint at that time.
         start_step: newest step at that time, in memory or on disk; -1 for none.
         memory_step: newest step in memory; -1 for none.
+        most_slots: most slots that were connected at once, of which spares are held back.
         denylist: see `Denylist.as_json`.
     """
 
@@ -48,6 +50,7 @@ class LeaderState:
     start_checkpoint: int | None
     start_step: int
     memory_step: int
+    most_slots: int
     denylist: dict[str, Any]
 
     def as_text(self) -> str:
@@ -66,7 +69,8 @@ class LeaderState:
 class StateFile:
     """Saved state in RUN_DIR/leader.json, of a job without a store: only the leader of node 0 writes it.
 
-    The number of the leadership counts the starts of a leader in this job.
+    The number of the leadership is larger than that of every earlier one, also of other jobs: agents may outlive a job
+    whose node 0 is lost, and join the next one.
     """
 
     def __init__(self, directory: Path, job: str) -> None:
@@ -77,11 +81,13 @@ class StateFile:
             job: random text that tells this job from earlier ones in the same directory.
         """
         self._path, self._job = directory / FILE, job
-        self.revision, self._state = 1, None
+        self.revision, self._state = time.time_ns(), None
+        self._clean()
         try:
             saved = json.loads(self._path.read_text())
+            self.revision = max(self.revision, saved["revision"] + 1)
             if saved["job"] == job:
-                self.revision, self._state = saved["revision"] + 1, LeaderState.from_text(saved["state"])
+                self._state = LeaderState.from_text(saved["state"])
         except (OSError, ValueError, KeyError, TypeError):
             pass  # there is none, or a damaged one: agents say which generation they run
 
@@ -102,3 +108,9 @@ class StateFile:
     def close(self) -> None:
         """Deletes the state of a job that has ended."""
         self._path.unlink(missing_ok=True)
+        self._clean()
+
+    def _clean(self) -> None:
+        """Deletes what a leader left that was killed while it saved its state."""
+        for path in self._path.parent.glob(f"{FILE}.*.tmp"):
+            path.unlink(missing_ok=True)
