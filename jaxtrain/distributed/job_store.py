@@ -65,26 +65,36 @@ class JobStore:
         found = self.store.get(f"{self.prefix}/leader")
         return None if found is None else LeaderAddress(*json.loads(found.value), revision=found.create_revision)
 
-    def load_state(self) -> str | None:
-        """Returns the state that the last leader saved."""
+    def load_state(self) -> tuple[str | None, int]:
+        """Returns the state that the last leader saved, and the revision at which it did; (None, 0) for none."""
         found = self.store.get(f"{self.prefix}/state")
-        return None if found is None else found.value
+        return (None, 0) if found is None else (found.value, found.mod_revision)
 
-    def save_state(self, revision: int, state: str) -> None:
-        """Saves the state of the leader of this revision. Raises DeposedError."""
-        self._put_as_leader(revision, Put(f"{self.prefix}/state", state))
+    def save_state(self, revision: int, after: int, state: str) -> int:
+        """Saves the state of the leader of this revision.
 
-    def begin_generation(self, revision: int, generation: int, state: str) -> int:
-        """Saves the state and ends the right of earlier generations to save.
+        Args:
+            revision: number of the leadership.
+            after: revision at which the last state was saved. A request that the leader sent again, because a member of
+                the cluster did not answer, has no effect when that one wakes.
+            state: differs from the last one.
 
         Returns:
-            the number with which saves of this generation are compared, see `record_save`.
+            the revision at which it was saved.
 
         Raises:
             DeposedError: another leader has followed the one of this revision.
         """
+        return self._put_as_leader(revision, after, Put(f"{self.prefix}/state", state))
+
+    def begin_generation(self, revision: int, after: int, generation: int, state: str) -> int:
+        """Saves the state as `save_state` does, and ends the right of earlier generations to save.
+
+        Returns:
+            the revision at which it did. With it saves of this generation are compared, see `record_save`.
+        """
         puts = Put(f"{self.prefix}/state", state), Put(f"{self.prefix}/generation", str(generation))
-        return self._put_as_leader(revision, *puts)
+        return self._put_as_leader(revision, after, *puts)
 
     def generation(self) -> tuple[int, int]:
         """Returns the number of the newest generation and that with which its saves are compared; zeros for none."""
@@ -112,9 +122,14 @@ class JobStore:
         found = self.store.get(f"{self.prefix}/saved")
         return None if found is None else tuple(json.loads(found.value))
 
-    def _put_as_leader(self, revision: int, *puts: Put) -> int:
-        compare = [Compare(f"{self.prefix}/leader", revision, is_created=True)]
+    def _put_as_leader(self, revision: int, after: int, *puts: Put) -> int:
+        """Writes keys, of which the first is the state, for the leader of this revision."""
+        key = puts[0].key
+        compare = [Compare(f"{self.prefix}/leader", revision, is_created=True), Compare(key, after)]
         written = self.store.transact(compare, puts)
         if written is None:
-            raise DeposedError(f"leadership {revision} has ended")
+            found = self.store.get(key)
+            if found is None or found.value != puts[0].value:
+                raise DeposedError(f"leadership {revision} has ended")
+            return found.mod_revision  # an earlier try took effect, but its answer was lost
         return written

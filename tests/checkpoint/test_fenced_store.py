@@ -26,12 +26,13 @@ class Job:
         self.folder, self.store = folder / "checkpoints", MemoryStore()
         self.jobs = JobStore(self.store, "/job")
         self.leadership = self.jobs.lead("host", 1, self.store.grant_lease(1))
-        self.generation = 0
+        self.generation = self.saved_at = 0
 
     def begin(self) -> SaveFence:
         """Starts the next generation."""
         self.generation += 1
-        number = self.jobs.begin_generation(self.leadership, self.generation, "state")
+        number = self.jobs.begin_generation(self.leadership, self.saved_at, self.generation, f"state {self.generation}")
+        self.saved_at = number
         return SaveFence("etcd://nowhere:1", "/job", self.generation, number)
 
     def open(self, fence: SaveFence, **options) -> Checkpointer:

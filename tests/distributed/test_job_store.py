@@ -21,11 +21,15 @@ from jaxtrain.launch.protocol import check_revision
 
 @dataclass(frozen=True)
 class Candidate:
-    """Leader process: its leadership, and the newest generation that it knows of; None before it has read that."""
+    """Leader process: its leadership, and the newest generation that it knows of; None before it has read that.
+
+    `after` is the revision of the state that it has read or saved last.
+    """
 
     lease: int = 0
     revision: int = 0
     generation: int | None = None
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Explorer:
         resigned = put(world.candidates, index, Candidate())
         yield replace(world, candidates=resigned)  # it has noticed that it is deposed, or was started again
         if me.generation is None:
-            read = replace(me, generation=jobs.generation()[0])
+            read = replace(me, generation=jobs.generation()[0], after=jobs.load_state()[1])
             yield replace(world, candidates=put(world.candidates, index, read))
             return
         if me.generation < self.generations:
@@ -119,13 +123,13 @@ class Explorer:
         store, jobs = self.open(world)
         before, generation = jobs.generation()[0], me.generation + 1
         try:
-            fence = jobs.begin_generation(me.revision, generation, "state")
+            fence = jobs.begin_generation(me.revision, me.after, generation, f"of {me.revision}: {generation}")
         except DeposedError:
             yield replace(world, candidates=put(world.candidates, index, Candidate()))
             return
         if generation != before + 1:
             raise Broken(f"generation {generation} follows {before}")
-        leads = put(world.candidates, index, replace(me, generation=generation))
+        leads = put(world.candidates, index, replace(me, generation=generation, after=fence))
         for node in range(2):
             kill = (me.revision, 1 - node, ("kill", generation - 1, 0))
             start = (me.revision, node, ("start", generation, fence))
@@ -187,16 +191,16 @@ class SavesWithoutFence(JobStore):
 
 
 class BeginsWithoutLeading(JobStore):
-    def _put_as_leader(self, revision: int, *puts: Put) -> int:
+    def _put_as_leader(self, revision: int, after: int, *puts: Put) -> int:
         written = self.store.transact([], puts)
         assert written is not None
         return written
 
 
 class BeginsWhileAnyoneLeads(JobStore):
-    def _put_as_leader(self, revision: int, *puts: Put) -> int:
-        leader = self.leader()
-        return super()._put_as_leader(revision if leader is None else leader.revision, *puts)
+    def _put_as_leader(self, revision: int, after: int, *puts: Put) -> int:
+        leader, (_, after) = self.leader(), self.load_state()
+        return super()._put_as_leader(revision if leader is None else leader.revision, after, *puts)
 
 
 @pytest.mark.parametrize("broken", [SavesWithoutFence, BeginsWithoutLeading, BeginsWhileAnyoneLeads])
@@ -208,3 +212,21 @@ def test_a_protocol_without_one_of_its_comparisons_is_found_out(broken: type[Job
 def test_agents_that_obey_deposed_leaders_are_found_out():
     with pytest.raises(Broken):
         Explorer(check=lambda message, newest: message["revision"]).run()
+
+
+def test_a_request_that_a_member_carries_out_late_a_second_time_has_no_effect():
+    """The leader has sent it again to another member, and gone on."""
+    store = MemoryStore()
+    jobs = JobStore(store, "/job")
+    revision = jobs.lead("host", 1, store.grant_lease(1))
+    assert revision is not None
+    first = jobs.begin_generation(revision, 0, 1, "state 1")
+    assert jobs.begin_generation(revision, 0, 1, "state 1") == first  # its answer was lost
+    second = jobs.begin_generation(revision, first, 2, "state 2")
+    with pytest.raises(DeposedError):
+        jobs.begin_generation(revision, 0, 1, "state 1")
+    assert jobs.generation() == (2, second)
+    jobs.record_save(second, 5, "5.generation-2")
+    assert jobs.save_state(revision, second, "state 3") > second
+    assert jobs.load_state()[0] == "state 3"
+    assert jobs.last_save() == (5, "5.generation-2")

@@ -72,22 +72,23 @@ class LeaderLease:
         self.revision, self._jobs, self._lease, self._seconds = revision, jobs, lease, seconds
         self._renewed, self._is_lost = granted, threading.Event()
         self.generation, self._fence = jobs.generation()
+        self._saved, self._saved_at = jobs.load_state()
         self._thread = threading.Thread(target=self._renew, name="leader-lease", daemon=True)
         self._thread.start()
 
     def load(self) -> LeaderState | None:
-        """Returns the state that the last leader saved; None if there is none. Raises StoreError."""
-        text = self._jobs.load_state()
+        """Returns the state that the last leader saved; None if there is none."""
         with contextlib.suppress(ValueError):  # of another version
-            return None if text is None else LeaderState.from_text(text)
+            return None if self._saved is None else LeaderState.from_text(self._saved)
 
     def save(self, state: LeaderState) -> int:
         """Saves the state, see `Leadership`. A new generation ends the right of earlier ones to save."""
         if state.generation != self.generation:
-            self._fence = self._jobs.begin_generation(self.revision, state.generation, state.as_text())
-            self.generation = state.generation
+            saved_at = self._jobs.begin_generation(self.revision, self._saved_at, state.generation, state.as_text())
+            self.generation, self._fence = state.generation, saved_at
         else:
-            self._jobs.save_state(self.revision, state.as_text())
+            saved_at = self._jobs.save_state(self.revision, self._saved_at, state.as_text())
+        self._saved_at = saved_at
         return self._fence
 
     def is_valid(self) -> bool:
