@@ -1,6 +1,6 @@
 """Kills workers and supervisors of launched runs at seeded points, and compares them with an undisturbed run.
 
-    python benchmarks/chaos_processes.py [--kills 24] [--seed 0] [--processes 2] [--out chaos-processes.json]
+    python benchmarks/chaos_processes.py [--kills 80] [--seed 0] [--processes 2] [--out chaos-processes.json]
 
 Every run is a real `jaxtrain launch local --processes 2 --devices-per-process 2` of the small decoder of `chaos.py`,
 fsdp over four devices: checkpoints every 4 steps, validation every 6. Each meets up to four misfortunes that the seed
@@ -385,7 +385,7 @@ def by_memory(outcomes: list[Launched]) -> list[dict[str, Any]]:
 def main() -> None:
     """Draws, kills, compares, prints."""
     parser = common.parser(__doc__)
-    parser.add_argument("--kills", type=int, default=24)
+    parser.add_argument("--kills", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--processes", type=int, default=2)

@@ -72,7 +72,7 @@ def scene(tmp_path: Path, etcd: Etcd):
 
 def start(scene: Scene, etcd: Etcd, count: int, *arguments: str) -> list[subprocess.Popen]:
     given = ("node", "x", f"--nodes={count}", f"--store=etcd://{etcd.address}", "--processes=1", "--backoff=0.01")
-    return [scene.start(*given, f"--node={node}", "--heartbeat=4", *arguments) for node in range(count)]
+    return [scene.start(*given, f"--node={node}", "--heartbeat=6", *arguments) for node in range(count)]
 
 
 def leading(scene: Scene, started: list[subprocess.Popen], etcd: Etcd) -> int:

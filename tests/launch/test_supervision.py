@@ -279,12 +279,12 @@ def test_a_leader_that_is_stopped_is_replaced(scene: Scene):
 def test_a_node_that_died_with_the_leader_is_found_missing(scene: Scene):
     """The generation ends, although the new leader has never heard of the lost node."""
     node = scene.nodes(3)
-    started = [node(0, "--heartbeat=3"), node(1, "--heartbeat=3"), node(2, "--heartbeat=3")]
+    started = [node(index, "--heartbeat=5") for index in range(3)]
     scene.pid(1, 2)
     os.kill(scene.leader(started[0]), signal.SIGKILL)
     started[2].kill()
     assert scene.count(2) == 2
-    assert scene.ends() == [("node 2 is lost: it did not join the new leader within 3 s", 1)]
+    assert scene.ends() == [("node 2 is lost: it did not join the new leader within 5 s", 1)]
     started[0].terminate()
     assert [finished(process) for process in started[:2]] == [75, 75], scene.terminal()
 
