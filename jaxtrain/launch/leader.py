@@ -79,8 +79,7 @@ class Leader:
         if saved.cause and saved.phase in (Phase.ENDING.name, Phase.PAUSED.name, Phase.WAITING.name):
             text, code, slot = saved.cause
             self._cause = FailureCause(text, code, slot and Slot(*slot))
-        self._stop_reason, self._restarts = saved.stop_reason, saved.restarts
-        self._signal = saved.signal
+        self._stop_reason, self._signal, self._restarts = saved.stop_reason, saved.signal, saved.restarts
         self._start_time = self._clock() - (time.time() - saved.start_time)
         self._start_checkpoint, self._start_step = saved.start_checkpoint, saved.start_step
         self._memory_step, self.code, self.pool.most_slots = saved.memory_step, saved.code, saved.most_slots
@@ -91,8 +90,8 @@ class Leader:
         elif phase is Phase.PAUSED:
             self.phase, self._deadline = phase, self._clock() + self.policy.heartbeat
         elif phase is not Phase.WAITING:
-            self._adopted_phase = phase
-            self.phase, self._deadline = Phase.ADOPTING, self._clock() + self.policy.heartbeat
+            self.phase, self._adopted_phase = Phase.ADOPTING, phase
+            self._deadline = self._clock() + self.policy.heartbeat
             self._report(f"a new leader waits for the nodes of generation {self.generation}")
 
     # Events
@@ -216,9 +215,8 @@ class Leader:
     def _begin_again(self) -> None:
         """Forgets an earlier job, of which everything was killed: no agent has started a generation yet."""
         self._members, self._exit_codes, self._early_exits, self._cause = [], {}, [], None
-        self._stop_reason, self._signal, self._restarts = None, None, 0
+        self._stop_reason, self._signal, self._restarts, self._first_generation = None, None, 0, self.generation
         self.pool.denylist.restore(Denylist(0).as_json())
-        self._first_generation = self.generation
         self.phase, self._deadline = Phase.WAITING, self._clock() + self.policy.join_timeout
         if len(self.pool.nodes) >= self.policy.nodes:
             self._start_generation()
@@ -226,10 +224,9 @@ class Leader:
     def _enlarge(self, node: ConnectedNode) -> None:
         """Asks a generation to stop that a node which joined would enlarge."""
         placement = self.job.largest_placement(len(self.pool.usable_slots()))
-        if self._exit_codes or self._cause is not None or placement is None:
-            return
-        if placement.processes > len(self._members):
-            self._stop_workers(f"{node} joined: continuing with {_processes(placement.processes)}")
+        count = 0 if placement is None else placement.processes
+        if count > len(self._members) and not self._exit_codes and self._cause is None:
+            self._stop_workers(f"{node} joined: continuing with {_processes(count)}")
 
     def _adopt_node(self, node: ConnectedNode, generation: int, ranks: Sequence[int]) -> None:
         """Handles a node that joins a new leader, which adopts the generation once the last one is there."""
@@ -247,8 +244,8 @@ class Leader:
             return
         self.phase, self._deadline = self._adopted_phase, float("inf")
         missing = sorted({slot.node for slot in self._members} - self.pool.nodes.keys())
-        members = (self.pool.nodes[slot.node] for slot in self._members if slot.node in self.pool.nodes)
-        restarted = [node for node in members if node.runs_generation != self.generation]
+        present = (self.pool.nodes[slot.node] for slot in self._members if slot.node in self.pool.nodes)
+        restarted = [node for node in present if node.runs_generation != self.generation]
         for node in restarted:
             node.is_idle = True
         if self.phase is Phase.ENDING and self._cause is not None:
@@ -257,8 +254,7 @@ class Leader:
             text = f"node {missing[0]} is lost: it did not join the new leader within {self.policy.heartbeat:g} s"
             self._kill_generation(FailureCause(text, 1))
         elif restarted:
-            text = f"{restarted[0]} joined the new leader without its workers"
-            self._kill_generation(FailureCause(text, 1))
+            self._kill_generation(FailureCause(f"{restarted[0]} joined the new leader without its workers", 1))
         else:
             record = {"kind": "adopted", "generation": self.generation, "processes": len(self._members)}
             self.events.append(LaunchEvent(f"generation {self.generation} goes on under a new leader", record))
@@ -322,7 +318,7 @@ class Leader:
                     node.number, "start", generation=self.generation, run=str(self.job.directory), address=address,
                     processes=placement.processes, devices_per_process=placement.devices // placement.processes,
                     is_simulated=self.job.is_simulated, memory_every=self.policy.memory_every,
-                    memory_addresses=self._memory_ring(node),
+                    memory_addresses=self.pool.memory_ring(node),
                     slots=[self._members[rank].index for rank in ranks], ranks=ranks,
                 )  # fmt: skip
         self._record_start(placement, idle)
@@ -331,12 +327,6 @@ class Leader:
         """Returns the newest step that would survive a failure now; -1 for none."""
         checkpoint = self.job.newest_checkpoint()
         return max(-1 if checkpoint is None else checkpoint, self._memory_step)
-
-    def _memory_ring(self, node: ConnectedNode) -> list[str]:
-        """Returns HOST:PORT of all memory servers as a ring from `node` on, which copies to itself and the next one."""
-        ring = sorted((other for other in self.pool.nodes.values() if other.memory_port), key=lambda n: n.number)
-        start = next((index for index, other in enumerate(ring) if other.number >= node.number), 0)
-        return [f"{other.host}:{other.memory_port}" for other in ring[start:] + ring[:start]]
 
     def _no_mesh_fits(self, slots: int, may_wait: bool) -> None:
         text = f"the mesh fits no number of processes up to {slots}; expected an axis of -1, or --fallback"

@@ -121,6 +121,12 @@ class NodePool:
         self.nodes[node.number] = node
         self.most_slots = max(self.most_slots, sum(node.slots for node in self.nodes.values()))
 
+    def memory_ring(self, node: ConnectedNode) -> list[str]:
+        """Returns HOST:PORT of all memory servers as a ring from `node` on, which copies to itself and the next one."""
+        ring = sorted((other for other in self.nodes.values() if other.memory_port), key=lambda n: n.number)
+        start = next((index for index, other in enumerate(ring) if other.number >= node.number), 0)
+        return [f"{other.host}:{other.memory_port}" for other in ring[start:] + ring[:start]]
+
     def usable_slots(self) -> list[Slot]:
         """Returns the slots for the next generation: not denied, and without the spares that replace nobody."""
         every = [Slot(n.number, i) for n in self.nodes.values() for i in range(n.slots)]
