@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxtrain.distributed.etcd import open_etcd
 from jaxtrain.errors import UserError
 from jaxtrain.launch.agent import AgentConfig
 from jaxtrain.launch.scheduler import find_scheduler_job
@@ -62,6 +63,8 @@ def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
     store = "" if is_local else _text(args, "store", environ, required=False)
     if store and args.resume == "never":
         raise UserError("launch: --store: expected --resume auto, because all nodes must find the same run")
+    if store:
+        open_etcd(store)  # refuses what is no URL
     leader = None if store else (LOOPBACK, 0) if is_local else _address(_text(args, "coordinator", environ))
     own_host = LOOPBACK if is_local else _text(args, "host", environ, required=False)
     if leader is not None and node == 0:

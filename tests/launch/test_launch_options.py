@@ -78,3 +78,27 @@ def test_the_command_that_goes_on():
         "jaxtrain launch local --processes=2 --devices-per-process=3 --deadline=60 '--fallback=mesh.model=1 zero=1' "
         "'/runs/a b'"
     )
+
+
+NODE = ("node", "c.yaml", "--processes=1", "--nodes=2", "--node=0")
+
+
+def test_with_a_store_no_node_has_to_be_named():
+    found = parsed(*NODE, JAXTRAIN_STORE="etcd://a:2379,[::1]:2379")
+    assert (found.agent.store, found.agent.leader, found.agent.host) == ("etcd://a:2379,[::1]:2379", None, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--store=redis://a:1",), "expected etcd://HOST:PORT,HOST:PORT,... without a password"),
+        (("--store=etcd://a",), "expected etcd://HOST:PORT"),
+        (("--store=etcd://user:secret@a:1",), "without a password"),
+        (("--store=etcd://a:1", "--resume=never"), "expected --resume auto"),
+    ],
+)
+def test_a_store_that_is_none_is_refused(arguments: tuple[str, ...], said: str):
+    with pytest.raises(UserError) as error:
+        parsed(*NODE, *arguments)
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
