@@ -140,8 +140,9 @@ def message() -> bytes:
 
 
 def leader_state() -> bytes:
-    state = LeaderState(1.0, "RUNNING", None, 3, 1, [[0, 0], [1, 0]], ["text", 1, [0, 0]], None, None, 1, 1.0, 4, 4, -1, 2,
-                        {"slots": [], "nodes": [], "slot_failures": [], "node_failures": []})  # fmt: skip
+    denylist = {"slots": [], "nodes": [], "slot_failures": [], "node_failures": []}
+    members, cause = [[0, 0], [1, 0]], ["text", 1, [0, 0]]
+    state = LeaderState(1.0, "RUNNING", None, 3, 1, members, cause, None, None, 1, 1.0, 4, 4, -1, 2, denylist)
     return state.as_text().encode()
 
 
