@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import importlib
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"
 COMPILE_CACHE = Path("~/.cache/jaxtrain/xla")
 HEARTBEAT_TIMEOUT = 30  # seconds of silence until JAX declares a process lost; a busy machine pauses for less
 EXPECTED = "expected jaxtrain.initialize(simulate) before anything else uses JAX, such as the creation of a module"
+SERVICE_TIMEOUT = 2.0  # seconds in which JAX's preemption service shuts down, unless it never does
 SHUTDOWN_TIMEOUT = 60  # seconds that a process waits at exit for the others
 
 
@@ -100,11 +102,19 @@ def _join_processes(count: int) -> None:
 
 def _leave_preemption_service() -> None:
     # If SIGTERM came in the last second, JAX's service waits for the step counter of a process that has already shut
-    # its own down, and holds a lock for which JAX's shutdown waits in turn, until the other processes abort after
-    # `SHUTDOWN_TIMEOUT`. The process ends, so the service needs no shutdown; its destructor would call it too.
+    # its own down, and holds a lock for which its shutdown waits in turn, until the other processes abort after
+    # `SHUTDOWN_TIMEOUT`. It is then left alone. Its destructor would wait too, and its threads may still use the
+    # client, so both stay until the process is gone.
     state: Any = importlib.import_module("jax._src.distributed").global_state
     service, state.preemption_sync_manager = getattr(state, "preemption_sync_manager", None), None
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(service))
+    if service is None:
+        return
+    leaving = threading.Thread(target=service.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(SERVICE_TIMEOUT)
+    if leaving.is_alive():
+        for kept in (service, state.client):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _bind_gloo_to_loopback() -> None:
