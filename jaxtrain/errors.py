@@ -114,7 +114,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}"
     text = f'"{value[: MAX_VALUE_LENGTH + 1]}"' if isinstance(value, str) else str(value)
-    return escape_unprintable(text if len(text) <= MAX_VALUE_LENGTH else text[:MAX_VALUE_LENGTH] + "...")
+    return format_name(text)
 
 
 def format_name(name: str) -> str:

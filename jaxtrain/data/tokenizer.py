@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxtrain.data.sources.base import first_line
 from jaxtrain.errors import DataError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.packages import import_optional
@@ -158,8 +159,8 @@ def _library_errors(path: str | Path) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({reason})") from error
+        message = f"not a tokenizer.json of the tokenizers library ({first_line(error)})"
+        raise DataError(f"{path}: {message}") from error
 
 
 def _find_eos(file: Path, config: dict[str, Any], ids: dict[str, int]) -> str:

@@ -14,12 +14,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from jaxtrain.distributed.store_types import Compare, ConsensusStore, Put, StoreError
+from jaxtrain.distributed.store_types import Compare, ConsensusStore, Put
 from jaxtrain.errors import CheckpointError
-
-__all__ = ["DeposedError", "FencedError", "JobStore", "LeaderAddress", "StoreError", "job_prefix"]
 
 
 def job_prefix(directory: Path) -> str:
@@ -33,14 +30,6 @@ class DeposedError(Exception):
 
 class FencedError(CheckpointError):
     """A newer generation has started: saves of this one do not count."""
-
-
-class LeaderAddress(NamedTuple):
-    """Leader of a job: host and port, and the revision of its leadership."""
-
-    host: str
-    port: int
-    revision: int
 
 
 @dataclass(frozen=True)
@@ -60,10 +49,10 @@ class JobStore:
         key, value = f"{self.prefix}/leader", json.dumps([host, port])
         return self.store.transact([Compare(key, 0, is_created=True)], [Put(key, value, lease)])
 
-    def leader(self) -> LeaderAddress | None:
-        """Returns the leader, or None if nobody leads."""
+    def leader(self) -> tuple[str, int] | None:
+        """Returns host and port of the leader, or None if nobody leads."""
         found = self.store.get(f"{self.prefix}/leader")
-        return None if found is None else LeaderAddress(*json.loads(found.value), revision=found.create_revision)
+        return None if found is None else tuple(json.loads(found.value))
 
     def load_state(self) -> tuple[str | None, int]:
         """Returns the state that the last leader saved, and the revision at which it did; (None, 0) for none."""

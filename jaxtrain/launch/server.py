@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtrain.distributed.job_store import DeposedError, StoreError
+from jaxtrain.distributed.job_store import DeposedError
+from jaxtrain.distributed.store_types import StoreError
 from jaxtrain.errors import ProtocolError, UserError, escape_unprintable
 from jaxtrain.io.jsonl import append_record, read_records
 from jaxtrain.launch.leader import Leader

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
 import signal
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from jaxtrain.checkpoint.memory.client import VARIABLE, PeerConfig
 from jaxtrain.distributed.job_store import job_prefix
 from jaxtrain.distributed.save_fence import VARIABLE as FENCE_VARIABLE
 from jaxtrain.distributed.save_fence import SaveFence
+from jaxtrain.launch.child_process import ChildProcess
 from jaxtrain.launch.exit_reasons import cause_rank
 from jaxtrain.launch.protocol import Message
 from jaxtrain.launch.worker_logs import Terminal, WorkerLog
-
-READ_BYTES = 1 << 16  # read at a time
-DRAIN_TIMEOUT = 1.0  # seconds to read the remaining output of an ended worker
 
 
 def worker_environment(
@@ -68,56 +61,21 @@ def worker_environment(
     return env | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-class WorkerProcess:
-    """Running worker, in a session of its own: Ctrl-C reaches it only through its agent."""
+class WorkerProcess(ChildProcess):
+    """Running worker, whose output goes to its log."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], rank: int, log: WorkerLog) -> None:
         """Starts the worker. Raises OSError if that fails."""
+        super().__init__(command, env)
         self.rank, self.log = rank, log
-        self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self.pipes: dict[str, IO[bytes]] = {"out": self._process.stdout, "err": self._process.stderr}
-        for pipe in self.pipes.values():
-            os.set_blocking(pipe.fileno(), False)
 
-    def read(self, stream: str) -> bytes | None:
-        """Logs and returns the available output of a pipe: None if there is none yet, empty at its end."""
-        try:
-            data = os.read(self.pipes[stream].fileno(), READ_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+    def handle(self, stream: str, data: bytes) -> None:
+        """Logs output."""
         self.log.add(stream, data)
-        return data
-
-    def poll(self) -> int | None:
-        """Returns the exit code, negative for a signal; None while the worker runs."""
-        return self._process.poll()
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the worker, not to its child processes."""
-        if self._process.poll() is None:
-            self._process.send_signal(number)
-
-    def kill(self) -> None:
-        """Sends SIGKILL to the worker and its child processes."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Cleans up after an ended worker: kills its child processes, reads the remaining output, closes the files."""
-        self.kill()
-        until = time.monotonic() + DRAIN_TIMEOUT
-        for stream, pipe in self.pipes.items():
-            while time.monotonic() < until and self.read(stream):
-                pass
-            pipe.close()
+        """Cleans up after an ended worker."""
+        super().close()
         self.log.close()
 
 

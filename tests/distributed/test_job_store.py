@@ -199,8 +199,8 @@ class BeginsWithoutLeading(JobStore):
 
 class BeginsWhileAnyoneLeads(JobStore):
     def _put_as_leader(self, revision: int, after: int, *puts: Put) -> int:
-        leader, (_, after) = self.leader(), self.load_state()
-        return super()._put_as_leader(revision if leader is None else leader.revision, after, *puts)
+        leader, (_, after) = self.store.get(f"{self.prefix}/leader"), self.load_state()
+        return super()._put_as_leader(revision if leader is None else leader.create_revision, after, *puts)
 
 
 @pytest.mark.parametrize("broken", [SavesWithoutFence, BeginsWithoutLeading, BeginsWhileAnyoneLeads])

@@ -6,6 +6,15 @@ from pathlib import Path
 
 import pytest
 from launched import Launched
+from scene import Scene
+
+
+@pytest.fixture
+def scene(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    scene = Scene(tmp_path / "run")
+    yield scene
+    scene.close()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from etcd_member import NEEDS_ETCD, start_etcd
 from scene import Scene, finished, until
 
 NODES = 3
@@ -25,7 +26,7 @@ def has_namespaces() -> bool:
 
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("etcd") is None, reason="there is no etcd here (Debian: etcd-server)"),
+    NEEDS_ETCD,
     pytest.mark.skipif(not has_namespaces(), reason="needs root and network namespaces"),
 ]
 
@@ -66,24 +67,8 @@ class Network:
     def start_etcd(self) -> None:
         cluster = ",".join(f"n{index}=http://{host}:2380" for index, host in enumerate(self.hosts))
         for index, host in enumerate(self.hosts):
-            command = [
-                *self.inside(index),
-                "etcd",
-                "--name",
-                f"n{index}",
-                "--data-dir",
-                str(self.folder / f"etcd-{index}"),
-            ]
-            command += ["--listen-client-urls", f"http://{host}:2379", "--advertise-client-urls", f"http://{host}:2379"]
-            command += [
-                "--listen-peer-urls",
-                f"http://{host}:2380",
-                "--initial-advertise-peer-urls",
-                f"http://{host}:2380",
-            ]
-            command += ["--initial-cluster", cluster]
-            with open(self.folder / f"etcd-{index}.log", "wb") as log:
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            member = self.folder, f"n{index}", f"{host}:2379", f"{host}:2380", cluster, self.inside(index)
+            self.processes.append(start_etcd(*member))
 
     def close(self) -> None:
         for process in self.processes:
@@ -98,14 +83,6 @@ def network(tmp_path: Path):
     network = Network(tmp_path)
     yield network
     network.close()
-
-
-@pytest.fixture
-def scene(tmp_path: Path, network: Network):
-    (tmp_path / "run").mkdir()
-    scene = Scene(tmp_path / "run")
-    yield scene
-    scene.close()
 
 
 def saves(scene: Scene, generation: int) -> list[tuple[float, str]]:

@@ -4,42 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from launched import losses, undisturbed
+from etcd_member import NEEDS_ETCD, start_etcd
+from launched import free_address, losses, undisturbed
 from scene import Scene, alive, finished, until
 
 from jaxtrain.distributed.etcd import EtcdStore
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="there is no etcd here (Debian: etcd-server)")
+pytestmark = NEEDS_ETCD
 
 
 class Etcd:
     """One member of etcd, alone."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        ports = []
-        for _ in range(2):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                ports.append(free.getsockname()[1])
-        self.address, self.peer = (f"127.0.0.1:{port}" for port in ports)
-        self.start()
-
-    def start(self) -> None:
-        client, peer = f"http://{self.address}", f"http://{self.peer}"
-        command = ["etcd", "--data-dir", str(self.folder / "etcd"), "--listen-client-urls", client]
-        command += ["--advertise-client-urls", client, "--listen-peer-urls", peer]
-        command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-        with open(self.folder / "etcd.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.address = free_address()
+        self.process = start_etcd(folder, "etcd", self.address, free_address())
         until(self.answers, "etcd does not answer")
 
     def answers(self) -> bool:
@@ -60,14 +45,6 @@ def etcd(tmp_path: Path):
     etcd = Etcd(tmp_path)
     yield etcd
     etcd.close()
-
-
-@pytest.fixture
-def scene(tmp_path: Path, etcd: Etcd):
-    (tmp_path / "run").mkdir()
-    scene = Scene(tmp_path / "run")
-    yield scene
-    scene.close()
 
 
 def start(scene: Scene, etcd: Etcd, count: int, *arguments: str) -> list[subprocess.Popen]:

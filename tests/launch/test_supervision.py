@@ -8,7 +8,6 @@ import socket
 import time
 from pathlib import Path
 
-import pytest
 from fake_supervisor import FakeJob
 from scene import Scene, alive, finished, until
 
@@ -19,13 +18,6 @@ from jaxtrain.launch.leadership.state import StateFile
 from jaxtrain.launch.protocol import Channel
 from jaxtrain.launch.server import LeaderServer, listen
 from jaxtrain.launch.types import RestartPolicy
-
-
-@pytest.fixture
-def scene(tmp_path: Path):
-    scene = Scene(tmp_path)
-    yield scene
-    scene.close()
 
 
 def test_what_ends_a_worker_ends_the_generation_and_the_last_code_is_passed_on(scene: Scene):

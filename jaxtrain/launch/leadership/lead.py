@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from jaxtrain.distributed.job_store import DeposedError, StoreError
+from jaxtrain.distributed.job_store import DeposedError
 from jaxtrain.launch.job import ElasticJob
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.leadership.lease import campaign, open_job_store
@@ -94,8 +94,6 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
             return
         except DeposedError as error:
             show(f"launch  the leader at {settings.host}:{port} leads no more: {error}")
-        except StoreError:
-            continue  # it has lost its majority again
         finally:
             listener.close()
             lease.close()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.distributed.etcd import SCHEME, open_etcd
-from jaxtrain.distributed.job_store import JobStore, StoreError, job_prefix
+from jaxtrain.distributed.job_store import JobStore, job_prefix
+from jaxtrain.distributed.store_types import StoreError
 from jaxtrain.launch.leadership.link import Address
 from jaxtrain.launch.leadership.state import LeaderState
 
@@ -50,7 +51,7 @@ class StoredLeader:
         leader = self.jobs.leader()
         if leader is None:
             raise OSError(None, "nobody leads yet")
-        return leader.host, leader.port
+        return leader
 
     def newest_generation(self) -> int:
         """Returns the number of the newest generation; 0 if the store does not answer."""
@@ -73,8 +74,7 @@ class LeaderLease:
         self._renewed, self._is_lost = granted, threading.Event()
         self.generation, self._fence = jobs.generation()
         self._saved, self._saved_at = jobs.load_state()
-        self._thread = threading.Thread(target=self._renew, name="leader-lease", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._renew, name="leader-lease", daemon=True).start()
 
     def load(self) -> LeaderState | None:
         """Returns the state that the last leader saved; None if there is none."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
 import signal
-import subprocess
 import time
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from jaxtrain.exit_codes import USAGE
+from jaxtrain.launch.child_process import ChildProcess
 from jaxtrain.launch.exit_reasons import describe_exit
 from jaxtrain.launch.worker_logs import Terminal
 
@@ -20,7 +18,7 @@ SIGN_OF_LIFE = ""  # line that a leader prints now and then
 START_TIMEOUT = 20.0  # seconds until its first sign of life
 MAX_STARTS = 5  # in a row without a sign of life
 BACKOFF = 1.0  # seconds before a second start in a row, and more before each further one
-READ_BYTES = 1 << 16
+KILL_TIMEOUT = 5.0  # seconds until a killed process has ended
 
 
 class LeaderProcess:
@@ -36,114 +34,89 @@ class LeaderProcess:
             terminal: shows its lines.
         """
         self._command, self._settings, self._silence, self._terminal = list(command), settings, silence, terminal
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: _Child | None = None
         self._selector: selectors.BaseSelector | None = None
-        self._partial = {"out": b"", "err": b""}
-        self._deadline, self._starts, self._start_time = 0.0, 0, 0.0
-        self._has_worked = False
+        self._deadline = self._next_start = 0.0
+        self._starts, self._has_worked = 0, False
 
     def start(self, selector: selectors.BaseSelector) -> None:
         """Starts the process. `selector` calls the data of its keys when they are readable."""
-        self._selector, self._starts = selector, self._starts + 1
-        self._start_time = time.monotonic() + BACKOFF * self._starts  # of the next one, at the earliest
+        self._selector, self._starts, now = selector, self._starts + 1, time.monotonic()
+        self._deadline, self._next_start = now + START_TIMEOUT, now + BACKOFF * self._starts
         try:
-            process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,
-            )  # fmt: skip
+            self._child = _Child(self._command, self._settings, self._show)
         except OSError as error:  # this machine has no process or memory to spare now
             self._terminal.show(f"launch  the leader cannot be started ({error.strerror}); trying again", error=True)
-            self._process = None
             return
-        self._process, self._deadline = process, time.monotonic() + START_TIMEOUT
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(self._settings.encode())
-        for name, pipe in self._pipes():
-            os.set_blocking(pipe.fileno(), False)
-            selector.register(pipe, selectors.EVENT_READ, lambda name=name, pipe=pipe: self._read(name, pipe))
+        for stream, pipe in self._child.pipes.items():
+            selector.register(pipe, selectors.EVENT_READ, partial(self._read, self._child, stream))
 
     def check(self) -> int | None:
         """Starts an ended or stopped process again. Returns an exit code if that is of no use."""
-        assert self._selector is not None
-        if self._process is None:
-            if time.monotonic() > self._start_time and self._starts < MAX_STARTS:
-                self.start(self._selector)
-            return 1 if self._process is None and self._starts >= MAX_STARTS else None
-        code = self._process.poll()
-        if code is None:
-            for name, pipe in self._pipes():  # this agent itself may have been busy
-                while not pipe.closed and self._read(name, pipe):
+        child, now = self._child, time.monotonic()
+        code = None if child is None else child.poll()
+        if child is not None and code is None:
+            for stream in child.pipes:  # this agent itself may have been busy
+                while child.read(stream):
                     pass
-            if time.monotonic() > self._deadline:
-                self._terminal.show(f"launch  the leader gives no sign of life: {self._restart()}", error=True)
+            if now > self._deadline:
+                self._restart("gives no sign of life")
             return None
-        self._close_pipes()
+        self._close()
         if code == USAGE and not self._has_worked:
             return USAGE
+        reason = "could not be started" if code is None else describe_exit(code)
         if self._starts >= MAX_STARTS:
-            self._terminal.show(f"jaxtrain: launch: the leader {describe_exit(code)} {MAX_STARTS} times", error=True)
+            self._terminal.show(f"jaxtrain: launch: the leader {reason} {MAX_STARTS} times", error=True)
             return 1
-        if time.monotonic() < self._start_time and self._starts > 1:
-            return None
-        self._terminal.show(f"launch  the leader {describe_exit(code)}: {self._restart()}", error=True)
+        if self._starts <= 1 or now > self._next_start:
+            self._restart(reason)
         return None
 
     def end(self, timeout: float) -> None:
         """Ends the process. If it leads, it tells the other nodes first, for at most `timeout` seconds."""
-        if self._process is None:
-            return
-        self._process.send_signal(END)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-        self._kill()
-        self._close_pipes()
+        if self._child is not None:
+            self._child.signal(END)
+            self._child.wait(timeout)
+            self._close()
 
-    def _restart(self) -> str:
+    def _restart(self, reason: str) -> None:
         assert self._selector is not None
-        self._kill()
-        self._close_pipes()
+        self._terminal.show(f"launch  the leader {reason}: starting it again", error=True)
+        self._close()
         self.start(self._selector)
-        return "starting it again"
 
-    def _kill(self) -> None:
-        if self._process is None:
+    def _close(self) -> None:
+        """Kills the process, and shows its last lines."""
+        child, self._child = self._child, None
+        if child is None or self._selector is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _pipes(self) -> list[tuple[str, IO[bytes]]]:
-        process = self._process
-        if process is None:
-            return []
-        return [(name, pipe) for name, pipe in (("out", process.stdout), ("err", process.stderr)) if pipe is not None]
-
-    def _close_pipes(self) -> None:
-        assert self._selector is not None
-        for name, pipe in self._pipes():
-            if pipe.closed:
-                continue
-            while self._read(name, pipe):
-                pass
+        for pipe in child.pipes.values():
             if pipe in self._selector.get_map():
                 self._selector.unregister(pipe)
-            pipe.close()
+        child.close()
+        child.wait(KILL_TIMEOUT)
 
-    def _read(self, name: str, pipe: IO[bytes]) -> bool:
-        """Shows the available lines of a pipe. Returns whether there may be more."""
-        try:
-            data = os.read(pipe.fileno(), READ_BYTES)
-        except OSError:
-            return False
-        if not data:
-            if self._selector is not None and pipe in self._selector.get_map():
-                self._selector.unregister(pipe)
-            return False
-        *lines, self._partial[name] = (self._partial[name] + data).split(b"\n")
+    def _read(self, child: _Child, stream: str) -> None:
+        """Reads a pipe that the selector reported as readable."""
+        if child.read(stream) == b"" and self._selector is not None:
+            self._selector.unregister(child.pipes[stream])
+
+    def _show(self, stream: str, line: str) -> None:
+        if line:
+            self._terminal.show(line, error=stream == "err")
+        elif stream == "out":
+            self._deadline, self._starts, self._has_worked = time.monotonic() + self._silence, 0, True
+
+
+class _Child(ChildProcess):
+    """Process whose lines are shown."""
+
+    def __init__(self, command: Sequence[str], settings: str, show: Callable[[str, str], None]) -> None:
+        self._partial, self._show = {"out": b"", "err": b""}, show
+        super().__init__(command, given=settings.encode())
+
+    def handle(self, stream: str, data: bytes) -> None:
+        *lines, self._partial[stream] = (self._partial[stream] + data).split(b"\n")
         for line in lines:
-            if line:
-                self._terminal.show(line.decode(errors="replace"), error=name == "err")
-            elif name == "out":
-                self._deadline, self._starts, self._has_worked = time.monotonic() + self._silence, 0, True
-        return True
+            self._show(stream, line.decode(errors="replace"))
