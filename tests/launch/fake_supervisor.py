@@ -35,7 +35,9 @@ plan = json.loads((folder / "plan.json").read_text())
 action = plan.get(f"{generation}.{rank}", plan.get(generation, "run"))
 if action == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-(folder / f"pid-{generation}-{rank}").write_text(f"{os.getpid()} {os.environ['JAX_NUM_PROCESSES']}")
+written = folder / f"new-{generation}-{rank}"  # renamed, since a worker may be killed while it writes
+written.write_text(f"{os.getpid()} {os.environ['JAX_NUM_PROCESSES']}")
+written.rename(folder / f"pid-{generation}-{rank}")
 print(f"worker {rank} of generation {generation}", flush=True)
 while not all((folder / f"pid-{generation}-{i}").exists() for i in range(int(os.environ["JAX_NUM_PROCESSES"]))):
     time.sleep(0.01)

@@ -65,7 +65,7 @@ class Scene:
 
     def pid(self, generation: int, rank: int) -> int:
         path = self.folder / f"pid-{generation}-{rank}"
-        until(lambda: path.exists() and path.read_text() != "", f"no worker {rank} in generation {generation}")
+        until(path.exists, f"no worker {rank} in generation {generation}")
         return int(path.read_text().split()[0])
 
     def count(self, generation: int) -> int:
