@@ -61,7 +61,7 @@ def digest_file(path: Path) -> tuple[int, str]:
 
 
 def step_files(folder: Path) -> list[str]:
-    """Returns the relative names of a step's files, sorted, without our own marker and parts."""
+    """Returns the relative names of a step's files, of all processes, sorted, without our own marker and parts."""
     paths = (os.path.join(root, name) for root, _, names in os.walk(folder) for name in names)
     names = (os.path.relpath(path, folder) for path in paths)
     return sorted(name for name in names if not name.startswith("jaxtrain."))

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint.events import Retrying
-from jaxtrain.checkpoint.files import PART, failure_reason, is_inside
+from jaxtrain.checkpoint.files import PART, failure_reason, is_inside, step_files
+from jaxtrain.checkpoint.orbax import files_of_process, written_by_another
 from jaxtrain.checkpoint.saving import PendingSave, Saver, no_op
 from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.distributed.agreed_step import AgreedStep
@@ -179,6 +181,12 @@ class MultiProcessSaver(Saver):
         if not self._is_first:
             write_atomic(save.folder / PART.format(self._index), json.dumps(save.files))
 
+    def _own_files(self, folder: Path) -> list[str]:
+        """Lists the files that this process wrote. Only process 0 lists the whole folder, which all of them fill."""
+        if self._is_first:
+            return [name for name in step_files(folder) if not written_by_another(name)]
+        return files_of_process(folder, self._index)
+
     def await_others(self) -> None:
         """Process 0: blocks until the others have written their parts. Raises CheckpointError if one failed."""
         if reason := self._failure_of_others():
@@ -225,6 +233,8 @@ class MultiProcessSaver(Saver):
         for part in parts:
             _wait_until(part.exists, self._timeout, f"{part.name} is not visible to process 0")
             save.files |= {name: entry for name, entry in json.loads(part.read_text()).items() if is_inside(name)}
+        if unknown := set(step_files(self._store.writing_path(save.step))) - set(save.files):
+            raise CheckpointError(f"checkpoint {save.step}: {min(unknown)} is in no process's list of its files")
         size = super()._commit(save)
         for part in parts:
             (self._store.path(save.step) / part.name).unlink()

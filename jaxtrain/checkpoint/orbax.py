@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -95,6 +97,22 @@ def start(path: Path, tree: dict[str, Any], timeout: float, await_others: Callab
             _release_others()
         raise
     return PartialSave(folders[0], response.result)
+
+
+def files_of_process(folder: Path, process: int) -> list[str]:
+    """Returns the relative names of the files of a step that a process above 0 wrote. Lists no folder of all processes.
+
+    Of a thousand processes on a network file system, each would list a thousand entries.
+    """
+    found = [f"{NAME}/array_metadatas/process_{process}"]
+    for root, _, names in os.walk(folder / NAME / f"ocdbt.process_{process}"):
+        found += [os.path.relpath(os.path.join(root, name), folder) for name in names]
+    return sorted(name for name in found if (folder / name).exists())
+
+
+def written_by_another(name: str) -> bool:
+    """Returns whether a process above 0 wrote a file of a step, by its relative name: see `files_of_process`."""
+    return re.match(rf"{NAME}/(ocdbt\.process_[1-9]\d*/|array_metadatas/process_[1-9])", name) is not None
 
 
 def _part_handler(await_others: Callable[[], None]) -> tuple[type[_HANDLER], list[Path]]:

@@ -166,8 +166,11 @@ class Saver:
 
     def _seal(self, save: PendingSave) -> None:
         """Flushes and digests the files that this process wrote."""
-        folder, index, count = save.folder, jax.process_index(), jax.process_count()
-        save.files = flush_and_digest(folder, [name for name in step_files(folder) if _writer_of(name, count) == index])
+        save.files = flush_and_digest(save.folder, self._own_files(save.folder))
+
+    def _own_files(self, folder: Path) -> list[str]:
+        """Lists the files of a step that this process wrote, by name."""
+        return step_files(folder)
 
     def _commit(self, save: PendingSave) -> int:
         """Flushes the folders, writes the marker, publishes the step. Returns its bytes, of all processes."""
@@ -222,15 +225,6 @@ def marker_content(
         return json.loads(json.dumps(content))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint {step}: manifest and metrics must be JSON-able ({error})") from None
-
-
-def _writer_of(name: str, processes: int) -> int:
-    """Returns the process that wrote a file: 3 for `.../ocdbt.process_3/...`, else 0."""
-    for part in name.split("/"):
-        _, separator, index = part.partition("process_")
-        if separator and index.isdecimal() and int(index) < processes:
-            return int(index)
-    return 0
 
 
 def no_op(*_: object) -> None:

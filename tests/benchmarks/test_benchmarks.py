@@ -190,6 +190,18 @@ def test_chaos_of_several_processes_ends_as_if_nothing_had_happened(tmp_path):
     assert results["recovery"]["median"] > 0
 
 
+def test_scale(tmp_path):
+    results = quick(tmp_path, "scale", "--parts", "saves", "tensors")["results"]
+    assert [row["folders listed"] for row in results["saves"]["rows"]] == [1, 1]
+    assert [row["tensors"] for row in results["tensors"]["rows"]] == [10, 20]
+
+
+def test_soak(tmp_path):
+    results = quick(tmp_path, "soak")["results"]
+    assert results["wrong"] == []
+    assert results["many processes"][0]["to step"] >= 60
+
+
 def test_control_plane_forms_generations(tmp_path):
     (row,) = quick(tmp_path, "control_plane")["results"]
     assert row["agents"] == 10

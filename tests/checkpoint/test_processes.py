@@ -7,15 +7,21 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
 
 from jaxtrain.checkpoint import CheckpointReader, CheckpointStore, files
+from jaxtrain.checkpoint.multi_process_saving import MultiProcessSaver
+from jaxtrain.checkpoint.orbax import files_of_process, written_by_another
+from jaxtrain.checkpoint.saving import PendingSave, no_op
+from jaxtrain.errors import CheckpointError
 
 WORKER = """
 import json, os, resource, signal, sys, time
@@ -140,3 +146,26 @@ def test_two_processes_write_their_shards_and_agree(tmp_path: Path):
     np.testing.assert_array_equal(state["w"], np.arange(1 << 18, dtype=np.float32).reshape(512, 512) + 50)
     assert float(state["scale"]) == 50
     assert float(orbax.load(str(tmp_path / "50"), like)["scale"]) == 50  # also without jaxtrain
+
+
+def test_each_file_of_a_step_has_one_writer(tmp_path):
+    ours = ["state/_METADATA", "state/manifest.ocdbt", "state/array_metadatas/process_0", "state/ocdbt.process_0/d/a"]
+    others = {n: [f"state/array_metadatas/process_{n}", f"state/ocdbt.process_{n}/d/a"] for n in (1, 10)}
+    for name in [*ours, *others[1], *others[10]]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [files_of_process(tmp_path, n) for n in (1, 10, 2)] == [others[1], others[10], []]
+    assert [name for name in files.step_files(tmp_path) if not written_by_another(name)] == sorted(ours)
+
+
+def test_a_file_that_no_process_lists_is_not_committed(tmp_path, monkeypatch):
+    """A newer orbax may call its folders otherwise: a marker without their checksums would say too much."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    store = CheckpointStore(tmp_path)
+    saver = MultiProcessSaver(store, 1.0, SimpleNamespace(child=lambda _: None), (), print, list, print)
+    folder = store.writing_path(7)
+    (folder / "state/part-of-1").mkdir(parents=True)
+    (folder / "state/part-of-1/d").touch()
+    (folder / files.PART.format(1)).write_text("{}")
+    with pytest.raises(CheckpointError, match="checkpoint 7: state/part-of-1/d is in no process's list of its files"):
+        saver._commit(PendingSave(7, {}, no_op, no_op, 0.0, folder=folder))
