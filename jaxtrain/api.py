@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import optax
+
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
-from jaxtrain.core.components import Components, with_model_type
+from jaxtrain.core.components import Components, with_model_type, with_optimizer_object
 from jaxtrain.core.resolve import with_layout
 from jaxtrain.distributed import runtime
 from jaxtrain.trackers.console import ConsoleTracker
@@ -47,6 +49,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     model: Any = None,
     weights: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk.
 
@@ -66,6 +69,8 @@ def train(
             becomes its name. The values of an NNX module are the initial ones, and it is not changed.
         weights: pytree of arrays, or a module: initial values of the variables of the same paths. Those of
             `config.model.weights` map them to others, and its `strict` tells if all must be there.
+        optimizer: an optax transformation. Learning rate, schedule, decay and clipping are its own, and those of the
+            config have no effect.
 
     Returns:
         the outcome, with metrics, state and compiled program.
@@ -78,9 +83,11 @@ def train(
     """
     if model is not None:
         config = with_model_type(config, model)
+    if optimizer is not None:
+        config = with_optimizer_object(config, optimizer)
     config = with_layout(config)
     default = default_callbacks(config, profile=profile, deadline=deadline, verbose=verbose)
     return loop.train(
         config, run_dir, resume=resume, console=console, ledger=ledger, callbacks=[*default, *callbacks],
-        components=Components(model, weights),
+        components=Components(model, weights, optimizer),
     )  # fmt: skip

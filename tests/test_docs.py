@@ -27,6 +27,7 @@ def test_every_package_is_in_the_import_contract():
         "docs/glossary.md",
         "docs/packages.md",
         "docs/own-models.md",
+        "docs/optimizers.md",
         "docs/reliability.md",
     ],
 )

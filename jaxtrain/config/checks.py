@@ -12,7 +12,20 @@ from typing import NamedTuple
 
 from jaxtrain.config.field_types import LARGEST
 from jaxtrain.config.model_schema import ModelConfig
-from jaxtrain.config.schema import TEXT_KEYS, USER_CLASS, Config, DataConfig, DocumentsConfig
+from jaxtrain.config.schema import (
+    OBJECT,
+    OPTIMIZER_KEYS,
+    OPTIMIZERS,
+    SCHEDULE_KEYS,
+    SCHEDULES,
+    TEXT_KEYS,
+    USER_CLASS,
+    Config,
+    DataConfig,
+    DocumentsConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from jaxtrain.errors import did_you_mean, format_value, join_words
 
 SET_NAME = r"[A-Za-z][\w\-]*"
@@ -120,10 +133,34 @@ def _types(config: Config) -> Iterator[Conflict]:
             hint = did_you_mean(part.type, [builtin])
             message = f"expected `{builtin}` or a class as `package.module:Class`; found {format_value(part.type)}"
             yield Conflict((f"{name}.type",), message + hint)
+    for index, group in enumerate(config.optimizer.groups):
+        if group.weight_decay is not None and not config.optimizer.is_builtin:
+            message = f"`{config.optimizer.name}` has its own decay; expected its options, or one of {OPTIMIZERS}"
+            yield Conflict((f"optimizer.groups.{index}.weight_decay", "optimizer.name"), message)
+    yield from _functions("optimizer", config.optimizer, OPTIMIZERS, OPTIMIZER_KEYS)
+    yield from _functions("schedule", config.schedule, SCHEDULES, SCHEDULE_KEYS)
     keys = [f"data.{key}" for key in TEXT_KEYS if key in config.data.model_fields_set]
     if keys and not config.data.is_text:
         message = f"only the built-in `text` reads {join_words(keys, 'and')}; expected `data.options`"
         yield Conflict((*keys, "data.type"), message)
+
+
+def _functions(
+    name: str, part: OptimizerConfig | ScheduleConfig, builtin: tuple[str, ...], keys: tuple[str, ...]
+) -> Iterator[Conflict]:
+    """Checks that built-in optimizers and schedules have keys, and functions of optax or a user's own have options."""
+    if part.is_builtin:
+        if part.options:
+            message = f"options are for those of optax or a user's own; `{part.name}` takes its keys directly"
+            yield Conflict((f"{name}.options", f"{name}.name"), message)
+    elif part.name != OBJECT and not re.fullmatch(USER_CLASS, part.name) and not part.name.startswith("optax."):
+        message = f"expected {join_words(builtin, 'or')}, `optax.NAME`, or a function as `package.module:name`"
+        yield Conflict((f"{name}.name",), f"{message}; found {part.name!r}{did_you_mean(part.name, list(builtin))}")
+    else:
+        given = [key for key in keys if getattr(part, key) != type(part).model_fields[key].default]
+        if given:
+            message = f"`{part.name}` does not read {join_words(given, 'and')}; expected `{name}.options`"
+            yield Conflict((*(f"{name}.{key}" for key in given), f"{name}.name"), message)
 
 
 def divisors(number: int, near: int, count: int = 3) -> list[int]:

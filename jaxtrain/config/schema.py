@@ -37,6 +37,11 @@ from jaxtrain.config.section import Section, TextOrSection, key, section
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
 
+OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")  # ours, which take the keys of their section
+OBJECT = "object"  # name of what is given as a Python object
+OPTIMIZER_KEYS = ("betas", "epsilon", "weight_decay", "decay_all_parameters")  # that no other optimizer reads
+SCHEDULES = ("cosine", "linear", "wsd", "inverse_sqrt", "constant")
+SCHEDULE_KEYS = ("warmup_steps", "min_lr_ratio", "decay_fraction")  # that no other schedule reads
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
 LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
 
@@ -106,26 +111,65 @@ class DataConfig(Section):
         return {key: value for key, value in serialize(self).items() if self.is_text or key not in TEXT_KEYS}
 
 
+class ParameterGroupConfig(Section):
+    """Parameters with another learning rate or weight decay."""
+
+    match: tuple[str, ...] = key((), "patterns of paths (`embed/.*`) or logical names (`vocab`)")
+    lr_factor: NonNegative = key(1.0, "factor of the learning rate")
+    weight_decay: NonNegative | None = key(None, "decoupled weight decay of our optimizers; default: theirs")
+
+
 class OptimizerConfig(Section):
     """Optimizer."""
 
-    name: Literal["adamw", "adafactor", "lion", "sgd", "muon"] = key("adamw", "update rule")
-    lr: NonNegative = key(3e-4, "peak learning rate")
+    name: str = key(
+        "adamw", "`adamw`, `adafactor`, `lion`, `sgd`, `muon`, of optax as `optax.lamb` or `optax.contrib.prodigy`, or "
+        "a function `package.module:name` that returns one; `object`: given in Python"
+    )  # fmt: skip
+    options: dict[str, Any] = key({}, "keyword arguments of an optimizer of optax or a user's own")
+    lr: NonNegative = key(3e-4, "peak learning rate; given as `learning_rate` to a function that takes it")
     betas: tuple[Share, Share] = key((0.9, 0.95), "decay of the first moment (momentum of sgd and muon) and the second")
     epsilon: PositiveFloat = key(1e-8, "added to the denominator")
     weight_decay: NonNegative = key(0.1, "decoupled weight decay")
     decay_all_parameters: Bool = key(False, "decay norms, biases and embeddings too; default: matrices only")
     grad_clip_norm: PositiveFloat | None = key(1.0, "maximum global norm of the gradients")
+    groups: tuple[ParameterGroupConfig, ...] = key(
+        (), "parameters with another learning rate or decay; the first group that matches holds. `model.frozen` freezes"
+    )
     ema_decay: Fraction | None = key(None, "decay of an exponential moving average of the weights")
+
+    @property
+    def is_builtin(self) -> bool:
+        """True if the optimizer is one of ours, not of optax or a user's own."""
+        return self.name in OPTIMIZERS
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omits the keys that only our optimizers read, for any other one."""
+        return {key: value for key, value in serialize(self).items() if self.is_builtin or key not in OPTIMIZER_KEYS}
 
 
 class ScheduleConfig(Section):
     """Learning rate by step, relative to `optimizer.lr`."""
 
-    name: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = key("cosine", "shape after warm-up")
+    name: str = key(
+        "cosine", "shape after warm-up: `cosine`, `linear`, `wsd`, `inverse_sqrt`, `constant`; or a schedule of optax "
+        "as `optax.cosine_onecycle_schedule`, or a function `package.module:name` that returns one: then of all of it"
+    )  # fmt: skip
+    options: dict[str, Any] = key({}, "keyword arguments of a schedule of optax or a user's own")
     warmup_steps: Count = key(0, "steps of linear warm-up; at most the steps of the run")
     min_lr_ratio: Fraction = key(0.1, "last learning rate over the peak (cosine, linear, wsd)")
     decay_fraction: Fraction = key(0.2, "wsd: fraction of the steps spent decaying at the end")
+
+    @property
+    def is_builtin(self) -> bool:
+        """True if the schedule is one of ours, not of optax or a user's own."""
+        return self.name in SCHEDULES
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omits the keys that only our schedules read, for any other one."""
+        return {key: value for key, value in serialize(self).items() if self.is_builtin or key not in SCHEDULE_KEYS}
 
 
 class LossConfig(TextOrSection):

@@ -6,7 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.schema import Config
+import optax
+
+from jaxtrain.config.schema import OBJECT, Config, OptimizerConfig, ScheduleConfig
+from jaxtrain.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,13 +20,29 @@ class Components:
         model: a class of Flax modules, a function that returns one, a Linen module, or an NNX module, whose values are
             the initial ones.
         weights: a pytree of arrays, or a module: initial values of the variables of the same path.
+        optimizer: an optax transformation with its own learning rate; those of the config have no effect.
     """
 
     model: Any = None
     weights: Any = None
+    optimizer: optax.GradientTransformation | None = None
 
 
 NO_COMPONENTS = Components()
+
+
+def with_optimizer_object(config: Config, optimizer: Any) -> Config:
+    """Returns the config of a run with an optimizer object, whose learning rate, decay and clipping are its own.
+
+    Raises:
+        UserError: it is no optax transformation.
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        expected = "expected an optax.GradientTransformation, such as optax.lamb(1e-3)"
+        raise UserError(f"optimizer: found {type(optimizer).__name__}; {expected}")
+    old = config.optimizer
+    section = OptimizerConfig(name=OBJECT, grad_clip_norm=None, ema_decay=old.ema_decay, groups=old.groups)
+    return config.model_copy(update={"optimizer": section, "schedule": ScheduleConfig(name=OBJECT)})
 
 
 def with_model_type(config: Config, model: Any) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config.model_schema import InitialWeightsConfig
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import OBJECT, Config
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.components import NO_COMPONENTS, Components
@@ -113,9 +113,12 @@ def build_program(
     _check_tensors(config, model_def, len(devices))
     gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
 
-    rate = make_schedule(config.optimizer.lr, config.schedule, config.steps)
+    own = components.optimizer
+    if config.optimizer.name == OBJECT and own is None:
+        raise UserError("optimizer: the run has one that was given in Python; expected it again, as `optimizer=...`")
+    rate = None if own else make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
-    tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate)
+    tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate, own)
     parts = train_state.StateParts(
         ema=config.optimizer.ema_decay is not None,
         scaling=POLICIES[config.precision].scales_loss,

@@ -14,9 +14,11 @@ import optax
 
 from jaxtrain.core import spike_detection
 from jaxtrain.models.model_def import ModelDef, NonTrainable, Tree, merge_trees, select_paths
+from jaxtrain.optim.any_optax import evaluation_parameters
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.state_sharding import state_names
 from jaxtrain.precision.loss_scaling import initial_loss_scale
+from jaxtrain.sharding.rules import INFERRED, Names
 from jaxtrain.sharding.sharder import Sharder
 
 State = dict[str, Any]
@@ -49,7 +51,7 @@ def shardings(state: State, model_def: ModelDef, optimizer: optax.GradientTransf
 
     replicated = sharder.sharding(())
     params = by_names(state["params"], model_def.names)
-    moments = by_names(state["opt_state"], state_names(optimizer, model_def.params, model_def.names))
+    moments = by_names(state["opt_state"], names_of_moments(state, model_def, optimizer, sharder))
     result = {"step": replicated, "rng": replicated, "params": params, "opt_state": moments}
     for name, names in model_def.non_trainable_names._asdict().items():
         if name in state:
@@ -58,6 +60,18 @@ def shardings(state: State, model_def: ModelDef, optimizer: optax.GradientTransf
         if name in state:
             result[name] = dict.fromkeys(state[name], replicated)
     return result | ({"ema": params} if "ema" in state else {})
+
+
+def names_of_moments(
+    state: State, model_def: ModelDef, optimizer: optax.GradientTransformation, sharder: Sharder
+) -> Any:
+    """Returns the logical names of the optimizer's state; a dim that its shards do not divide is not `inferred`."""
+
+    def divisible(leaf: Any, names: Names) -> Names:
+        shards = sharder.size(INFERRED)
+        return tuple(None if n == INFERRED and size % shards else n for n, size in zip(names, leaf.shape))
+
+    return jax.tree.map(divisible, state["opt_state"], state_names(optimizer, model_def.params, model_def.names))
 
 
 def with_shardings(state: State, shardings: State) -> State:
@@ -115,7 +129,8 @@ def all_parameters(state: State) -> Tree:
 
 def evaluated_parameters(state: State) -> Tree:
     """Returns the parameters to evaluate a model with: the averages of the trained ones, if a state has them."""
-    return all_parameters({**state, "params": state["ema"]} if "ema" in state else state)
+    averages = state["ema"] if "ema" in state else evaluation_parameters(state["opt_state"], state["params"])
+    return all_parameters({**state, "params": averages})
 
 
 def split_parameters(parameters: Tree, like: State) -> State:

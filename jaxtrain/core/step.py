@@ -39,8 +39,8 @@ TrainStepWithGradients = Callable[[State, Batch], tuple[State, Metrics, Tree]]
 
 def train_step(
     gradients: Gradients,
-    optimizer: optax.GradientTransformation,
-    schedule: Callable[[jax.Array], jax.Array],
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: Callable[[jax.Array], jax.Array] | None,
     *,
     max_norm: float | None = None,
     ema_decay: float | None = None,
@@ -60,7 +60,7 @@ def train_step(
     Args:
         gradients: computes gradients of a global batch.
         optimizer: update rule.
-        schedule: learning rate by step.
+        schedule: learning rate by step, for the metric `lr`; None: an optimizer that has its own.
         max_norm: gradients of a larger global norm are scaled down to it.
         ema_decay: decay of the average of the parameters.
         spike: response to spikes.
@@ -78,10 +78,12 @@ def train_step(
             is_bad = jnp.isin(state["step"] + 1, jnp.array(nan_steps, jnp.int32))
             grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g).astype(g.dtype), grads)
         clipped, norm = clip_by_global_norm(grads, max_norm, gradients.model_def.names)
-        updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"])
+        metrics = _step_metrics(gradients.model_def, output) | {"grad_norm": norm}
+        if schedule is not None:
+            metrics["lr"] = jnp.asarray(schedule(state["step"]), jnp.float32)
+        extra = {"value": metrics["loss"], "grad": clipped}
+        updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"], **extra)
         params = optax.apply_updates(state["params"], updates)
-        metrics = _step_metrics(gradients.model_def, output)
-        metrics |= {"grad_norm": norm, "lr": jnp.asarray(schedule(state["step"]), jnp.float32)}
         is_accepted, guard_state, guard_metrics = _accept_update(state, metrics, spike)
         mutable = {"mutable": output.mutable} if output.mutable else {}
         new = _select(is_accepted, {"params": params, "opt_state": opt_state} | mutable, state)

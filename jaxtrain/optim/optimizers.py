@@ -12,7 +12,9 @@ from optax import contrib
 
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.adafactor import scale_by_adafactor
+from jaxtrain.optim.any_optax import make_by_name, on_stacked_layers
 from jaxtrain.optim.param_dims import is_matrix, is_selection_bias, map_names, matrix_dims
+from jaxtrain.optim.parameter_groups import assign_groups, scale_groups, weight_decay
 from jaxtrain.optim.schedules import Schedule
 from jaxtrain.optim.selection_bias import with_selection_biases, without_biases
 
@@ -20,9 +22,13 @@ MUON_RMS = 0.2  # RMS of a Muon update, similar to Adam's (Liu et al. 2025, arXi
 
 
 def make_optimizer(
-    cfg: OptimizerConfig, schedule: Schedule, names: Any, params: Any, bias_rate: float | None = None
-) -> optax.GradientTransformation:
-    """Returns the optimizer of a config: direction, then decoupled weight decay, then the learning rate.
+    cfg: OptimizerConfig, schedule: Schedule | None, names: Any, params: Any, bias_rate: float | None = None,
+    component: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Returns the optimizer of a config. Its updates are to be added to the parameters.
+
+    Those of optax and a user's own are applied to the parameters of single layers (`layer_stack`), and get the loss as
+    `value` and the gradients as `grad`. Ours are a direction, then decoupled weight decay, then the learning rate:
 
         p <- p - lr(step) * (direction + weight_decay * p)
 
@@ -38,27 +44,29 @@ def make_optimizer(
 
     Args:
         cfg: the `optimizer` section.
-        schedule: learning rate by step.
+        schedule: learning rate by step; None with a component, which has its own.
         names: tree of tuples of logical names, like the parameters.
         params: the same tree of arrays or ShapeDtypeStructs.
         bias_rate: step size of the selection biases of experts, which are updated separately (`optim.selection_bias`).
+        component: an optimizer in place of the one that `cfg` names.
 
     Raises:
         ValueError: a parameter has not as many names as dims.
+        UserError: an optimizer of optax or a user's own that can not be made, or fails.
     """
     check_names(names, params)
     if bias_rate is not None:
         is_bias = map_names(is_selection_bias, names)
-        others = make_optimizer(cfg, schedule, without_biases(names, is_bias), without_biases(params, is_bias))
+        rest = without_biases(names, is_bias), without_biases(params, is_bias)
+        others = make_optimizer(cfg, schedule, *rest, component=component)
         return with_selection_biases(others, is_bias, bias_rate)
-    mask = None if cfg.decay_all_parameters else weight_decay_mask(names)
-    return with_float32_arithmetic(
-        optax.chain(
-            _direction(cfg, names),
-            optax.add_decayed_weights(cfg.weight_decay, mask),
-            optax.scale_by_learning_rate(schedule),
-        )
-    )
+    assigned = assign_groups(cfg.groups, names)
+    if component is not None or not cfg.is_builtin:
+        tx = on_stacked_layers(component or make_by_name(cfg, schedule), names, params)
+    else:
+        decay = weight_decay(cfg, assigned, names)
+        tx = optax.chain(_direction(cfg, names), decay, optax.scale_by_learning_rate(schedule))
+    return scale_groups(with_float32_arithmetic(tx), cfg.groups, assigned)
 
 
 def _direction(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
@@ -72,7 +80,7 @@ def _direction(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation
             return optax.trace(cfg.betas[0])
         case "adafactor":
             return scale_by_adafactor(names)
-        case "muon":
+        case _:  # muon
             labels = map_names(lambda n: "muon" if uses_muon(n) else "adam", names)
             return optax.partition({"muon": _muon(cfg, names), "adam": adam}, labels)
 
@@ -100,11 +108,6 @@ def _muon(cfg: OptimizerConfig, names: Any) -> optax.GradientTransformation:
     return optax.chain(orthogonal, optax.stateless(scale))
 
 
-def weight_decay_mask(names: Any) -> Any:
-    """Returns a tree of bools: True for matrices (the head too), False for norms, biases and embedding tables."""
-    return map_names(is_matrix, names)
-
-
 def check_names(names: Any, params: Any) -> None:
     """Raises ValueError unless every parameter has as many names as dims."""
 
@@ -116,19 +119,21 @@ def check_names(names: Any, params: Any) -> None:
     jax.tree_util.tree_map_with_path(check, names, params, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def with_float32_arithmetic(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_float32_arithmetic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns `tx` with float32 arithmetic; the state is stored in the dtypes of `tx.init`.
 
     Gradients, parameters and floating-point state are cast to float32, and the new state is cast back. Updates stay
     float32, so that a bfloat16 parameter is rounded once, after the sum (`optax.apply_updates`). A bfloat16 second
     moment does not follow changes below 2^-9 of itself: with beta2 above about 0.995 use float32 parameters.
     """
+    extended = optax.with_extra_args_support(tx)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = tx.update(_to_float32(updates), _to_float32(state), _to_float32(params))
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        extra = {name: _to_float32(value) for name, value in extra.items()}
+        updates, new = extended.update(_to_float32(updates), _to_float32(state), _to_float32(params), **extra)
         return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
 
-    return optax.GradientTransformation(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _to_float32(tree: Any) -> Any:

@@ -8,8 +8,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.schema import ScheduleConfig
+from jaxtrain.errors import UserError
+from jaxtrain.optim.functions import call_by_name, first_line
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+
+
+def make_schedule_by_name(cfg: ScheduleConfig) -> Schedule:
+    """Returns the schedule of optax or a user's own. Raises UserError if it can not be made, or returns no number."""
+    schedule = call_by_name("schedule", cfg.name, cfg.options)
+    try:
+        value = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:
+        raise UserError(f"schedule.name: {cfg.name} fails at a step: {first_line(error)}") from error
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.number):
+        raise UserError(f"schedule.name: {cfg.name} returns {value!r} at a step; expected a number, the learning rate")
+    return lambda step: jnp.asarray(schedule(step), jnp.float32)
 
 
 def make_schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
@@ -27,7 +41,15 @@ def make_schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
 
     `min_lr_ratio` is reached at s = S, one step after the last, so that no step has a rate of zero. In wsd the decay
     starts after the warm-up, even if that reaches into the last d steps.
+
+    A schedule of optax or a user's own, made by the function that `name` names with `options`, returns the learning
+    rate itself; of `lr` it knows only what it takes as `peak_value` or `init_value`.
+
+    Raises:
+        UserError: no such function, it does not take these options, or the schedule returns no number.
     """
+    if not cfg.is_builtin:
+        return make_schedule_by_name(cfg)
     warmup, ratio = min(cfg.warmup_steps, steps), cfg.min_lr_ratio
     decay_start = max(warmup, steps - round(cfg.decay_fraction * steps)) if cfg.name == "wsd" else warmup
 
@@ -42,7 +64,7 @@ def make_schedule(peak: float, cfg: ScheduleConfig, steps: int) -> Schedule:
                 return 1 - (1 - ratio) * progress(s)
             case "inverse_sqrt":
                 return jnp.sqrt((warmup + 1) / (s + 1))
-            case "constant":
+            case _:  # constant
                 return jnp.ones_like(s)
 
     def lr(step: jax.typing.ArrayLike) -> jax.Array:

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import optax
 
 
-def with_selection_biases(tx: optax.GradientTransformation, is_bias: Any, rate: float) -> optax.GradientTransformation:
+def with_selection_biases(
+    tx: optax.GradientTransformationExtraArgs, is_bias: Any, rate: float
+) -> optax.GradientTransformationExtraArgs:
     """Returns `tx` for all other parameters, and the update above for the selection biases; the state is that of `tx`.
 
     Args:
@@ -30,13 +32,15 @@ def with_selection_biases(tx: optax.GradientTransformation, is_bias: Any, rate: 
     def init(params: Any) -> Any:
         return tx.init(without_biases(params, is_bias))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         other_params = None if params is None else without_biases(params, is_bias)
-        others, state = tx.update(without_biases(updates, is_bias), state, other_params)
+        if "grad" in extra:
+            extra["grad"] = without_biases(extra["grad"], is_bias)
+        others, state = tx.update(without_biases(updates, is_bias), state, other_params, **extra)
         steps = jax.tree.map(lambda b, g: -rate * jnp.sign(g.astype(jnp.float32)) if b else None, is_bias, updates)
         return _merge(others, steps), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def without_biases(tree: Any, is_bias: Any) -> Any:

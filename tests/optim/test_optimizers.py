@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.schema import OptimizerConfig, ScheduleConfig
+from jaxtrain.errors import UserError
 from jaxtrain.optim.adafactor import scale_by_adafactor
 from jaxtrain.optim.optimizers import (
     clip_by_global_norm,
@@ -19,7 +20,6 @@ from jaxtrain.optim.optimizers import (
     ema_update,
     make_optimizer,
     uses_muon,
-    weight_decay_mask,
     with_float32_arithmetic,
 )
 from jaxtrain.optim.param_dims import is_matrix, matrix_dims, num_stacked_dims
@@ -169,7 +169,6 @@ def test_roles_of_dims(names, matrix, orthogonal, sides):
     assert uses_muon(names) == orthogonal
     if sides:
         assert matrix_dims(names) == sides
-    assert weight_decay_mask({"w": names}) == {"w": matrix}
 
 
 def test_names_of_the_wrong_length():
@@ -219,3 +218,23 @@ def test_ema():
         ema = ema_update(ema, {"w": jnp.asarray(new, jnp.bfloat16)}, 0.999)
         wanted = 0.999 * wanted + 0.001 * new
     np.testing.assert_allclose(ema["w"], wanted, rtol=1e-5)
+
+
+def test_groups_have_their_learning_rate_and_decay():
+    groups = ({"match": ["vocab"], "lr_factor": 0.1, "weight_decay": 0.7}, {"match": [".*/norm"], "weight_decay": 0.2})
+    cfg, plain = config("adamw", groups=groups), config("adamw")
+    params, grads = random_tree(0, 0.5), [random_tree(1)]
+    got, base = (run(make_optimizer(c, rate(1), NAMES, SHAPES), params, grads)[0] for c in (cfg, plain))
+    lr = float(rate(1)(0))
+    for path, names in jax.tree_util.tree_leaves_with_path(NAMES, is_leaf=IS_ENTRY):
+        p, g, b = (dict(jax.tree_util.tree_leaves_with_path(tree))[path] for tree in (params, got, base))
+        decay = plain.weight_decay if path[-1].key in MATRICES else 0.0
+        direction = (p - b) / lr - decay * p
+        factor, own = (0.1, 0.7) if "vocab" in names else (1.0, 0.2 if path[-1].key == "norm" else decay)
+        np.testing.assert_allclose(g, p - factor * lr * (direction + own * p), rtol=1e-5, atol=2e-6, err_msg=str(path))
+
+
+@pytest.mark.parametrize("match", [["nothing"], []])
+def test_a_group_without_parameters(match):
+    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match: "):
+        make_optimizer(config("adamw", groups=({"match": match},)), rate(1), NAMES, SHAPES)

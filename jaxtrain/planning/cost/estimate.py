@@ -254,7 +254,7 @@ class CostModel:
         precision = self.workload.precision
         self.width = compute_bytes(precision)
         self.dtype = {"fp32": "f32", "fp16": "f16"}.get(precision, "bf16")
-        self.moments = 2 if self.workload.optimizer.name in ("adamw", "muon") else 1
+        self.moments = 1 if self.workload.optimizer.name in ("adafactor", "lion", "sgd") else 2
         self.mlp = active_mlp_width(self.model)
         self.flops = layer_matmuls(self.model, mean_attended(self.model, self.data.sequence))
 

@@ -157,7 +157,7 @@ class ParameterSharding:
 
     def _add_state(self, elements: int, storage_bytes: int, path: str, shape: tuple[int, ...], names: Names) -> None:
         out, optimizer, is_matrix = self._out, self.workload.optimizer, _is_matrix(names)
-        moments: float = MOMENTS[optimizer.name]
+        moments: float = MOMENTS.get(optimizer.name, 2)  # of optax's most have two
         if optimizer.name == "muon" and (not is_matrix or "vocab" in names or TABLE in names):
             moments = 2  # AdamW
         if optimizer.name == "adafactor":  # a row and a column of a matrix

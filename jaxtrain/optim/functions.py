@@ -1,0 +1,52 @@
+"""Functions that make optimizers and schedules, by name: those of optax, and a user's own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from jaxtrain.config.user_class import load_class
+from jaxtrain.errors import UserError, did_you_mean
+
+OPTAX = "optax."  # begins the names of functions of optax
+
+
+def call_by_name(section: str, name: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Any:
+    """Calls the function of a name with options.
+
+    Args:
+        section: section of the config that names it, for messages.
+        name: `optax.NAME`, `optax.contrib.NAME` or `package.module:NAME`.
+        options: keyword arguments.
+        defaults: keyword arguments for a function that takes them, if the options do not have them.
+
+    Raises:
+        UserError: no such function, or it fails.
+    """
+    make = optax_function(section, name) if name.startswith(OPTAX) else load_class(name, f"{section}.name")
+    try:
+        taken = inspect.signature(make).parameters
+        return make(**{key: value for key, value in (defaults or {}).items() if key in taken} | dict(options))
+    except Exception as error:
+        raise UserError(f"{section}.options: {name} fails: {first_line(error)}") from error
+
+
+def optax_function(section: str, name: str) -> Callable[..., Any]:
+    """Returns the function of optax with a name such as `optax.lamb`. Raises UserError if there is none."""
+    found: Any = optax
+    for part in name.removeprefix(OPTAX).split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{section}.name: there is no `{name}`{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{section}.name: `{name}` is no function; expected one such as optax.lamb")
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """Describes an error in one line: its class, and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

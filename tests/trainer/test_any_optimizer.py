@@ -1,0 +1,134 @@
+"""Optimizers of optax and users' own in whole runs: any layout, any ZeRO stage, resumed on another mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from selection import one_in
+
+import jaxtrain
+from jaxtrain.core.state import evaluated_parameters
+from jaxtrain.errors import UserError
+
+STEPS = 6
+OWN = str(Path(__file__).parents[1] / "optim")
+OPTIMIZERS = {
+    "lamb": {"name": "optax.lamb", "lr": 1e-2},
+    "schedule_free": {"name": "optax.contrib.schedule_free_adamw", "options": {"learning_rate": 1e-2}},
+    "prodigy": {"name": "optax.contrib.prodigy", "lr": 1.0},
+    "kronecker": {"name": "own_optimizers:kronecker", "options": {"learning_rate": 1e-3}},
+    "norms": {"name": "own_optimizers:norm_scaled", "options": {"learning_rate": 1e-2}},
+}
+LAYOUTS = {
+    "zero1": ("layout=zero1", "mesh.data=8"),
+    "zero2": ("layout=zero2", "mesh.data=8"),
+    "zero3": ("layout=zero3", "mesh.data=8"),
+    "3d": ("layout=3d", "mesh={data: 2, fsdp: 2, model: 2}"),
+}
+
+
+def config(tmp_path, optimizer, *overrides, steps=STEPS, name="run"):
+    base = {
+        "name": name, "dir": str(tmp_path / "runs"), "steps": steps, "precision": "fp32",
+        "model": {"embed": 32, "layers": 3, "heads": 4, "mlp": 64}, "optimizer": optimizer,
+        "data": {"sequence": 32, "global_batch": 8, "validation_fraction": 0.02, "cache_dir": str(tmp_path / "cache")},
+        "schedule": {"name": "constant"}, "eval": {"batches": 1}, "log": {"tensorboard": False},
+    }  # fmt: skip
+    return jaxtrain.load(None, *overrides, base=base)
+
+
+@pytest.fixture(autouse=True)
+def own_optimizers(monkeypatch, tmp_path_factory):
+    monkeypatch.syspath_prepend(OWN)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("optimizers")
+
+
+def losses(result) -> list[float]:
+    records = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in records] + [r["eval/loss"] for r in records if "eval/loss" in r]
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """Losses of each optimizer on one device, and bytes of its state."""
+    known = {}
+
+    def run(name):
+        if name not in known:
+            result = jaxtrain.train(config(place, OPTIMIZERS[name], name=f"{name}-alone"))
+            known[name] = losses(result), state_bytes(result)
+        return known[name]
+
+    return run
+
+
+def state_bytes(result) -> int:
+    """Bytes of the optimizer's state on the first device."""
+    leaves = jax.tree.leaves(result.state["opt_state"])
+    return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+
+@pytest.mark.parametrize(("name", "layout"), one_in(4, OPTIMIZERS, LAYOUTS))
+def test_a_layout_never_changes_the_result(place, alone, name, layout):
+    result = jaxtrain.train(config(place, OPTIMIZERS[name], *LAYOUTS[layout], "simulate=8", name=f"{name}-{layout}"))
+    want, whole = alone(name)
+    np.testing.assert_allclose(losses(result), want, rtol=1e-4 if name == "kronecker" else 1e-5)
+    assert name == "norms" or state_bytes(result) < whole / (1.5 if layout == "3d" else 3)
+
+
+@pytest.mark.parametrize("name", ["lamb", "kronecker"])
+def test_resume_on_another_mesh(place, alone, name):
+    first = config(place, OPTIMIZERS[name], *LAYOUTS["zero2"], "simulate=8", steps=3, name=f"{name}-moved")
+    run_dir = jaxtrain.train(first).run_dir
+    second = config(place, OPTIMIZERS[name], *LAYOUTS["3d"], "simulate=8", name=f"{name}-moved")
+    result = jaxtrain.train(second, run_dir, resume=True)
+    np.testing.assert_allclose(losses(result)[:STEPS], alone(name)[0][:STEPS], rtol=1e-4)
+
+
+def test_an_object_is_its_own_rate_and_clip(tmp_path, place, alone):
+    """The same optimizer by name has the config's learning rate; its clipping is off here."""
+    by_name = config(tmp_path, OPTIMIZERS["lamb"] | {"grad_clip_norm": None}, name="named")
+    want = jaxtrain.train(by_name)
+    given = config(tmp_path, {"lr": 7.0}, name="given")
+    got = jaxtrain.train(given, optimizer=optax.lamb(1e-2))
+    assert losses(got) == losses(want)
+    records = [json.loads(line) for line in (got.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert "lr" not in records[0]
+    with pytest.raises(UserError, match="the run has one that was given in Python; expected it again, as `optimizer"):
+        jaxtrain.train(jaxtrain.load(got.run_dir / "config.yaml", "steps=8"), got.run_dir, resume=True)
+    longer = config(tmp_path, {"lr": 7.0}, steps=8, name="given")
+    assert jaxtrain.train(longer, got.run_dir, resume=True, optimizer=optax.lamb(1e-2)).step == 8
+    with pytest.raises(UserError, match=r"optimizer: found function; expected an optax\.GradientTransformation"):
+        jaxtrain.train(given, optimizer=optax.lamb)
+
+
+def test_a_schedule_free_run_is_evaluated_with_its_average(place, alone):
+    result = jaxtrain.train(config(place, OPTIMIZERS["schedule_free"], name="average"))
+    state = result.state["opt_state"]
+    want = optax.contrib.schedule_free_eval_params(state, result.state["params"])
+    got = evaluated_parameters(result.state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), got, want))
+    assert not np.array_equal(jax.tree.leaves(got)[0], jax.tree.leaves(result.state["params"])[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ({"name": "adamww"}, r"optimizer\.name: expected adamw, adafactor, .* `optax\.NAME`, .*did you mean `adamw`"),
+        ({"name": "optax.lamb", "weight_decay": 0.3}, r"`optax\.lamb` does not read weight_decay; expected `optimizer"),
+        ({"name": "optax.lamb", "groups": [{"match": ["vocab"], "weight_decay": 0}]}, "`optax.lamb` has its own decay"),
+        ({"options": {"b1": 0.8}}, r"options are for those of optax or a user's own; `adamw` takes its keys"),
+    ],
+)
+def test_wrong_configs(tmp_path, optimizer, said):
+    with pytest.raises(UserError, match=said):
+        config(tmp_path, optimizer)
