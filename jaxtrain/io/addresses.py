@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
 import threading
@@ -29,11 +28,15 @@ def wait_for_name(host: str, ended: threading.Event, sign_of_life: Callable[[], 
 
     def resolve() -> None:
         while not ended.is_set():
-            with contextlib.suppress(socket.gaierror):
+            try:
                 socket.getaddrinfo(host, None)
-                is_known.set()
-                return
-            ended.wait(RESOLVE_RETRY)
+            except socket.gaierror:
+                ended.wait(RESOLVE_RETRY)
+                continue
+            except (OSError, ValueError):
+                pass  # whoever uses it says why it is no name
+            is_known.set()
+            return
 
     threading.Thread(target=resolve, name="resolve", daemon=True).start()
     while not is_known.wait(SIGN_INTERVAL):

@@ -42,8 +42,8 @@ def listen(host: str, port: int) -> socket.socket:
     what = ""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        found, what = [], error.strerror
+    except (OSError, UnicodeError) as error:
+        found, what = [], getattr(error, "strerror", None) or str(error)
     for family, *_, address in found:  # a name may have addresses of two families, of which this node has one
         try:
             return socket.create_server(address[:2], family=family, backlog=BACKLOG)
