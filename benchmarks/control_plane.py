@@ -33,7 +33,7 @@ from typing import Any
 import common
 
 from jaxtrain.errors import ProtocolError
-from jaxtrain.launch.agent import free_port
+from jaxtrain.io.addresses import HeldPort
 from jaxtrain.launch.leadership.lead import LeaderSettings, lead
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed
 from jaxtrain.launch.types import Placement, RestartPolicy
@@ -175,13 +175,15 @@ class LeaderProcess:
 def measure(count: int, heartbeat: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         policy = RestartPolicy(nodes=count, heartbeat=heartbeat, join_timeout=LIMIT, max_failures=99, backoff=0.001)
-        settings = LeaderSettings("job", "127.0.0.1", free_port(), SECRET, policy)
+        held = HeldPort()
+        settings = LeaderSettings("job", "127.0.0.1", held.number, SECRET, policy)
         leader = LeaderProcess(Path(folder), settings)
         agents = Agents((settings.host, settings.port), heartbeat)
         try:
             return _measure(count, heartbeat, leader, agents, Path(folder))
         finally:
             leader.kill()
+            held.close()
             for channel in agents.channels.values():
                 channel.close()
 

@@ -19,6 +19,7 @@ from jaxtrain.errors import UserError
 
 # Environment variables that JAX and cluster launchers use.
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+GENERATION = "JAXTRAIN_GENERATION"  # number of the generation of a launched run
 COMPILE_CACHE = Path("~/.cache/jaxtrain/xla")
 HEARTBEAT_TIMEOUT = 30  # seconds of silence until JAX declares a process lost; a busy machine pauses for less
 EXPECTED = "expected jaxtrain.initialize(simulate) before anything else uses JAX, such as the creation of a module"
@@ -61,6 +62,12 @@ def process_count() -> int:
     return int(text)
 
 
+def generation() -> int | None:
+    """Returns the number of this generation of a launched run; None for a run that was not launched."""
+    text = os.environ.get(GENERATION, "")
+    return int(text) if text.isdecimal() else None
+
+
 def _set_compilation_cache(devices: list[Any]) -> None:
     """Sets the folder of compiled programs, unless JAX_COMPILATION_CACHE_DIR does."""
     # XLA (jaxlib 0.10) loses the order of collectives when it reads a program for several CPU devices from the cache:
@@ -81,9 +88,10 @@ def _join_processes(count: int) -> None:
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # By default the coordinator listens on every network of the machine.
-    bind = address if address.rpartition(":")[0] in ("127.0.0.1", "localhost") else None
+    host = address.rpartition(":")[0]
+    bind = address if host in ("127.0.0.1", "localhost", "[::1]") else None
     if bind is not None:
-        _bind_gloo_to_loopback()
+        _bind_gloo_to_loopback("::1" if host == "[::1]" else "127.0.0.1")
     try:
         jax.distributed.initialize(
             address,
@@ -117,12 +125,12 @@ def _leave_preemption_service() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-def _bind_gloo_to_loopback() -> None:
+def _bind_gloo_to_loopback(host: str) -> None:
     # Gloo listens on the address of the machine's host name, and JAX has no option for it.
     jaxlib: Any = importlib.import_module("jaxlib._jax")
     make = jaxlib.make_gloo_tcp_collectives
     if not isinstance(make, partial):
-        jaxlib.make_gloo_tcp_collectives = partial(make, hostname="127.0.0.1")
+        jaxlib.make_gloo_tcp_collectives = partial(make, hostname=host)
 
 
 def _simulate_devices(count: int) -> None:

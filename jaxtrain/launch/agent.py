@@ -20,6 +20,7 @@ from typing import Any
 from jaxtrain.checkpoint.memory.server import SnapshotServer
 from jaxtrain.errors import ProtocolError
 from jaxtrain.exit_codes import SAVED, USAGE
+from jaxtrain.io.addresses import HeldPort, address_text
 from jaxtrain.launch.leadership.link import LeaderLink
 from jaxtrain.launch.leadership.process import LeaderProcess
 from jaxtrain.launch.protocol import VERSION, Channel, ConnectionClosed, Message, check_revision
@@ -28,6 +29,7 @@ from jaxtrain.launch.workers import WorkerGroup, worker_environment
 
 LEADER_EXIT_TIMEOUT = 15.0  # seconds in which the leader process ends after its job; it waits for the other nodes
 FENCE = 0.75  # share of the heartbeat timeout: after that silence an agent's workers end before the leader continues
+WAIT_NOTICE = 5.0  # seconds without a leader after which an agent without workers says that it waits
 REPLY_TIMEOUT = 2.0  # seconds for the leader to answer a second signal
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 
@@ -113,7 +115,8 @@ class Agent:
         self._revision = 0  # of the newest leadership that this agent knows of
         # Last message, last heartbeat, begin and end of the last connection on which the leader has answered.
         self._heard = self._sent = self._joined = self._lost = time.monotonic()
-        self._is_accepted = False
+        self._is_accepted = self._has_said_waiting = False
+        self._port = HeldPort()  # for the next JAX coordinator
         self._group: WorkerGroup | None = None
         self._generation, self._exits = 0, list[dict[str, Any]]()  # the last one started here, and its ended workers
         self._reported_exits, self._is_idle_reported, self._idle_time = 0, True, 0.0
@@ -145,6 +148,7 @@ class Agent:
                 self._selector.close()
                 if self._memory_server is not None:
                     self._memory_server.close()
+                self._port.close()
 
     def _turn(self) -> None:
         """Handles what has happened, and what is due."""
@@ -179,7 +183,7 @@ class Agent:
         config, group = self._config, self._group
         try:
             channel.send(
-                "join", version=VERSION, node=config.node, slots=config.slots, host=config.host, port=free_port(),
+                "join", version=VERSION, node=config.node, slots=config.slots, host=config.host, port=self._hold_port(),
                 memory_port=self._memory_server.port if self._memory_server is not None else 0,
                 generation=self._generation, ranks=[worker.rank for worker in group.workers] if group else [],
             )  # fmt: skip
@@ -237,6 +241,9 @@ class Agent:
             why = "others have taken their place" if link.newest_generation > self._generation else link.problem
             self._terminal.show(f"launch  no leader ({why}): ending the workers of this node", error=True)
             self._clear()
+        if self._group is None and not self._has_said_waiting and now - self._lost > WAIT_NOTICE:
+            self._has_said_waiting = True
+            self._terminal.show(f"launch  waiting for the leader{self._where()} ({link.problem})")
         if has_waited:
             failed = f"cannot reach the leader{self._where()} within {config.join_timeout:g} s"
             expected = "the agent of node 0 there" if config.leader else "a node that leads"
@@ -244,7 +251,13 @@ class Agent:
             self._code = 1
 
     def _where(self) -> str:
-        return f" at {self._config.leader[0]}:{self._config.leader[1]}" if self._config.leader else ""
+        return f" at {address_text(*self._config.leader)}" if self._config.leader else ""
+
+    def _hold_port(self) -> int:
+        """Returns another free port, and lets the last one go."""
+        held, self._port = self._port, HeldPort()
+        held.close()
+        return self._port.number
 
     def _open_memory_server(self, host: str) -> SnapshotServer | None:
         try:
@@ -258,7 +271,7 @@ class Agent:
         kind, self._revision = message["kind"], check_revision(message, self._revision)
         self._heard = time.monotonic()
         if not self._is_accepted:
-            self._is_accepted = True
+            self._is_accepted, self._has_said_waiting = True, False
             if self._group is not None and self._group.generation == message.get("generation", self._generation):
                 self._terminal.show("launch  the leader is there again")
         if kind == "start":
@@ -317,7 +330,7 @@ class Agent:
             self._reported_exits += 1
         if self._group is None and not self._is_idle_reported:
             memory_step = self._memory_server.store.newest_complete_step() if self._memory_server is not None else -1
-            channel.send("idle", generation=self._generation, port=free_port(), memory_step=memory_step)
+            channel.send("idle", generation=self._generation, port=self._hold_port(), memory_step=memory_step)
             self._is_idle_reported = True
 
     def _end_at_once(self, channel: Channel, number: int) -> None:
@@ -334,13 +347,6 @@ class Agent:
             self._group.kill()
             self._reap()
             time.sleep(0.005)
-
-
-def free_port() -> int:
-    """Returns a TCP port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

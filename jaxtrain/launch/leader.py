@@ -80,7 +80,7 @@ class Leader:
             text, code, slot = saved.cause
             self._cause = FailureCause(text, code, slot and Slot(*slot))
         self._stop_reason, self._signal, self._restarts = saved.stop_reason, saved.signal, saved.restarts
-        self._start_time = self._clock() - (time.time() - saved.start_time)
+        self._start_time = self._clock() - max(time.time(), saved.time) + saved.start_time  # a clock may go back
         self._start_checkpoint, self._start_step = saved.start_checkpoint, saved.start_step
         self._memory_step, self.code, self.pool.most_slots = saved.memory_step, saved.code, saved.most_slots
         self.pool.denylist.restore(saved.denylist)
@@ -308,8 +308,7 @@ class Leader:
         self._start_time, self._start_checkpoint = self._clock(), self.job.newest_checkpoint()
         self._start_step = self._newest_step()
         self.phase, self._deadline = Phase.RUNNING, float("inf")
-        first = self.pool.nodes[self._members[0].node]
-        address = f"[{first.host}]:{first.port}" if ":" in first.host else f"{first.host}:{first.port}"
+        address = self.pool.nodes[self._members[0].node].coordinator
         for node in self.pool.nodes.values():
             ranks = [rank for rank, slot in enumerate(self._members) if slot.node == node.number]
             node.is_idle = not ranks

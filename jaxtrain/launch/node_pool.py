@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxtrain.io.addresses import address_text
+
 
 class Slot(NamedTuple):
     """One worker's place on a node."""
@@ -43,6 +45,11 @@ class ConnectedNode:
 
     def __str__(self) -> str:
         return f"node {self.number} ({self.host})"
+
+    @property
+    def coordinator(self) -> str:
+        """HOST:PORT of the JAX coordinator of the next generation, if its process 0 is here."""
+        return address_text(self.host, self.port)
 
 
 @dataclass

@@ -130,6 +130,11 @@ def _integer(name: str, text: str) -> int:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    try:
+        host.encode("idna")  # which fails for an empty or long part of a name
+        is_valid = bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    except UnicodeError:
+        is_valid = False
+    if not is_valid:
         raise UserError(f"launch: --coordinator: expected HOST:PORT such as 10.0.0.1:29400; found {text!r}")
     return host.strip("[]"), int(port)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from jaxtrain.distributed.job_store import DeposedError
 from jaxtrain.distributed.store_types import StoreError
 from jaxtrain.errors import ProtocolError, UserError, escape_unprintable
+from jaxtrain.io.addresses import SIGN_INTERVAL, address_text
 from jaxtrain.io.jsonl import append_record, read_records
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.leadership.process import SIGN_OF_LIFE
@@ -27,7 +28,6 @@ BACKLOG = 1024  # connections that the kernel holds until they are accepted
 MAX_SLOTS = 4096  # of a node
 JOIN_TIMEOUT = 10.0  # seconds from a connection to its join message
 SWEEP_INTERVAL = 0.2  # seconds between looks at all connections
-SIGN_INTERVAL = 0.2  # seconds between signs of life
 LEAVE_TIMEOUT = 10.0  # seconds that agents have to disconnect at the end
 
 
@@ -39,13 +39,18 @@ def last_generation(directory: Path) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """Listens for agents; port 0 chooses a free one. Raises UserError if the address cannot be used."""
+    what = ""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        what = os.strerror(error.errno) if error.errno else error  # `create_server` adds to the text
-        message = f"launch: the leader cannot listen on {host}:{port} ({what})"
-        raise UserError(f"{message}; expected an address of this node and a free port") from None
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        found, what = [], getattr(error, "strerror", None) or str(error)
+    for family, *_, address in found:  # a name may have addresses of two families, of which this node has one
+        try:
+            return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            what = what or (os.strerror(error.errno) if error.errno else str(error))  # `create_server` adds to the text
+    message = f"launch: the leader cannot listen on {address_text(host, port)} ({what})"
+    raise UserError(f"{message}; expected an address of this node and a free port")
 
 
 class Leadership(Protocol):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from jaxtrain.io.addresses import HeldPort
 from jaxtrain.io.authenticated import new_secret
-from jaxtrain.launch.agent import Agent, WorkerCommand, free_port
+from jaxtrain.launch.agent import Agent, WorkerCommand
 from jaxtrain.launch.job import ElasticJob, open_job
 from jaxtrain.launch.job_secret import published_secret, secret_folder, secret_reader, shared_secret
 from jaxtrain.launch.leadership.lead import LeaderSettings
-from jaxtrain.launch.leadership.lease import StoredLeader, open_job_store, own_address
+from jaxtrain.launch.leadership.lease import StoredLeader, newest_decision, open_job_store, own_address
 from jaxtrain.launch.leadership.link import FixedLeader, LeaderLink
 from jaxtrain.launch.leadership.process import LeaderProcess
 from jaxtrain.launch.options import LaunchOptions
@@ -81,32 +81,30 @@ def run_leading_node(
         terminal: shows lines.
         secret: secret of the job.
     """
-    agent, heartbeat = options.agent, options.agent.heartbeat
+    agent, heartbeat, held = options.agent, options.agent.heartbeat, HeldPort()
     if agent.store:
         agent = replace(agent, host=agent.host or own_address(agent.store))
-        host, port, finder = agent.host, 0, StoredLeader(open_job_store(agent.store, job.directory))
+        jobs = open_job_store(agent.store, job.directory)
+        host, port, finder, begun = agent.host, 0, StoredLeader(jobs), newest_decision(jobs)
     else:
-        host, port = _leader_address(options)
+        assert agent.leader is not None
+        host, port = agent.leader[0], agent.leader[1] or held.number
         agent = replace(agent, leader=(host, port))
-        finder = FixedLeader((host, port))
-    settings = LeaderSettings(new_secret(), host, port, secret, options.policy, agent.store, time.time())
+        finder, begun = FixedLeader((host, port)), 0
+    settings = LeaderSettings(new_secret(), host, port, secret, options.policy, agent.store, begun)
     described = json.dumps({"job": job.as_json(), "settings": settings.as_text()})
     silence = max(SILENCE_SHARE * heartbeat, STORE_SILENCE if agent.store else MIN_SILENCE)
     leader = LeaderProcess(leader_command, described, silence, terminal)
     link = LeaderLink(finder, lambda: secret, CONNECT_SHARE * heartbeat)
-    return Agent(agent, command, terminal, link, leader).run()
+    try:
+        return Agent(agent, command, terminal, link, leader).run()
+    finally:
+        held.close()  # a leader that is started again listens there again
 
 
 def _fixed(options: LaunchOptions) -> FixedLeader:
     assert options.agent.leader is not None
     return FixedLeader(options.agent.leader)
-
-
-def _leader_address(options: LaunchOptions) -> tuple[str, int]:
-    """Returns the address of the leader of this node; a leader that is started again listens there again."""
-    assert options.agent.leader is not None
-    host, port = options.agent.leader
-    return host, port or free_port()
 
 
 @contextmanager

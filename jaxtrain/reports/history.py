@@ -40,6 +40,7 @@ class Attempt:
     Args:
         began: Unix seconds.
         ended: Unix seconds.
+        counted: Unix seconds until which `seconds` counts, by the clock of that time, which may have been set since.
         first: steps finished when it began.
         last: steps begun when it ended.
         elapsed: sum of `seconds`.
@@ -53,6 +54,7 @@ class Attempt:
 
     began: float
     ended: float
+    counted: float
     first: int
     last: int
     elapsed: float
@@ -200,18 +202,29 @@ def _attempt(span: Sequence[Event], following: Sequence[Event], launched: Sequen
     last = records[-1] if records else {}
     saved = last.get("seconds")
     seconds = {name: _number(saved.get(name)) or 0.0 for name in BUCKETS} if isinstance(saved, Mapping) else {}
-    elapsed = sum(seconds.values())
+    elapsed, age = sum(seconds.values()), _accounted(records[0]) if records else 0.0
     ended = max(_timestamp(event) for event in span)
-    began = min(_timestamp(begin), _timestamp(last) - elapsed) if records else _timestamp(begin)
+    began = min(_timestamp(begin), _timestamp(records[0]) - age) if records else _timestamp(begin)
+    counted = _timestamp(last) if records else began
     until = _timestamp(following[0]) if following else ended + SILENT
     reason = next((str(event.get("reason")) for event in reversed(span) if event.get("kind") == "stop"), None)
-    ends = [e for e in launched if e.get("kind") == "end" and _timestamp(begin) <= _timestamp(e) <= until]
+    ends, number = [e for e in launched if e.get("kind") == "end"], _int(begin.get("generation"))
+    if number is None:  # of an older version
+        ends = [e for e in ends if _timestamp(begin) <= _timestamp(e) <= until]
+    else:
+        ends = [e for e in ends if _int(e.get("generation")) == number]
     steps = [step for event in span if (step := _int(event.get("step"))) is not None]
     return Attempt(
-        began, ended, _int(begin.get("step")) or 0, max(steps, default=0), elapsed, seconds, reason,
+        began, ended, counted, _int(begin.get("step")) or 0, max(steps, default=0), elapsed, seconds, reason,
         str(last.get("phase", "init")), _cause(span, reason, ends, bool(following)),
         _int(ends[0].get("generation")) if ends else None, _int(begin.get("processes")),
     )  # fmt: skip
+
+
+def _accounted(record: Event) -> float:
+    """Returns the sum of the seconds of a ledger's record."""
+    saved = record.get("seconds")
+    return sum(_number(saved.get(name)) or 0.0 for name in BUCKETS) if isinstance(saved, Mapping) else 0.0
 
 
 def _cause(span: Sequence[Event], reason: str | None, ends: Sequence[Event], has_next: bool) -> str:
@@ -230,13 +243,13 @@ def _cause(span: Sequence[Event], reason: str | None, ends: Sequence[Event], has
 def _bucket_seconds(attempts: Sequence[Attempt]) -> tuple[dict[str, float], float]:
     """Returns (seconds of all buckets, their sum).
 
-    Time that no ledger has, from the first start on, is `down`; not so between a finished run and its extension.
+    Time that no ledger has, from the first start on, is `down`; not so between a finished run and its extension. The
+    ledgers count by a clock that is never set; only between them Unix times are compared.
     """
     seconds = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in BUCKETS}
-    total = max(attempt.ended for attempt in attempts) - attempts[0].began
-    for before, after in pairwise(attempts):
-        total -= max(0.0, after.began - before.ended) if before.is_finished else 0.0
-    seconds[DOWN] = max(0.0, total - sum(seconds.values()))
+    until = [before.ended if before.is_finished else after.began for before, after in pairwise(attempts)]
+    pairs = zip(attempts, [*until, attempts[-1].ended])
+    seconds[DOWN] = sum(max(0.0, end - attempt.counted) for attempt, end in pairs)
     return seconds, sum(seconds.values())
 
 

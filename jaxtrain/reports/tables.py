@@ -56,11 +56,7 @@ def attempts(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:
     """Returns (start time, steps, duration, training share, downtime after it, cause of the end) of the newest."""
     rows = []
     for attempt, after in zip(run.attempts, [*run.attempts[1:], None]):
-        down = (
-            ""
-            if after is None or attempt.is_finished
-            else format_seconds(max(0.0, after.began - attempt.began - attempt.elapsed))
-        )
+        down = "" if after is None or attempt.is_finished else format_seconds(max(0.0, after.began - attempt.counted))
         share = percent(attempt.seconds["compute"] / attempt.elapsed) if attempt.elapsed else "-"
         lived = format_seconds(attempt.elapsed)
         rows.append((format_time(attempt.began), step_range(attempt), lived, share, down, attempt.cause or run.state))

@@ -185,6 +185,8 @@ def start_info(trainer: Trainer) -> dict[str, Any]:
     """Returns the fields of the start event."""
     config, manifest, meter = trainer.config, trainer.manifest, trainer.meter
     info: dict[str, Any] = {"name": config.name, "steps": config.steps, "config": manifest["config"]}
+    if (generation := runtime.generation()) is not None:
+        info["generation"] = generation
     info["unigram_entropy"] = getattr(trainer.data, "unigram_entropy", None)
     if meter.flops is not None and meter.peak is not None:
         flops = f"{meter.flops.model:.4g} per token ({meter.flops.convention})"

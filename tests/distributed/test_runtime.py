@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,15 +37,17 @@ def test_only_one_cpu_device_reads_programs_from_the_cache(devices: int, kept: b
 
 
 @pytest.mark.parametrize(
-    ("address", "bound"), [("127.0.0.1:77", "127.0.0.1:77"), ("localhost:77", "localhost:77"), ("10.0.0.1:77", None)]
+    ("address", "gloo"),
+    [("127.0.0.1:77", "127.0.0.1"), ("localhost:77", "127.0.0.1"), ("[::1]:77", "::1"), ("10.0.0.1:77", None)],
 )
-def test_a_coordinator_on_this_machine_listens_on_loopback_alone(address: str, bound: str | None, monkeypatch):
-    seen = {}
+def test_a_coordinator_on_this_machine_listens_on_loopback_alone(address: str, gloo: str | None, monkeypatch):
+    seen: dict[str, Any] = {"gloo": None}
     monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda *args, **options: seen.update(options, args=args))
     monkeypatch.setattr(runtime.jax.config, "update", lambda *args: None)
-    monkeypatch.setattr(runtime, "_bind_gloo_to_loopback", lambda: None)
+    monkeypatch.setattr(runtime, "_bind_gloo_to_loopback", lambda host: seen.update(gloo=host))
     monkeypatch.setenv(runtime.COORDINATOR, address)
     monkeypatch.setenv(runtime.PROCESS, "1")
     runtime._join_processes(3)
     assert seen["args"] == (address, 3, 1)
-    assert seen["coordinator_bind_address"] == bound
+    assert seen["coordinator_bind_address"] == (address if gloo else None)
+    assert seen["gloo"] == gloo

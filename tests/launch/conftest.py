@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from etcd_member import Etcd
 from launched import Launched
 from scene import Scene
 
@@ -15,6 +16,13 @@ def scene(tmp_path: Path):
     scene = Scene(tmp_path / "run")
     yield scene
     scene.close()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path):
+    etcd = Etcd(tmp_path)
+    yield etcd
+    etcd.close()
 
 
 @pytest.fixture

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from launched import free_address
+from scene import until
+
+from jaxtrain.distributed.etcd import EtcdStore
 
 NEEDS_ETCD = pytest.mark.skipif(shutil.which("etcd") is None, reason="there is no etcd here (Debian: etcd-server)")
 
@@ -34,3 +39,24 @@ def start_etcd(
     ]  # fmt: skip
     with open(folder / f"{name}.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+class Etcd:
+    """One member of etcd, alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = free_address()
+        self.process = start_etcd(folder, "etcd", self.address, free_address())
+        until(self.answers, "etcd does not answer")
+
+    def answers(self) -> bool:
+        try:
+            EtcdStore([self.address]).get("x")
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(10)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -96,10 +96,11 @@ class Launched:
         self.supervisors: list[subprocess.Popen] = []
         self.watched: subprocess.Popen | None = None  # must live while something is waited for; default: the first
 
-    def start(self, *arguments: str) -> subprocess.Popen:
-        base = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
-        base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-        command = [sys.executable, "-m", "jaxtrain.cli.main", "launch", *arguments]
+    def start(self, *arguments: str, inside: Sequence[str] = (), **environ: str) -> subprocess.Popen:
+        """Starts a supervisor; `inside` begins its command line."""
+        base = {key: value for key, value in (os.environ | environ).items() if key != "JAX_NUM_CPU_DEVICES"}
+        base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), base.get("PYTHONPATH", "")]))
+        command = [*inside, sys.executable, "-m", "jaxtrain.cli.main", "launch", *arguments]
         out = open(self.place / f"terminal-{len(self.supervisors)}", "wb")  # noqa: SIM115
         process = subprocess.Popen(command, cwd=self.place, env=base, stdout=out, stderr=subprocess.STDOUT)
         out.close()

@@ -52,6 +52,7 @@ def test_a_node_takes_arguments_then_its_own_names_then_slurms():
         ),
         (("node", "--processes=1", "--nodes=2", "--node=0"), "--coordinator, or JAXTRAIN_COORDINATOR"),
         (("node", "--processes=1", "--nodes=2", "--node=0", "--coordinator=h"), "HOST:PORT"),
+        (("node", "--processes=1", "--nodes=2", "--node=0", "--coordinator=h..a:1"), "HOST:PORT"),
         (("local", "--processes=0"), "at least 1"),
         (("local", "--processes=2", "--spares=2"), "fewer than the 2"),
         (("local", "--processes=2", "--heartbeat=0"), "seconds above 0"),

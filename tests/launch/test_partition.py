@@ -2,86 +2,36 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from etcd_member import NEEDS_ETCD, start_etcd
+from packet_forwarder import Network, can_forward
 from scene import Scene, finished, until
 
 NODES = 3
 
-
-def has_namespaces() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    name = f"jaxtrain-{uuid.uuid4().hex[:8]}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return made
-
-
 pytestmark = [
     NEEDS_ETCD,
-    pytest.mark.skipif(not has_namespaces(), reason="needs root and network namespaces"),
+    pytest.mark.skipif(not can_forward(), reason="needs root, network namespaces and TUN devices"),
 ]
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-class Network:
-    """Namespaces on one bridge, which is in a namespace of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.name = folder, uuid.uuid4().hex[:6]
-        self.spaces = [f"jt{self.name}-{index}" for index in range(NODES)]
-        self.hosts = [f"10.77.0.{index + 1}" for index in range(NODES)]
-        self.processes: list[subprocess.Popen] = []
-        self.bridge = f"jt{self.name}-br"
-        ip("netns", "add", self.bridge)
-        ip("-n", self.bridge, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self.bridge, "link", "set", "bridge", "up")
-        for index, space in enumerate(self.spaces):
-            ip("netns", "add", space)
-            ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", f"port{index}", "netns", self.bridge)
-            ip("-n", self.bridge, "link", "set", f"port{index}", "master", "bridge", "up")
-            ip("-n", space, "addr", "add", f"{self.hosts[index]}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
-            ip("-n", space, "link", "set", "lo", "up")
-
-    def inside(self, index: int) -> tuple[str, ...]:
-        return ("ip", "netns", "exec", self.spaces[index])
-
-    def cut(self, index: int) -> None:
-        ip("-n", self.bridge, "link", "set", f"port{index}", "down")
-
-    def mend(self, index: int) -> None:
-        ip("-n", self.bridge, "link", "set", f"port{index}", "up")
-
-    def start_etcd(self) -> None:
-        cluster = ",".join(f"n{index}=http://{host}:2380" for index, host in enumerate(self.hosts))
-        for index, host in enumerate(self.hosts):
-            member = self.folder, f"n{index}", f"{host}:2379", f"{host}:2380", cluster, self.inside(index)
-            self.processes.append(start_etcd(*member))
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait(10)
-        for space in [*self.spaces, self.bridge]:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
-
-
 @pytest.fixture
-def network(tmp_path: Path):
-    network = Network(tmp_path)
+def network(tmp_path: Path) -> Iterator[Network]:
+    """Network with a member of etcd at each host."""
+    network, members = Network(NODES), list[subprocess.Popen]()
+    cluster = ",".join(f"n{index}=http://{host}:2380" for index, host in enumerate(network.hosts))
+    for index, host in enumerate(network.hosts):
+        addresses = f"{host}:2379", f"{host}:2380"
+        members.append(start_etcd(tmp_path, f"n{index}", *addresses, cluster, network.inside(index)))
     yield network
+    for member in members:
+        member.kill()
+        member.wait(10)
     network.close()
 
 
@@ -91,9 +41,8 @@ def saves(scene: Scene, generation: int) -> list[tuple[float, str]]:
     return [(float(line.split()[0]), line.split()[1]) for line in lines]
 
 
-def test_the_node_that_leads_and_saves_is_cut_off_and_comes_back(scene: Scene, network: Network):
+def test_the_node_that_leads_and_saves_is_cut_off_and_comes_back(network: Network, scene: Scene):
     scene.plan({"1": "save", "2": "save", "3": "save"})
-    network.start_etcd()
     url = "etcd://" + ",".join(f"{host}:2379" for host in network.hosts)
     given = ("node", "x", f"--nodes={NODES}", f"--store={url}", "--processes=1", "--backoff=0.01", "--heartbeat=5")
     # Node 0 alone can lead and gets rank 0, because the others come later.

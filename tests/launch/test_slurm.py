@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launched import losses, undisturbed, write
-
-from jaxtrain.launch.agent import free_port
+from launched import free_address, losses, undisturbed, write
 
 HERE = Path(__file__).parent
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
@@ -60,8 +58,9 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     folder, host = tmp_path / "slurm", socket.gethostname().partition(".")[0]
     for name in ("state", *NODES):
         (folder / name).mkdir(parents=True)
-    conf = [CONF.format(host=host, port=free_port(), folder=folder)]
-    conf += [f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=1" for n in NODES]
+    port, *ports = (free_address().rpartition(":")[2] for _ in (None, *NODES))
+    conf = [CONF.format(host=host, port=port, folder=folder)]
+    conf += [f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={p} CPUs=1" for n, p in zip(NODES, ports)]
     conf += [f"PartitionName=all Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP"]
     (folder / "slurm.conf").write_text("\n".join(conf))
     hosts = Path("/etc/hosts").read_text() + "".join(f"127.0.0.1 {name}\n" for name in NODES)

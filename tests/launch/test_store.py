@@ -9,42 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-from etcd_member import NEEDS_ETCD, start_etcd
-from launched import free_address, losses, undisturbed
+from etcd_member import NEEDS_ETCD, Etcd
+from launched import losses, undisturbed
 from scene import Scene, alive, finished, until
 
 from jaxtrain.distributed.etcd import EtcdStore
 
 pytestmark = NEEDS_ETCD
-
-
-class Etcd:
-    """One member of etcd, alone."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = free_address()
-        self.process = start_etcd(folder, "etcd", self.address, free_address())
-        until(self.answers, "etcd does not answer")
-
-    def answers(self) -> bool:
-        try:
-            EtcdStore([self.address]).get("x")
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait(10)
-
-
-@pytest.fixture
-def etcd(tmp_path: Path):
-    etcd = Etcd(tmp_path)
-    yield etcd
-    etcd.close()
 
 
 def start(scene: Scene, etcd: Etcd, count: int, *arguments: str) -> list[subprocess.Popen]:

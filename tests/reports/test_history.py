@@ -34,6 +34,30 @@ def test_every_second_from_the_first_start_to_the_last_word(tmp_path):
     assert run.goodput == pytest.approx(120 / 280)
 
 
+def test_a_clock_that_is_set_amid_an_attempt_costs_no_time(tmp_path):
+    """An hour forward in the first attempt, two hours back in the second."""
+    folder, hour = Folder(tmp_path), 3600
+    folder.event(10, "start", step=0, name="run", steps=9, generation=1)
+    folder.ledger(10, 0, "init", init=10.0)
+    folder.ledger(hour + 100, 5, init=10.0, compute=90.0)
+    folder.launch(hour + 101, "end", 1, cause="process 1 (pid 7) was killed by signal 9")
+    folder.event(hour + 130, "resume", step=4, name="run", steps=9, generation=2)
+    folder.ledger(hour + 140, 4, "compile", init=20.0, compile=10.0)
+    folder.ledger(200 - hour, 9, init=20.0, compile=10.0, compute=60.0)
+    folder.launch(201 - hour, "end", 2, cause="process 0 (pid 8) was killed by signal 9")
+    folder.event(230 - hour, "resume", step=9, name="run", steps=9, generation=3)
+    folder.ledger(230 - hour, 9, "init", init=5.0)
+    folder.event(231 - hour, "stop", step=9, reason="finished")
+    run = read_history(tmp_path)
+    assert [attempt.began - BEGAN for attempt in run.attempts] == pytest.approx([0, hour + 110, 225 - hour])
+    assert run.seconds["down"] == pytest.approx(10 + 25 + 1)
+    assert run.elapsed == pytest.approx(100 + 90 + 5 + 36)
+    assert [attempt.generation for attempt in run.attempts] == [1, 2, None]
+    assert [attempt.cause.partition(" (")[0] for attempt in run.attempts] == ["process 1", "process 0", "finished"]
+    assert run.failed_generations == []
+    assert [row[4] for row in tables.attempts(run)] == ["10 s", "25 s", ""]
+
+
 def test_how_each_life_ended(tmp_path):
     three_attempts(tmp_path)
     run = read_history(tmp_path)

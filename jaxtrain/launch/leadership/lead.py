@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from jaxtrain.distributed.job_store import DeposedError
+from jaxtrain.io.addresses import address_text, wait_for_name
 from jaxtrain.launch.job import ElasticJob
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.leadership.lease import campaign, open_job_store
@@ -33,7 +34,7 @@ class LeaderSettings:
         secret: secret of the job.
         policy: timeouts and limits.
         store: URL of the consensus store; empty for none.
-        begun: Unix time at which the command began, on this node.
+        begun: the store's revision of the last state that a leader had saved when the command began; 0 without a store.
     """
 
     job: str
@@ -42,7 +43,7 @@ class LeaderSettings:
     secret: str
     policy: RestartPolicy
     store: str = ""
-    begun: float = 0.0
+    begun: int = 0
 
     def as_text(self) -> str:
         """Encodes the settings."""
@@ -73,9 +74,12 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # each agent has a connection
     ended = threading.Event()
     signal.signal(END, lambda *_: ended.set())
+    if not wait_for_name(settings.host, ended, lambda: show(SIGN_OF_LIFE)):  # the agent says so
+        return
     if not settings.store:
         leadership = StateFile(job.directory, settings.job)
-        leader, listener = _leader(job, settings, leadership.load()), listen(settings.host, settings.port)
+        listener = listen(settings.host, settings.port)
+        leader = _leader(job, settings.policy, leadership.load(), last_generation(job.directory))
         LeaderServer(leader, listener, settings.secret, leadership, show).serve()
         leadership.close()
         return
@@ -83,34 +87,40 @@ def lead(job: ElasticJob, settings: LeaderSettings, show: Callable[[str], None])
     while not ended.is_set():
         listener = listen(settings.host, settings.port)
         port = listener.getsockname()[1]
+        address = address_text(settings.host, port)
         lease = campaign(jobs, (settings.host, port), settings.policy.heartbeat, ended, lambda: show(SIGN_OF_LIFE))
         if lease is None:
             return
         try:
-            leader = _leader(job, settings, lease.load(), lease.generation)
+            is_earlier = lease.saved_at <= settings.begun  # of a job that had ended before this command, by no clock
+            newest = max(lease.generation, last_generation(job.directory))
+            leader = _leader(job, settings.policy, lease.load(), newest, is_earlier)
             if leader.phase is not Phase.OVER:
-                show(f"launch  the leader is at {settings.host}:{port} (leadership {lease.revision})")
+                show(f"launch  the leader is at {address} (leadership {lease.revision})")
             LeaderServer(leader, listener, settings.secret, lease, show).serve()
             return
         except DeposedError as error:
-            show(f"launch  the leader at {settings.host}:{port} leads no more: {error}")
+            show(f"launch  the leader at {address} leads no more: {error}")
         finally:
             listener.close()
             lease.close()
 
 
-def _leader(job: ElasticJob, settings: LeaderSettings, saved: LeaderState | None, newest: int = 0) -> Leader:
+def _leader(
+    job: ElasticJob, policy: RestartPolicy, saved: LeaderState | None, newest: int, is_earlier: bool = False
+) -> Leader:
     """Creates the leader, from the saved state unless that is of an earlier job that has ended.
 
     Args:
         job: the run to launch.
-        settings: settings of this process.
+        policy: timeouts and limits.
         saved: state of the last leader.
-        newest: number of the newest generation in the store.
+        newest: number of the newest generation.
+        is_earlier: the state was saved before this command began.
     """
-    leader = Leader(job, settings.policy, generation=max(newest, last_generation(job.directory)))
-    if saved is None or saved.generation < leader.generation:  # a full disk refused the newest one
+    leader = Leader(job, policy, generation=newest)
+    if saved is None or saved.generation < newest:  # a full disk refused the newest one
         return leader
-    if saved.phase != Phase.OVER.name or saved.time >= settings.begun:
+    if saved.phase != Phase.OVER.name or not is_earlier:
         leader.restore(saved)
     return leader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,14 @@ def open_job_store(url: str, directory: Path) -> JobStore:
         directory: RUN_DIR, the same on all nodes.
     """
     return JobStore(open_etcd(url), job_prefix(directory))
+
+
+def newest_decision(jobs: JobStore) -> int:
+    """Returns the store's revision of the last state that a leader saved; that of all future if it does not answer."""
+    try:
+        return jobs.load_state()[1]
+    except StoreError:
+        return sys.maxsize
 
 
 def own_address(store_url: str) -> str:
@@ -67,13 +76,14 @@ class LeaderLease:
     Attributes:
         revision: number of the leadership.
         generation: number of the newest generation in the store.
+        saved_at: the store's revision of the newest state.
     """
 
     def __init__(self, jobs: JobStore, revision: int, lease: int, seconds: float, granted: float) -> None:
         self.revision, self._jobs, self._lease, self._seconds = revision, jobs, lease, seconds
         self._renewed, self._is_lost = granted, threading.Event()
         self.generation, self._fence = jobs.generation()
-        self._saved, self._saved_at = jobs.load_state()
+        self._saved, self.saved_at = jobs.load_state()
         threading.Thread(target=self._renew, name="leader-lease", daemon=True).start()
 
     def load(self) -> LeaderState | None:
@@ -84,11 +94,11 @@ class LeaderLease:
     def save(self, state: LeaderState) -> int:
         """Saves the state, see `Leadership`. A new generation ends the right of earlier ones to save."""
         if state.generation != self.generation:
-            saved_at = self._jobs.begin_generation(self.revision, self._saved_at, state.generation, state.as_text())
+            saved_at = self._jobs.begin_generation(self.revision, self.saved_at, state.generation, state.as_text())
             self.generation, self._fence = state.generation, saved_at
         else:
-            saved_at = self._jobs.save_state(self.revision, self._saved_at, state.as_text())
-        self._saved_at = saved_at
+            saved_at = self._jobs.save_state(self.revision, self.saved_at, state.as_text())
+        self.saved_at = saved_at
         return self._fence
 
     def is_valid(self) -> bool:

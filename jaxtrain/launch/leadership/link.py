@@ -13,6 +13,7 @@ from jaxtrain.errors import ProtocolError
 from jaxtrain.launch.protocol import Channel, ConnectionClosed
 
 CONNECT_RETRY = 0.5  # seconds between attempts to reach the leader
+NO_ANSWER = "no answer yet"
 
 Address = tuple[str, int]
 
@@ -73,7 +74,7 @@ class LeaderLink:
             timeout: seconds for the leader to accept a connection, and for each of its answers until it is open.
         """
         self.finder, self._read_secret, self._timeout = finder, read_secret, timeout
-        self.problem, self.refused_time, self.newest_generation, self.secret = "", 0.0, 0, ""
+        self.problem, self.refused_time, self.newest_generation, self.secret = NO_ANSWER, 0.0, 0, ""
         self._channel: Channel | None = None
         self._receiver, self._sender = socket.socketpair()
         self._closed, self._is_first = threading.Event(), True
@@ -105,7 +106,7 @@ class LeaderLink:
             wait = CONNECT_RETRY
             try:
                 self._channel = self._open_once()
-                self.problem = ""
+                self.problem = NO_ANSWER
             except ConnectionRefusedError as error:
                 self.refused_time, self.problem = time.monotonic(), error.strerror
             except (OSError, ProtocolError) as error:
