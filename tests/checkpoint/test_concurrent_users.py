@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from faulty_fs import mounted
 
-from jaxtrain.checkpoint import Checkpointer, CheckpointReader, CheckpointStore, SetAside, orbax
+from jaxtrain.checkpoint import Checkpointer, CheckpointReader, CheckpointStore, SaveFailed, SetAside, orbax
 from jaxtrain.checkpoint import store as store_module
 from jaxtrain.checkpoint.files import Lock, write_marker
 from jaxtrain.cli.main import main
@@ -179,6 +179,19 @@ def test_a_second_writer_that_no_lock_refused_is_seen(tmp_path: Path, monkeypatc
     assert first.problem() is None, "nobody else writes"
     second.release()
     first.release()
+
+
+def test_a_folder_that_is_moved_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Orbax makes the folder anew, where nobody would look for the step."""
+    folder, other, write = tmp_path / "run", tmp_path / "other", orbax.write
+    monkeypatch.setattr(orbax, "write", lambda *args: (os.rename(folder, other), write(*args)))
+    with Checkpointer(folder, waits=()) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(8)}, manifest={})
+        checkpoints.wait()
+        (failed,) = checkpoints.poll()
+        assert isinstance(failed, SaveFailed)
+        assert f"{folder} is gone: it was moved to {other}" in str(failed)
+    assert CheckpointStore(folder).folders() == []
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,11 @@ class Commands:
 
     def __call__(self, *arguments: object) -> Done:
         self._capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        interrupt = signal.getsignal(signal.SIGINT)
+        try:
+            code = main([str(argument) for argument in arguments])
+        finally:
+            signal.signal(signal.SIGINT, interrupt)
         printed = self._capsys.readouterr()
         return Done(code, printed.out.splitlines(), printed.err.splitlines())
 
