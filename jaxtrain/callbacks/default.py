@@ -8,6 +8,7 @@ from jaxtrain.callbacks.goodput import GoodputRecorder
 from jaxtrain.callbacks.guard import StepGuard
 from jaxtrain.callbacks.memory_checkpoint import MemoryCheckpoint
 from jaxtrain.callbacks.profiler import Profiler
+from jaxtrain.callbacks.run_folder import RunFolderWatch
 from jaxtrain.callbacks.run_summary import RunSummary
 from jaxtrain.callbacks.silent_corruption import ReplicaCheck
 from jaxtrain.callbacks.stragglers import StragglerDetector
@@ -28,6 +29,7 @@ def default_callbacks(
         verbose: print the layout of every parameter.
     """
     callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]
+    callbacks.append(RunFolderWatch())
     if profile is not None:
         callbacks.append(Profiler(profile))
     callbacks += [FaultInjection(), StepGuard(config.guard.spike)]  # faults happen before a state is judged

@@ -122,6 +122,14 @@ class Checkpointer(CheckpointReader):
             self._lock.release()
             self._lock = None
 
+    def folder_problem(self) -> str | None:
+        """Describes why the folder is not this run's any more, or returns None; always None but on process 0."""
+        return None if self._lock is None else self._lock.problem()
+
+    def give_up(self) -> None:
+        """Lets a save that fails try no more, so that `close` does not wait for it."""
+        self._saver.stop_retrying()
+
     def wait(self) -> None:
         """Blocks until no save is in progress. `poll` returns its outcome."""
         self._saver.wait()
@@ -311,6 +319,7 @@ class Checkpointer(CheckpointReader):
         """Clears the folder of a step: deletes the remains of a failed save, sets a damaged step aside."""
         if (newest := self._newest()) >= step:
             raise _behind(step, newest)
+        self._check_folder()
         self.store.clean(step)
         if self.store.path(step).exists():
             reason = self.store.problem(step) or "it is saved again"
@@ -323,7 +332,17 @@ class Checkpointer(CheckpointReader):
             part = orbax.start(path, nest(arrays), self._timeout, self._saver.await_others)
             return path if self._is_first else part.folder, part.result
         tree = nest(copy_to_host(arrays) if copy else arrays)
-        return path, lambda: orbax.write(path, tree, self._timeout)
+
+        def write() -> None:
+            orbax.write(path, tree, self._timeout)
+            self._check_folder()
+
+        return path, write
+
+    def _check_folder(self) -> None:
+        """Raises CheckpointError if the folder was moved or deleted: orbax would make another one in its place."""
+        if self._is_alone and (problem := self.folder_problem()):
+            raise CheckpointError(problem)
 
     def _prune(self) -> list[int]:
         """Deletes steps beyond the limit and returns them; and those that a rewind left, once a later one is saved."""

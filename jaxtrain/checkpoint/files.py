@@ -190,7 +190,11 @@ class Lock:
     def __init__(
         self, path: Path, holder: str = "", advice: str = "stop it, or give this run another name or dir"
     ) -> None:
-        self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until release()
+        try:
+            self._file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until release()
+        except OSError as error:
+            reason = f"{error.strerror}: {path}"
+            raise CheckpointError(f"{reason}; expected a folder that this process may write") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -202,10 +206,45 @@ class Lock:
             else:
                 message = f"{path} cannot be locked ({error.strerror}): use a file system with flock"
             raise CheckpointError(message) from None
+        self._path, self._text = path.absolute(), f"process {os.getpid()} on {socket.gethostname()}{holder}"
+        self._folder = os.open(path.parent, os.O_RDONLY)  # open, so that no other folder gets its number
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}{holder}")
+        self._file.write(self._text)
         self._file.flush()
+
+    def problem(self) -> str | None:
+        """Describes why the folder is no longer this process's to write, or returns None.
+
+        It was moved, deleted, or taken by another process, such as one on a machine that the file system does not tell
+        of locks. Nothing is known while the file system does not answer.
+        """
+        folder = self._path.parent
+        try:
+            found = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None if self._is_in_place() else f"{folder} is gone: {self._whereabouts()}"
+        except OSError:
+            return None
+        return None if found in ("", self._text) else f"{folder} is now written by {found}"
+
+    def _is_in_place(self) -> bool:
+        """Returns whether the folder is still there, although somebody has deleted the lock in it."""
+        try:
+            return os.path.samestat(os.fstat(self._folder), os.stat(self._path.parent))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def _whereabouts(self) -> str:
+        """Describes where a folder is that has left its place; Linux knows by the open file."""
+        try:
+            now = os.readlink(f"/proc/self/fd/{self._folder}")
+        except OSError:
+            now = ""
+        return f"it was moved to {now}" if os.path.isdir(now) else "it was moved or deleted"
 
     def release(self) -> None:
         """Frees the lock."""
         self._file.close()
+        os.close(self._folder)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import ceil, prod
@@ -27,6 +28,8 @@ NAME = "state"  # folder of the state in a step
 _CHUNK = 64 << 20  # bytes of a stored chunk: bounds what a restore onto another mesh reads without need
 _READ = 64 << 20  # bytes in flight while restoring
 _WRITE = 64 << 20  # bytes in flight while saving, in addition to the arrays
+# Coroutines that would have written a save, if its folder had been created.
+_NEVER_AWAITED = r"coroutine '(OrbaxLayout\.|\w*CheckpointHandler\.|\w*TypeHandler\.|_serialize_).* was never awaited"
 _HANDLER = ocp.handlers.PyTreeHandler
 
 
@@ -230,6 +233,7 @@ def hide_failed_writes() -> None:
         logging.getLogger(name).addFilter(_is_no_failed_write)  # adds it once
     if not isinstance(sys.unraisablehook, _UnraisableHook):
         sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
+    warnings.filterwarnings("ignore", _NEVER_AWAITED, RuntimeWarning)  # they have the name, not the module
 
 
 def _is_no_failed_write(record: logging.LogRecord) -> bool:

@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.checkpoint import orbax
 from jaxtrain.checkpoint.events import Event, SetAside
-from jaxtrain.checkpoint.files import failure_reason, file_problem, size_problem
+from jaxtrain.checkpoint.files import MARKER, failure_reason, file_problem, size_problem
 from jaxtrain.checkpoint.state_tree import describe_mismatch, flatten, make_donatable, nest, tensor_specs, unflatten
 from jaxtrain.checkpoint.store import CheckpointStore, StepInfo
 from jaxtrain.distributed.multihost import broadcast, first_message
@@ -70,20 +70,38 @@ class CheckpointReader:
         for name, leaf in wanted.items():
             if getattr(leaf, "sharding", None) is None:
                 raise CheckpointError(f"cannot restore {name}: its ShapeDtypeStruct has no sharding")
-        chosen = self._find_step(step, verify)
-        if chosen is None:
-            damaged = ", ".join(map(str, sorted(self._rejected, reverse=True)))
-            skipped = f" (skipped as damaged: {damaged})" if damaged else ""
-            raise CheckpointError(f"no usable checkpoint in {self.directory}{skipped}")
-        marker, where = self.store.marker(chosen), f"checkpoint {chosen} in {self.directory}"
-        if mismatch := describe_mismatch(marker["tensors"], tensor_specs(abstract_state), partial):
-            raise CheckpointError(f"{where} does not fit this model: {mismatch}")
+        while True:
+            chosen = self._find_step(step, verify)
+            if chosen is None:
+                damaged = ", ".join(map(str, sorted(self._rejected, reverse=True)))
+                skipped = f" (skipped as damaged: {damaged})" if damaged else ""
+                raise CheckpointError(f"no usable checkpoint in {self.directory}{skipped}")
+            restored, problem = self._read(chosen, abstract_state, wanted, partial)
+            if restored is not None:
+                return restored
+            if step is not None or not self._is_deleted(chosen):
+                raise CheckpointError(self._describe(chosen, f"cannot be read: {problem}"))
+
+    def _read(
+        self, step: int, abstract_state: Any, wanted: dict[str, Any], partial: bool
+    ) -> tuple[tuple[Any, dict[str, Any]] | None, str | None]:
+        """Reads a step. Returns ((state, manifest), None), or (None, problem) on every process if one cannot."""
+        arrays, marker, mismatch, problem = {}, {}, None, None
         try:
-            arrays = flatten(orbax.read(self.store.path(chosen), nest(wanted), partial))
+            marker = self.store.read(step)
+            mismatch = describe_mismatch(marker["tensors"], tensor_specs(abstract_state), partial)
+            if mismatch is None:
+                arrays = flatten(orbax.read(self.store.path(step), nest(wanted), partial))
+            if self.store.read(step) != marker:  # a rewound run has saved the step again
+                problem = "it was replaced while it was read; try again"
         except Exception as error:
-            raise CheckpointError(f"{where} cannot be read: {failure_reason(error)}") from error
+            problem = failure_reason(error)
+        if problem := first_message(problem):
+            return None, problem
+        if mismatch is not None:
+            raise CheckpointError(f"checkpoint {step} in {self.directory} does not fit this model: {mismatch}")
         make_donatable(arrays)
-        return unflatten(arrays, abstract_state), marker["manifest"]
+        return (unflatten(arrays, abstract_state), marker["manifest"]), None
 
     def latest_good(self) -> int | None:
         """Returns the newest step whose every byte is intact, the same on every process; None if there is none.
@@ -109,8 +127,25 @@ class CheckpointReader:
             if problem is None:
                 return chosen
             if step is not None:
-                raise CheckpointError(f"checkpoint {chosen} in {self.directory} is damaged: {problem}")
-            self._reject(chosen, problem)
+                raise CheckpointError(self._describe(chosen, f"is damaged: {problem}"))
+            if not self._is_deleted(chosen):
+                self._reject(chosen, problem)
+
+    def _is_deleted(self, step: int) -> bool:
+        """Returns whether a step that could not be read was deleted meanwhile, and skips it then from now on.
+
+        The same on every process.
+        """
+        if first_message("deleted" if self.store.is_deleted(step) else None) is None:
+            return False
+        self._rejected.add(step)  # its name may be listed for a while
+        return True
+
+    def _describe(self, step: int, problem: str) -> str:
+        """Describes why a step cannot be used: a problem, unless the step was deleted meanwhile."""
+        if not problem.endswith(f"{MARKER} is missing") and self.store.is_deleted(step):
+            return f"checkpoint {step} was deleted while it was read: {self.store.missing(step)}"
+        return f"checkpoint {step} in {self.directory} {problem}"
 
     def _fetch_missing(self, step: int | None) -> None:
         """Called before each search for `step` or the newest one; a `CheckpointReader` has only its folder."""

@@ -10,6 +10,7 @@ DIR/.lock            held by the run that writes
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -122,6 +123,18 @@ class CheckpointStore:
         steps = ", ".join(str(info.step) for info in self.steps()) or "none"
         return f"no checkpoint {step} in {self.directory}; it has {steps}"
 
+    def is_deleted(self, step: int) -> bool:
+        """Returns whether a step has no marker any more. Opens it, because names and attributes may be cached."""
+        try:
+            self.read(step)
+        except FileNotFoundError:
+            return True
+        except CheckpointError:
+            return False
+        except OSError as error:
+            return error.errno == errno.ESTALE
+        return False
+
     def problem(
         self, step: int, share: tuple[int, int] = (0, 1), check: Callable[..., str | None] = file_problem
     ) -> str | None:
@@ -161,7 +174,7 @@ class CheckpointStore:
         if names:
             fsync(self.directory)
         for entry in trash.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            _delete(entry)
 
     def clean(self, step: int | None = None) -> None:
         """Deletes the remains of killed or failed saves: temporaries, half-deleted steps, steps without marker.
@@ -267,6 +280,19 @@ def steps_beyond_limit(steps: Sequence[StepInfo], keep: int, keep_best: int = 0,
 def largest_first(files: dict[str, Any]) -> list[tuple[str, Any]]:
     """Returns (name, [size, digest]) of a marker's files, largest first."""
     return sorted(files.items(), key=lambda item: (-item[1][0], item[0]))
+
+
+def _delete(entry: Path) -> None:
+    """Deletes a file or a folder, but for files that someone reads.
+
+    NFS keeps those in their folder under another name until they are closed; the next call deletes them. It may also
+    list for a while what is gone.
+    """
+    try:
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY, errno.ENOENT, errno.ESTALE):
+            raise
 
 
 def _is_finite(value: Any) -> bool:

@@ -15,6 +15,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.core import xla_options
+from jaxtrain.distributed.compile_cache import write_entries_atomically
 from jaxtrain.errors import UserError
 
 # Environment variables that JAX and cluster launchers use.
@@ -76,6 +77,7 @@ def _set_compilation_cache(devices: list[Any]) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
     elif jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_compilation_cache_dir", str(COMPILE_CACHE.expanduser()))
+    write_entries_atomically()
     compilation_cache.reset_cache()  # otherwise an earlier compilation of this process has fixed the folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,7 +26,8 @@ def open_atomic(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
     File and folder are flushed to the disk. `mode`: permissions of the file, less those that the umask takes.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Random, because processes of several machines or containers that share a folder may have one number.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             yield file

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +31,62 @@ def append_bytes(file: int, data: bytes) -> None:
     written = os.write(file, data)
     if written != len(data):
         raise OSError(f"only {written} of {len(data)} bytes written, is the disk full?")
+
+
+class PostponedError(OSError):
+    """Data could not be written, is kept in memory, and will be tried again. One line."""
+
+
+class AppendedFile:
+    """File to which records are appended; what a full or failing disk refuses is kept and written later, in order.
+
+    Each record is a single write, so that a killed process leaves no partial one. Thread-safe.
+    """
+
+    LIMIT = 16 << 20  # bytes kept in memory
+    QUIET = 60.0  # seconds after a `PostponedError` without another one
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file, self._lock = os.open(path, APPEND_FLAGS, 0o644), threading.Lock()
+        self._kept, self._records, self._reported = b"", 0, -math.inf
+
+    def append(self, record: bytes) -> None:
+        """Appends a record.
+
+        Raises:
+          PostponedError: it is kept in memory; at most once in `QUIET` seconds.
+          OSError: more than `LIMIT` bytes would be kept. The record is lost.
+        """
+        with self._lock:
+            if len(self._kept) + len(record) > self.LIMIT:
+                raise OSError(
+                    f"{self.path.name} cannot be written, and {self._records:,} records of it are kept already"
+                )
+            self._kept += record
+            self._records += 1
+            reason, now = self._write(), time.monotonic()
+            if reason and now - self._reported > self.QUIET:
+                self._reported = now
+                raise PostponedError(f"{self.path.name} cannot be written ({reason}): kept in memory until it can")
+
+    def close(self) -> None:
+        """Writes what is kept, and closes the file. Raises OSError if that cannot be written."""
+        with self._lock:
+            reason = self._write()
+            os.close(self._file)
+            if reason:
+                raise OSError(f"the last {self._records:,} records of {self.path.name} are lost ({reason})")
+
+    def _write(self) -> str | None:
+        """Writes what is kept. Returns why that failed, or None."""
+        try:
+            while self._kept:
+                self._kept = self._kept[os.write(self._file, self._kept) :]
+        except OSError as error:
+            return error.strerror or str(error)
+        self._records = 0
+        return None
 
 
 def timestamped(fields: Mapping[str, Any]) -> dict[str, Any]:

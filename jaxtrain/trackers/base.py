@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtrain.config.schema import LogConfig
+from jaxtrain.io.jsonl import PostponedError
 from jaxtrain.trackers.files import JsonlTracker
 
 PROJECT = "jaxtrain"  # default project or experiment
@@ -43,7 +44,10 @@ class Tracker(Protocol):
 
 
 class TrackerList:
-    """Forwards all calls to several trackers. A tracker that raises is dropped and reported in one line."""
+    """Forwards all calls to several trackers. A tracker that raises is dropped and reported in one line.
+
+    It stays if it only postpones what it writes, see `PostponedError`.
+    """
 
     def __init__(self, members: Iterable[Tracker], report: Callable[[str], None] = print):
         self.members, self._report = list(members), report
@@ -80,6 +84,8 @@ class TrackerList:
         for member in [member for member in self.members if isinstance(member, among)]:
             try:
                 getattr(member, method)(*args, **kwargs)
+            except PostponedError as error:
+                self._report(f"tracker {type(member).__name__}: {error}")
             except Exception as error:  # training continues after any error of a disk, a network or a library
                 if member not in self.members:
                     return  # another thread has dropped it

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class JsonlTracker:
         cut = jsonl.truncate_after(self._dir / METRICS, step)
         jsonl.truncate_after(self._dir / EVENTS, None)
         for name in (METRICS, EVENTS):
-            self._files[name] = os.open(self._dir / name, jsonl.APPEND_FLAGS, 0o644)
+            self._files[name] = jsonl.AppendedFile(self._dir / name)
         fields = {key: value for key, value in info.items() if key != "config"}
         self.event("resume" if step else "start", **fields, **({"cut": cut} if cut else {}))
 
@@ -44,16 +44,17 @@ class JsonlTracker:
         """Does nothing: artifacts are in the run directory already."""
 
     def rewind(self, step: int) -> None:
-        os.close(self._files.pop(METRICS))
+        self._files.pop(METRICS).close()
         jsonl.truncate_after(self._dir / METRICS, step)
-        self._files[METRICS] = os.open(self._dir / METRICS, jsonl.APPEND_FLAGS, 0o644)
+        self._files[METRICS] = jsonl.AppendedFile(self._dir / METRICS)
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        with ExitStack() as files:  # closes all, whichever fails
+            while self._files:
+                files.callback(self._files.popitem()[1].close)
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
-        jsonl.append_bytes(self._files[name], jsonl.encode_record(record))
+        self._files[name].append(jsonl.encode_record(record))
 
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.io.jsonl import APPEND_FLAGS, append_bytes
+from jaxtrain.io.jsonl import AppendedFile
 
 
 class TensorBoardTracker:
@@ -29,13 +29,13 @@ class TensorBoardTracker:
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._checksum = masked_crc32c
-        self._file: int | None = None
+        self._file: AppendedFile | None = None
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, so seconds come first. The rest makes the name unique.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-        self._file = os.open(self._folder / name, APPEND_FLAGS, 0o644)
+        self._file = AppendedFile(self._folder / name)
         self._write(file_version="brain.Event:2")
         self.rewind(int(info.get("step", 0)))
 
@@ -56,9 +56,9 @@ class TensorBoardTracker:
         """Does nothing: TensorBoard shows numbers only."""
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _write(self, **fields: Any) -> None:
         """Appends an event in TFRecord framing: length, its checksum, data, its checksum."""
@@ -67,4 +67,4 @@ class TensorBoardTracker:
         data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         head = struct.pack("<Q", len(data))
         sums = [struct.pack("<I", self._checksum(part)) for part in (head, data)]
-        append_bytes(self._file, head + sums[0] + data + sums[1])
+        self._file.append(head + sums[0] + data + sums[1])

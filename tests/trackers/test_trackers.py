@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.schema import Config
-from jaxtrain.io.jsonl import read_records, truncate_after
+from jaxtrain.io.jsonl import AppendedFile, read_records, truncate_after
 from jaxtrain.trackers.base import TrackerList, build_trackers
 from jaxtrain.trackers.files import JsonlTracker
 from jaxtrain.trackers.mlflow import MLflowTracker
@@ -144,18 +144,59 @@ def test_a_failing_tracker_is_reported_once_and_dropped(tmp_path, method):
     assert steps(tmp_path) == [1, 2]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+
+
+@NEEDS_FULL
 def test_a_full_disk_does_not_stop_training(tmp_path):
     said, files = [], JsonlTracker(tmp_path)
     observers = TrackerList([files], report=said.append)
     observers.start({"step": 0})
+    file = files._files["metrics.jsonl"]._file
+    disk, full = os.dup(file), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file)
+    for step in (1, 2):
+        observers.log(step, {"loss": 1.0})
+    assert said == [
+        "tracker JsonlTracker: metrics.jsonl cannot be written (No space left on device): kept in memory until it can"
+    ]
+    assert steps(tmp_path) == []
+    os.dup2(disk, file)
+    observers.log(3, {"loss": 1.0})
+    assert steps(tmp_path) == [1, 2, 3]
+    os.dup2(full, file)
+    observers.log(4, {"loss": 1.0})
+    observers.close()
+    assert len(said) == 2
+    assert said[1].endswith("close: the last 1 records of metrics.jsonl are lost (No space left on device)")
+    for descriptor in (disk, full):
+        os.close(descriptor)
+
+
+@NEEDS_FULL
+def test_what_is_kept_of_a_full_disk_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(AppendedFile, "LIMIT", 100)
+    said, files = [], JsonlTracker(tmp_path)
+    observers = TrackerList([files], report=said.append)
+    observers.start({"step": 0})
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, files._files["metrics.jsonl"])
-    observers.log(1, {"loss": 1.0})
-    observers.log(2, {"loss": 1.0})
-    assert len(said) == 1
-    assert "No space left on device" in said[0]
+    os.dup2(full, files._files["metrics.jsonl"]._file)
+    os.close(full)
+    for step in range(10):
+        observers.log(step, {"loss": 1.0})
+    assert len(said) == 2
+    assert "dropped, training continues: log: metrics.jsonl cannot be written" in said[1]
     assert observers.members == []
+
+
+def test_a_record_written_in_part_is_completed(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
+    file = AppendedFile(tmp_path / "lines")
+    for line in (b"the first line\n", b"the second line\n"):
+        file.append(line)
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"the first line\nthe second line\n"
 
 
 def test_interrupts_pass(tmp_path):

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -62,6 +63,7 @@ def hash_files(files: list[File], store: Path) -> list[tuple[str, list[int]]]:
     if changed:
         newest = time.time_ns() - int(MIN_AGE * 1e9)
         entries = {p: [s, hashes[p]] for p, s in states.items() if s[2] < newest and file_state(p) == s}
-        store.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(store, json.dumps(entries))
+        with suppress(OSError):  # a complete cache may be on a disk that is full or read-only
+            store.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(store, json.dumps(entries))
     return [(hashes[f.path], states[f.path]) for f in files]
