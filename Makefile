@@ -96,7 +96,7 @@ $(NEWEST)/.installed: pyproject.toml
 
 # The lowest version of each direct dependency, with the newest of what those ask for.
 $(OLDEST)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[test]'
 	touch $@
