@@ -6,6 +6,7 @@
 # `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
 # breaks is seen the day it comes.
 # `make oldest` runs a part of them on the lowest versions that pyproject.toml allows, in a .venv-oldest.
+# `make parsers` measures which lines of each parser its tests reach, and whether they find bugs planted in it.
 # `make audit` compares the lock with known vulnerabilities, where a service that lists them is reachable.
 # The others make .venv and install into it. With EXTRAS=test,plan-gpu,plan-tpu `make test` also holds what is compiled
 # for absent GPUs with cuDNN and for absent TPUs to its figures: 2.3 GB more on the disk.
@@ -29,7 +30,7 @@ OLDEST_TESTS := $(NEWEST_TESTS) tests/models tests/trackers tests/reports/test_r
 	tests/data/test_source_formats.py tests/data/test_tokenizer.py tests/data/test_remote.py tests/test_parser_fuzz.py
 AUDIT := .venv-audit
 
-.PHONY: train test newest oldest audit matrix extras chaos lint docs clean
+.PHONY: train test newest oldest audit parsers matrix extras chaos lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -47,6 +48,9 @@ audit:
 	$(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit || true  # without an index
 	$(AUDIT)/bin/python tests/support/audit_lock.py
+
+parsers: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/parser_coverage.py
 
 matrix: $(VENV)/.installed-test
 	JAXTRAIN_TEST_DEVICES=16 $(BIN)/$(PYTEST) --dist loadgroup -m matrix --one-in $(ONE_IN) --sample $(SAMPLE) tests

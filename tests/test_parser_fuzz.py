@@ -218,6 +218,17 @@ def leader_state() -> bytes:
     return state.as_text().encode()
 
 
+def read_state(path: Path) -> None:
+    state = LeaderState.from_text(path.read_text())
+    same = json.dumps(json.loads(path.read_text()), sort_keys=True)
+    assert json.dumps(json.loads(state.as_text()), sort_keys=True) == same
+
+
+def read_lines(path: Path) -> None:
+    for line, record in read_records(path):
+        assert record is None or (isinstance(record, dict) and line.endswith(b"\n"))
+
+
 def handshake() -> bytes:
     return Session("a secret", "launch", is_server=False).outgoing() + bytes(64)
 
@@ -308,10 +319,10 @@ PARSERS = {
                                         lambda path: config_json.read_model_config(path.parent), "config.json",
                                         mutate=mutate_json)
        for name in ("gemma2", "gemma3_text", "qwen3", "qwen3_moe", "gpt2")},
-    "records": Parser(jsonl, lambda path: list(read_records(path)), "metrics.jsonl"),
+    "records": Parser(jsonl, read_lines, "metrics.jsonl"),
     "marker": Parser(lambda: b"", read_marker, "jaxtrain.json", mutate=mutate_marker),
     "launch message": Parser(message, read_message, mutate=mutate_json),
-    "leader state": Parser(leader_state, lambda path: LeaderState.from_text(path.read_text()), refusals=(ValueError,),
+    "leader state": Parser(leader_state, read_state, refusals=(ValueError,),
                            mutate=mutate_json),
     "handshake": Parser(handshake, take),
     "memory header": Parser(header, read_header, refusals=(ValueError, RecursionError), mutate=mutate_json),
@@ -392,6 +403,41 @@ def test_sequences_outside_of_the_tokens_are_refused_also_where_their_end_overfl
     path.write_bytes(index().replace(struct.pack("<3q", 0, 8, 18), struct.pack("<3q", *pointers)))
     with pytest.raises(DataError, match=r"outside of the \.bin"):
         read_index(path)
+
+
+@pytest.mark.parametrize("digest", ["", None, 0, "0" * 16])
+def test_a_marker_without_its_digest_is_refused(tmp_path: Path, digest):
+    content = json.loads(marker(tmp_path)) | {"digest": digest}
+    with pytest.raises(CheckpointError, match="another checksum"):
+        parse_marker(json.dumps(content).encode())
+
+
+def test_a_schedule_without_microbatch_0_is_refused(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("F1,B1\n")
+    with pytest.raises(UserError, match="microbatch 0 is missing"):
+        load_table(str(tmp_path / "a.csv"))
+
+
+def test_a_message_of_the_limit_is_taken_and_one_of_a_byte_more_is_not():
+    client, server = Session("a secret", "launch", is_server=False), Session("a secret", "launch", True, limit=100)
+    server.take(client.outgoing())
+    answer = server.outgoing()
+    client.take(answer)
+    server.take(client.outgoing())
+    for part in (b"".join(bytes(part) for part in client.seal(bytes(size))) for size in (100, 101)):
+        length, rest = part[: server.wanted], part[server.wanted :]
+        if len(rest) == 101 + 32:
+            with pytest.raises(ProtocolError, match="101 bytes"):
+                server.take(length)
+        else:
+            server.take(length)
+            assert server.take(rest) == bytes(100)
+
+
+def test_a_piece_that_ends_a_byte_after_its_snapshot_is_refused():
+    memory_protocol.parse_header(json.loads(header()))
+    with pytest.raises(PeerMemoryError, match="out of range"):
+        memory_protocol.parse_header(json.loads(header()) | {"size": 23})
 
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "", "a//b", "a\0", "\ud800", "a" * 5000 + "/.."])
