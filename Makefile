@@ -5,6 +5,9 @@
 # compares them with ones that nobody disturbed.
 # `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
 # breaks is seen the day it comes.
+# `make oldest` runs a part of them on the lowest versions that pyproject.toml allows, in a .venv-oldest.
+# `make parsers` measures which lines of each parser its tests reach, and whether they find bugs planted in it.
+# `make audit` compares the lock with known vulnerabilities, where a service that lists them is reachable.
 # The others make .venv and install into it. With EXTRAS=test,plan-gpu,plan-tpu `make test` also holds what is compiled
 # for absent GPUs with cuDNN and for absent TPUs to its figures: 2.3 GB more on the disk.
 PYTHON ?= python3.11
@@ -22,7 +25,12 @@ NEWEST := .venv-newest
 NEWEST_TESTS := tests/core/test_parity_pipeline.py tests/core/test_xla_options.py tests/verification tests/hlo \
 	tests/checkpoint
 
-.PHONY: train test newest matrix extras chaos lint docs clean
+OLDEST := .venv-oldest
+OLDEST_TESTS := $(NEWEST_TESTS) tests/models tests/trackers tests/reports/test_report.py tests/interop \
+	tests/data/test_source_formats.py tests/data/test_tokenizer.py tests/data/test_remote.py tests/test_parser_fuzz.py
+AUDIT := .venv-audit
+
+.PHONY: train test newest oldest audit parsers matrix extras chaos lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -32,6 +40,17 @@ test: $(VENV)/.installed-test lint
 
 newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/$(PYTEST) --dist loadgroup $(NEWEST_TESTS)
+
+oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/$(PYTEST) --dist loadgroup $(OLDEST_TESTS)
+
+audit:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit || true  # without an index
+	$(AUDIT)/bin/python tests/support/audit_lock.py
+
+parsers: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/parser_coverage.py
 
 matrix: $(VENV)/.installed-test
 	JAXTRAIN_TEST_DEVICES=16 $(BIN)/$(PYTEST) --dist loadgroup -m matrix --one-in $(ONE_IN) --sample $(SAMPLE) tests
@@ -79,5 +98,12 @@ $(NEWEST)/.installed: pyproject.toml
 		jax jaxlib flax optax orbax-checkpoint chex numpy
 	touch $@
 
+# The lowest version of each direct dependency, with the newest of what those ask for.
+$(OLDEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(AUDIT) build dist *.egg-info

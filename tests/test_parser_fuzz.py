@@ -5,6 +5,7 @@ JAXTRAIN_FUZZ=20000 tries so many mutations of each file, where `make test` trie
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
@@ -21,18 +22,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mutations import mutate
+import xxhash
+from mutations import Mutation, mutate, mutate_json, mutate_value
 
-from jaxtrain.checkpoint.files import parse_marker, write_marker
+from jaxtrain.checkpoint.files import file_problem, parse_marker, write_marker
 from jaxtrain.checkpoint.memory import protocol as memory_protocol
 from jaxtrain.data import megatron
 from jaxtrain.data.sources import base
 from jaxtrain.data.sources.base import File
 from jaxtrain.data.sources.formats import plan_shards, read_shard
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.errors import DataError, PeerMemoryError, ProtocolError, UserError
+from jaxtrain.errors import CheckpointError, DataError, PeerMemoryError, ProtocolError, UserError
 from jaxtrain.hlo import parse as hlo
 from jaxtrain.interop import config_json, safetensors_io
+from jaxtrain.interop.families import FAMILIES
 from jaxtrain.io.authenticated import Session
 from jaxtrain.io.jsonl import read_records
 from jaxtrain.launch import protocol
@@ -46,12 +49,16 @@ REFUSALS = (UserError, ProtocolError, PeerMemoryError)
 
 
 class Parser(NamedTuple):
-    """A valid input and what reads it. `refusals`: further errors that its callers handle."""
+    """A valid input and what reads it. `refusals`: further errors that its callers handle.
+
+    `read` also asserts what has to be true of an input that is not refused.
+    """
 
     valid: Callable[[], bytes]
     read: Callable[[Path], Any]
     name: str = "file"
     refusals: tuple[type[Exception], ...] = ()
+    mutate: Mutation = mutate
 
 
 def documents(kind: str) -> Callable[[Path], Any]:
@@ -101,6 +108,15 @@ def index() -> bytes:
     return header + struct.pack("<3i", 4, 5, 6) + struct.pack("<3q", 0, 8, 18) + struct.pack("<3q", 0, 1, 3)
 
 
+def read_index(path: Path) -> None:
+    size = 30
+    index = megatron.read_index(str(path), size)
+    assert (index.starts >= 0).all()
+    assert (index.lengths > 0).all()
+    assert ((index.starts + index.lengths) * index.dtype.itemsize <= size).all()
+    assert (np.diff(index.numbers) > 0).all()
+
+
 def safetensors() -> bytes:
     from safetensors.numpy import save
 
@@ -128,6 +144,62 @@ def model_config() -> bytes:
     }).encode()  # fmt: skip
 
 
+def config_of(name: str) -> bytes:
+    """Returns a config.json of a family, with all fields that it knows."""
+    family = FAMILIES[name]
+    sizes = {"num_hidden_layers": 4, "n_layer": 4, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2}
+    content = {"model_type": name, "architectures": [family.architecture], "max_position_embeddings": 128}
+    content |= {field: sizes.get(field, 64) for field in family.fields} | family.defaults
+    if family.window in ("layers", "period"):
+        content |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    if "use_sliding_window" in family.defaults:
+        content |= {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    return json.dumps(content).encode()
+
+
+def weight_index() -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}).encode()
+
+
+def read_tensors(path: Path) -> Any:
+    (path.parent / "x.safetensors").write_bytes(safetensors())
+    tensors = safetensors_io.open_tensors(path.parent)
+    assert tensors.keys() <= {"a", "b"}
+    assert all(tensor.path.parent == path.parent for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        tensor.check_dtype(name)
+
+
+def read_with_config(path: Path) -> Any:
+    (path.parent / "tokenizer.json").write_bytes(tokenizer())
+    made = load_tokenizer(str(path.parent / "tokenizer.json"))
+    assert 0 <= made.eos < made.vocab == 28
+    assert made.bos is None or 0 <= made.bos < made.vocab
+    return made.encode_prompt("ab<eos>")
+
+
+def read_marker(path: Path) -> Any:
+    content = parse_marker(path.read_bytes())
+    for name, (size, checksum) in content["files"].items():
+        file_problem(path.parent, name, (size, checksum))
+        assert (path.parent / name).resolve().is_relative_to(path.parent.resolve())
+    return [(len(shape), kind.strip()) for shape, kind in content["tensors"].values()]
+
+
+def mutate_marker(data: bytes, rng: random.Random) -> bytes:
+    """Returns a marker whose content is changed and has its right digest, or in every third case other bytes."""
+    if rng.randrange(3) == 0:
+        return mutate(data, rng)
+    content = mutate_value(json.loads(data)["content"], rng)
+    return signed(content)
+
+
+def signed(content: Any) -> bytes:
+    """Returns a marker with the right digest of its content."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"digest": xxhash.xxh3_64_hexdigest(text.encode()), "content": content}).encode()
+
+
 def marker(folder: Path) -> bytes:
     content = {"format": 1, "step": 4, "time": 1.0, "bytes": 3, "files": {"state/a": [3, "ff"]},
                "tensors": {"a": [[3], "float32"]}, "manifest": {}, "metrics": {}}  # fmt: skip
@@ -146,6 +218,17 @@ def leader_state() -> bytes:
     return state.as_text().encode()
 
 
+def read_state(path: Path) -> None:
+    state = LeaderState.from_text(path.read_text())
+    same = json.dumps(json.loads(path.read_text()), sort_keys=True)
+    assert json.dumps(json.loads(state.as_text()), sort_keys=True) == same
+
+
+def read_lines(path: Path) -> None:
+    for line, record in read_records(path):
+        assert record is None or (isinstance(record, dict) and line.endswith(b"\n"))
+
+
 def handshake() -> bytes:
     return Session("a secret", "launch", is_server=False).outgoing() + bytes(64)
 
@@ -156,6 +239,31 @@ def take(path: Path) -> Any:
         part, data = data[: session.wanted], data[session.wanted :]
         session.take(part)
         session.outgoing()
+
+
+def read_header(path: Path) -> None:
+    header = memory_protocol.parse_header(json.loads(path.read_bytes()))
+    for piece in header.pieces:
+        assert piece.name in header.tensors
+        assert 0 <= piece.size <= piece.offset + piece.size <= header.size
+
+
+def read_message(path: Path) -> None:
+    message = protocol.decode(path.read_bytes())
+    assert protocol.decode(protocol.encode(**message)) == message
+
+
+def read_program(path: Path) -> None:
+    """Reads every property of every instruction."""
+    for computation in hlo.parse(path.read_text(errors="replace")).computations.values():
+        hlo.root(computation)
+        for one in computation.values():
+            for shape in (one.shape, one.result):
+                assert isinstance(shape.bytes, int)
+            found = [one.scope, one.custom_call_target, one.chain_id, one.rendezvous, one.collective, one.once_loop]
+            found += [one.called, one.branches, one.int_constant, one.parameter_number]
+            found += [one.attribute("index"), one.int_list("lhs_contracting_dims")]
+            assert found
 
 
 def header() -> bytes:
@@ -180,6 +288,16 @@ ENTRY %main (p: f32[8,4]) -> f32[8,8] {
 }
 """
 
+TOKENS = b'{"eos_token": {"content": "<eos>"}, "bos_token": "a", "add_bos_token": true}'
+
+SCHEDULE = b"""placement: loop
+microbatches: 2
+peak: 2
+stages:
+- F0 F1 . B0 . B1
+- [., F0, B0, F1, B1]
+"""
+
 PARSERS = {
     "jsonl": Parser(jsonl, documents("jsonl"), "a.jsonl"),
     "jsonl.gz": Parser(lambda: gzip.compress(jsonl(), mtime=0), documents("jsonl"), "a.jsonl.gz"),
@@ -188,20 +306,30 @@ PARSERS = {
     "tar": Parser(tar, documents("webdataset"), "a.tar"),
     "parquet": Parser(parquet, documents("parquet"), "a.parquet"),
     "arrow": Parser(arrow, documents("arrow"), "a.arrow"),
-    "megatron": Parser(index, lambda path: megatron.read_index(str(path), 30), "a.idx"),
+    "megatron": Parser(index, read_index, "a.idx"),
     "safetensors": Parser(safetensors, read_safetensors, "model.safetensors"),
-    "tokenizer": Parser(tokenizer, lambda path: load_tokenizer(str(path)).encode_batch(["ab"]), "tokenizer.json"),
-    "config.json": Parser(model_config, lambda path: config_json.read_model_config(path.parent), "config.json"),
-    "records": Parser(jsonl, lambda path: list(read_records(path)), "metrics.jsonl"),
-    "marker": Parser(lambda: b"", lambda path: parse_marker(path.read_bytes()), "jaxtrain.json"),
-    "launch message": Parser(message, lambda path: protocol.decode(path.read_bytes())),
-    "leader state": Parser(leader_state, lambda path: LeaderState.from_text(path.read_text()), refusals=(ValueError,)),
+    "tokenizer": Parser(tokenizer, lambda path: load_tokenizer(str(path)).encode_batch(["ab"]), "tokenizer.json",
+                        mutate=mutate_json),
+    "tokenizer_config.json": Parser(lambda: TOKENS,
+                                    read_with_config, "tokenizer_config.json", mutate=mutate_json),
+    "weight index": Parser(weight_index, read_tensors, "model.safetensors.index.json", mutate=mutate_json),
+    "config.json": Parser(model_config, lambda path: config_json.read_model_config(path.parent), "config.json",
+                          mutate=mutate_json),
+    **{f"config.json of {name}": Parser(functools.partial(config_of, name),
+                                        lambda path: config_json.read_model_config(path.parent), "config.json",
+                                        mutate=mutate_json)
+       for name in ("gemma2", "gemma3_text", "qwen3", "qwen3_moe", "gpt2")},
+    "records": Parser(jsonl, read_lines, "metrics.jsonl"),
+    "marker": Parser(lambda: b"", read_marker, "jaxtrain.json", mutate=mutate_marker),
+    "launch message": Parser(message, read_message, mutate=mutate_json),
+    "leader state": Parser(leader_state, read_state, refusals=(ValueError,),
+                           mutate=mutate_json),
     "handshake": Parser(handshake, take),
-    "memory header": Parser(header, lambda path: memory_protocol.parse_header(json.loads(path.read_bytes())),
-                            refusals=(ValueError, RecursionError)),
+    "memory header": Parser(header, read_header, refusals=(ValueError, RecursionError), mutate=mutate_json),
     "schedule.csv": Parser(lambda: b"F0,F1,,B0,,B1\n,F0,B0,F1,B1,\n",
                            lambda path: load_table(str(path), None, None, None), "a.csv"),
-    "hlo": Parser(lambda: HLO, lambda path: hlo.parse(path.read_text(errors="replace")), refusals=(ValueError,)),
+    "schedule.yaml": Parser(lambda: SCHEDULE, lambda path: load_table(str(path), None, None, None), "a.yaml"),
+    "hlo": Parser(lambda: HLO, read_program, refusals=(ValueError, RecursionError)),
 }  # fmt: skip
 
 
@@ -232,7 +360,7 @@ def test_a_broken_input_is_refused_in_one_line(name: str, tmp_path: Path):
     if name != "handshake":  # of which the last part is not that of a peer
         parser.read(path)
     for number in range(TRIES):
-        data = mutate(valid, rng)
+        data = parser.mutate(valid, rng)
         try:
             check(parser, path, data)
         except Exception as error:
@@ -245,16 +373,80 @@ FOUND = {
     "tokenizer": tokenizer().replace(b'["a", "b"]', b'["a", ""]'),
     "config.json": model_config().replace(b'["LlamaForCausalLM"]', b"64"),
     "memory header": header().replace(b'"start": [0, 0]', b'"start": [0, 1e999]'),
-    "hlo": HLO.split(b"f32[8,4]{1,0} all-reduce")[0],
     "records": b'{"a":' * 3000 + b"\n",
     "jsonl": b'{"' + b"n" * 100_000 + b'": "text"}\n',
     "leader state": b"[" * 3000,
+    # numbers whose differences and sums overflow
+    "megatron": megatron.HEADER.pack(megatron.MAGIC, 1, 8, 3, 4)
+    + index()[megatron.HEADER.size : -16]
+    + struct.pack("<3q", (1 << 63) - 1, -2, 3),
+    "tokenizer_config.json": b'{"eos_token": {"content": [1]}, "bos_token": {}, "add_bos_token": true}',
+    "weight index": json.dumps({"weight_map": {"a": "a" * 5000}}).encode(),
+    "config.json of gemma2": config_of("gemma2").replace(b'"hidden_size": 64', b'"hidden_size": -1'),
+    "config.json of qwen3": config_of("qwen3").replace(b'"num_hidden_layers": 4', b'"num_hidden_layers": null'),
+    "config.json of gpt2": config_of("gpt2").replace(b'"gelu_new"', b"{}"),
+    "schedule.yaml": b"stages: " + b"[" * 3000,
+    "schedule.csv": b"# placement: [\nF0,B0\n",
+    "marker": signed(1),
+    "hlo": HLO.split(b"f32[8,4]{1,0} all-reduce")[0],
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_once_stays_found(name: str, tmp_path: Path):
     check(PARSERS[name], tmp_path / PARSERS[name].name, FOUND[name])
+
+
+@pytest.mark.parametrize("pointers", [(0, 8, (1 << 63) - 2), (0, 8, 20)])
+def test_sequences_outside_of_the_tokens_are_refused_also_where_their_end_overflows(tmp_path: Path, pointers):
+    path = tmp_path / "a.idx"
+    path.write_bytes(index().replace(struct.pack("<3q", 0, 8, 18), struct.pack("<3q", *pointers)))
+    with pytest.raises(DataError, match=r"outside of the \.bin"):
+        read_index(path)
+
+
+@pytest.mark.parametrize("digest", ["", None, 0, "0" * 16])
+def test_a_marker_without_its_digest_is_refused(tmp_path: Path, digest):
+    content = json.loads(marker(tmp_path)) | {"digest": digest}
+    with pytest.raises(CheckpointError, match="another checksum"):
+        parse_marker(json.dumps(content).encode())
+
+
+def test_a_schedule_without_microbatch_0_is_refused(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("F1,B1\n")
+    with pytest.raises(UserError, match="microbatch 0 is missing"):
+        load_table(str(tmp_path / "a.csv"))
+
+
+def test_a_message_of_the_limit_is_taken_and_one_of_a_byte_more_is_not():
+    client, server = Session("a secret", "launch", is_server=False), Session("a secret", "launch", True, limit=100)
+    server.take(client.outgoing())
+    answer = server.outgoing()
+    client.take(answer)
+    server.take(client.outgoing())
+    for part in (b"".join(bytes(part) for part in client.seal(bytes(size))) for size in (100, 101)):
+        length, rest = part[: server.wanted], part[server.wanted :]
+        if len(rest) == 101 + 32:
+            with pytest.raises(ProtocolError, match="101 bytes"):
+                server.take(length)
+        else:
+            server.take(length)
+            assert server.take(rest) == bytes(100)
+
+
+def test_a_piece_that_ends_a_byte_after_its_snapshot_is_refused():
+    memory_protocol.parse_header(json.loads(header()))
+    with pytest.raises(PeerMemoryError, match="out of range"):
+        memory_protocol.parse_header(json.loads(header()) | {"size": 23})
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "", "a//b", "a\0", "\ud800", "a" * 5000 + "/.."])
+def test_a_signed_marker_names_no_file_outside_of_its_step(tmp_path: Path, name: str):
+    content = json.loads(marker(tmp_path))["content"] | {"files": {name: [3, "ff"]}}
+    path = tmp_path / "jaxtrain.json"
+    check(PARSERS["marker"], path, signed(content))
+    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+        read_marker(path)
 
 
 @pytest.mark.parametrize("name", ["jsonl", "jsonl.gz", "jsonl.zst", "tar"])

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from jaxtrain.errors import CheckpointError
+from jaxtrain.errors import CheckpointError, format_name, format_value
 from jaxtrain.io.atomic import fsync, write_atomic
 
 MARKER = "jaxtrain.json"  # written last: a step without it is not committed
@@ -148,14 +148,16 @@ def parse_marker(text: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{MARKER} is not readable") from None
     if xxhash.xxh3_64_hexdigest(_canonical(content).encode()) != checksum:
         raise CheckpointError(f"{MARKER} has another checksum than when it was written")
-    version = content.get("format") if isinstance(content, dict) else content
-    if version != FORMAT:
-        raise CheckpointError(f"{MARKER} has format {version!r}; this version reads format {FORMAT}")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{MARKER} is not readable")
+    version = content.get("format")
+    if type(version) is not int or version != FORMAT:  # True equals 1
+        raise CheckpointError(f"{MARKER} has format {format_value(version)}; this version reads format {FORMAT}")
     if not _is_well_formed(content):
         raise CheckpointError(f"{MARKER} is not readable")
     for name in content["files"]:
         if not is_inside(name):
-            raise CheckpointError(f"{MARKER} names {name!r}, which is outside of the checkpoint")
+            raise CheckpointError(f"{MARKER} names {format_name(name)}, which is outside of the checkpoint")
     return content
 
 
@@ -175,7 +177,11 @@ def _is_well_formed(content: dict[str, Any]) -> bool:
 
 
 def is_inside(name: str) -> bool:
-    """Returns whether a relative name with `/` stays below its folder: no `..`, not absolute, not empty."""
+    """Returns whether a relative name with `/` stays below its folder: no `..`, not absolute, not empty, encodable."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
     parts = name.split("/")
     return bool(name) and "\0" not in name and not PurePosixPath(name).is_absolute() and not {"", ".", ".."} & {*parts}
 

@@ -155,7 +155,9 @@ def _functions(
             yield Conflict((f"{name}.options", f"{name}.name"), message)
     elif part.name != OBJECT and not re.fullmatch(USER_CLASS, part.name) and not part.name.startswith("optax."):
         message = f"expected {join_words(builtin, 'or')}, `optax.NAME`, or a function as `package.module:name`"
-        yield Conflict((f"{name}.name",), f"{message}; found {part.name!r}{did_you_mean(part.name, list(builtin))}")
+        yield Conflict(
+            (f"{name}.name",), f"{message}; found {format_value(part.name)}{did_you_mean(part.name, list(builtin))}"
+        )
     else:
         given = [key for key in keys if getattr(part, key) != type(part).model_fields[key].default]
         if given:

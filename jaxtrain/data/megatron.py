@@ -80,10 +80,10 @@ def read_index(path: str, size: int) -> MegatronIndex:
     sizes = np.frombuffer(data, "<i4", sequences, HEADER.size).astype(np.int64)
     pointers = np.frombuffer(data, "<i8", sequences, HEADER.size + sequences * 4)
     bounds = np.frombuffer(data, "<i8", entries, HEADER.size + sequences * 12)
-    if not entries or bounds[0] != 0 or bounds[-1] != sequences or (np.diff(bounds) < 0).any():
+    if not entries or bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
         raise DataError(f"{path}: its document index does not go from 0 to its {sequences} sequences")
-    ends = pointers + sizes * dtype.itemsize
-    if (sizes < 0).any() or (pointers < 0).any() or (pointers % dtype.itemsize).any() or ends.max(initial=0) > size:
+    is_outside = (sizes < 0) | (pointers < 0) | (pointers > size - sizes * dtype.itemsize)  # a sum could overflow
+    if is_outside.any() or (pointers % dtype.itemsize).any():
         raise DataError(f"{path}: its sequences are outside of the .bin, which has {size} bytes; are both complete?")
     return _join_sequences(path, sizes, pointers, bounds, dtype)
 

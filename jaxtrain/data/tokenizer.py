@@ -194,9 +194,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def _token_text(token: Any) -> Any:
-    """Returns the text of a special token, which may be written as an object."""
-    return token.get("content") if isinstance(token, dict) else token
+def _token_text(token: Any) -> str | None:
+    """Returns the text of a special token, which may be written as an object; None if it is no text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

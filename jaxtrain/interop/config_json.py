@@ -19,6 +19,7 @@ from jaxtrain.errors import ModelConfigError, close_matches, format_name, format
 from jaxtrain.interop.families import FAMILIES, Family
 
 Json = dict[str, Any]
+MAX_SIZE = 1_000_000  # of a field that is computed with
 IGNORED_FIELDS = frozenset({  # without effect on a forward pass
     "model_type", "architectures", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "pretraining_tp", "cache_implementation",
@@ -90,10 +91,10 @@ def from_hf_config(config: Json, where: str) -> tuple[Family, Json]:
             options |= dict.fromkeys(keys, fields[name])
         options["activation"] = _activation(fields, family)
         options |= _rope_options(fields, family) | _window_options(fields, family) | _attention_scale(fields)
-        if family.name == "gpt2" and fields["n_inner"] is None and isinstance(fields["n_embd"], int):
-            options["mlp"] = 4 * fields["n_embd"]
-        if family.multiplies_by_sqrt_embed and isinstance(options["embed"], int):
-            options["embed_multiplier"] = math.sqrt(options["embed"])
+        if family.name == "gpt2" and fields["n_inner"] is None:
+            options["mlp"] = 4 * _whole_number(fields, "n_embd")
+        if family.multiplies_by_sqrt_embed:
+            options["embed_multiplier"] = math.sqrt(_whole_number(fields, family.field_of("embed")))
         if "sliding_window" not in options:
             options.pop("sliding_window_rope_theta", None)
     except ModelConfigError as error:
@@ -224,9 +225,19 @@ def _unsupported_fields(config: Json, family: Family) -> str:
     return join_words((f"{format_name(name)} {format_value(config[name])}" for name in names), "and") if names else ""
 
 
+def _whole_number(fields: Json, name: str, least: int = 1) -> int:
+    """Returns a field that is computed with before the schema sees it."""
+    value = fields[name]
+    if type(value) is not int or not least <= value <= MAX_SIZE:
+        raise ModelConfigError(
+            f"{name}: expected a whole number from {least} to {MAX_SIZE}; found {format_value(value)}"
+        )
+    return value
+
+
 def _activation(fields: Json, family: Family) -> str:
     name = fields[family.activation]
-    if name not in family.activations:
+    if not isinstance(name, str) or name not in family.activations:
         expected = join_words(family.activations)
         raise ModelConfigError(f"{family.activation} {format_value(name)} is not supported; expected {expected}")
     return family.activations[name]
@@ -277,7 +288,7 @@ def _rope_of_layers(fields: Json, family: Family) -> Json:
     others = [n for n, value in parameters.items() if n not in ROPE_SCALING_FIELDS["llama3"] and value is not None]
     if others:
         message = f"is not supported; it may have {join_words(names)}"
-        raise ModelConfigError(f"{source}.{others[0]} of type {rope_type} {message}")
+        raise ModelConfigError(f"{source}.{format_name(others[0])} of type {rope_type} {message}")
     if rope_type == "llama3":
         parameters.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings"))
     missing = [name for name in names if parameters.get(name) is None]
@@ -302,15 +313,16 @@ def _window_options(fields: Json, family: Family) -> Json:
     size = fields.get("sliding_window")
     if family.window == "none" or size is None:
         return {}
-    layers, types = fields["num_hidden_layers"], fields.get("layer_types")
+    layers, types = _whole_number(fields, "num_hidden_layers"), fields.get("layer_types")
     if family.window == "used" or (family.window == "layers" and not types):
         size = size if fields["use_sliding_window"] else None
     if family.window in ("all", "used") or size is None:
         return {} if size is None else {"sliding_window": size}
     if types is None and family.window == "layers":
-        types = [FULL if layer < fields["max_window_layers"] else SLIDING for layer in range(layers)]
+        full = _whole_number(fields, "max_window_layers", least=0)
+        types = [FULL if layer < full else SLIDING for layer in range(layers)]
     elif types is None:
-        types = _layer_types(layers, fields.get("sliding_window_pattern", 2))
+        types = _layer_types(layers, _whole_number({"sliding_window_pattern": 2, **fields}, "sliding_window_pattern"))
     if not isinstance(types, list) or SLIDING not in types:
         return {}
     pattern = types.index(FULL) + 1 if FULL in types else 1
@@ -346,8 +358,9 @@ def _attention_scale(fields: Json) -> Json:
     scalar = fields.get("query_pre_attn_scalar")
     if scalar is None or scalar == fields["head_dim"]:
         return {}
-    if not isinstance(scalar, (int, float)) or scalar <= 0:
-        raise ModelConfigError(f"query_pre_attn_scalar: expected a number above 0; found {format_value(scalar)}")
+    if not isinstance(scalar, (int, float)) or not 0 < scalar <= MAX_SIZE:
+        message = f"expected a number above 0, of at most {MAX_SIZE}; found {format_value(scalar)}"
+        raise ModelConfigError(f"query_pre_attn_scalar: {message}")
     return {"attention_scale": float(scalar) ** -0.5}
 
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxtrain.errors import ModelFileError, format_value
+from jaxtrain.errors import ModelFileError, format_name, format_value
 from jaxtrain.interop.config_json import read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -70,12 +70,12 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     ):
         raise ModelFileError(f"{index}: expected a weight_map of tensor names to files")
     for file in sorted(set(weight_map.values())):
-        if not (folder / file).is_file():
-            raise ModelFileError(f"{folder / file}: no such file, but {INDEX_FILE} lists it")
+        if not os.path.isfile(folder / file):  # False, too, for a name that no file can have
+            raise ModelFileError(f"{folder / format_name(file)}: no such file, but {INDEX_FILE} lists it")
     files = {file: open_file(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file]:
-            raise ModelFileError(f"{folder / file}: has no {name}, which {INDEX_FILE} lists there")
+            raise ModelFileError(f"{folder / file}: has no {format_name(name)}, which {INDEX_FILE} lists there")
     return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
 
 

@@ -51,7 +51,8 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ),
         (
             "optimizer: {name: adam}",
-            'optimizer.name: expected adamw, adafactor, lion, sgd or muon; found "adam" (did you mean `adamw`?)',
+            "optimizer.name: expected adamw, adafactor, lion, sgd or muon, `optax.NAME`, or a function as "
+            '`package.module:name`; found "adam" (did you mean `adamw`?)',
         ),
         (
             "step: {remat: ful}",
@@ -70,7 +71,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("optimizer: {betas: [0.9]}", "optimizer.betas: expected one more value; found a list of 1"),
         ("optimizer: {betas: [0.9, 0.9, 0.9]}", "optimizer.betas: expected at most 2 values; found a list of 3"),
         ("optimizer: {betas: 1}", "optimizer.betas: expected a list; found 1"),
-        ("optimizer: lion", 'optimizer: expected a section with keys such as name, lr and betas; found "lion"'),
+        ("optimizer: lion", 'optimizer: expected a section with keys such as name, options and lr; found "lion"'),
         ("lr: 1", "lr: unknown key here; expected optimizer.lr"),
         (
             "data: {every: 1}",

@@ -100,7 +100,7 @@ def _parse_csv(text: str) -> tuple[list[list[str]], dict[str, Any]]:
         if line.lstrip().startswith("#"):
             key, colon, value = line.lstrip(" \t#").partition(":")
             if colon and key.strip() in KEYS:
-                options[key.strip()] = yaml.safe_load(value.strip() or "null")
+                options[key.strip()] = _load_yaml(value.strip() or "null")
         elif line.strip():
             lines.append(line)
     try:
@@ -109,13 +109,17 @@ def _parse_csv(text: str) -> tuple[list[list[str]], dict[str, Any]]:
         raise _FileContentError(f"expected comma-separated cells; {error}") from None
 
 
-def _parse_yaml(text: str) -> tuple[list[list[Any]], dict[str, Any]]:
+def _load_yaml(text: str) -> Any:
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise _FileContentError(f"{where}not YAML: {getattr(error, 'problem', None) or 'unreadable'}") from None
+
+
+def _parse_yaml(text: str) -> tuple[list[list[Any]], dict[str, Any]]:
+    content = _load_yaml(text)
     if not isinstance(content, dict) or not isinstance(content.get("stages"), list):
         raise _FileContentError("expected a key `stages` with a list of cells for each stage")
     for key in content:
