@@ -110,9 +110,9 @@ def work(config: Any, run_dir: Path) -> int:
     import numpy as np
 
     import jaxtrain
-    from jaxtrain.trainer import loop
+    from jaxtrain.api import trainer as trainer_api
 
-    real = loop.open_trainer
+    real = trainer_api.open_trainer
 
     def noting(*args: Any, **options: Any) -> Any:
         run, state, done = real(*args, **options)
@@ -130,7 +130,7 @@ def work(config: Any, run_dir: Path) -> int:
         run.program = replace(run.program, step=noted)
         return run, state, done
 
-    loop.open_trainer = noting
+    trainer_api.open_trainer = noting
     jaxtrain.train(config, run_dir, resume=(run_dir / "config.yaml").exists())
     return 0
 
@@ -406,7 +406,7 @@ def campaign(folder: Path, args: argparse.Namespace) -> tuple[list[Outcome], lis
 
 def import_all() -> None:
     """Imports the modules of workers. Raises SystemExit if forking is no longer safe."""
-    for name in ("jaxtrain.trainer.loop", "jaxtrain.checkpoint.checkpointer", "jaxtrain.data.dataset"):
+    for name in ("jaxtrain.api.trainer", "jaxtrain.checkpoint.checkpointer", "jaxtrain.data.dataset"):
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:  # a JAX backend would have some

@@ -4,7 +4,7 @@
                                   [--blocks 12] [--precision fp32] [--out overhead.json]
 
 One process trains both, in turns of `--block` steps, from the same weights on the same batches: jaxtrain's whole loop
-(`trainer.loop.fit`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, console; no validation, no
+(`trainer.loop.iterate`: token cache, prefetcher, step, metrics, JSON and TensorBoard files, console; no validation, no
 checkpoint before the end) and benchmarks/bare.py in a minimal loop. A console that is called after every step switches
 between them; each turn ends when its last step has finished on the device. Losses must agree at every step, or the
 comparison fails.
@@ -182,7 +182,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         screen.bare = Bare(config, trainer.program, state["params"], trainer.data)
         screen.begin()
         with Signals() as signals:
-            loop.fit(trainer, state, 0, signals)
+            for _ in loop.iterate(trainer, loop.Progress(state, 0), signals):
+                pass
         trainer.stop(steps, "finished")
         trainer.close()
         count = trainer.program.model_def.params

@@ -39,7 +39,7 @@ from jaxtrain.checkpoint.store import CheckpointStore
 from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
 from jaxtrain.distributed.kv_store import KeyValueStore
-from jaxtrain.launch.agent import free_port
+from jaxtrain.io.addresses import HeldPort
 from jaxtrain.planning import predict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +114,9 @@ def file_calls(folder: Path, processes: list[Process]) -> int:
 
 def saves(count: int) -> dict[str, Any]:
     """Row of one number of processes."""
-    address = f"127.0.0.1:{free_port()}"
+    port = HeldPort()
+    address = f"127.0.0.1:{port.number}"
+    port.close()
     service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=600)
     real_index, real_count = jax.process_index, jax.process_count
     jax.process_index, jax.process_count = lambda: THREAD.index, lambda: count

@@ -1,8 +1,8 @@
 """jaxtrain: train Flax models on any device mesh from a typed config.
 
     import jaxtrain
-    config = jaxtrain.load("configs/quickstart.yaml", "mesh.model=4")
-    result = jaxtrain.train(config)
+    trainer = jaxtrain.Trainer("quickstart", layout="fsdp")
+    result = trainer.fit()
 
 Nothing is imported before it is used, so that flags can be set before JAX starts.
 """
@@ -14,19 +14,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.api import initialize, train
+    from jaxtrain.api.functions import evaluate, generate, initialize, plan, resume, train, verify
+    from jaxtrain.api.trainer import Step, Trainer
+    from jaxtrain.callbacks.base import Callback
+    from jaxtrain.callbacks.early_stopping import EarlyStopping
     from jaxtrain.config import Config, ConfigError
+    from jaxtrain.core.resolve import ConfigSource
+    from jaxtrain.errors import UserError
 
-__all__ = ["Config", "ConfigError", "initialize", "load", "train"]
+__all__ = [
+    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Trainer", "UserError", "evaluate", "generate",
+    "initialize", "load", "plan", "resume", "train", "verify",
+]  # fmt: skip
+_FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
+_MODULES = {
+    **dict.fromkeys(("evaluate", "generate", "initialize", "plan", "resume", "train", "verify"), _FUNCTIONS),
+    **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),
+    "Callback": "jaxtrain.callbacks.base", "EarlyStopping": "jaxtrain.callbacks.early_stopping",
+    "UserError": "jaxtrain.errors",
+}  # fmt: skip
 
 
-def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, Any] | None = None) -> Config:
-    """Loads the config of a YAML file with `key=value` overrides, and checks values, mesh, rules and the model's dims.
+def load(source: ConfigSource = None, *overrides: str, base: dict[str, Any] | None = None, **keys: Any) -> Config:
+    """Loads a config, and checks values, mesh, rules and the model's dims.
 
     Args:
-        path: YAML file, or None for the defaults.
+        source: YAML file, name of a shipped config, dict of sections, `Config`, or None for the defaults.
         overrides: `key=value` texts.
         base: values under the file, above the defaults.
+        keys: sections or keys of the config, such as `layout="fsdp"`.
 
     Returns:
         the config, frozen and complete.
@@ -34,14 +50,14 @@ def load(path: str | os.PathLike[str] | None, *overrides: str, base: dict[str, A
     Raises:
         ConfigError: has every problem, one line each.
     """
-    from jaxtrain.core.resolve import resolve
+    from jaxtrain.core.resolve import load_config, resolve
 
-    return resolve(path, *overrides, base=base)[0]
+    if base is not None and not keys and (source is None or isinstance(source, (str, os.PathLike))):
+        return resolve(source, *overrides, base=base)[0]
+    return load_config(base if source is None else source, *overrides, **keys)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("initialize", "train"):
-        return getattr(import_module("jaxtrain.api"), name)
-    if name in ("Config", "ConfigError"):
-        return getattr(import_module("jaxtrain.config"), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

@@ -23,6 +23,10 @@ class DataError(UserError):
     """Bad input data. One line: what is wrong, in which file, what would be right."""
 
 
+class EndOfData(DataError):
+    """An iterable has no more batches."""
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be written, found, read or used. One line."""
 

@@ -69,6 +69,7 @@ def test_types_are_compared_in_the_factories_alone():
                     found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     assert found == [
         "jaxtrain/config/model_schema.py: self.type == 'decoder'",
+        "jaxtrain/config/schema.py: self.type == OBJECT",
         "jaxtrain/config/schema.py: self.type == 'text'",
     ]
 

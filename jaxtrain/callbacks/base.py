@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ StepFn = Callable[[State, Any], tuple[State, Any]]
 
 
 class TrainerView(Protocol):
-    """The parts of a `jaxtrain.trainer.trainer.Trainer` that callbacks use."""
+    """The parts of a `jaxtrain.trainer.training_run.TrainingRun` that callbacks use."""
 
     config: Config
     dir: Path
@@ -36,6 +37,37 @@ class TrainerView(Protocol):
     manifest: dict[str, Any]
     callbacks: CallbackList
     latest_metrics: dict[str, float]
+
+    def current_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the step that was dispatched last. Waits for it, so the devices idle meanwhile."""
+        ...
+
+    def request_save(self, reason: str = "") -> None:
+        """Asks for a checkpoint after this step; with several processes a few steps later, see `request_stop`."""
+        ...
+
+    def request_evaluate(self, reason: str = "") -> None:
+        """Asks for a validation after this step."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Asks to save and end the run after this step.
+
+        With several processes, one that asks is enough; all act after the same step, a few seconds later.
+        """
+        ...
+
+    def request_rewind(self, steps: int, skip_batches: int = 0, reason: str = "") -> None:
+        """Asks to go back to the newest checkpoint at least `steps` steps before, and to skip the batches after it."""
+        ...
+
+    def checkpoint_before(self, step: int, steps: int) -> int | None:
+        """Returns the newest checkpoint at least `steps` before a step, else the oldest one before it; None without."""
+        ...
+
+    def return_to(self, state: State, target: int, skipped: tuple[int, int] | None) -> tuple[State, int]:
+        """Restores a checkpoint in place of the state, and skips a range of batches from now on."""
+        ...
 
     def last_good_checkpoint(self) -> str:
         """Describes the newest checkpoint, for an error message."""
@@ -100,9 +132,31 @@ class Callback:
     def on_step_dispatched(self, trainer: TrainerView, step: int) -> None:
         """Called when the step after `step` runs on the devices and the one before it is logged."""
 
-    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+    def replace_state(self, trainer: TrainerView, state: State, step: int) -> State:
         """Called when step `step` is dispatched; returns the state to continue with."""
         return state
+
+    def on_step_end(self, trainer: TrainerView, step: int) -> None:
+        """Called when a step is dispatched.
+
+        `trainer.latest_metrics` has those of the step before; `trainer.current_metrics()` waits for those of this one.
+        """
+
+    def on_evaluate(self, trainer: TrainerView, step: int, scores: Mapping[str, float]) -> None:
+        """Called after a validation, with its metrics, such as `eval/loss`."""
+
+    def on_save(self, trainer: TrainerView, step: int) -> None:
+        """Called when the checkpoint of a step is on the disk, which is some steps later."""
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        """Called before a run ends with an error, on the process that raised it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the callback's own state, of JSON values. Checkpoints hold that of process 0."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the state of a checkpoint, before `on_train_begin` or after a rewind."""
 
     def on_metrics(self, trainer: TrainerView, step: int, values: Mapping[str, float]) -> None:
         """Called with the metrics of every step: all of a logged step, else those in `watched`."""
@@ -180,11 +234,29 @@ class CallbackList:
             fetch = member.wrap_fetch(fetch)
         return fetch
 
-    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+    def replace_state(self, trainer: TrainerView, state: State, step: int) -> State:
         """Returns the state to continue with, as every callback leaves it."""
         for member in self.members:
-            state = member.on_step_end(trainer, state, step)
+            state = member.replace_state(trainer, state, step)
         return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states of all callbacks that have one, by name of their class, numbered from the second on."""
+        states = {name: member.state_dict() for name, member in self._named()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Gives the callbacks their states of a checkpoint; one that it does not have keeps what it has."""
+        for name, member in self._named():
+            if name in states:
+                member.load_state_dict(states[name])
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        counts: Counter[str] = Counter()
+        for member in self.members:
+            name = type(member).__qualname__
+            counts[name] += 1
+            yield name if counts[name] == 1 else f"{name}-{counts[name]}", member
 
     def is_healthy(self) -> bool:
         """Returns whether no callback objects to keeping states."""

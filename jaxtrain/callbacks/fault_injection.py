@@ -122,7 +122,7 @@ class FaultInjection(Callback):
 
         return fetch_with_faults
 
-    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+    def replace_state(self, trainer: TrainerView, state: State, step: int) -> State:
         """Triggers the faults after a step. Returns its state, with a flipped bit if that is due."""
         for fault in self._take("step", step):
             if fault.kind == "flip":

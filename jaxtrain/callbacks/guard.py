@@ -8,13 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import jax
-
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.config.schema import SpikeConfig
 from jaxtrain.core.program import State
 from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
-from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.errors import DivergedError
 from jaxtrain.precision.loss_scaling import MIN_SCALE
 
@@ -86,7 +83,7 @@ class StepGuard(Callback):
         if spike is None:
             return None
         with trainer.ledger.phase("restore"):
-            target = self._checkpoint_before(trainer, spike)
+            target = trainer.checkpoint_before(spike, self._config.rollback_steps)
         if target is None:
             trainer.trackers.event(
                 "warning", text=f"no checkpoint before the spike at step {spike}: training continues"
@@ -97,14 +94,7 @@ class StepGuard(Callback):
             text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} rollbacks to checkpoint {target}"
             raise DivergedError(f"{text}; that is the last good one")
         skipped = self._batches_around(spike, target, merge_ranges(trainer.manifest.get("skips", ())))
-        for leaf in jax.tree.leaves(state):
-            leaf.delete()  # frees its memory for the restored state
-        with trainer.ledger.phase("restore"):
-            trainer.checkpointer.rewind(target)
-            state, _ = trainer.checkpointer.restore(None, trainer.program.state)
-        trainer.manifest["skips"] = [list(part) for part in merge_ranges(trainer.manifest.get("skips", ()), skipped)]
-        step = int(jax.device_get(state["step"]))
-        trainer.trackers.rewind(step)
+        state, step = trainer.return_to(state, target, skipped)
         batches = f"{skipped[0]} to {skipped[1] - 1} skipped"
         trainer.trackers.event("rollback", step=step, spike=spike, batches=batches)
         return state, step
@@ -113,14 +103,6 @@ class StepGuard(Callback):
         """Range of batches to skip: centred on the spike's batch, not before the checkpoint's."""
         middle, count = batch_index(spike - 1, skips), self._config.skip_batches
         return max(middle - count // 2, batch_index(target, skips)), middle + count - count // 2
-
-    def _checkpoint_before(self, trainer: TrainerView, spike: int) -> int | None:
-        """Step of the checkpoint to roll back to; the same on every process."""
-        trainer.checkpointer.wait()
-        steps = [info.step for info in trainer.checkpointer.steps() if info.step < spike]
-        early = [step for step in steps if step <= spike - self._config.rollback_steps]
-        chosen = broadcast(early[-1] if early else steps[0] if steps else -1)
-        return None if chosen < 0 else chosen
 
     def _report(self, trainer: TrainerView, kind: str, step: int, values: Mapping[str, float]) -> None:
         trainer.trackers.event(kind, step=step, **{name: values[name] for name in REPORTED if name in values})

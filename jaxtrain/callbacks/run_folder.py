@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxtrain.callbacks.base import Callback, TrainerView
-from jaxtrain.core.program import State
 from jaxtrain.errors import CheckpointError
 
 CONFIRMATIONS = 3  # equal answers, a second apart, of a file system that may be wrong for a moment
@@ -25,11 +24,10 @@ class RunFolderWatch(Callback):
 
         trainer.ticker.add(look)
 
-    def on_step_end(self, trainer: TrainerView, state: State, step: int) -> State:
+    def on_step_end(self, trainer: TrainerView, step: int) -> None:
         """Raises CheckpointError if the folder is not this run's any more."""
         if self._count >= CONFIRMATIONS:
             self._end(trainer, self._problem, step)
-        return state
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """Looks once more, because the last checkpoint must not go astray."""

@@ -129,7 +129,7 @@ def _types(config: Config) -> Iterator[Conflict]:
         if is_builtin and part.options:
             message = f"options are for a user's own class; `{builtin}` takes its keys directly"
             yield Conflict((f"{name}.options", f"{name}.type"), message)
-        elif not is_builtin and not re.fullmatch(USER_CLASS, part.type):
+        elif not is_builtin and part.type != OBJECT and not re.fullmatch(USER_CLASS, part.type):
             hint = did_you_mean(part.type, [builtin])
             message = f"expected `{builtin}` or a class as `package.module:Class`; found {format_value(part.type)}"
             yield Conflict((f"{name}.type",), message + hint)

@@ -101,6 +101,11 @@ class DataConfig(Section):
     workers: PositiveInt | None = key(None, "processes that tokenize; default: the cores")
 
     @property
+    def is_object(self) -> bool:
+        """True if the data is an object that is given in Python."""
+        return self.type == OBJECT
+
+    @property
     def is_text(self) -> bool:
         """True if the data is the built-in text pipeline, not a user's class."""
         return self.type == "text"

@@ -34,7 +34,7 @@ def find_file(name: str, folder: Path | None) -> Path:
     """Returns the path of a config file; it need not exist.
 
     Searches beside the file that names it (`folder`; the working folder for None), then in the shipped configs, so that
-    `configs/quickstart.yaml` and `models/llama3_8b.yaml` work without a source checkout.
+    `quickstart`, `configs/quickstart.yaml` and `models/llama3_8b.yaml` work without a source checkout.
     """
     path = Path(os.path.expanduser(name))
     here = path if folder is None else folder / path
@@ -42,6 +42,8 @@ def find_file(name: str, folder: Path | None) -> Path:
         return here
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     shipped = configs_dir().joinpath(*parts)
+    if not path.suffix and parts:
+        shipped = shipped.with_name(f"{shipped.name}.yaml")  # `quickstart`
     return shipped if parts and ".." not in parts and _exists(shipped) else here
 
 

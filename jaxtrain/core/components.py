@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,37 @@ class Components:
             the initial ones.
         weights: a pytree of arrays, or a module: initial values of the variables of the same path.
         optimizer: an optax transformation with its own learning rate; those of the config have no effect.
+        loss: function (model, batch) -> loss, as `loss.function` names one.
+        data: training data, see `data.iterables.as_dataset`.
+        eval_data: validation data; {name: data} for several sets.
     """
 
     model: Any = None
     weights: Any = None
     optimizer: optax.GradientTransformation | None = None
+    loss: Callable[..., Any] | None = None
+    data: Any = None
+    eval_data: Any = None
 
 
 NO_COMPONENTS = Components()
+
+
+def with_objects(config: Config, components: Components) -> Config:
+    """Returns the config of a run with Python objects, which says `object` in their places.
+
+    Raises:
+        UserError: the optimizer is no optax transformation.
+    """
+    if components.model is not None:
+        config = with_model_type(config, components.model)
+    if components.optimizer is not None:
+        config = with_optimizer_object(config, components.optimizer)
+    if components.loss is not None:
+        config = config.model_copy(update={"loss": config.loss.model_copy(update={"function": OBJECT})})
+    if components.data is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"type": OBJECT, "options": {}})})
+    return config
 
 
 def with_optimizer_object(config: Config, optimizer: Any) -> Config:

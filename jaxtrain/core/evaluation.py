@@ -10,6 +10,7 @@ import jax
 
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program
+from jaxtrain.errors import EndOfData
 from jaxtrain.models.model_def import NOTHING, NonTrainable, leaks_in_one_line
 
 CROSS_ENTROPY = "cross_entropy"  # the loss term, nats per token, that perplexity is computed from
@@ -50,8 +51,14 @@ def _means(program: Program, dataset: Any, params: Any, batches: int, other: Non
     place = placer(dataset, program)
     sums: Any = None
     for index in range(min(batches, getattr(dataset, "batches", None) or batches)):
+        try:
+            batch = place(index)
+        except EndOfData:
+            if sums is None:
+                raise
+            break
         with leaks_in_one_line(program.config.model):
-            found = program.evaluate(params, place(index), other)
+            found = program.evaluate(params, batch, other)
         sums = found if sums is None else jax.tree.map(jax.numpy.add, sums, found)
     terms, counts = sums
     host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(terms).items()}

@@ -8,6 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
+import optax
 
 from jaxtrain.config.model_schema import InitialWeightsConfig
 from jaxtrain.config.schema import OBJECT, Config
@@ -107,15 +108,15 @@ def build_program(
     sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
 
     def define(config: Config, sharder: Sharder) -> ModelDef:
-        return model_from_config(config, sharder, vocab, example, components.model)
+        return model_from_config(config, sharder, vocab, example, components.model, components.loss)
 
     model_def = define(config, sharder)
     _check_tensors(config, model_def, len(devices))
     gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
 
     own = components.optimizer
-    if config.optimizer.name == OBJECT and own is None:
-        raise UserError("optimizer: the run has one that was given in Python; expected it again, as `optimizer=...`")
+    if own is None and config.optimizer.name == OBJECT:
+        own = optax.identity()  # evaluating and generating need none
     rate = None if own else make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
     tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate, own)
@@ -151,8 +152,9 @@ def build_program(
 
 
 def model_from_config(
-    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None = None, component: Any = None
-) -> ModelDef:
+    config: Config, sharder: Sharder, vocab: int | None, example: Mapping[str, Any] | None = None,
+    component: Any = None, loss: Any = None,
+) -> ModelDef:  # fmt: skip
     """Defines the model of a config on a mesh. See `build_program` and `models.model_def.define_model`."""
     step = config.step
     env = Env(
@@ -160,7 +162,7 @@ def model_from_config(
         step.unroll, step.remat_modules,
     )  # fmt: skip
     batch = _microbatch_spec(config, example)
-    return define_model(config.model, config.loss, env, vocab, config.names_by_path, batch, component)
+    return define_model(config.model, config.loss, env, vocab, config.names_by_path, batch, component, loss)
 
 
 def _microbatch_spec(config: Config, example: Mapping[str, Any] | None) -> dict[str, jax.ShapeDtypeStruct] | None:

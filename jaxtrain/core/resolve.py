@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jaxtrain.core.layout_check import check_config, check_layout
 from jaxtrain.core.mesh_fit import describe_change, fit_mesh, mesh_sizes, unused_axes, with_sizes
 from jaxtrain.interop import config_json
 from jaxtrain.sharding.axes import AXES, shape_text
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 
 def resolve(
@@ -49,6 +52,46 @@ def resolve(
     )  # fmt: skip
     notes += config_notes(config)
     return config, provenance
+
+
+def load_config(
+    source: ConfigSource, *overrides: str, paths: bool = True, checks: Iterable[load.Check] = (check_layout,),
+    **keys: Any,
+) -> Config:  # fmt: skip
+    """Loads a config from Python.
+
+    Args:
+        source: path of a YAML file, name of a shipped config such as `quickstart`, dict of sections, `Config`, or None
+            for the defaults.
+        overrides: `key=value` texts.
+        paths: as for `resolve`.
+        checks: as for `resolve`.
+        keys: sections or keys, such as `layout="fsdp"` or `mesh={"fsdp": 4}`; as overrides.
+
+    Returns:
+        the config, frozen and complete.
+
+    Raises:
+        ConfigError: with every problem, one line each.
+    """
+    texts = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in _flat(keys))]
+    if isinstance(source, Config):
+        if not texts:
+            return source
+        base = source.model_dump(mode="json", exclude_unset=not source.has_layout) | {"resolved": source.has_layout}
+        return resolve(None, *texts, base=base, paths=paths, checks=checks)[0]
+    if source is None or isinstance(source, Mapping):
+        return resolve(None, *texts, base=None if source is None else dict(source), paths=paths, checks=checks)[0]
+    return resolve(source, *texts, paths=paths, checks=checks)[0]
+
+
+def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields dotted keys and values; an empty dict, and one of options or rules, is a value."""
+    for key, value in keys.items():
+        if isinstance(value, Mapping) and value and key not in ("options", "rules"):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def with_layout(config: Config, paths: bool = True) -> Config:

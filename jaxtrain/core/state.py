@@ -14,7 +14,7 @@ import optax
 
 from jaxtrain.core import spike_detection
 from jaxtrain.models.model_def import ModelDef, NonTrainable, Tree, merge_trees, select_paths
-from jaxtrain.optim.any_optax import evaluation_parameters
+from jaxtrain.optim.any_optax import evaluation_parameters, is_schedule_free
 from jaxtrain.optim.optimizers import ema_init
 from jaxtrain.optim.state_sharding import state_names
 from jaxtrain.precision.loss_scaling import initial_loss_scale
@@ -127,9 +127,16 @@ def all_parameters(state: State) -> Tree:
     return merge_trees(state["params"], state.get("frozen", {}))
 
 
+def evaluated_kinds(state: State) -> tuple[str, ...]:
+    """Returns the entries of a state that `evaluated_parameters` reads."""
+    if "ema" in state:
+        return "ema", "frozen"
+    return ("params", "opt_state", "frozen") if is_schedule_free(state["opt_state"]) else ("params", "frozen")
+
+
 def evaluated_parameters(state: State) -> Tree:
     """Returns the parameters to evaluate a model with: the averages of the trained ones, if a state has them."""
-    averages = state["ema"] if "ema" in state else evaluation_parameters(state["opt_state"], state["params"])
+    averages = state.get("ema") or evaluation_parameters(state.get("opt_state"), state["params"])
     return all_parameters({**state, "params": averages})
 
 

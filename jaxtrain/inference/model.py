@@ -15,10 +15,11 @@ from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.core.batch_spec import example_row
+from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, State, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.core.state import all_parameters, evaluated_parameters, non_trainable
+from jaxtrain.core.state import all_parameters, evaluated_kinds, evaluated_parameters, non_trainable
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
@@ -27,6 +28,7 @@ from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.spec import is_decoder, vocabulary_size
+from jaxtrain.optim.any_optax import is_schedule_free
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
@@ -34,7 +36,10 @@ MAX_BATCH = 32  # prompts of a batch
 REPLACEMENT = "\ufffd"  # decoded from a character whose bytes are incomplete
 
 
-def evaluate(directory: Path, step: int | None, batches: int | None, overrides: Sequence[str]) -> dict[str, float]:
+def evaluate(
+    directory: Path, step: int | None, batches: int | None, overrides: Sequence[str],
+    components: Components = NO_COMPONENTS,
+) -> dict[str, float]:  # fmt: skip
     """Returns the metrics of a checkpoint on all validation sets, with its `step`.
 
     Raises:
@@ -45,17 +50,20 @@ def evaluate(directory: Path, step: int | None, batches: int | None, overrides: 
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
     devices = runtime.start(config.simulate)
-    data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True)))
+    data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True)), components)
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")
     example = example_row(config.data, data)
-    program = build_program(config, vocabulary_size(config.model, getattr(data, "vocab", None)), devices, example)
+    vocab = vocabulary_size(config.model, getattr(data, "vocab", None))
+    program = build_program(config, vocab, devices, example, components)
     state, done = load_variables(directory, step, program)
     return {"step": done, **validate(program, sets, evaluated_parameters(state), count, non_trainable(state))}
 
 
-def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> tuple[Program, Tokenizer, Any]:
+def load_model(
+    directory: Path, step: int | None, overrides: Sequence[str], components: Components = NO_COMPONENTS
+) -> tuple[Program, Tokenizer, Any]:
     """Loads program, tokenizer and weights of a run's checkpoint or a Hugging Face folder, sharded by the layout.
 
     Needs the tokenizer, not the data.
@@ -67,7 +75,8 @@ def load_model(directory: Path, step: int | None, overrides: Sequence[str]) -> t
         return _huggingface(directory, step, overrides)
     config, _ = resolve(saved_config(directory), *overrides, paths=False)
     tokenizer = text_tokenizer(config.model, config.data)
-    program = build_program(config, vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate))
+    vocab, devices = vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate)
+    program = build_program(config, vocab, devices, components=components)
     return program, tokenizer, load_params(directory, step, program)[0]
 
 
@@ -142,10 +151,13 @@ def load_params(directory: Path, step: int | None, program: Program) -> tuple[An
 
 
 def load_variables(directory: Path, step: int | None, program: Program) -> tuple[State, int]:
-    """Loads what evaluation needs of a checkpoint: `ema` or else `params`, `frozen`, `mutable`; and its step."""
-    kinds = ("ema" if "ema" in program.state else "params", "frozen", "mutable", "step")
-    wanted = {kind: program.state[kind] for kind in kinds if kind in program.state}
-    state, _ = CheckpointReader(directory / "checkpoints").restore(step, wanted, partial=True)
+    """Loads what evaluation needs of a checkpoint, and its step."""
+    wanted = {kind: program.state[kind] for kind in (*evaluated_kinds(program.state), "mutable", "step")
+              if kind in program.state}  # fmt: skip
+    state, saved = CheckpointReader(directory / "checkpoints").restore(step, wanted, partial=True)
+    if saved.get("schedule_free") and not is_schedule_free(program.state["opt_state"]):
+        message = "its optimizer, which has the weights to evaluate with, was given in Python"
+        raise UserError(f"{directory}: {message}; expected it again, as `optimizer=...`")
     return state, int(jax.device_get(state["step"]))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.schema import LossConfig
+from jaxtrain.config.schema import OBJECT, LossConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.errors import UserError, did_you_mean
 
@@ -20,11 +20,11 @@ TRAINING = ("train", "training", "is_training")  # arguments by which modules an
 EVALUATING = ("deterministic", "use_running_average")
 
 
-def loss_function(loss: LossConfig) -> LossFunction:
+def loss_function(loss: LossConfig, component: Callable[..., Any] | None = None) -> LossFunction:
     """Returns (model, batch, key, is_training) -> what the loss returns; see `losses.terms.split_loss_output`.
 
-    It is `loss.function`, or else the model's method `loss`. Users' functions and methods may leave out the key, and
-    may take the mode: one of `train`, `training`, `is_training`, `deterministic`, `use_running_average`.
+    It is `component`, `loss.function`, or else the model's method `loss`. Users' functions and methods may leave out
+    the key, and may take the mode: one of `train`, `training`, `is_training`, `deterministic`, `use_running_average`.
 
     Raises:
         UserError: no such function.
@@ -32,8 +32,10 @@ def loss_function(loss: LossConfig) -> LossFunction:
     name = loss.function
     if name is None:
         return _call_method
-    if ":" in name:
-        function = load_class(name, "loss.function")
+    if name == OBJECT and component is None:
+        raise UserError("loss: the run has one that was given in Python; expected it again, as `loss=...`")
+    if name == OBJECT or ":" in name:
+        function = component or load_class(name, "loss.function")
         return lambda model, batch, key, is_training=True: _call(function, (model, batch), key, is_training)
     if name not in READY:
         hint = did_you_mean(name, READY) or f"; expected `package.module:function` or one of {', '.join(READY)}"

@@ -222,6 +222,7 @@ def define_model(
     names_by_path: Mapping[str, Sequence[str | None]] | None = None,
     batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
     component: Any = None,
+    loss_component: Callable[..., Any] | None = None,
 ) -> ModelDef:
     """Defines the model of a config without allocating it.
 
@@ -233,11 +234,12 @@ def define_model(
         names_by_path: pattern of a variable's path -> logical names of its dims.
         batch: shapes of a microbatch, from whose loss a Linen module is created.
         component: class, function or module in place of that of `model.type`; a module has its options already.
+        loss_component: function in place of that of `loss.function`.
 
     Raises:
         UserError: the user's class or function cannot be found or called, or two variables have one path.
     """
-    run_loss = loss_function(loss)
+    run_loss = loss_function(loss, loss_component)
     constructor = _load(model) if component is None else _as_constructor(component)
     takes_env = "env" in _signature(constructor).parameters
     wrap = lambda module, rngs: _create_linen(module, rngs, run_loss, batch, env)  # noqa: E731

@@ -95,6 +95,11 @@ def _check_same(what: str, before: Any, after: Any) -> None:
             raise UserError(f"optimizer: its update returns {what}{where} of shape {y.shape}; expected {x.shape}")
 
 
+def is_schedule_free(state: Any) -> bool:
+    """Returns whether an optimizer with this state has parameters of its own for evaluation."""
+    return bool(_schedule_free_states(state))
+
+
 def evaluation_parameters(state: Any, params: Any) -> Any:
     """Returns the parameters to evaluate with: those of a schedule-free optimizer's average, else the trained ones.
 
@@ -104,6 +109,12 @@ def evaluation_parameters(state: Any, params: Any) -> Any:
         state: state of the optimizer.
         params: the trained parameters.
     """
-    is_found = lambda x: isinstance(x, optax.contrib.ScheduleFreeState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_found) if is_found(x)]
+    found = _schedule_free_states(state)
     return optax.contrib.schedule_free_eval_params(found[0], params) if found else params
+
+
+def _schedule_free_states(state: Any) -> list[Any]:
+    def is_found(x: Any) -> bool:
+        return isinstance(x, optax.contrib.ScheduleFreeState)
+
+    return [x for x in jax.tree.leaves(state, is_leaf=is_found) if is_found(x)]

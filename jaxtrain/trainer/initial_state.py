@@ -22,10 +22,10 @@ from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.interop.weight_matching import StoredWeights
-from jaxtrain.trainer.trainer import Trainer
+from jaxtrain.trainer.training_run import TrainingRun
 
 
-def initial_state(trainer: Trainer, info: dict[str, Any]) -> State:
+def initial_state(trainer: TrainingRun, info: dict[str, Any]) -> State:
     """Builds the state of step 0.
 
     Values come from the seed, or from the module instance that is the model. Those of `model.from`, of `model.weights`
@@ -89,7 +89,7 @@ def _from_huggingface(folder: Path, abstract: State, variables: State) -> State:
 
 
 def _from_stored(
-    trainer: Trainer, info: dict[str, Any], stored: StoredWeights, config: InitialWeightsConfig, variables: State
+    trainer: TrainingRun, info: dict[str, Any], stored: StoredWeights, config: InitialWeightsConfig, variables: State
 ) -> State:
     variables, match = replace_weights(variables, trainer.program.state, stored, config)
     count = len(match.found) + len(match.missing) + len(match.reshaped)

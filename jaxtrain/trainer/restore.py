@@ -14,7 +14,7 @@ from jaxtrain.core.spike_detection import initial as empty_window
 from jaxtrain.errors import ConfigError, Problem, UserError
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
 from jaxtrain.trainer.initial_state import initial_state
-from jaxtrain.trainer.trainer import Trainer
+from jaxtrain.trainer.training_run import TrainingRun
 
 GUARANTEES = {
     "bitwise": "losses are bitwise those of an uninterrupted run",
@@ -23,7 +23,7 @@ GUARANTEES = {
 }
 
 
-def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
+def restore(trainer: TrainingRun, info: dict[str, Any]) -> tuple[State, int]:
     """Restores the newest good state, or that of step 0. Returns (state, step).
 
     Adds the resume guarantee to `info`, the fields of the start event.
@@ -49,7 +49,7 @@ def restore(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
     return state, step
 
 
-def _check_manifest(trainer: Trainer, step: int) -> None:
+def _check_manifest(trainer: TrainingRun, step: int) -> None:
     """Raises UserError for a checkpoint that cannot be resumed, before its state is read.
 
     So the error of a changed model names its config key, not its tensors.
@@ -62,7 +62,7 @@ def _check_manifest(trainer: Trainer, step: int) -> None:
     _config_changes(trainer, step, manifest)
 
 
-def _start_again(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
+def _start_again(trainer: TrainingRun, info: dict[str, Any]) -> tuple[State, int]:
     """Returns the state of step 0, if nothing was saved yet, or if the only checkpoint is the first and is damaged.
 
     Raises:
@@ -87,7 +87,7 @@ def _start_again(trainer: Trainer, info: dict[str, Any]) -> tuple[State, int]:
     return initial_state(trainer, info), 0
 
 
-def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tuple[State, int] | None:
+def _from_callbacks(trainer: TrainingRun, newest: int, info: dict[str, Any]) -> tuple[State, int] | None:
     """Returns a state later than checkpoint `newest` that a callback holds, such as an in-memory checkpoint."""
     with trainer.ledger.phase("restore"):
         source = trainer.callbacks.first(Callback.find_state, trainer, newest)
@@ -102,10 +102,11 @@ def _from_callbacks(trainer: Trainer, newest: int, info: dict[str, Any]) -> tupl
 
 
 def _resume(
-    trainer: Trainer, info: dict[str, Any], step: int, saved: dict[str, Any], restored: str, origin: str
+    trainer: TrainingRun, info: dict[str, Any], step: int, saved: dict[str, Any], restored: str, origin: str
 ) -> None:
     """Prints the origin of a state, the changes of the config since, and the resume guarantee."""
     trainer.manifest["skips"] = saved.get("skips", [])
+    trainer.callbacks.load_state_dict(saved.get("callbacks", {}))
     for line in _config_changes(trainer, step, saved):
         trainer.console.print(f"changed   {line}")
     level, reasons = resume_guarantee(saved, trainer.manifest)
@@ -114,13 +115,13 @@ def _resume(
     trainer.console.print(f"guarantee {GUARANTEES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
 
 
-def _print_warnings(trainer: Trainer) -> None:
+def _print_warnings(trainer: TrainingRun) -> None:
     """Prints the events of checkpoints since the last call."""
     for event in trainer.checkpointer.poll():
         trainer.console.print(f"warning   {event}")
 
 
-def _config_changes(trainer: Trainer, step: int, saved: dict[str, Any]) -> list[str]:
+def _config_changes(trainer: TrainingRun, step: int, saved: dict[str, Any]) -> list[str]:
     """Returns config changes since a checkpoint, a line each. Raises ConfigError if the run cannot resume with them."""
     same_data = saved.get("data") == trainer.manifest.get("data")
     changes, refused = compare_configs(saved["config"], trainer.manifest["config"], step, same_data)

@@ -14,13 +14,15 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.durable import run_location
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, create_directory, free_directory, write_config
+from jaxtrain.config.schema import OBJECT
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
+from jaxtrain.data.iterables import IterableData, as_dataset
 from jaxtrain.distributed import runtime
-from jaxtrain.distributed.multihost import broadcast, first_message
+from jaxtrain.distributed.multihost import broadcast, first_message, is_same
 from jaxtrain.distributed.save_fence import save_fence
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import check_permutes_on_first_call
@@ -28,6 +30,7 @@ from jaxtrain.io.ticker import Ticker
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.models.flops import Flops, decoder_flops, user_flops
 from jaxtrain.models.spec import has_token_rows, is_decoder, vocabulary_size
+from jaxtrain.optim.any_optax import is_schedule_free
 from jaxtrain.planning.hardware.peak import device_peak
 from jaxtrain.sharding import layout as layouts
 from jaxtrain.trackers.base import TrackerList, build_trackers
@@ -39,7 +42,7 @@ from jaxtrain.trainer.compatibility import environment
 from jaxtrain.trainer.continuation import Resume, can_continue
 from jaxtrain.trainer.initial_state import check_exists, initial_state
 from jaxtrain.trainer.restore import restore
-from jaxtrain.trainer.trainer import Trainer
+from jaxtrain.trainer.training_run import TrainingRun
 
 
 def open_trainer(
@@ -51,7 +54,7 @@ def open_trainer(
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
     components: Components = NO_COMPONENTS,
-) -> tuple[Trainer, State, int]:
+) -> tuple[TrainingRun, State, int]:
     """Builds a trainer that is ready for its next step. Returns (trainer, state, finished steps).
 
     Args:
@@ -67,12 +70,14 @@ def open_trainer(
         UserError: bad input, a directory of another run, or a config that the checkpoint of a resumed run does not
             accept.
     """
+    if config.optimizer.name == OBJECT and components.optimizer is None:
+        raise UserError("optimizer: the run has one that was given in Python; expected it again, as `optimizer=...`")
     ledger = ledger or GoodputLedger()
     devices = runtime.start(config.simulate)
     layouts.resolve_layout(config.layout, config.mesh, config.axis_rules, len(devices))  # before hours of tokenizing
     is_main = jax.process_index() == 0
     console.console.quiet = not is_main
-    data, eval_sets = open_data(config, console)
+    data, eval_sets = open_data(config, console, components)
     hooks = CallbackList(callbacks)
     program = build_program(
         hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices,
@@ -107,7 +112,7 @@ def open_trainer(
     return trainer, state, step
 
 
-def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
+def _begin(trainer: TrainingRun, info: dict[str, Any], step: int) -> None:
     """Reports the start to trackers and callbacks."""
     trainer.ledger.furthest_step = max(furthest_step(trainer.dir), step)
     trainer.ledger.begin_step(step)
@@ -116,16 +121,38 @@ def _begin(trainer: Trainer, info: dict[str, Any], step: int) -> None:
     trainer.ledger.begin("compile")
 
 
-def open_data(config: Config, console: ConsoleTracker) -> tuple[Any, dict[str, Any]]:
+def open_data(
+    config: Config, console: ConsoleTracker, components: Components = NO_COMPONENTS
+) -> tuple[Any, dict[str, Any]]:
     """Opens the training data, and the validation sets by the prefix of their metrics.
 
     Builds a missing token cache.
+
+    Raises:
+        UserError: bad data, or an iterable whose first batch differs between processes.
     """
+    if config.data.is_object:
+        return _open_objects(config, components)
     progress = _cache_progress(console)
     data, held_out = open_datasets(config.data, config.seed, progress)
+    if components.eval_data is not None:
+        held_out = as_dataset(components.eval_data, config.data.global_batch, config.seed, "eval_data")
     sets = {"eval/": held_out} if held_out is not None else {}
     named = open_validation_sets(config.data, config.eval.sets, config.seed, progress)
     return data, sets | {f"eval/{name}/": split for name, split in named.items()}
+
+
+def _open_objects(config: Config, components: Components) -> tuple[Any, dict[str, Any]]:
+    if components.data is None:
+        raise UserError("data: the run has some that was given in Python; expected it again, as `data=...`")
+    rows = config.data.global_batch
+    data = as_dataset(components.data, rows, config.seed, "data")
+    if isinstance(data, IterableData) and not is_same(data.first_digest):
+        message = "its first batch differs between processes; expected the same global batches on all"
+        raise UserError(f"data: {message}")
+    if components.eval_data is None:
+        return data, {}
+    return data, {"eval/": as_dataset(components.eval_data, rows, config.seed, "eval_data")}
 
 
 def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
@@ -141,10 +168,13 @@ def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
 def _assemble(
     config: Config, directory: Path, program: Program, data: Any, eval_sets: Any, checkpointer: Checkpointer,
     console: ConsoleTracker, ledger: GoodputLedger, ticker: Ticker, callbacks: CallbackList,
-) -> Trainer:  # fmt: skip
+) -> TrainingRun:  # fmt: skip
     is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
-    manifest = environment(saved, program.sharder.mesh, data=getattr(data, "fingerprint", None))
+    manifest = environment(
+        saved, program.sharder.mesh, data=getattr(data, "fingerprint", None),
+        schedule_free=is_schedule_free(program.state["opt_state"]),
+    )  # fmt: skip
     trackers = build_trackers(config.log, config.name, directory, is_main)
     members = TrackerList(trackers + ([console] if is_main else []), console.print)
     has_tokens = has_token_rows(config.model, config.data)
@@ -153,7 +183,7 @@ def _assemble(
     memory = device_memory(jax.local_devices())
     unit = "tokens" if has_tokens else "samples"
     meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit)
-    return Trainer(
+    return TrainingRun(
         config, directory, program, data, eval_sets, checkpointer, members, console, ledger, meter, ticker, manifest,
         callbacks,
     )  # fmt: skip
@@ -181,7 +211,7 @@ def _holds_run(config: Config, directory: Path) -> bool:
     return broadcast(int(is_continued)) == 1
 
 
-def start_info(trainer: Trainer) -> dict[str, Any]:
+def start_info(trainer: TrainingRun) -> dict[str, Any]:
     """Returns the fields of the start event."""
     config, manifest, meter = trainer.config, trainer.manifest, trainer.meter
     info: dict[str, Any] = {"name": config.name, "steps": config.steps, "config": manifest["config"]}

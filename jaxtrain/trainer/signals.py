@@ -12,10 +12,9 @@ import signal
 import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxtrain.trainer.joint_save_request import JointSaveRequest
+from jaxtrain.trainer.requests import Request, Requests
 
 
 class Signals:
@@ -27,28 +26,22 @@ class Signals:
         with Signals() as signals:
             for step in ...:
                 if name := signals.stop_at(step): save, break
-                if signals.save_at(step): save
 
     Restores previous handlers on exit. Does nothing outside the main thread, where Python allows no handlers.
 
-    Attributes:
-        joint_save: what a background thread calls once a second with several processes; None with one.
+    Args:
+        requests: get a request to save from SIGUSR1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Requests | None = None) -> None:
+        self._requests = requests or Requests()
         self._previous: dict[signal.Signals, Any] = {}
         self._requested: str | None = None
         self._distributed = False
-        self._is_save_requested = False
-        self.joint_save: JointSaveRequest | None = None
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self._distributed = _distributed()
-            if self._distributed:
-                from jaxtrain.trainer.joint_save_request import JointSaveRequest
-
-                self.joint_save = JointSaveRequest()
             self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._request_save)
             # With jax.distributed, its preemption service handles SIGTERM and informs the other processes.
             handled = [signal.SIGINT, *([] if self._distributed else [signal.SIGTERM])]
@@ -82,21 +75,8 @@ class Signals:
             return self._requested or "SIGTERM"
         return None
 
-    def save_at(self, step: int) -> bool:
-        """Returns whether all processes save after this step because one of them received SIGUSR1.
-
-        Every process must call it each step. With several it takes a few seconds until they do.
-        """
-        if self.joint_save is not None:
-            return self.joint_save.is_due(step)
-        is_requested, self._is_save_requested = self._is_save_requested, False
-        return is_requested
-
     def _request_save(self, number: int, frame: FrameType | None) -> None:
-        if self.joint_save is None:
-            self._is_save_requested = True
-        else:
-            self.joint_save.receive()
+        self._requests.ask(Request("save", "SIGUSR1"))
         with suppress(OSError):
             os.write(2, b"\nSIGUSR1: saving after this step; training goes on\n")
 

@@ -12,9 +12,9 @@ import tiny
 from faults import debug
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.api import trainer as trainer_api
 from jaxtrain.callbacks.bit_digest import bit_sum, device_digests, differing_replicas
 from jaxtrain.errors import CorruptionError
-from jaxtrain.trainer import loop
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool"])
@@ -93,7 +93,7 @@ def test_no_wrong_bit_is_saved(tmp_path):
 
 
 def test_a_step_that_does_not_repeat_itself_ends_the_run(tmp_path, monkeypatch):
-    real = loop.open_trainer
+    real = trainer_api.open_trainer
     calls = []
 
     def opened(config, directory, **options):
@@ -110,7 +110,7 @@ def test_a_step_that_does_not_repeat_itself_ends_the_run(tmp_path, monkeypatch):
         run.program = dataclasses.replace(run.program, step=wrong)
         return run, state, done
 
-    monkeypatch.setattr(loop, "open_trainer", opened)
+    monkeypatch.setattr(trainer_api, "open_trainer", opened)
     config = tiny.config(tmp_path, guard={"replica_check_every": 6})
     text = r"at step 6: params/w, computed twice, differs on device 2 \(cpu, process 0 on .*; checkpoint 4 is the last"
     with pytest.raises(CorruptionError, match=text):

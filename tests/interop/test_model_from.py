@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtrain import load
-from jaxtrain.api import train
+from jaxtrain import load, train
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
 from jaxtrain.config.model_schema import ModelConfig

@@ -72,9 +72,8 @@ class Commands:
         commands = self
 
         class Disturb(Callback):
-            def on_step_end(self, trainer: Any, state: Any, step: int) -> Any:
+            def on_step_end(self, trainer: Any, step: int) -> None:
                 commands.after_step(step)
-                return state
 
         monkeypatch.setattr("jaxtrain.callbacks.samples.Samples", Disturb)
         patient = functools.partial(Checkpointer, waits=(0.3,) * 3)

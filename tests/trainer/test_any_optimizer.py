@@ -118,6 +118,7 @@ def test_a_schedule_free_run_is_evaluated_with_its_average(place, alone):
     got = evaluated_parameters(result.state)
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), got, want))
     assert not np.array_equal(jax.tree.leaves(got)[0], jax.tree.leaves(result.state["params"])[0])
+    assert jaxtrain.evaluate(result.run_dir)["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

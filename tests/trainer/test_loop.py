@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import jaxtrain
+from jaxtrain.api import trainer as trainer_api
 from jaxtrain.checkpoint.store import CheckpointStore, steps_beyond_limit
 from jaxtrain.config import Config
 from jaxtrain.config.show import as_dict
@@ -22,7 +23,7 @@ from jaxtrain.models.flops import decoder_flops
 from jaxtrain.pipeline.schedules.cost import Costs, schedule_cost
 from jaxtrain.pipeline.schedules.shipped import shipped_table
 from jaxtrain.trackers.console import ConsoleTracker
-from jaxtrain.trainer import loop, trainer
+from jaxtrain.trainer import loop, run_training, training_run
 from jaxtrain.trainer.setup import open_trainer
 
 
@@ -114,7 +115,7 @@ def test_the_log_shows_the_bubble_of_measured_stages(tmp_path, corpus):
 
 def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch):
     """3 layers in the 4 places of 2 stages; and the run is that of no stages, its validation and its resume too."""
-    monkeypatch.setattr(trainer, "stage_costs", lambda *_: Costs(1.0, 1.0, 1.0))
+    monkeypatch.setattr(training_run, "stage_costs", lambda *_: Costs(1.0, 1.0, 1.0))
     stages = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.microbatches=2", "name=stages")
 
     def trained(folder, *changes):
@@ -134,7 +135,7 @@ def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch)
 
 
 def test_actions_too_short_to_be_timed_end_no_run(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(trainer, "stage_costs", lambda *_: Costs(0.0, 0.0, 0.0))
+    monkeypatch.setattr(training_run, "stage_costs", lambda *_: Costs(0.0, 0.0, 0.0))
     changes = ("layout=pp", "mesh.pipeline=2", "mesh.data=4", "step.microbatches=2", "steps=2")
     folder = jaxtrain.train(config(tmp_path, corpus, *changes), console=quiet()).run_dir
     assert all("bubble" not in record for record in read(folder, "metrics"))
@@ -157,13 +158,13 @@ def test_a_checkpoint_is_ranked_by_the_newest_validation(tmp_path, corpus):
 
 def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):
     """No `.item()`, no NumPy on device arrays: every transfer in the loop is an explicit one."""
-    real = loop.fit
+    real = run_training.iterate
 
     def guarded(*args):
         with jax.transfer_guard("disallow"):
-            return real(*args)
+            yield from real(*args)
 
-    monkeypatch.setattr(loop, "fit", guarded)
+    monkeypatch.setattr(run_training, "iterate", guarded)
     assert jaxtrain.train(config(tmp_path, corpus), console=quiet()).step == 8
 
 
@@ -187,9 +188,9 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
         trainer.dispatched, trainer.program = done, dataclasses.replace(trainer.program, step=dispatch)
         return trainer, state, done
 
-    open_trainer = loop.open_trainer
+    open_trainer = trainer_api.open_trainer
     monkeypatch.setattr(loop, "log", spy)
-    monkeypatch.setattr(loop, "open_trainer", counted)
+    monkeypatch.setattr(trainer_api, "open_trainer", counted)
     jaxtrain.train(config(tmp_path, corpus, "eval.every=null", "checkpoint.every=null"), console=quiet())
     assert order[:-1] == [(n + 1, n) for n in range(1, 8)]
 
@@ -320,7 +321,7 @@ def test_every_step_is_recorded_at_any_log_interval(tmp_path, corpus):
 
 
 def test_losses_that_stay_bad_stop_the_run_and_are_never_saved(tmp_path, corpus, monkeypatch):
-    real = loop.open_trainer
+    real = trainer_api.open_trainer
 
     def poisoned(config, directory, **kwargs):
         trainer, state, done = real(config, directory, **kwargs)
@@ -335,7 +336,7 @@ def test_losses_that_stay_bad_stop_the_run_and_are_never_saved(tmp_path, corpus,
         trainer.program = dataclasses.replace(trainer.program, step=poison)
         return trainer, state, done
 
-    monkeypatch.setattr(loop, "open_trainer", poisoned)
+    monkeypatch.setattr(trainer_api, "open_trainer", poisoned)
     cfg = config(tmp_path, corpus, "steps=40", "eval.every=null", "log.every=3")
     with pytest.raises(DivergedError, match=r"20 steps in a row .* at step 25; checkpoint 4 is the last good one"):
         jaxtrain.train(cfg, console=quiet())

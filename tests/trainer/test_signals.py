@@ -12,6 +12,7 @@ import time
 import pytest
 
 from jaxtrain.exit_codes import SAVED
+from jaxtrain.trainer.requests import Requests
 from jaxtrain.trainer.signals import Signals
 
 LOOP = """
@@ -49,14 +50,15 @@ def test_a_signal_is_noted_and_handlers_come_back(name):
 
 def test_a_request_to_save_is_met_once_and_stops_nothing():
     before = signal.getsignal(signal.SIGUSR1)
-    with Signals() as signals:
-        assert not signals.save_at(0)
+    requests = Requests()
+    with Signals(requests) as signals:
+        assert not requests.due(0)
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 5
-        while not signals.save_at(1) and time.monotonic() < deadline:
+        while not requests.due(1) and time.monotonic() < deadline:
             time.sleep(0.001)
         assert time.monotonic() < deadline
-        assert not signals.save_at(2)
+        assert not requests.due(2)
         assert signals.stop_at(2) is None
     assert signal.getsignal(signal.SIGUSR1) is before
 

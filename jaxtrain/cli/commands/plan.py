@@ -23,21 +23,19 @@ from rich.text import Text
 
 from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.cli.progress import spinner
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import ConfigError
 from jaxtrain.config.schema import LAYOUT_KEYS
-from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
-from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import Problem, UserError, join_words
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
-from jaxtrain.models.spec import is_decoder, vocabulary_size
-from jaxtrain.planning import compile, pods, predict
+from jaxtrain.planning import pods, predict
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.planning.report import diff, page, terminal
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search import ranking
 from jaxtrain.planning.search.search import search
+from jaxtrain.planning.target_config import config_for_target, decoder_vocabulary
 
 SEARCH_OPTIONS = ("objective", "devices", "budget", "top", "jobs", "out")
 ESTIMATING = "estimating layouts: {done:,}"
@@ -102,7 +100,10 @@ def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespac
     target = None if all(side.is_plan for side in sides) else _target(args)
     check_output_files(args.json)
     for side in sides:  # checks both before the first is compiled
-        _read_plan(side.path) if target is None or side.is_plan else _resolve(side.path, side.overrides, target)
+        if target is None or side.is_plan:
+            _read_plan(side.path)
+        else:
+            config_for_target(side.path, *side.overrides, target=target)
     left, right = (
         _read_plan(side.path)
         if target is None or side.is_plan
@@ -139,7 +140,7 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
         # Ctrl-C ends the search, not the command: the results so far are shown.
         try:
             with _interruptible():
-                vocab, budget = _vocabulary(config), _seconds(args.budget)
+                vocab, budget = decoder_vocabulary(config), _seconds(args.budget)
                 result = search(config, vocab, str(target), budget=budget, progress=report, **options)
         except KeyboardInterrupt:
             print("jaxtrain: interrupted before the first layout was estimated", file=sys.stderr)
@@ -173,7 +174,7 @@ def _plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | No
     Raises:
         UserError: before anything is compiled, if the config does not fit the target or an extra is missing.
     """
-    config, vocab = _resolve(path, overrides, target)
+    config, vocab = config_for_target(path, *overrides, target=target)
     if problem := targets.missing_packages(target, config.step.attention):
         raise UserError(problem)
     _add_working_folder()
@@ -222,31 +223,6 @@ def _target(args: argparse.Namespace) -> Target:
     if not args.target:
         raise UserError(f"plan: expected --target, such as {targets.SHAPES}")
     return targets.parse(args.target, args.slices)
-
-
-def _resolve(path: str, overrides: Sequence[str], target: Target) -> tuple[Config, int | None]:
-    """Returns the config, checked against the devices of the target, and the vocabulary size of its decoder.
-
-    Does not need the data; needs the tokenizer only if `model.vocab` is not set.
-    """
-
-    def check(config: Config) -> list[Problem]:
-        on_target = config.model_copy(update={"simulate": None})  # the target decides which devices there are
-        devices, vocab = target.devices, _vocabulary(config)
-        problems = check_layout(on_target, devices, vocab)
-        if not problems and (problem := compile.dcn_problem(config.mesh.dcn, target)):
-            problems.append(Problem("", "mesh.dcn", problem.removeprefix("mesh.dcn: ")))
-        return problems
-
-    config, _ = resolve(path, *overrides, paths=False, checks=[check])
-    return config, _vocabulary(config)
-
-
-def _vocabulary(config: Config) -> int | None:
-    """Returns the vocabulary size of the decoder: `model.vocab`, else the tokenizer's."""
-    if config.model.vocab is not None or not is_decoder(config.model) or not config.data.is_text:
-        return config.model.vocab
-    return vocabulary_size(config.model, load_tokenizer(config.data.tokenizer).vocab)
 
 
 def _read_plan(path: str) -> Plan:

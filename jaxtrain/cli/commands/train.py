@@ -30,7 +30,7 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
         drop_lost_output()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its default would end a run that has not begun to train
     prepare_jax_import(config.simulate or args.simulate)
-    from jaxtrain import api
+    from jaxtrain.api import functions
     from jaxtrain.callbacks.samples import LossPlot, Samples
     from jaxtrain.errors import TrainingError
     from jaxtrain.trackers.console import ConsoleTracker
@@ -38,7 +38,7 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
 
     console, ledger = ConsoleTracker(config.steps), GoodputLedger(age=process_age() if args.owns_process else 0.0)
     try:
-        result = api.train(
+        result = functions.train(
             config, directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,
             deadline=args.deadline, verbose=args.verbose, callbacks=[LossPlot(), Samples()],
         )  # fmt: skip

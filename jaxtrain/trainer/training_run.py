@@ -1,4 +1,4 @@
-"""Trainer: owner of the parts of a training run."""
+"""Owner of the parts of a training run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jaxtrain.core.placement import Placer, placer
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.stage_timing import stage_costs
 from jaxtrain.core.state import evaluated_parameters, non_trainable
-from jaxtrain.data.skipped_batches import merge_ranges
+from jaxtrain.data.skipped_batches import batch_index, merge_ranges
+from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.models.model_def import leaks_in_one_line
 from jaxtrain.pipeline.schedules.cost import schedule_cost
@@ -25,10 +26,11 @@ from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter
 from jaxtrain.trainer.input_pipeline import BatchFeed
+from jaxtrain.trainer.requests import Request, Requests
 
 
 @dataclass(eq=False)
-class Trainer:
+class TrainingRun:
     """Parts of a training run; `jaxtrain.trainer.loop.fit` moves it forward.
 
     Attributes:
@@ -46,6 +48,8 @@ class Trainer:
         manifest: written into every checkpoint.
         callbacks: called between steps.
         latest_metrics: metrics of the last logged step and the last validation.
+        requests: of callbacks and signals, carried out between steps.
+        on_device: metrics of the step that was dispatched last.
     """
 
     config: Config
@@ -62,6 +66,8 @@ class Trainer:
     manifest: dict[str, Any]
     callbacks: CallbackList
     latest_metrics: dict[str, float] = field(default_factory=dict)
+    requests: Requests = field(default_factory=Requests)
+    on_device: dict[str, jax.Array] = field(default_factory=dict)  # metrics of the step that was dispatched last
 
     def placer(self, split: Any) -> Placer:
         """Returns the function that makes device batches of a data set."""
@@ -91,28 +97,95 @@ class Trainer:
             params, count = evaluated_parameters(state), self.config.eval.batches
             scores = validate(self.program, self.eval_sets, params, count, non_trainable(state))
         self.trackers.event("eval", step=step, **scores)
+        self.callbacks.each(Callback.on_evaluate, self, step, scores)
         return scores
 
     def save(self, state: State, step: int, scores: dict[str, float], is_last: bool) -> None:
         """Starts a checkpoint, unless a callback objects. The newest validation ranks it if this step has none."""
         if self.callbacks.allows_save(self, state, step, is_last):
             scores = scores or {name: value for name, value in self.latest_metrics.items() if name.startswith("eval/")}
+            manifest = self.manifest | {"callbacks": self.callbacks.state_dict()}
             with self.ledger.phase("checkpoint"):
-                self.checkpointer.save(step, state, manifest=self.manifest, metrics=scores)
+                self.checkpointer.save(step, state, manifest=manifest, metrics=scores)
 
     def rewind(self, state: State, step: int) -> tuple[State, int] | None:
         """Returns (state, step) of an earlier step if a callback wants to continue from there."""
         rewound = self.callbacks.first(Callback.rewind, self, state, step)
-        if rewound is not None:
-            self.meter.end_compilation(rewound[1])
-            self.latest_metrics.clear()
-            self.callbacks.each(Callback.on_rewind, self, rewound[1])
-        return rewound
+        return None if rewound is None else self._rewound(*rewound)
+
+    def go_back(self, state: State, step: int, request: Request) -> tuple[State, int]:
+        """Carries out a request to go back. Without an earlier checkpoint training continues, with a warning."""
+        with self.ledger.phase("restore"):
+            target = self.checkpoint_before(step, request.steps)
+        if target is None:
+            self.trackers.event("warning", text=f"no checkpoint before step {step} to go back to: training continues")
+            return state, step
+        first = batch_index(target, merge_ranges(self.manifest.get("skips", ())))
+        skipped = (first, first + request.skip_batches) if request.skip_batches else None
+        state, back = self.return_to(state, target, skipped)
+        self.trackers.event("rollback", step=back, reason=request.reason, batches=f"{request.skip_batches} skipped")
+        return self._rewound(state, back)
+
+    def checkpoint_before(self, step: int, steps: int) -> int | None:
+        """Returns the newest checkpoint at least `steps` before a step, else the oldest one before it; None without.
+
+        The same on every process.
+        """
+        self.checkpointer.wait()
+        earlier = [info.step for info in self.checkpointer.steps() if info.step < step]
+        early = [number for number in earlier if number <= step - steps]
+        chosen = broadcast(early[-1] if early else earlier[0] if earlier else -1)
+        return None if chosen < 0 else chosen
+
+    def return_to(self, state: State, target: int, skipped: tuple[int, int] | None) -> tuple[State, int]:
+        """Restores a checkpoint in place of the state, and skips a range of batches from now on.
+
+        Callbacks get their states of that checkpoint. Returns (state, finished steps).
+        """
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # frees its memory for the restored state
+        with self.ledger.phase("restore"):
+            self.checkpointer.rewind(target)
+            state, saved = self.checkpointer.restore(None, self.program.state)
+        skips = merge_ranges(self.manifest.get("skips", ()), *([skipped] if skipped else []))
+        self.manifest["skips"] = [list(part) for part in skips]
+        self.callbacks.load_state_dict(saved.get("callbacks", {}))
+        step = int(jax.device_get(state["step"]))
+        self.trackers.rewind(step)
+        return state, step
+
+    def _rewound(self, state: State, step: int) -> tuple[State, int]:
+        self.meter.end_compilation(step)
+        self.latest_metrics.clear()
+        self.callbacks.each(Callback.on_rewind, self, step)
+        return state, step
+
+    def current_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the step that was dispatched last. Waits for it, so the devices idle meanwhile."""
+        return {name: float(value) for name, value in jax.device_get(self.on_device).items()}
+
+    def request_save(self, reason: str = "") -> None:
+        """Asks for a checkpoint after this step."""
+        self.requests.ask(Request("save", reason))
+
+    def request_evaluate(self, reason: str = "") -> None:
+        """Asks for a validation after this step."""
+        self.requests.ask(Request("evaluate", reason))
+
+    def request_stop(self, reason: str) -> None:
+        """Asks to save and end the run after this step."""
+        self.requests.ask(Request("stop", reason))
+
+    def request_rewind(self, steps: int, skip_batches: int = 0, reason: str = "") -> None:
+        """Asks to go back to the newest checkpoint at least `steps` steps before, and to skip the batches after it."""
+        self.requests.ask(Request("rewind", reason, steps, skip_batches))
 
     def report_checkpoints(self) -> None:
         """Logs the events of checkpoints since the last call."""
         for event in self.checkpointer.poll():
             self.trackers.event(event.kind, **event.fields())
+            if isinstance(event, Committed):
+                self.callbacks.each(Callback.on_save, self, event.step)
             if isinstance(event, Committed) and self.config.log.upload_checkpoints:
                 self.trackers.artifact(self.checkpointer.store.path(event.step))
 

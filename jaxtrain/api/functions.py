@@ -1,0 +1,205 @@
+"""Public functions of the package, which the commands use, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from jaxtrain.api.trainer import Trainer
+from jaxtrain.callbacks.base import Callback
+from jaxtrain.config.run_dir import saved_config
+from jaxtrain.core.components import Components
+from jaxtrain.core.resolve import ConfigSource
+from jaxtrain.distributed import runtime
+from jaxtrain.errors import UserError
+from jaxtrain.inference import model as inference
+from jaxtrain.planning.hardware.targets import parse
+from jaxtrain.planning.predict import predict
+from jaxtrain.planning.result import Plan
+from jaxtrain.planning.target_config import config_for_target
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
+from jaxtrain.trainer.continuation import Resume
+from jaxtrain.trainer.run_training import Result
+from jaxtrain.verification.verify import Outcome
+from jaxtrain.verification.verify import verify as compare_layouts
+
+
+def initialize(simulate: int | None = None) -> None:
+    """Starts JAX on the devices of a run, for scripts that create arrays or modules before `train`.
+
+    `train` does it, too, if nothing has used JAX before. With several processes it joins them, as the environment
+    says: JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `jaxtrain launch` sets.
+
+    Args:
+        simulate: number of simulated CPU devices, over all processes; None: the devices of the machine.
+
+    Raises:
+        UserError: JAX runs already with other devices, or the environment is incomplete.
+    """
+    runtime.start(simulate)
+
+
+def train(
+    config: ConfigSource = None,
+    run_dir: str | Path | None = None,
+    *overrides: str,
+    resume: Resume = False,
+    profile: tuple[int, int] | None = None,
+    console: ConsoleTracker | None = None,
+    ledger: GoodputLedger | None = None,
+    deadline: float | None = None,
+    verbose: bool = False,
+    callbacks: Sequence[Callback] = (),
+    model: Any = None,
+    weights: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+    loss: Callable[..., Any] | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    **keys: Any,
+) -> Result:
+    """Trains to `config.steps` and returns when the last checkpoint is on disk: `Trainer(...).fit()`.
+
+    Args:
+        config: see `Trainer`.
+        run_dir: run directory; default: a new one, DIR/NAME.
+        overrides: `key=value` texts.
+        resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
+            config, so that the same call may be made again, as schedulers do; another config there is refused.
+        profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
+        console: shows progress; default: on the terminal.
+        ledger: time accounting of this process; default: a new one.
+        deadline: seconds that a step or its data may hang before the process is ended; None: from measured step times;
+            0: never.
+        verbose: print the layout of every parameter when the run begins.
+        callbacks: called after the default ones.
+        model: see `Trainer`; `config.model.type` becomes its name.
+        weights: initial values. Those of `config.model.weights` map them to others, and its `strict` tells if all must
+            be there.
+        optimizer: see `Trainer`.
+        loss: see `Trainer`.
+        data: see `Trainer`.
+        eval_data: see `Trainer`.
+        keys: sections or keys of the config.
+
+    Returns:
+        the outcome, with metrics, state and compiled program.
+
+    Raises:
+        UserError: bad input, one line for each problem.
+        NotSavedError: the last checkpoint could not be written.
+        DivergedError: too many steps in a row made no update, because loss or gradients are bad.
+        CorruptionError: a device computes wrong results (`guard.replica_check_every`).
+    """
+    trainer = Trainer(
+        config, *overrides, model=model, weights=weights, optimizer=optimizer, loss=loss, data=data,
+        eval_data=eval_data, callbacks=callbacks, run_dir=run_dir, resume=resume, profile=profile, console=console,
+        ledger=ledger, deadline=deadline, verbose=verbose, **keys,
+    )  # fmt: skip
+    return trainer.fit()
+
+
+def resume(run: str | Path, *overrides: str, **objects: Any) -> Result:
+    """Resumes a run from its newest good checkpoint and trains to its end.
+
+    Args:
+        run: folder of the run.
+        overrides: `key=value` texts, such as `steps=2000` or another layout.
+        objects: arguments of `Trainer`; the Python objects that the run has are given again.
+
+    Raises:
+        UserError: no such run, a change that it does not accept, or an object that is missing.
+    """
+    trainer = Trainer(Path(saved_config(Path(run))), *overrides, run_dir=run, resume=True, **objects)
+    return trainer.fit()
+
+
+def evaluate(
+    run: str | Path, *overrides: str, step: int | None = None, batches: int | None = None, **objects: Any
+) -> dict[str, float]:
+    """Returns the metrics of a run's checkpoint on its validation sets, with its `step`.
+
+    Args:
+        run: folder of the run.
+        overrides: `key=value` texts.
+        step: step of the checkpoint; default: the newest good one.
+        batches: batches of each set; default: `eval.batches`.
+        objects: `model`, `loss`, `data`, `eval_data` or `optimizer` of a run of Python objects.
+
+    Raises:
+        UserError: not a run, no usable checkpoint, or no validation data.
+    """
+    return inference.evaluate(Path(run), step, batches, overrides, Components(**objects))
+
+
+def generate(
+    run: str | Path, prompt: str | Sequence[str], *overrides: str, tokens: int = 100, step: int | None = None,
+    seed: int = 0, temperature: float = 0.8, top_k: int | None = None, top_p: float | None = None, **objects: Any,
+) -> str | list[str]:  # fmt: skip
+    """Returns prompts with their continuations.
+
+    Args:
+        run: folder of a run, or of a Hugging Face model.
+        prompt: a text, or several.
+        overrides: `key=value` texts.
+        tokens: largest number of new tokens.
+        step: step of the checkpoint; default: the newest good one.
+        seed: of the sampling.
+        temperature: 0 takes the likeliest token.
+        top_k: sample from so many likeliest tokens.
+        top_p: sample from the likeliest tokens that have this probability together.
+        objects: `model` or `optimizer` of a run of Python objects.
+
+    Returns:
+        a text for a text, a list for several.
+
+    Raises:
+        UserError: not a language model, or an empty prompt.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not all(prompts):
+        raise UserError("generate: a prompt is empty; expected at least one character, such as a newline")
+    loaded = inference.load_model(Path(run), step, overrides, Components(**objects))
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    texts = list(inference.complete_prompts(*loaded, prompts, tokens, seed, **sampling))
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def plan(config: ConfigSource, target: str, *overrides: str, slices: int | None = None, **keys: Any) -> Plan:
+    """Plans memory, communication and speed of a config's step on hardware that need not be there.
+
+    Args:
+        config: see `Trainer`; its data need not exist.
+        target: such as `h100:8x8` or `v5p:8x8x8`.
+        overrides: `key=value` texts.
+        slices: number of TPU slices.
+        keys: sections or keys of the config.
+
+    Raises:
+        UserError: a bad config or target.
+    """
+    parsed = parse(target, slices)
+    loaded, vocab = config_for_target(config, *overrides, target=parsed, **keys)
+    return predict(loaded, vocab, str(parsed))
+
+
+def verify(
+    config: str | Path, *overrides: str, layouts: Sequence[str] = ("all",), devices: int = 8, steps: int = 3
+) -> Outcome:
+    """Compares losses, gradients and updates of a config's model on every layout with one device, in float32.
+
+    Args:
+        config: path of a YAML file, or name of a shipped config.
+        overrides: `key=value` texts.
+        layouts: names of layouts.
+        devices: simulated devices.
+        steps: steps to compare.
+
+    Raises:
+        UserError: a bad config or layout.
+    """
+    return compare_layouts(config, overrides, layouts=layouts, devices=devices, steps=steps)

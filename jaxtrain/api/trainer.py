@@ -1,0 +1,280 @@
+"""`jaxtrain.Trainer`: a training run from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxtrain.callbacks.base import Callback
+from jaxtrain.callbacks.default import default_callbacks
+from jaxtrain.config import Config
+from jaxtrain.config.key_names import section_keys
+from jaxtrain.core.components import Components, with_objects
+from jaxtrain.core.evaluation import validate
+from jaxtrain.core.placement import placer
+from jaxtrain.core.program import Program
+from jaxtrain.core.resolve import ConfigSource, load_config, with_layout
+from jaxtrain.core.state import evaluated_parameters, non_trainable
+from jaxtrain.data.iterables import as_dataset
+from jaxtrain.errors import UserError
+from jaxtrain.trackers.console import ConsoleTracker
+from jaxtrain.trackers.goodput import GoodputLedger
+from jaxtrain.trainer.continuation import Resume
+from jaxtrain.trainer.loop import Progress
+from jaxtrain.trainer.run_training import Result, result_of, run_steps
+from jaxtrain.trainer.setup import new_run_directory, open_trainer
+from jaxtrain.trainer.training_run import TrainingRun
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was dispatched.
+
+    Attributes:
+        number: finished steps.
+    """
+
+    number: int
+    _on_device: Mapping[str, jax.Array]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the step. Reading them waits for it, so read them now and then in a fast loop."""
+        return {name: float(value) for name, value in jax.device_get(dict(self._on_device)).items()}
+
+
+class Trainer:
+    """A training run: its config, and Python objects in place of what the config names.
+
+        trainer = jaxtrain.Trainer("quickstart", layout="fsdp", optimizer=optax.lamb(1e-3))
+        result = trainer.fit()
+
+    Nothing is built before the first use. A second `fit` continues where the first one ended.
+
+    Args:
+        config: path of a YAML file, name of a shipped config (`quickstart`, `recipes/spirals`), dict of sections, or
+            `Config`; default: the default values.
+        overrides: `key=value` texts.
+        model: class of Flax modules, function of `rngs` that returns one, or module, whose values are the initial ones.
+        weights: pytree of arrays, or a module: initial values of the variables of the same paths.
+        optimizer: an optax transformation; its learning rate, decay and clipping are its own.
+        loss: function `(model, batch) -> loss`, see docs/own-models.md.
+        data: an object with `batch(step, rows)`, a {name: array} of all rows, or an iterable of global batches, or a
+            function that returns one.
+        eval_data: validation data, likewise.
+        callbacks: called after the default ones, see `jaxtrain.Callback`.
+        run_dir: folder of the run; default: a new one, DIR/NAME.
+        resume: as for `jaxtrain.train`.
+        profile: (start, stop) of the steps to trace.
+        console: shows progress; default: on the terminal.
+        ledger: time accounting of this process.
+        deadline: seconds that a step or its data may hang before the process is ended.
+        verbose: print the layout of every parameter.
+        keys: sections or keys of the config, such as `layout="fsdp"`, `steps=100`, `mesh={"fsdp": 4}`; `model`,
+            `optimizer`, `loss` and `data` may be such sections, too.
+
+    Raises:
+        UserError: a bad config or object, one line for each problem.
+    """
+
+    def __init__(
+        self,
+        config: ConfigSource = None,
+        *overrides: str,
+        model: Any = None,
+        weights: Any = None,
+        optimizer: optax.GradientTransformation | None = None,
+        loss: Callable[..., Any] | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        callbacks: Sequence[Callback] = (),
+        run_dir: str | Path | None = None,
+        resume: Resume = False,
+        profile: tuple[int, int] | None = None,
+        console: ConsoleTracker | None = None,
+        ledger: GoodputLedger | None = None,
+        deadline: float | None = None,
+        verbose: bool = False,
+        **keys: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer, "loss": loss, "data": data}
+        sections = {name: value for name, value in given.items() if _is_section(name, value)}
+        model, optimizer, loss, data = (None if name in sections else value for name, value in given.items())
+        keys |= sections
+        self._components = Components(model, weights, optimizer, loss, data, eval_data)
+        _check_exclusive(self._components, overrides, keys)
+        self.config: Config = with_layout(with_objects(load_config(config, *overrides, **keys), self._components))
+        self._callbacks = list(callbacks)
+        self._resume: Resume = resume
+        self._options = {"profile": profile, "deadline": deadline, "verbose": verbose}
+        self._console, self._ledger = console, ledger
+        self._directory = None if run_dir is None else Path(run_dir)
+        self._run: TrainingRun | None = None
+        self._progress: Progress | None = None
+        self._is_open = False
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run. Raises UserError before it has begun."""
+        if self._directory is None:
+            raise UserError("Trainer: the run has no folder before its first step; expected `fit` or `steps` before")
+        return self._directory
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return 0 if self._progress is None else self._progress.step
+
+    @property
+    def program(self) -> Program:
+        """The compiled parts of the run."""
+        return self._opened().program
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The train state, of sharded arrays. The next step donates it: copy what is to be kept."""
+        self._opened()
+        assert self._progress is not None
+        return self._progress.state
+
+    @property
+    def model(self) -> Any:
+        """The module with its present parameters, to be called as after `eval()`; merged anew each time.
+
+        A user's module is of its own class; its parameters are those that validation uses.
+        """
+        state = self.state
+        return self.program.model_def.bind(evaluated_parameters(dict(state)), non_trainable(dict(state)), None, False)
+
+    def fit(self) -> Result:
+        """Trains to `config.steps` and returns when the last checkpoint is on disk.
+
+        Ctrl-C, in a notebook too, saves and returns; another `fit` continues from there.
+
+        Raises:
+            UserError: bad input.
+            TrainingError: see `jaxtrain.train`.
+        """
+        for _ in self.steps():
+            pass
+        assert self._run is not None
+        assert self._progress is not None
+        return result_of(self._run, self._progress)
+
+    def steps(self) -> Iterator[Step]:
+        """Runs steps in a loop of your own: `for step in trainer.steps(): ...`. Leaving the loop saves the run.
+
+        Between two steps `evaluate`, `save`, `predict`, `gradients`, `state` and `model` are those of that step.
+        """
+        if not self._is_open:
+            self._open()
+        assert self._run is not None
+        assert self._progress is not None
+        self._is_open = True
+        try:
+            for _ in run_steps(self._run, self._progress):
+                yield Step(self._progress.step, self._run.on_device)
+        finally:
+            self._is_open = False
+            self._resume = True
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Returns the metrics on the validation data, or on other data, as `eval/NAME`.
+
+        Args:
+            data: as `eval_data`; default: the validation sets of the run.
+
+        Raises:
+            UserError: there is none.
+        """
+        run, state = self._opened(), dict(self.state)
+        sets = run.eval_sets if data is None else {"eval/": as_dataset(data, self.config.data.global_batch)}
+        if not sets:
+            raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
+        count = self.config.eval.batches
+        return validate(run.program, sets, evaluated_parameters(state), count, non_trainable(state))
+
+    def predict(self, inputs: Any) -> Any:
+        """Returns what the model returns for inputs, on the devices, with the parameters of validation.
+
+        Args:
+            inputs: array of rows, or a tuple of arguments of the model's call.
+        """
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        state = dict(self.state)
+        if not hasattr(self, "_forward"):
+            bind = self.program.model_def.bind
+            self._forward = jax.jit(lambda params, other, *args: bind(params, other, None, False)(*args))
+        return self._forward(evaluated_parameters(state), non_trainable(state), *map(np.asarray, arguments))
+
+    def gradients(self, batch: Mapping[str, Any] | None = None) -> tuple[dict[str, float], Any]:
+        """Returns the metrics and the gradients of a batch, before clipping, and changes nothing.
+
+        Args:
+            batch: {name: array} of `global_batch` rows; default: that of the next step.
+
+        Returns:
+            metrics, and a tree of arrays like the parameters.
+        """
+        run = self._opened()
+        source = run.data if batch is None else as_dataset([batch], self.config.data.global_batch, name="batch")
+        placed = placer(source, run.program)(self.step if batch is None else 0)
+        if not hasattr(self, "_inspect"):
+            self._inspect = jax.jit(lambda state, batch: run.program.step_with_gradients(state, batch)[1:])
+        metrics, gradients = self._inspect(dict(self.state), placed)
+        return {name: float(value) for name, value in jax.device_get(metrics).items()}, gradients
+
+    def save(self) -> None:
+        """Saves the present state, in the background, in a loop of `steps`; `fit` saves by itself.
+
+        Raises:
+            UserError: outside of such a loop, where the run is saved already.
+        """
+        if not self._is_open or self._run is None or self._progress is None:
+            raise UserError("save: the run is not in a loop of `steps`; its last state is saved already")
+        self._run.save(self._progress.state, self._progress.step, {}, is_last=False)
+
+    def _opened(self) -> TrainingRun:
+        if self._run is None:
+            self._open()
+            assert self._run is not None
+        return self._run
+
+    def _open(self) -> None:
+        """Builds the run, or opens it again where it was saved."""
+        if self._run is not None and not self._is_open and self._resume is not True and self._progress is not None:
+            return  # opened by `evaluate` or `predict`, and not trained yet
+        self._run = self._progress = None  # frees the state before another one is restored
+        self._directory = self._directory or new_run_directory(self.config, self._resume)
+        run, state, step = open_trainer(
+            self.config, self._directory, console=self._console or ConsoleTracker(self.config.steps),
+            resume=self._resume, ledger=self._ledger, components=self._components,
+            callbacks=[*default_callbacks(self.config, **self._options), *self._callbacks],
+        )  # fmt: skip
+        self._run, self._progress = run, Progress(state, step)
+        self._ledger = None  # the next one accounts for the next part
+        for name in ("_forward", "_inspect"):
+            self.__dict__.pop(name, None)
+
+
+def _is_section(name: str, value: Any) -> bool:
+    """Returns whether an argument is a section of the config, not an object: a text, or a dict of its keys."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Mapping) and bool(value) and set(value) <= set(section_keys((name,)))
+
+
+def _check_exclusive(components: Components, overrides: Sequence[str], keys: Mapping[str, Any]) -> None:
+    """Raises UserError if the caller gives both an object and the keys that it replaces."""
+    given = [*(text.partition("=")[0].split(".")[0] for text in overrides), *keys]
+    replaced = {"optimizer": ("optimizer", "schedule")}
+    for name, sections in replaced.items():
+        both = [section for section in sections if section in given]
+        if getattr(components, name) is not None and both:
+            raise UserError(f"{name}: an object and keys of `{both[0]}` are given; expected one of them")

@@ -1,0 +1,102 @@
+"""A run from its first step to its end: saves, closes, and says how it ended."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.callbacks.base import Callback
+from jaxtrain.core.program import Program, State
+from jaxtrain.distributed.runtime import generation, process_count
+from jaxtrain.errors import NotSavedError, TrainingError
+from jaxtrain.trainer.loop import Progress, iterate
+from jaxtrain.trainer.requests import JointRequests
+from jaxtrain.trainer.signals import Signals
+from jaxtrain.trainer.training_run import TrainingRun
+
+OUT_OF_MEMORY = (
+    "a device ran out of memory; expected less per device: a larger step.microbatches, step.remat=full, a smaller "
+    "data.global_batch or data.sequence, or a layout that shards more (fsdp, tp_sp)"
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of a run.
+
+    Attributes:
+        run_dir: run directory.
+        step: finished steps.
+        metrics: metrics of the last step, and of the last validation as `eval/...`.
+        stopped_by: name of the signal, or the reason of the callback, that ended the run early; or None.
+        resume_command: shell command that resumes the run.
+        state: train state at the end.
+        program: compiled program.
+        data: training data.
+    """
+
+    run_dir: Path
+    step: int
+    metrics: dict[str, float]
+    stopped_by: str | None
+    resume_command: str
+    state: State
+    program: Program
+    data: Any
+
+
+def run_steps(trainer: TrainingRun, progress: Progress) -> Iterator[None]:
+    """Runs steps until `config.steps`, a signal or a request, then saves and closes. Yields after each step.
+
+    A caller that leaves early ends the run as a signal does: the state is saved.
+    """
+    try:
+        if process_count() > 1:
+            trainer.requests = JointRequests()
+            trainer.ticker.add(trainer.requests)
+        with Signals(trainer.requests) as signals:
+            try:
+                yield from iterate(trainer, progress, signals)
+            except GeneratorExit:
+                progress.stopped_by = "the caller"
+                trainer.save(progress.state, progress.step, {}, is_last=True)
+            trainer.wait_for_checkpoints()
+            trainer.report_checkpoints()
+        if trainer.checkpointer.latest() != progress.step:
+            raise NotSavedError(f"the last checkpoint (step {progress.step}) could not be written, see above")
+        trainer.stop(progress.step, progress.stopped_by or "finished")
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}".strip()
+        trainer.callbacks.each(Callback.on_exception, trainer, error)
+        if generation() is None:  # a launcher ends the others itself, and says which one failed
+            trainer.requests.report_failure(text)
+        trainer.stop(trainer.ledger.step, text)
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise TrainingError(OUT_OF_MEMORY) from error
+        raise
+    finally:
+        trainer.close()
+    trainer.callbacks.each(Callback.on_finish, trainer, progress.state, progress.stopped_by)
+
+
+def result_of(trainer: TrainingRun, progress: Progress) -> Result:
+    """Returns the outcome of a run that has ended."""
+    return Result(
+        trainer.dir, progress.step, dict(trainer.latest_metrics), progress.stopped_by,
+        resume_command(trainer, progress.step), progress.state, trainer.program, trainer.data,
+    )  # fmt: skip
+
+
+def resume_command(trainer: TrainingRun, step: int) -> str:
+    """Returns the command that resumes this run; for a finished run, with more steps."""
+    called = sys.argv[0]
+    is_found = Path(called).name != "jaxtrain" or shutil.which("jaxtrain") == os.path.abspath(called)
+    program = "jaxtrain" if is_found else min(os.path.relpath(called), os.path.abspath(called), key=len)
+    more = f" steps={step + trainer.config.steps}" if step >= trainer.config.steps else ""
+    return f"{shlex.quote(program)} resume {shlex.quote(str(trainer.dir))}{more}"
