@@ -117,7 +117,8 @@ class Trainer:
         self._directory = None if run_dir is None else Path(run_dir)
         self._run: TrainingRun | None = None
         self._progress: Progress | None = None
-        self._is_open = False
+        self._is_new = False  # opened, and no step was made since
+        self._is_training = False
 
     @property
     def run_dir(self) -> Path:
@@ -171,18 +172,23 @@ class Trainer:
         """Runs steps in a loop of your own: `for step in trainer.steps(): ...`. Leaving the loop saves the run.
 
         Between two steps `evaluate`, `save`, `predict`, `gradients`, `state` and `model` are those of that step.
+
+        Raises:
+            UserError: another such loop of this trainer is not at its end.
         """
-        if not self._is_open:
+        if self._is_training:
+            raise UserError("steps: the trainer is in a loop of `steps` already; expected to leave it first")
+        if not self._is_new:
             self._open()
         assert self._run is not None
         assert self._progress is not None
-        self._is_open = True
+        self._is_training, self._is_new = True, False
         try:
             for _ in run_steps(self._run, self._progress):
                 yield Step(self._progress.step, self._run.on_device)
         finally:
-            self._is_open = False
-            self._resume = True
+            self._is_training = False
+            self._resume = True  # from now on
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Returns the metrics on the validation data, or on other data, as `eval/NAME`.
@@ -236,7 +242,7 @@ class Trainer:
         Raises:
             UserError: outside of such a loop, where the run is saved already.
         """
-        if not self._is_open or self._run is None or self._progress is None:
+        if not self._is_training or self._run is None or self._progress is None:
             raise UserError("save: the run is not in a loop of `steps`; its last state is saved already")
         self._run.save(self._progress.state, self._progress.step, {}, is_last=False)
 
@@ -248,8 +254,6 @@ class Trainer:
 
     def _open(self) -> None:
         """Builds the run, or opens it again where it was saved."""
-        if self._run is not None and not self._is_open and self._resume is not True and self._progress is not None:
-            return  # opened by `evaluate` or `predict`, and not trained yet
         self._run = self._progress = None  # frees the state before another one is restored
         self._directory = self._directory or new_run_directory(self.config, self._resume)
         run, state, step = open_trainer(
@@ -257,7 +261,7 @@ class Trainer:
             resume=self._resume, ledger=self._ledger, components=self._components,
             callbacks=[*default_callbacks(self.config, **self._options), *self._callbacks],
         )  # fmt: skip
-        self._run, self._progress = run, Progress(state, step)
+        self._run, self._progress, self._is_new = run, Progress(state, step), True
         self._ledger = None  # the next one accounts for the next part
         for name in ("_forward", "_inspect"):
             self.__dict__.pop(name, None)

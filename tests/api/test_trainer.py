@@ -117,7 +117,13 @@ def test_a_second_fit_continues_and_leaving_a_loop_saves(tmp_path):
                            weights=None).step == STEPS  # fmt: skip
     np.testing.assert_allclose(losses(trainer.run_dir), plain_losses(start), rtol=1e-5)
     trainer = own(tmp_path, name="again", weights={"weight": start})
-    next(iter(trainer.steps()))
+    trainer.predict(np.ones((ROWS, 4), np.float32))  # opens it
+    for step in trainer.steps():
+        with pytest.raises(jaxtrain.UserError, match="the trainer is in a loop of `steps` already"):
+            next(trainer.steps())
+        trainer.save()
+        if step.number == 2:
+            break
     assert trainer.fit().step == STEPS
     assert trainer.fit().step == STEPS
     np.testing.assert_allclose(losses(trainer.run_dir), plain_losses(start), rtol=1e-5)
