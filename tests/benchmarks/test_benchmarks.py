@@ -271,3 +271,17 @@ def test_packed_batch_equals_the_data_package():
         inside = np.flatnonzero(batch["weights"][row][:-1])
         np.testing.assert_array_equal(batch["targets"][row][inside], batch["tokens"][row][inside + 1])
         np.testing.assert_array_equal(np.flatnonzero(batch["weights"][row] == 0), begins[1:] - 1)
+
+
+def test_planted_bugs_are_in_the_parsers(monkeypatch):
+    """Each text to be replaced is in its module exactly once, and each function to be measured exists."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    parsers = module("parser_coverage")
+    for name, target in parsers.TARGETS.items():
+        path = BENCHMARKS.parent / target.module
+        assert parsers.function_lines(path, target.functions), name
+        assert len(target.bugs) == 3, name
+        for text, other in target.bugs:
+            assert path.read_text().count(text) == 1, (name, text)
+            assert text != other
+        assert all((BENCHMARKS.parent / unit).exists() for unit in target.units), name
