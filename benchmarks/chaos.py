@@ -131,7 +131,7 @@ def work(config: Any, run_dir: Path) -> int:
         return run, state, done
 
     trainer_api.open_trainer = noting
-    jaxtrain.train(config, run_dir, resume=(run_dir / "config.yaml").exists())
+    jaxtrain.train(config, run_dir=run_dir, resume=(run_dir / "config.yaml").exists())
     return 0
 
 

@@ -80,7 +80,7 @@ TARGETS = {
     ),
     "safetensors": Target(
         "jaxtrain/interop/safetensors_io.py", ("open_tensors", "open_file", "check_dtype"),
-        "safetensors or weight", ("tests/interop/test_bad_input.py",),
+        "safetensors or weight", ("tests/interop/test_weight_index.py", "tests/interop/test_bad_input.py"),
         (("Path(file).name == file", "file"), ("except (OSError, SafetensorError)", "except OSError"),
          ("if name not in files[file]:", "if not files[file]:")),
     ),

@@ -182,11 +182,11 @@ def test_secrets_of_the_environment_stay_there_and_a_lost_folder_comes_back(plac
     assert main(["config", str(run / "config.yaml")]) == 0
     assert main(["report", str(run)]) == 0
     with pytest.raises(UserError, match="already holds a run"):
-        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
+        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run_dir=run, console=screen())
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match=f"{far} already holds a run"):
-        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run, console=screen())
-    result = jaxtrain.train(jaxtrain.load(run / "config.yaml", "steps=5"), run, resume=True, console=screen())
+        jaxtrain.train(jaxtrain.load(place / "config.yaml"), run_dir=run, console=screen())
+    result = jaxtrain.train(jaxtrain.load(run / "config.yaml", "steps=5"), run_dir=run, resume=True, console=screen())
     assert result.step == 5
     said = text.getvalue() + "".join(capsys.readouterr())
     assert f"checkpoint 4 fetched from {far}" in said

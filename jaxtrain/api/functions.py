@@ -45,8 +45,8 @@ def initialize(simulate: int | None = None) -> None:
 
 def train(
     config: ConfigSource = None,
-    run_dir: str | Path | None = None,
     *overrides: str,
+    run_dir: str | Path | None = None,
     resume: Resume = False,
     profile: tuple[int, int] | None = None,
     console: ConsoleTracker | None = None,
@@ -66,8 +66,8 @@ def train(
 
     Args:
         config: see `Trainer`.
-        run_dir: run directory; default: a new one, DIR/NAME.
         overrides: `key=value` texts.
+        run_dir: run directory; default: a new one, DIR/NAME.
         resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
             config, so that the same call may be made again, as schedulers do; another config there is refused.
         profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.

@@ -81,7 +81,7 @@ def test_a_run_goes_on_on_another_mesh_with_its_mutable_variables(tmp_path: Path
     whole = jaxtrain.train(conformance.config("ConvNet", *options, "layout=fsdp", "steps=4", "name=whole"))
     half = jaxtrain.train(conformance.config("ConvNet", *options, "layout=fsdp", "steps=2", "name=half"))
     config = conformance.config("ConvNet", *options, "layout=zero1", "steps=4", "name=half")
-    rest = jaxtrain.train(config, half.run_dir, resume=True)
+    rest = jaxtrain.train(config, run_dir=half.run_dir, resume=True)
     difference, path = conformance.largest_difference(whole.state, rest.state)
     assert difference < 1e-5, path
     assert float(np.abs(rest.state["mutable"]["norm"]["mean"]).max()) > 0

@@ -102,7 +102,7 @@ def test_layouts_start_from_the_same_weights(folder: Path, tmp_path: Path):
     shutil.rmtree(folder)
     run = tmp_path / "runs/ddp"
     again = load(str(run / "config.yaml"), "steps=3")
-    result = train(again, run, resume=True, console=ConsoleTracker(3, console=Console(quiet=True)))
+    result = train(again, run_dir=run, resume=True, console=ConsoleTracker(3, console=Console(quiet=True)))
     assert result.step == 3
 
 

@@ -74,7 +74,7 @@ def config(tmp_path: Path, **changes) -> Config:
 
 def train(config: Config, resume: bool = False, **options):
     screen = ConsoleTracker(config.steps, console=Console(file=io.StringIO(), width=200), live=False)
-    return jaxtrain.train(config, config.run_dir, resume=resume, console=screen, **options)
+    return jaxtrain.train(config, run_dir=config.run_dir, resume=resume, console=screen, **options)
 
 
 def records(run_dir: Path, name: str = "metrics") -> list[dict]:

@@ -90,7 +90,7 @@ def test_resume_on_another_mesh(place, alone, name):
     first = config(place, OPTIMIZERS[name], *LAYOUTS["zero2"], "simulate=8", steps=3, name=f"{name}-moved")
     run_dir = jaxtrain.train(first).run_dir
     second = config(place, OPTIMIZERS[name], *LAYOUTS["3d"], "simulate=8", name=f"{name}-moved")
-    result = jaxtrain.train(second, run_dir, resume=True)
+    result = jaxtrain.train(second, run_dir=run_dir, resume=True)
     np.testing.assert_allclose(losses(result)[:STEPS], alone(name)[0][:STEPS], rtol=1e-4)
 
 
@@ -104,9 +104,9 @@ def test_an_object_is_its_own_rate_and_clip(tmp_path, place, alone):
     records = [json.loads(line) for line in (got.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert "lr" not in records[0]
     with pytest.raises(UserError, match="the run has one that was given in Python; expected it again, as `optimizer"):
-        jaxtrain.train(jaxtrain.load(got.run_dir / "config.yaml", "steps=8"), got.run_dir, resume=True)
+        jaxtrain.train(jaxtrain.load(got.run_dir / "config.yaml", "steps=8"), run_dir=got.run_dir, resume=True)
     longer = config(tmp_path, {"lr": 7.0}, steps=8, name="given")
-    assert jaxtrain.train(longer, got.run_dir, resume=True, optimizer=optax.lamb(1e-2)).step == 8
+    assert jaxtrain.train(longer, run_dir=got.run_dir, resume=True, optimizer=optax.lamb(1e-2)).step == 8
     with pytest.raises(UserError, match=r"optimizer: found function; expected an optax\.GradientTransformation"):
         jaxtrain.train(given, optimizer=optax.lamb)
 

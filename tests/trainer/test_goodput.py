@@ -42,7 +42,7 @@ def train(tmp_path, **options):
         "data": {"type": "test_goodput:Rows", "global_batch": 8},
     }  # fmt: skip
     screen = ConsoleTracker(8, console=Console(file=io.StringIO(), width=100), live=False)
-    return jaxtrain.train(jaxtrain.load(None, base=base), tmp_path / "run", console=screen, **options)
+    return jaxtrain.train(jaxtrain.load(None, base=base), run_dir=tmp_path / "run", console=screen, **options)
 
 
 def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_unequal_stages_wait_for_what_is_no_layer(tmp_path, corpus, monkeypatch)
 
     def trained(folder, *changes):
         cfg = config(tmp_path, corpus, "model.layers=3", "schedule.name=constant", *changes)
-        return jaxtrain.train(cfg, folder, resume=folder is not None, console=quiet()).run_dir
+        return jaxtrain.train(cfg, run_dir=folder, resume=folder is not None, console=quiet()).run_dir
 
     folder = trained(None, *stages, "steps=4")
     (event,) = (event for event in read(folder, "events") if event["kind"] == "pipeline")
@@ -202,7 +202,7 @@ def test_resume_on_another_layout_is_fp32_tight(tmp_path, corpus, layout):
     half = jaxtrain.train(config(tmp_path, corpus, "name=half", "steps=4", same), console=quiet())
     again = jaxtrain.load(half.run_dir / "config.yaml", f"layout={layout}", "steps=8")
     screen = quiet()
-    jaxtrain.train(again, half.run_dir, resume=True, console=screen)
+    jaxtrain.train(again, run_dir=half.run_dir, resume=True, console=screen)
     shown = screen.console.file.getvalue()
     assert "changed   layout: 3d ->" in shown
     assert "to float32 rounding" in shown
@@ -220,7 +220,7 @@ def test_resume_under_stages_of_two_chunks_and_without_any(tmp_path, corpus):
     def trained(folder, *changes):
         same = ("schedule.name=constant", "model.layers=4", "step.microbatches=2", *devices)
         cfg = config(tmp_path, corpus, *same, *changes)
-        return jaxtrain.train(cfg, folder, resume=folder is not None, console=quiet()).run_dir
+        return jaxtrain.train(cfg, run_dir=folder, resume=folder is not None, console=quiet()).run_dir
 
     whole, half = trained(None, "name=whole"), trained(None, "name=half", *stages, "steps=2")
     trained(half, "name=half", "steps=4")
@@ -263,15 +263,15 @@ def test_a_folder_that_holds_a_run_is_not_trained_into(tmp_path, corpus):
     first = jaxtrain.train(config(tmp_path, corpus, "seed=1"), console=quiet())
     before = (first.run_dir / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match="already holds a run"):
-        jaxtrain.train(config(tmp_path, corpus, "seed=2"), first.run_dir, console=quiet())
+        jaxtrain.train(config(tmp_path, corpus, "seed=2"), run_dir=first.run_dir, console=quiet())
     assert (first.run_dir / "metrics.jsonl").read_text() == before
     again = jaxtrain.load(first.run_dir / "config.yaml", "steps=3")
     with pytest.raises(ValueError, match="steps: 3 is less than the 8 already done"):
-        jaxtrain.train(again, first.run_dir, resume=True, console=quiet())
+        jaxtrain.train(again, run_dir=first.run_dir, resume=True, console=quiet())
     # A refusal frees the folder: the same process may go on with it.
     changed = jaxtrain.load(first.run_dir / "config.yaml", "steps=9", "optimizer.lr=0.5")
     screen = quiet()
-    assert jaxtrain.train(changed, first.run_dir, resume=True, console=screen).step == 9
+    assert jaxtrain.train(changed, run_dir=first.run_dir, resume=True, console=screen).step == 9
     assert "guarantee the config asks for different steps" in screen.console.file.getvalue()
 
 
@@ -284,7 +284,7 @@ def test_a_run_whose_first_checkpoint_is_damaged_begins_again(tmp_path, corpus):
         (folder / "checkpoints/4" / file).write_bytes(b"{")
         screen = quiet()
         again = jaxtrain.load(folder / "config.yaml", "steps=8")
-        assert jaxtrain.train(again, folder, resume=True, console=screen).step == 8
+        assert jaxtrain.train(again, run_dir=folder, resume=True, console=screen).step == 8
         shown = " ".join(screen.console.file.getvalue().split())
         assert "but one of step 4, which is damaged: starting from step 0" in shown
         assert losses(folder) == losses(whole.run_dir)
@@ -298,7 +298,7 @@ def test_a_run_whose_later_checkpoints_are_damaged_is_the_users_to_begin_again(t
     again = jaxtrain.load(part.run_dir / "config.yaml")
     for _ in range(2):  # also when it is set aside
         with pytest.raises(ValueError, match=r"4 is damaged .* --set-aside\) to start from step 0"):
-            jaxtrain.train(again, part.run_dir, resume=True, console=quiet())
+            jaxtrain.train(again, run_dir=part.run_dir, resume=True, console=quiet())
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}  # nothing is cut
 
 
@@ -310,7 +310,7 @@ def test_a_run_whose_only_copy_cannot_be_fetched_does_not_begin_again(tmp_path, 
     copy.write_bytes(b"{")
     again = jaxtrain.load(part.run_dir / "config.yaml")
     with pytest.raises(ValueError, match=r"no usable checkpoint in .* could not be fetched"):
-        jaxtrain.train(again, part.run_dir, resume=True, console=quiet())
+        jaxtrain.train(again, run_dir=part.run_dir, resume=True, console=quiet())
     assert losses(part.run_dir).keys() == {1, 2, 3, 4}
 
 
@@ -366,6 +366,6 @@ def test_a_full_device_is_told_in_one_line(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("jaxtrain.core.placement.Placer.__call__", full)
     cfg = config(tmp_path, corpus)
     with pytest.raises(TrainingError, match="ran out of memory"):
-        jaxtrain.train(cfg, tmp_path / "full", console=quiet())
+        jaxtrain.train(cfg, run_dir=tmp_path / "full", console=quiet())
     stop = json.loads((tmp_path / "full" / "events.jsonl").read_text().splitlines()[-1])
     assert (stop["kind"], stop["step"]) == ("stop", 0)

@@ -39,7 +39,7 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
     console, ledger = ConsoleTracker(config.steps), GoodputLedger(age=process_age() if args.owns_process else 0.0)
     try:
         result = functions.train(
-            config, directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,
+            config, run_dir=directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,
             deadline=args.deadline, verbose=args.verbose, callbacks=[LossPlot(), Samples()],
         )  # fmt: skip
     except TrainingError as error:
