@@ -57,8 +57,8 @@ def test_each_is_remembered_before_it_happens_and_happens_as_often_as_it_is_list
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fault_injection.ENDS, "kill", kill)
         with pytest.raises(Killed):
-            hooks.on_step_end(None, {}, 3)
-        hooks.on_step_end(None, {}, 3)
+            hooks.replace_state(None, {}, 3)
+        hooks.replace_state(None, {}, 3)
 
 
 @pytest.mark.parametrize("text", ["kill@5", "kill@eval:6", "kill@logged:8", "kill@data:7"])
