@@ -15,8 +15,8 @@ from jaxtrain.callbacks.base import Callback
 from jaxtrain.core.program import Program, State
 from jaxtrain.distributed.runtime import generation, process_count
 from jaxtrain.errors import NotSavedError, TrainingError
+from jaxtrain.trainer.joint_requests import JointRequests
 from jaxtrain.trainer.loop import Progress, iterate
-from jaxtrain.trainer.requests import JointRequests
 from jaxtrain.trainer.signals import Signals
 from jaxtrain.trainer.training_run import TrainingRun
 
