@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import optax
-
 from jaxtrain.api.trainer import Trainer
-from jaxtrain.callbacks.base import Callback
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.components import Components
 from jaxtrain.core.resolve import ConfigSource
@@ -20,9 +17,6 @@ from jaxtrain.planning.hardware.targets import parse
 from jaxtrain.planning.predict import predict
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.target_config import config_for_target
-from jaxtrain.trackers.console import ConsoleTracker
-from jaxtrain.trackers.goodput import GoodputLedger
-from jaxtrain.trainer.continuation import Resume
 from jaxtrain.trainer.run_training import Result
 from jaxtrain.verification.verify import Outcome
 from jaxtrain.verification.verify import verify as compare_layouts
@@ -43,64 +37,22 @@ def initialize(simulate: int | None = None) -> None:
     runtime.start(simulate)
 
 
-def train(
-    config: ConfigSource = None,
-    *overrides: str,
-    run_dir: str | Path | None = None,
-    resume: Resume = False,
-    profile: tuple[int, int] | None = None,
-    console: ConsoleTracker | None = None,
-    ledger: GoodputLedger | None = None,
-    deadline: float | None = None,
-    verbose: bool = False,
-    callbacks: Sequence[Callback] = (),
-    model: Any = None,
-    weights: Any = None,
-    optimizer: optax.GradientTransformation | None = None,
-    loss: Callable[..., Any] | None = None,
-    data: Any = None,
-    eval_data: Any = None,
-    **keys: Any,
-) -> Result:
+def train(config: ConfigSource = None, *overrides: str, **arguments: Any) -> Result:
     """Trains to `config.steps` and returns when the last checkpoint is on disk: `Trainer(...).fit()`.
 
     Args:
         config: see `Trainer`.
         overrides: `key=value` texts.
-        run_dir: run directory; default: a new one, DIR/NAME.
-        resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
-            config, so that the same call may be made again, as schedulers do; another config there is refused.
-        profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
-        console: shows progress; default: on the terminal.
-        ledger: time accounting of this process; default: a new one.
-        deadline: seconds that a step or its data may hang before the process is ended; None: from measured step times;
-            0: never.
-        verbose: print the layout of every parameter when the run begins.
-        callbacks: called after the default ones.
-        model: see `Trainer`; `config.model.type` becomes its name.
-        weights: initial values. Those of `config.model.weights` map them to others, and its `strict` tells if all must
-            be there.
-        optimizer: see `Trainer`.
-        loss: see `Trainer`.
-        data: see `Trainer`.
-        eval_data: see `Trainer`.
-        keys: sections or keys of the config.
+        arguments: objects, options, and sections or keys of the config, see `Trainer`.
 
     Returns:
         the outcome, with metrics, state and compiled program.
 
     Raises:
         UserError: bad input, one line for each problem.
-        NotSavedError: the last checkpoint could not be written.
-        DivergedError: too many steps in a row made no update, because loss or gradients are bad.
-        CorruptionError: a device computes wrong results (`guard.replica_check_every`).
+        TrainingError: see `Trainer.fit`.
     """
-    trainer = Trainer(
-        config, *overrides, model=model, weights=weights, optimizer=optimizer, loss=loss, data=data,
-        eval_data=eval_data, callbacks=callbacks, run_dir=run_dir, resume=resume, profile=profile, console=console,
-        ledger=ledger, deadline=deadline, verbose=verbose, **keys,
-    )  # fmt: skip
-    return trainer.fit()
+    return Trainer(config, *overrides, **arguments).fit()
 
 
 def resume(run: str | Path, *overrides: str, **objects: Any) -> Result:
@@ -114,8 +66,7 @@ def resume(run: str | Path, *overrides: str, **objects: Any) -> Result:
     Raises:
         UserError: no such run, a change that it does not accept, or an object that is missing.
     """
-    trainer = Trainer(Path(saved_config(Path(run))), *overrides, run_dir=run, resume=True, **objects)
-    return trainer.fit()
+    return train(saved_config(Path(run)), *overrides, run_dir=run, resume=True, **objects)
 
 
 def evaluate(

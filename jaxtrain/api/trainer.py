@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class Trainer:
             `Config`; default: the default values.
         overrides: `key=value` texts.
         model: class of Flax modules, function of `rngs` that returns one, or module, whose values are the initial ones.
-        weights: pytree of arrays, or a module: initial values of the variables of the same paths.
+        weights: pytree of arrays, or a module: initial values of the variables of the same paths. Those of
+            `model.weights` map them to others, and its `strict` tells if all must be there.
         optimizer: an optax transformation; its learning rate, decay and clipping are its own.
         loss: function `(model, batch) -> loss`, see docs/own-models.md.
         data: an object with `batch(step, rows)`, a {name: array} of all rows, or an iterable of global batches, or a
@@ -70,12 +72,14 @@ class Trainer:
         eval_data: validation data, likewise.
         callbacks: called after the default ones, see `jaxtrain.Callback`.
         run_dir: folder of the run; default: a new one, DIR/NAME.
-        resume: as for `jaxtrain.train`.
-        profile: (start, stop) of the steps to trace.
+        resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
+            config, so that the same call may be made again, as schedulers do; another config there is refused.
+        profile: (start, stop) of the steps to trace for XProf into RUN_DIR/profile.
         console: shows progress; default: on the terminal.
-        ledger: time accounting of this process.
-        deadline: seconds that a step or its data may hang before the process is ended.
-        verbose: print the layout of every parameter.
+        ledger: time accounting of this process; default: a new one.
+        deadline: seconds that a step or its data may hang before the process is ended; None: from measured step times;
+            0: never.
+        verbose: print the layout of every parameter when the run begins.
         keys: sections or keys of the config, such as `layout="fsdp"`, `steps=100`, `mesh={"fsdp": 4}`; `model`,
             `optimizer`, `loss` and `data` may be such sections, too.
 
@@ -89,8 +93,8 @@ class Trainer:
         *overrides: str,
         model: Any = None,
         weights: Any = None,
-        optimizer: optax.GradientTransformation | None = None,
-        loss: Callable[..., Any] | None = None,
+        optimizer: optax.GradientTransformation | Mapping[str, Any] | None = None,
+        loss: Callable[..., Any] | Mapping[str, Any] | str | None = None,
         data: Any = None,
         eval_data: Any = None,
         callbacks: Sequence[Callback] = (),
@@ -103,11 +107,11 @@ class Trainer:
         verbose: bool = False,
         **keys: Any,
     ) -> None:
-        given = {"model": model, "optimizer": optimizer, "loss": loss, "data": data}
+        given: dict[str, Any] = {"model": model, "optimizer": optimizer, "loss": loss, "data": data}
         sections = {name: value for name, value in given.items() if _is_section(name, value)}
-        model, optimizer, loss, data = (None if name in sections else value for name, value in given.items())
         keys |= sections
-        self._components = Components(model, weights, optimizer, loss, data, eval_data)
+        objects = {name: value for name, value in given.items() if name not in sections}
+        self._components = Components(weights=weights, eval_data=eval_data, **objects)
         _check_exclusive(self._components, overrides, keys)
         self.config: Config = with_layout(with_objects(load_config(config, *overrides, **keys), self._components))
         self._callbacks = list(callbacks)
@@ -119,6 +123,8 @@ class Trainer:
         self._progress: Progress | None = None
         self._is_new = False  # opened, and no step was made since
         self._is_training = False
+        self._forward: Callable[..., Any] | None = None
+        self._inspect: Callable[..., Any] | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -160,7 +166,9 @@ class Trainer:
 
         Raises:
             UserError: bad input.
-            TrainingError: see `jaxtrain.train`.
+            NotSavedError: the last checkpoint could not be written.
+            DivergedError: too many steps in a row made no update, because loss or gradients are bad.
+            CorruptionError: a device computes wrong results (`guard.replica_check_every`).
         """
         for _ in self.steps():
             pass
@@ -184,8 +192,9 @@ class Trainer:
         assert self._progress is not None
         self._is_training, self._is_new = True, False
         try:
-            for _ in run_steps(self._run, self._progress):
-                yield Step(self._progress.step, self._run.on_device)
+            with closing(run_steps(self._run, self._progress)) as steps:  # a loop that is left saves at once
+                for _ in steps:
+                    yield Step(self._progress.step, self._run.on_device)
         finally:
             self._is_training = False
             self._resume = True  # from now on
@@ -214,7 +223,7 @@ class Trainer:
         """
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         state = dict(self.state)
-        if not hasattr(self, "_forward"):
+        if self._forward is None:
             bind = self.program.model_def.bind
             self._forward = jax.jit(lambda params, other, *args: bind(params, other, None, False)(*args))
         return self._forward(evaluated_parameters(state), non_trainable(state), *map(np.asarray, arguments))
@@ -231,7 +240,7 @@ class Trainer:
         run = self._opened()
         source = run.data if batch is None else as_dataset([batch], self.config.data.global_batch, name="batch")
         placed = placer(source, run.program)(self.step if batch is None else 0)
-        if not hasattr(self, "_inspect"):
+        if self._inspect is None:
             self._inspect = jax.jit(lambda state, batch: run.program.step_with_gradients(state, batch)[1:])
         metrics, gradients = self._inspect(dict(self.state), placed)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}, gradients
@@ -263,8 +272,7 @@ class Trainer:
         )  # fmt: skip
         self._run, self._progress, self._is_new = run, Progress(state, step), True
         self._ledger = None  # the next one accounts for the next part
-        for name in ("_forward", "_inspect"):
-            self.__dict__.pop(name, None)
+        self._forward = self._inspect = None
 
 
 def _is_section(name: str, value: Any) -> bool:

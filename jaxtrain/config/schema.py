@@ -144,6 +144,11 @@ class OptimizerConfig(Section):
     ema_decay: Fraction | None = key(None, "decay of an exponential moving average of the weights")
 
     @property
+    def is_object(self) -> bool:
+        """True if the optimizer is an object that is given in Python."""
+        return self.name == OBJECT
+
+    @property
     def is_builtin(self) -> bool:
         """True if the optimizer is one of ours, not of optax or a user's own."""
         return self.name in OPTIMIZERS

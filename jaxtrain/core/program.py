@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxtrain.config.model_schema import InitialWeightsConfig
-from jaxtrain.config.schema import OBJECT, Config
+from jaxtrain.config.schema import Config
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.components import NO_COMPONENTS, Components
@@ -115,7 +115,7 @@ def build_program(
     gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
 
     own = components.optimizer
-    if own is None and config.optimizer.name == OBJECT:
+    if own is None and config.optimizer.is_object:
         own = optax.identity()  # evaluating and generating need none
     rate = None if own else make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate

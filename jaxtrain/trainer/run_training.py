@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Result:
     data: Any
 
 
-def run_steps(trainer: TrainingRun, progress: Progress) -> Iterator[None]:
+def run_steps(trainer: TrainingRun, progress: Progress) -> Generator[None]:
     """Runs steps until `config.steps`, a signal or a request, then saves and closes. Yields after each step.
 
     A caller that leaves early ends the run as a signal does: the state is saved.
@@ -66,6 +66,7 @@ def run_steps(trainer: TrainingRun, progress: Progress) -> Iterator[None]:
             except GeneratorExit:
                 progress.stopped_by = "the caller"
                 trainer.save(progress.state, progress.step, {}, is_last=True)
+                trainer.callbacks.each(Callback.on_train_end, trainer)
             trainer.wait_for_checkpoints()
             trainer.report_checkpoints()
         if trainer.checkpointer.latest() != progress.step:

@@ -14,7 +14,6 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint.durable import run_location
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, create_directory, free_directory, write_config
-from jaxtrain.config.schema import OBJECT
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.components import NO_COMPONENTS, Components
@@ -70,7 +69,7 @@ def open_trainer(
         UserError: bad input, a directory of another run, or a config that the checkpoint of a resumed run does not
             accept.
     """
-    if config.optimizer.name == OBJECT and components.optimizer is None:
+    if config.optimizer.is_object and components.optimizer is None:
         raise UserError("optimizer: the run has one that was given in Python; expected it again, as `optimizer=...`")
     ledger = ledger or GoodputLedger()
     devices = runtime.start(config.simulate)

@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 from etcd_member import Etcd
 from launched import Launched
-from scene import Scene
+from scene import opened
 
 
 @pytest.fixture
 def scene(tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    scene = Scene(tmp_path / "run")
-    yield scene
-    scene.close()
+    yield from opened(tmp_path / "run")
 
 
 @pytest.fixture

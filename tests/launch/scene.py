@@ -8,8 +8,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from jaxtrain.launch.protocol import Channel
 
 FAKE = Path(__file__).with_name("fake_supervisor.py")
 PATIENCE = 60.0
@@ -103,6 +106,28 @@ class Scene:
             process.kill()
             process.wait(10)
         until(self.gone, "workers outlive their supervisor")
+
+
+def opened(folder: Path) -> Iterator[Scene]:
+    """Yields a scene in a new folder and closes it, for fixtures."""
+    folder.mkdir()
+    scene = Scene(folder)
+    yield scene
+    scene.close()
+
+
+@contextmanager
+def led_here(scene: Scene, *arguments: str) -> Iterator[Channel]:
+    """Starts node 1 of two, whose leader is the caller. Yields the leader's end of the connection."""
+    secret = "a secret that is known here"
+    (scene.folder / "launch.secret").write_text(secret)
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        leader.settimeout(30)
+        address = f"127.0.0.1:{leader.getsockname()[1]}"
+        scene.start("node", "x", "--nodes=2", "--node=1", f"--coordinator={address}", "--processes=1", *arguments)
+        connection, _ = leader.accept()
+        with connection:
+            yield Channel(connection, secret, is_server=True)
 
 
 def finished(process: subprocess.Popen) -> int:

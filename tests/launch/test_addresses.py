@@ -13,10 +13,9 @@ import pytest
 from etcd_member import NEEDS_ETCD, start_etcd
 from launched import free_address
 from names import NEEDS_MOUNTS, Names
-from scene import Scene, alive, finished, until
+from scene import Scene, alive, finished, led_here, opened, until
 
 from jaxtrain.distributed.etcd import EtcdStore
-from jaxtrain.launch.protocol import Channel
 
 NAME = "head.a-job"
 
@@ -39,10 +38,7 @@ def start(scene: Scene, coordinator: str, *arguments: str, inside: tuple[str, ..
 
 @pytest.fixture
 def other(tmp_path: Path):
-    (tmp_path / "other").mkdir()
-    other = Scene(tmp_path / "other")
-    yield other
-    other.close()
+    yield from opened(tmp_path / "other")
 
 
 @NEEDS_MOUNTS
@@ -91,21 +87,14 @@ def test_a_job_whose_coordinator_is_anothers_ends_and_disturbs_nobody(scene: Sce
 
 def test_the_port_of_the_next_coordinator_is_nobody_elses(scene: Scene):
     """However long the job waits for its other nodes; JAX's service would share it with that of another job."""
-    secret = "a secret that is known here"
-    (scene.folder / "launch.secret").write_text(secret)
-    with socket.create_server(("127.0.0.1", 0)) as leader:
-        leader.settimeout(30)
-        address = f"127.0.0.1:{leader.getsockname()[1]}"
-        scene.start("node", "x", "--nodes=2", "--node=1", f"--coordinator={address}", "--processes=1")
-        connection, _ = leader.accept()
-        with connection:
-            channel, messages = Channel(connection, secret, is_server=True), []
-            while not messages:
-                messages = channel.receive()
-            port = messages[0]["port"]
-            with socket.socket() as another, pytest.raises(OSError, match="in use"):
-                another.bind(("", port))
-            socket.create_server(("", port)).close()  # which sets SO_REUSEADDR, as gRPC does
+    with led_here(scene) as channel:
+        messages = []
+        while not messages:
+            messages = channel.receive()
+        port = messages[0]["port"]
+        with socket.socket() as another, pytest.raises(OSError, match="in use"):
+            another.bind(("", port))
+        socket.create_server(("", port)).close()  # which sets SO_REUSEADDR, as gRPC does
 
 
 @needs_ipv6

@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 from fake_supervisor import FakeJob
-from scene import Scene, alive, finished, until
+from scene import Scene, alive, finished, led_here, until
 
 from jaxtrain.io.authenticated import Session
 from jaxtrain.launch import server
 from jaxtrain.launch.leader import Leader
 from jaxtrain.launch.leadership.state import StateFile
-from jaxtrain.launch.protocol import Channel
 from jaxtrain.launch.server import LeaderServer, listen
 from jaxtrain.launch.types import RestartPolicy
 
@@ -118,26 +117,16 @@ def test_a_node_that_is_not_heard_of_is_done_without_and_comes_back(scene: Scene
 
 def test_a_node_that_hears_nothing_ends_its_workers_before_the_leader_goes_on(scene: Scene):
     """The network is gone and no connection is closed: here is a leader that says nothing after its first word."""
-    secret = "a secret that is known here"
-    (scene.folder / "launch.secret").write_text(secret)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(30)
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        scene.start("node", "x", "--nodes=2", "--node=1", f"--coordinator={address}", "--processes=1", "--heartbeat=4")
-        connection, _ = silent.accept()
-        secret = "a secret that is known here"
-        (scene.folder / "launch.secret").write_text(secret)
-        with connection:
-            channel = Channel(connection, secret, is_server=True)
-            while not channel.is_authenticated:
-                channel.receive()
-            start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "processes": 1}
-            start |= {"devices_per_process": 1, "is_simulated": True, "slots": [0], "ranks": [0], "memory_every": 0}
-            channel.send("start", **start, memory_addresses=[], fence=0, revision=1)
-            begun = time.monotonic()
-            worker = scene.pid(1, 0)
-            until(lambda: not alive(worker), "its workers live on")
-            assert time.monotonic() - begun < 4
+    with led_here(scene, "--heartbeat=4") as channel:
+        while not channel.is_authenticated:
+            channel.receive()
+        start = {"generation": 1, "run": str(scene.folder), "address": "127.0.0.1:1", "processes": 1}
+        start |= {"devices_per_process": 1, "is_simulated": True, "slots": [0], "ranks": [0], "memory_every": 0}
+        channel.send("start", **start, memory_addresses=[], fence=0, revision=1)
+        begun = time.monotonic()
+        worker = scene.pid(1, 0)
+        until(lambda: not alive(worker), "its workers live on")
+        assert time.monotonic() - begun < 4
 
 
 def test_without_its_leader_a_node_ends_its_workers_and_then_itself(scene: Scene):
