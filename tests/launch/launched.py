@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from recorded_data import recorded
 
-import jaxtrain
-
 HERE = Path(__file__).parent
 ROWS = 24
 CONFIG = """
@@ -47,13 +45,22 @@ def write(place: Path, name: str, steps: int, delay: float = 0.0) -> str:
 
 
 def undisturbed(place: Path, steps: int) -> dict[int, float]:
-    """One process, eight devices: its losses."""
+    """One process of its own, eight devices: its losses."""
     (place / "corpus").mkdir()
     rng = random.Random(1)
     for index in range(60):
         (place / "corpus" / f"{index}.txt").write_text("".join(rng.choices("abcdef ", k=rng.randint(50, 400))))
-    jaxtrain.train(jaxtrain.load(write(place, "whole", steps)))
+    config = write(place, "whole", steps)
+    command = [sys.executable, "-m", "jaxtrain.cli.main", "train", config]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
     return losses(place / "runs" / "whole")
+
+
+def environment() -> dict[str, str]:
+    """The test's, without its number of simulated devices, in which the recorded data can be imported."""
+    base = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    return base | {"PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), base.get("PYTHONPATH", "")]))}
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -98,8 +105,7 @@ class Launched:
 
     def start(self, *arguments: str, inside: Sequence[str] = (), **environ: str) -> subprocess.Popen:
         """Starts a supervisor; `inside` begins its command line."""
-        base = {key: value for key, value in (os.environ | environ).items() if key != "JAX_NUM_CPU_DEVICES"}
-        base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), base.get("PYTHONPATH", "")]))
+        base = environment() | environ
         command = [*inside, sys.executable, "-m", "jaxtrain.cli.main", "launch", *arguments]
         out = open(self.place / f"terminal-{len(self.supervisors)}", "wb")  # noqa: SIM115
         process = subprocess.Popen(command, cwd=self.place, env=base, stdout=out, stderr=subprocess.STDOUT)
