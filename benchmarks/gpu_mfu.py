@@ -55,7 +55,7 @@ DEFAULTS: dict[str, list[tuple[int, list[tuple[int, int, Any, str]]]]] = {
     ],
     "7b": [
         (120, [(6, 1, SELECTIVE, "bf16_pure"), (2, 1, SELECTIVE, "bf16")]),
-        (0, [(4, 1, "full", "bf16_pure")]),
+        (0, [(2, 1, SELECTIVE, "bf16_pure")]),
     ],
 }
 FLAGS = {
