@@ -130,13 +130,13 @@ def measure_load(spec: dict[str, Any]) -> dict[str, Any]:
 
 def measure_import(spec: dict[str, Any]) -> dict[str, Any]:
     """Runs `jaxtrain import` in this process."""
+    import jaxtrain
     from jaxtrain.checkpoint import CheckpointStore
-    from jaxtrain.cli.hf_conversion import import_model
 
     target = Path(spec["folder"]).with_name("run")
     with Peak() as peak:
         begun = time.perf_counter()
-        import_model(Path(spec["folder"]), target, spec["overrides"])
+        jaxtrain.import_model(spec["folder"], target, *spec["overrides"])
         seconds = time.perf_counter() - begun
     tensors = CheckpointStore(target / "checkpoints").marker(0)["tensors"]
     shards = sum(prod(shape) for shape, _ in tensors.values()) * BF16.itemsize

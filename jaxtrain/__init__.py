@@ -14,7 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.api.functions import evaluate, generate, initialize, plan, resume, train, verify
+    from jaxtrain.api.functions import evaluate, generate, initialize, resume, stream, train, verify
+    from jaxtrain.api.hf_conversion import export, import_model
+    from jaxtrain.api.planning import plan, search
+    from jaxtrain.api.report import report
     from jaxtrain.api.trainer import Step, Trainer
     from jaxtrain.callbacks.base import Callback
     from jaxtrain.callbacks.early_stopping import EarlyStopping
@@ -23,12 +26,14 @@ if TYPE_CHECKING:
     from jaxtrain.errors import UserError
 
 __all__ = [
-    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Trainer", "UserError", "evaluate", "generate",
-    "initialize", "load", "plan", "resume", "train", "verify",
+    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Trainer", "UserError", "evaluate", "export",
+    "generate", "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
-    **dict.fromkeys(("evaluate", "generate", "initialize", "plan", "resume", "train", "verify"), _FUNCTIONS),
+    **dict.fromkeys(("evaluate", "generate", "initialize", "resume", "stream", "train", "verify"), _FUNCTIONS),
+    **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"), "report": "jaxtrain.api.report",
+    **dict.fromkeys(("export", "import_model"), "jaxtrain.api.hf_conversion"),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),
     "Callback": "jaxtrain.callbacks.base", "EarlyStopping": "jaxtrain.callbacks.early_stopping",
     "UserError": "jaxtrain.errors",

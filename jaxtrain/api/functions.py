@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,8 @@ from jaxtrain.core.components import Components
 from jaxtrain.core.resolve import ConfigSource
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
+from jaxtrain.inference import eval_harness
 from jaxtrain.inference import model as inference
-from jaxtrain.planning.hardware.targets import parse
-from jaxtrain.planning.predict import predict
-from jaxtrain.planning.result import Plan
-from jaxtrain.planning.target_config import config_for_target
 from jaxtrain.trainer.run_training import Result
 from jaxtrain.verification.verify import Outcome
 from jaxtrain.verification.verify import verify as compare_layouts
@@ -70,21 +68,42 @@ def resume(run: str | Path, *overrides: str, **objects: Any) -> Result:
 
 
 def evaluate(
-    run: str | Path, *overrides: str, step: int | None = None, batches: int | None = None, **objects: Any
-) -> dict[str, float]:
-    """Returns the metrics of a run's checkpoint on its validation sets, with its `step`.
+    run: str | Path, *overrides: str, step: int | None = None, batches: int | None = None,
+    tasks: Sequence[str] | None = None, include_path: str | Path | None = None, limit: int | None = None,
+    num_fewshot: int | None = None, **objects: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the metrics of a run's checkpoint on its validation sets, with its `step`; or its scores on tasks.
 
     Args:
         run: folder of the run.
         overrides: `key=value` texts.
         step: step of the checkpoint; default: the newest good one.
         batches: batches of each set; default: `eval.batches`.
+        tasks: names of tasks of lm-evaluation-harness, or of YAML files in `include_path`, in place of the sets.
+        include_path: folder with more task files.
+        limit: largest number of documents of each task.
+        num_fewshot: examples before each document; default: the task's.
         objects: `model`, `loss`, `data`, `eval_data` or `optimizer` of a run of Python objects.
 
+    Returns:
+        {name: value}; of tasks `results` (task -> metric -> value), `versions` and more, as the harness names them.
+
     Raises:
-        UserError: not a run, no usable checkpoint, or no validation data.
+        UserError: not a run, no usable checkpoint, no validation data, or an option that belongs to tasks.
     """
-    return inference.evaluate(Path(run), step, batches, overrides, Components(**objects))
+    options = {"include_path": include_path, "limit": limit, "num_fewshot": num_fewshot}
+    unused = [name for name, value in options.items() if value is not None]
+    if tasks is None and unused:
+        raise UserError(f"evaluate: {unused[0]} is for tasks; expected tasks with it")
+    for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and value < least:
+            raise UserError(f"evaluate: {name}: expected at least {least}; found {value}")
+    if tasks is None:
+        return inference.evaluate(Path(run), step, batches, overrides, Components(**objects))
+    folder = None if include_path is None else str(include_path)
+    return eval_harness.evaluate_tasks(
+        Path(run), step, overrides, tasks, include_path=folder, limit=limit, num_fewshot=num_fewshot
+    )
 
 
 def generate(
@@ -109,48 +128,76 @@ def generate(
         a text for a text, a list for several.
 
     Raises:
-        UserError: not a language model, or an empty prompt.
+        UserError: not a language model, an empty prompt, or an option out of range.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    if not all(prompts):
-        raise UserError("generate: a prompt is empty; expected at least one character, such as a newline")
+    sampling = _sampling(prompts, tokens, seed, temperature, top_k, top_p)
     loaded = inference.load_model(Path(run), step, overrides, Components(**objects))
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     texts = list(inference.complete_prompts(*loaded, prompts, tokens, seed, **sampling))
     return texts[0] if isinstance(prompt, str) else texts
 
 
-def plan(config: ConfigSource, target: str, *overrides: str, slices: int | None = None, **keys: Any) -> Plan:
-    """Plans memory, communication and speed of a config's step on hardware that need not be there.
+def stream(
+    run: str | Path, prompt: str, *overrides: str, tokens: int = 100, step: int | None = None, seed: int = 0,
+    temperature: float = 0.8, top_k: int | None = None, top_p: float | None = None, **objects: Any,
+) -> Iterator[str]:  # fmt: skip
+    """Returns the pieces of a prompt's continuation as they are generated, after the prompt itself.
 
     Args:
-        config: see `Trainer`; its data need not exist.
-        target: such as `h100:8x8` or `v5p:8x8x8`.
+        run: folder of a run, or of a Hugging Face model.
+        prompt: a text.
         overrides: `key=value` texts.
-        slices: number of TPU slices.
-        keys: sections or keys of the config.
+        tokens: largest number of new tokens.
+        step: step of the checkpoint; default: the newest good one.
+        seed: of the sampling.
+        temperature: 0 takes the likeliest token.
+        top_k: sample from so many likeliest tokens.
+        top_p: sample from the likeliest tokens that have this probability together.
+        objects: `model` or `optimizer` of a run of Python objects.
 
     Raises:
-        UserError: a bad config or target.
+        UserError: not a language model, an empty prompt, or an option out of range.
     """
-    parsed = parse(target, slices)
-    loaded, vocab = config_for_target(config, *overrides, target=parsed, **keys)
-    return predict(loaded, vocab, str(parsed))
+    sampling = _sampling([prompt], tokens, seed, temperature, top_k, top_p)
+    loaded = inference.load_model(Path(run), step, overrides, Components(**objects))
+    return inference.text_streamer(*loaded, **sampling)(prompt, tokens, seed)
+
+
+def _sampling(
+    prompts: Sequence[str], tokens: int, seed: int, temperature: float, top_k: int | None, top_p: float | None
+) -> dict[str, Any]:
+    """Returns the options of a sampler. Raises UserError for one that is out of range, and for an empty prompt."""
+    if not 0 <= temperature < math.inf or (top_p is not None and not 0 < top_p <= 1):
+        raise UserError("generate: expected a finite temperature >= 0 and 0 < top_p <= 1")
+    if tokens < 1 or (top_k is not None and top_k < 1):
+        raise UserError("generate: expected tokens and top_k of at least 1")
+    if not 0 <= seed < 2**32:
+        raise UserError(f"generate: seed is {seed}; expected 0 to 4294967295")
+    if not prompts or not all(prompts):
+        raise UserError("generate: a prompt is empty; expected at least one character, such as a newline")
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
 
 def verify(
-    config: str | Path, *overrides: str, layouts: Sequence[str] = ("all",), devices: int = 8, steps: int = 3
-) -> Outcome:
+    config: ConfigSource, *overrides: str, layouts: Sequence[str] = ("all",), devices: int = 8, steps: int = 3,
+    inject: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None, **objects: Any,
+) -> Outcome:  # fmt: skip
     """Compares losses, gradients and updates of a config's model on every layout with one device, in float32.
 
     Args:
-        config: path of a YAML file, or name of a shipped config.
+        config: see `Trainer`.
         overrides: `key=value` texts.
-        layouts: names of layouts.
+        layouts: names of layouts, or `all`.
         devices: simulated devices.
         steps: steps to compare.
+        inject: name of a fault to inject into every layout, which the comparison has to find.
+        progress: called with the number of layouts that are done, and of all.
+        objects: `model`, `loss`, `data` or `optimizer` as Python objects.
 
     Raises:
         UserError: a bad config or layout.
     """
-    return compare_layouts(config, overrides, layouts=layouts, devices=devices, steps=steps)
+    if devices < 1 or steps < 1:
+        raise UserError("verify: expected at least 1 device and 1 step")
+    options = {"layouts": layouts, "devices": devices, "steps": steps, "inject": inject, "progress": progress}
+    return compare_layouts(config, *overrides, **options, components=Components(**objects))

@@ -15,7 +15,6 @@ import optax
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
-from jaxtrain.config.key_names import section_keys
 from jaxtrain.core.components import Components, with_objects
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.placement import placer
@@ -108,7 +107,7 @@ class Trainer:
         **keys: Any,
     ) -> None:
         given: dict[str, Any] = {"model": model, "optimizer": optimizer, "loss": loss, "data": data}
-        sections = {name: value for name, value in given.items() if _is_section(name, value)}
+        sections = {name: value for name, value in given.items() if _is_section(value)}
         keys |= sections
         objects = {name: value for name, value in given.items() if name not in sections}
         self._components = Components(weights=weights, eval_data=eval_data, **objects)
@@ -275,11 +274,11 @@ class Trainer:
         self._forward = self._inspect = None
 
 
-def _is_section(name: str, value: Any) -> bool:
-    """Returns whether an argument is a section of the config, not an object: a text, or a dict of its keys."""
+def _is_section(value: Any) -> bool:
+    """Returns whether an argument is a section of the config, not an object: a text, or a dict without arrays."""
     if isinstance(value, str):
         return True
-    return isinstance(value, Mapping) and bool(value) and set(value) <= set(section_keys((name,)))
+    return isinstance(value, Mapping) and not any(hasattr(item, "shape") for item in value.values())
 
 
 def _check_exclusive(components: Components, overrides: Sequence[str], keys: Mapping[str, Any]) -> None:

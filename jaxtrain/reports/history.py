@@ -19,6 +19,8 @@ from statistics import median
 from typing import Any
 
 from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.io import html
+from jaxtrain.io.figure import Plot
 from jaxtrain.io.jsonl import parse_record, read_records
 from jaxtrain.trackers.files import EVENTS, METRICS
 from jaxtrain.trackers.goodput import BUCKETS, LedgerWriter
@@ -142,6 +144,17 @@ class RunHistory:
         """Returns the series of all validation metrics."""
         names = dict.fromkeys(name for record in self.metrics for name in record if name.startswith("eval/"))
         return {name: self.series(name) for name in names}
+
+    def plot(self, *names: str) -> Plot:
+        """Draws metrics over steps; default: training and validation loss, and the learning rate."""
+        from jaxtrain.reports.loss_plot import loss_figure, metrics_figure
+
+        return metrics_figure(self, names) if names else loss_figure(self)
+
+    def _repr_html_(self) -> str:
+        from jaxtrain.reports.page import page
+
+        return html.frame(page(self))
 
 
 def read_history(directory: Path, now: float | None = None) -> RunHistory:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.io.figure import Plot, new_figure
 from jaxtrain.reports.history import RunHistory, read_history
 from jaxtrain.trackers.files import METRICS
 
@@ -15,10 +17,7 @@ TRAIN, VALIDATION, RATE, YARDSTICK = "#2f6db3", "#d1495b", "#6c757d", "#8a8a8a"
 
 
 def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
-    """Draws RUN_DIR/loss.png: training and validation loss over steps, the learning rate below.
-
-    The dashed line is the unigram entropy of the text in nats per token, if the start event has it. Values that are not
-    finite leave gaps.
+    """Draws RUN_DIR/loss.png, see `loss_figure`.
 
     Args:
         run_dir: directory with `metrics.jsonl` and `events.jsonl`.
@@ -27,16 +26,22 @@ def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: the directory is not a run, or no training loss was logged.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    return loss_figure(read_history(run_dir)).save(Path(out) if out else run_dir / "loss.png")
 
-    run = read_history(run_dir)
+
+def loss_figure(run: RunHistory) -> Plot:
+    """Draws training and validation loss over steps, the learning rate below.
+
+    The dashed line is the unigram entropy of the text in nats per token, if the start event has it. Values that are not
+    finite leave gaps.
+
+    Raises:
+        UserError: no training loss was logged.
+    """
     loss, validation, rate = (_series(run, key) for key in ("loss", "eval/loss", "lr"))
     if not len(loss):
-        raise UserError(f"{run_dir / METRICS}: no training loss to plot")
-    figure = Figure(figsize=(8, 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+        raise UserError(f"{run.directory / METRICS}: no training loss to plot")
+    figure, (top, bottom) = new_figure([4, 1], (8, 5.2))
     _draw_loss(top, loss, validation, run.entropy)
     top.set_title(run.name, loc="left", fontsize=11)
     bottom.plot(rate[:, 0], rate[:, 1], color=RATE, linewidth=1.5)
@@ -44,14 +49,26 @@ def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
     bottom.set_ylim(bottom=0)
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.01)
     figure.align_ylabels()
-    path = Path(out) if out else run_dir / "loss.png"
-    figure.savefig(path, dpi=150)
-    return path
+    return Plot(figure)
+
+
+def metrics_figure(run: RunHistory, names: Sequence[str]) -> Plot:
+    """Draws metrics over steps, one below the other.
+
+    Raises:
+        UserError: one was not logged.
+    """
+    figure, axes = new_figure([1] * len(names), (8, 1.2 + 2 * len(names)))
+    for each, name in zip(axes, names):
+        values = _series(run, name)
+        if not len(values):
+            known = sorted({key for record in run.metrics for key in record} - {"step"})
+            raise UserError(f"{run.directory / METRICS}: no metric `{name}`{did_you_mean(name, known)}")
+        each.plot(values[:, 0], values[:, 1], color=TRAIN, linewidth=1.5)
+        each.set_ylabel(name)
+    axes[-1].set_xlabel("step")
+    return Plot(figure)
 
 
 def _draw_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, entropy: float | None) -> None:

@@ -15,6 +15,8 @@ from jaxtrain.callbacks.base import Callback
 from jaxtrain.core.program import Program, State
 from jaxtrain.distributed.runtime import generation, process_count
 from jaxtrain.errors import NotSavedError, TrainingError
+from jaxtrain.io.figure import Plot
+from jaxtrain.reports.history import RunHistory, read_history
 from jaxtrain.trainer.joint_requests import JointRequests
 from jaxtrain.trainer.loop import Progress, iterate
 from jaxtrain.trainer.signals import Signals
@@ -26,7 +28,7 @@ OUT_OF_MEMORY = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """Outcome of a run.
 
@@ -49,6 +51,22 @@ class Result:
     state: State
     program: Program
     data: Any
+
+    def report(self) -> RunHistory:
+        """Returns the history of the run: time accounting, restarts, curves and checkpoints."""
+        return read_history(self.run_dir)
+
+    def plot(self, *names: str) -> Plot:
+        """Draws metrics over steps; default: training and validation loss, and the learning rate."""
+        return self.report().plot(*names)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        ended = f"stopped by {self.stopped_by}" if self.stopped_by else "finished"
+        return f"Result({self.run_dir}, step {self.step}, {ended}; {shown})"
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
 
 def run_steps(trainer: TrainingRun, progress: Progress) -> Generator[None]:

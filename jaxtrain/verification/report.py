@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE
+from jaxtrain.io import html
+from jaxtrain.io.figure import Plot, new_figure
+from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Verdict
 from jaxtrain.verification.verify import LayoutResult, Outcome
 
 WIDE, WIDEST = 110, 140  # columns from which the worst tensor, and the collectives, are in the table
@@ -60,6 +62,40 @@ def summary_lines(outcome: Outcome) -> list[str]:
     if different:
         return [*lines, f"DIFFERENT: {len(different)} of {tried} differ from one device ({limits})"]
     return [*lines, f"EQUAL: {tried} equal one device ({limits})"]
+
+
+def html_table(outcome: Outcome) -> str:
+    """Returns the table for notebooks, with the verdict."""
+    rows = []
+    for row in outcome.rows:
+        numbers = ["", "", "", ""]
+        if row.verdict is not None:
+            numbers = [f"{value:.1e}" for value in _differences(row.verdict)] + [row.verdict.tensor]
+        verdict = "equal" if row.is_equal else _failure(row)
+        rows.append([row.candidate.layout, row.candidate.mesh, _microbatches(row), *numbers, verdict])
+    titles = ("layout", "mesh", "micro", "loss", "gradient", "update", "worst tensor", "verdict")
+    return html.table(titles, rows, summary_lines(outcome)[-1])
+
+
+def outcome_figure(outcome: Outcome) -> Plot:
+    """Draws the differences of each layout from one device, on a logarithmic scale, with their limits."""
+    rows = [(row, row.verdict) for row in outcome.rows if row.verdict is not None]
+    figure, (axes,) = new_figure([1], (8, 1.5 + 0.22 * len(rows)))
+    names = [f"{row.candidate.layout}, {row.candidate.mesh}, {_microbatches(row)}" for row, _ in rows]
+    for index, (name, limit) in enumerate((("loss", LOSS), ("gradient", GRADIENT), ("update", UPDATE))):
+        found = [max(_differences(verdict)[index], 1e-9) for _, verdict in rows]
+        (drawn,) = axes.plot(found, range(len(rows)), "o", markersize=4, label=f"{name}, at most {limit:g}")
+        axes.axvline(limit, color=drawn.get_color(), linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlabel("relative difference from one device")
+    axes.legend(fontsize=8)
+    axes.invert_yaxis()
+    return Plot(figure)
+
+
+def _differences(verdict: Verdict) -> tuple[float, float, float]:
+    return verdict.loss, verdict.gradient, verdict.update
 
 
 def _microbatches(row: LayoutResult) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,17 +12,20 @@ import jax
 import numpy as np
 
 from jaxtrain.config import ConfigError, UserError
-from jaxtrain.config.schema import LAYOUT_KEYS, Config, DataConfig, MeshConfig
+from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
+from jaxtrain.core.components import NO_COMPONENTS, Components, with_objects
 from jaxtrain.core.gradients import uses_rng
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program, build_program, model_from_config
-from jaxtrain.core.resolve import resolve
+from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.core.state import non_trainable
 from jaxtrain.data.dataset import open_datasets
+from jaxtrain.data.iterables import as_dataset
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
+from jaxtrain.io.figure import Plot
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.sharding.sharder import Sharder
@@ -73,47 +77,90 @@ class Outcome:
     steps: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_equal(self) -> bool:
+        """True if layouts were compared, and all equal one device."""
+        return bool(self.rows) and all(row.is_equal for row in self.rows)
 
-class PackedDataset:
-    """Dataset of packed random documents, in place of text."""
+    def plot(self) -> Plot:
+        """Draws the largest differences of each layout from one device against what is allowed."""
+        from jaxtrain.verification.report import outcome_figure
 
-    def __init__(self, data: DataConfig, vocab: int):
-        self._size = (data.global_batch, data.sequence, vocab)
+        return outcome_figure(self)
+
+    def _repr_html_(self) -> str:
+        from jaxtrain.verification.report import html_table
+
+        return html_table(self)
+
+
+class RecordedBatches:
+    """Dataset of batches in memory.
+
+    Args:
+        batches: batch of each step.
+    """
+
+    def __init__(self, batches: Sequence[Batch]):
+        self._batches = batches
 
     def batch(self, step: int, rows: Any) -> Batch:
         """Returns rows of a step's batch."""
-        return {name: value[rows] for name, value in packed_batch(step, *self._size).items()}
+        return {name: value[rows] for name, value in self._batches[step].items()}
 
 
-def _open_dataset(config: Config, progress: Callable[[int, int], None]) -> Any:
-    """Returns the user's own dataset, or random documents, so that text need not be here."""
-    if is_decoder(config.model):
-        return PackedDataset(config.data, config.model.vocab or 0)
-    if config.data.is_text:
-        return PackedDataset(config.data, load_tokenizer(config.data.tokenizer).vocab)
-    return open_datasets(config.data, config.seed, progress)[0]
+def _batches(
+    config: Config, given: Config, steps: int, components: Components, progress: Callable[[int, int], None]
+) -> list[Batch]:
+    """Returns batches of the user's own data, or of random documents, so that text need not be here.
+
+    Args:
+        config: the shrunk config.
+        given: the user's config, by whose batches objects yield.
+        steps: number of batches.
+        components: Python objects.
+        progress: called while a cache is built.
+
+    Raises:
+        UserError: the batches of an object are smaller than the shrunk one, or there are too few.
+    """
+    rows = config.data.global_batch
+    if components.data is not None:
+        data = as_dataset(components.data, given.data.global_batch, given.seed)
+        if given.data.global_batch < rows:
+            message = f"{given.data.global_batch} rows are too few to compare layouts of {rows // 2} devices"
+            raise UserError(f"data.global_batch: {message}; expected at least {rows}")
+        return [dict(data.batch(step, slice(0, rows))) for step in range(steps)]
+    if given.data.is_object:
+        raise UserError("data: the run has some that was given in Python; expected it again, as `data=...`")
+    if is_decoder(config.model) or config.data.is_text:
+        vocab = config.model.vocab if is_decoder(config.model) else load_tokenizer(config.data.tokenizer).vocab
+        return [packed_batch(step, rows, config.data.sequence, vocab or 0) for step in range(steps)]
+    data = open_datasets(config.data, config.seed, progress)[0]
+    return [dict(data.batch(step, slice(None))) for step in range(steps)]
 
 
 def verify(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
+    source: ConfigSource,
+    *overrides: str,
     layouts: Sequence[str] = ("all",),
     devices: int = 8,
     steps: int = 3,
     inject: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    components: Components = NO_COMPONENTS,
 ) -> Outcome:
     """Compares losses, gradients and updates of the user's model, shrunk, on every layout with one device, in float32.
 
     Args:
-        path: the config, as for `jaxtrain train`.
+        source: the config, see `core.resolve.load_config`.
         overrides: `key=value`.
         layouts: names, or `all`: every shipped layout, those in the config's folder, and the config's own.
         devices: number of simulated devices.
         steps: of training.
         inject: a fault of `known_faults` to inject into every layout, for tests.
         progress: called with the number of layouts that are done, and of all.
+        components: Python objects in place of what the config names.
 
     Returns:
         the result of each layout, and what was changed to shrink the model.
@@ -123,30 +170,38 @@ def verify(
     """
     if inject is not None and inject not in INJECTIONS:
         raise UserError(f"--inject: no fault `{inject}`; expected {join_words(INJECTIONS)}")
-    config, _ = resolve(path, *overrides, paths=False, checks=())
+    config = with_objects(load_config(source, *overrides, paths=False, checks=()), components)
     small, changes = shrink(config, devices)
     others = [text for text in overrides if not text.startswith(("layout", *LAYOUT_KEYS))]
     accepted, refused = candidates(
-        small, layouts, devices, folder=Path(path).parent,
-        load_layout=lambda name: resolve(path, *others, f"layout={name}", paths=False, checks=())[0],
+        small, layouts, devices, folder=Path(source).parent if isinstance(source, (str, os.PathLike)) else None,
+        load_layout=lambda name: load_config(_without_layout(source), *others, layout=name, paths=False, checks=()),
     )  # fmt: skip
     all_devices = runtime.start(small.simulate)
-    dataset = _open_dataset(small, progress)
-    batches = [dict(dataset.batch(step, slice(None))) for step in range(steps)]
+    batches = _batches(small, config, steps, components, progress)
     unsharded = small.model_copy(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     )
-    references = References(unsharded, all_devices[:1], batches)
+    references = References(unsharded, all_devices[:1], batches, components)
     rows: list[LayoutResult] = []
     for index, candidate in enumerate(accepted):
         progress(index, len(accepted))
         reference = references(candidate.config.step.microbatches)
-        row = verify_layout(candidate, dataset, batches, reference, all_devices, inject)
+        row = verify_layout(candidate, batches, reference, all_devices, inject, components)
         if isinstance(row, LayoutResult):
             rows.append(row)
         else:
             refused.setdefault(candidate.layout, row)
     return Outcome(rows, changes, refused, devices, steps, _notes(small, references.returns_mean))
+
+
+def _without_layout(source: ConfigSource) -> ConfigSource:
+    """Returns a source without the layout that is in it, for another one."""
+    if isinstance(source, Config):
+        source = source.model_dump(mode="json", exclude_unset=not source.has_layout)
+    if isinstance(source, Mapping):
+        return {key: value for key, value in source.items() if key not in ("layout", *LAYOUT_KEYS)}
+    return source
 
 
 def _notes(config: Config, returns_mean: bool) -> tuple[str, ...]:
@@ -167,10 +222,12 @@ class References:
     one microbatch. Another one is compared at equal microbatches.
     """
 
-    def __init__(self, config: Config, devices: list[Any], batches: list[Batch]):
-        self._config, self._devices, self._batches = config, devices, batches
+    def __init__(self, config: Config, devices: list[Any], batches: list[Batch], components: Components):
+        self._config, self._devices, self._batches, self._components = config, devices, batches, components
         self._by_count: dict[int, Reference] = {}
-        model_def = model_from_config(config, Sharder(), config.model.vocab, batches[0])
+        model_def = model_from_config(
+            config, Sharder(), config.model.vocab, batches[0], components.model, components.loss
+        )
         self.returns_mean = model_def.returns_mean(batches[0])
         self._is_split_invariant = (
             model_def.rows_are_independent
@@ -188,9 +245,8 @@ class References:
         if count not in self._by_count:
             step = self._config.step.model_copy(update={"microbatches": count})
             config = self._config.model_copy(update={"step": step})
-            self._by_count[count] = Reference(
-                build_program(config, config.model.vocab, self._devices, self._batches[0]), self._batches
-            )
+            program = build_program(config, config.model.vocab, self._devices, self._batches[0], self._components)
+            self._by_count[count] = Reference(program, self._batches)
         return self._by_count[count]
 
 
@@ -216,15 +272,15 @@ class Reference:
 
 
 def verify_layout(
-    candidate: Candidate, dataset: Any, host_batches: list[Batch], reference: Reference, devices: list[Any],
-    inject: str | None,
+    candidate: Candidate, host_batches: list[Batch], reference: Reference, devices: list[Any], inject: str | None,
+    components: Components = NO_COMPONENTS,
 ) -> LayoutResult | str:  # fmt: skip
     """Compares one layout with the reference, or returns why the layout check refuses it for the model's tensors."""
     config = candidate.config
     try:
         with injected(inject):
-            program = build_program(config, config.model.vocab, devices, next(iter(host_batches), None))
-            place = placer(dataset, program)
+            program = build_program(config, config.model.vocab, devices, next(iter(host_batches), None), components)
+            place = placer(RecordedBatches(host_batches), program)
             batches = [place(step) for step in range(len(host_batches))]
             actual = Recorder(program, batches[0]).record(batches)
     except ConfigError as error:

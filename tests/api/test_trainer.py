@@ -356,3 +356,8 @@ def test_shipped_names_and_functions(tmp_path, text):
     assert jaxtrain.resume(run.run_dir, "steps=8").step == 8
     with pytest.raises(jaxtrain.UserError, match="no such file"):
         jaxtrain.load("quickstat")
+
+
+def test_a_mistyped_section_is_one_of_the_config_not_data(tmp_path):
+    with pytest.raises(jaxtrain.UserError, match=r"data\.pth: unknown key"):
+        jaxtrain.Trainer({}, data={"pth": "x"}, dir=str(tmp_path))

@@ -22,9 +22,10 @@ from jaxtrain.core.placement import placer
 from jaxtrain.core.program import build_program
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Recording, compare
+from jaxtrain.verification.packed_batch import packed_batch
 from jaxtrain.verification.recording import Recorder
 from jaxtrain.verification.shrink import shrink
-from jaxtrain.verification.verify import PackedDataset
+from jaxtrain.verification.verify import RecordedBatches
 
 STEPS, DEVICES = 20, 8
 MODELS = {
@@ -92,7 +93,10 @@ WANTED = [parameters for parameters in ALL if pytest.mark.matrix not in paramete
 
 def observed(config: Config, devices: int) -> Recording:
     program = build_program(config, config.model.vocab, jax.devices()[:devices])
-    place = placer(PackedDataset(config.data, config.model.vocab), program)
+    data, vocab = config.data, config.model.vocab or 0
+    place = placer(
+        RecordedBatches([packed_batch(step, data.global_batch, data.sequence, vocab) for step in range(STEPS)]), program
+    )
     batches = [place(step) for step in range(STEPS)]
     return Recorder(program, batches[0]).record(batches)
 

@@ -91,7 +91,7 @@ def test_prompts_together_and_alone_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "no prompt; give --prompt TEXT or --prompts FILE"),
+        ([], "no prompt; expected --prompt TEXT or --prompts FILE"),
         (["--prompt", ""], "a prompt is empty"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "x"], "no tokenizer.json"),

@@ -11,7 +11,7 @@ import hf_models
 import jax
 import pytest
 
-from jaxtrain.cli.hf_conversion import export_model, import_model
+import jaxtrain
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
@@ -67,9 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hf_models.make("here", folder / "source")
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
     (folder / "source" / "tokenizer_config.json").write_text(json.dumps(described))
-    import_model(folder / "source", folder / "run", LAYOUT)
-    plain = {"step": None, "dtype": None, "shard_size": "5GB", "family": None}
-    export_model(folder / "run", folder / "hf", **plain, overrides=[])
+    jaxtrain.import_model(folder / "source", folder / "run", *LAYOUT)
+    jaxtrain.export(folder / "run", folder / "hf")
     return folder
 
 

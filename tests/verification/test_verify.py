@@ -21,12 +21,12 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Recording, Verdict, compare, diagnose
+from jaxtrain.verification.packed_batch import packed_batch
 from jaxtrain.verification.report import details, summary_lines, table
 from jaxtrain.verification.shrink import shrink
 from jaxtrain.verification.verify import (
     LayoutResult,
     Outcome,
-    PackedDataset,
     Reference,
     _notes,
     collectives_text,
@@ -53,10 +53,9 @@ def reference(path: Path) -> tuple:
     small, _ = shrink(load(path), 8)
     small = small.model_copy(update={"model": small.model.model_copy(update={"layers": 1})})
     found, _ = candidates(small, ["3d"], 8)
-    split = PackedDataset(small.data, small.model.vocab)
-    hosts = [split.batch(step, slice(None)) for step in range(2)]
+    hosts = [packed_batch(step, small.data.global_batch, small.data.sequence, small.model.vocab) for step in range(2)]
     alone = small.model_copy(update={"mesh": MeshConfig(), "rules": {}, "simulate": None})
-    return found[-1], split, hosts, Reference(build_program(alone, small.model.vocab, jax.devices()[:1]), hosts)
+    return found[-1], hosts, Reference(build_program(alone, small.model.vocab, jax.devices()[:1]), hosts)
 
 
 def test_a_large_config_shrinks_and_says_how(path):
@@ -151,8 +150,8 @@ def test_a_row_of_the_table_is_one_line_of_any_screen_and_the_rest_is_said_below
 
 
 def test_a_right_layout_is_equal(path):
-    candidate, split, hosts, alone = reference(path)
-    row = verify_layout(candidate, split, hosts, alone, jax.devices(), None)
+    candidate, hosts, alone = reference(path)
+    row = verify_layout(candidate, hosts, alone, jax.devices(), None)
     assert row.is_equal, row
     assert row.verdict.gradient < 1e-5
     assert "model" in row.collectives
@@ -167,14 +166,14 @@ def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
         raise UserError("axis `model` is used twice on a tensor")
 
     monkeypatch.setattr("jaxtrain.verification.verify.build_program", refused)
-    row = verify_layout(candidate, None, [], None, jax.devices(), None)
+    row = verify_layout(candidate, [], None, jax.devices(), None)
     assert row == LayoutResult(candidate, None, error="axis `model` is used twice on a tensor")
 
 
 @pytest.mark.parametrize("fault", known_faults.INJECTIONS)
 def test_every_fault_is_caught_and_named(path, fault):
-    candidate, split, hosts, alone = reference(path)
-    row = verify_layout(candidate, split, hosts, alone, jax.devices(), fault)
+    candidate, hosts, alone = reference(path)
+    row = verify_layout(candidate, hosts, alone, jax.devices(), fault)
     assert not row.is_equal
     named = "summed 2 times, over" if fault == known_faults.DOUBLED else fault
     assert named in row.verdict.cause, row.verdict

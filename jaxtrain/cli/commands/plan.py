@@ -21,21 +21,19 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+import jaxtrain
 from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.cli.progress import spinner
 from jaxtrain.config import ConfigError
 from jaxtrain.config.schema import LAYOUT_KEYS
-from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import Problem, UserError, join_words
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
-from jaxtrain.planning import pods, predict
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.planning.report import diff, page, terminal
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search import ranking
-from jaxtrain.planning.search.search import search
-from jaxtrain.planning.target_config import config_for_target, decoder_vocabulary
+from jaxtrain.planning.target_config import config_for_target
 
 SEARCH_OPTIONS = ("objective", "devices", "budget", "top", "jobs", "out")
 ESTIMATING = "estimating layouts: {done:,}"
@@ -127,7 +125,6 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
     check_output_files(args.json, file)
     if not args.out and not ranking.can_overwrite(file):
         raise UserError(f"{file}: already exists, and no search wrote it; expected --out FILE")
-    config, _ = resolve(path, *overrides, paths=False, checks=())  # its mesh is for this machine, not the target
     given = {name: getattr(args, name) for name in ("objective", "devices", "top", "jobs")}
     options = {name: value for name, value in given.items() if value is not None}
     _add_working_folder()
@@ -140,8 +137,8 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
         # Ctrl-C ends the search, not the command: the results so far are shown.
         try:
             with _interruptible():
-                vocab, budget = decoder_vocabulary(config), _seconds(args.budget)
-                result = search(config, vocab, str(target), budget=budget, progress=report, **options)
+                budget = _seconds(args.budget)
+                result = jaxtrain.search(path, str(target), *overrides, budget=budget, progress=report, **options)
         except KeyboardInterrupt:
             print("jaxtrain: interrupted before the first layout was estimated", file=sys.stderr)
             return INTERRUPTED
@@ -174,12 +171,9 @@ def _plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | No
     Raises:
         UserError: before anything is compiled, if the config does not fit the target or an extra is missing.
     """
-    config, vocab = config_for_target(path, *overrides, target=target)
-    if problem := targets.missing_packages(target, config.step.attention):
-        raise UserError(problem)
     _add_working_folder()
     with _interruptible(), spinner(f"compiling {path} for {target}"):
-        return predict.predict(config, vocab, str(target), hlo=hlo, max_devices=None if whole else pods.MAX_DEVICES)
+        return jaxtrain.plan(path, str(target), *overrides, hlo=hlo, whole=whole)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -14,11 +13,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+import jaxtrain
 from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.io.jsonl import to_json
 from jaxtrain.planning.report.terminal import bar, plain_table, section
 from jaxtrain.reports import tables
-from jaxtrain.reports.history import RunHistory, as_dict, format_seconds, read_history
+from jaxtrain.reports.history import RunHistory, as_dict, format_seconds
 from jaxtrain.reports.page import page
 from jaxtrain.trackers.console import count, number, percent
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: the folder is not a run, or a file cannot be written.
     """
     check_output_files(args.json, args.html)
-    history = read_history(Path(args.run))
+    history = jaxtrain.report(args.run)
     console = Console(highlight=False)
     console.print(report(history, console.width))
     if args.json:

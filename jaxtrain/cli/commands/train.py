@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import jaxtrain
 from jaxtrain.cli.lost_output import drop_lost_output
 from jaxtrain.cli.setup import config_overrides, load_config, prepare_jax_import
 from jaxtrain.config import Config, ConfigError, Problem
@@ -30,7 +31,6 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
         drop_lost_output()
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its default would end a run that has not begun to train
     prepare_jax_import(config.simulate or args.simulate)
-    from jaxtrain.api import functions
     from jaxtrain.callbacks.samples import LossPlot, Samples
     from jaxtrain.errors import TrainingError
     from jaxtrain.trackers.console import ConsoleTracker
@@ -38,7 +38,7 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
 
     console, ledger = ConsoleTracker(config.steps), GoodputLedger(age=process_age() if args.owns_process else 0.0)
     try:
-        result = functions.train(
+        result = jaxtrain.train(
             config, run_dir=directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,
             deadline=args.deadline, verbose=args.verbose, callbacks=[LossPlot(), Samples()],
         )  # fmt: skip

@@ -5,30 +5,27 @@ from __future__ import annotations
 import argparse
 import sys
 
+import jaxtrain
 from jaxtrain.cli.setup import prepare_jax_import
-from jaxtrain.errors import UserError
 from jaxtrain.exit_codes import ERROR, OK
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; exit code 1 if a layout differs from one device."""
-    if args.simulate < 1 or args.steps < 1:
-        raise UserError("verify: expected --simulate and --steps of at least 1")
     prepare_jax_import(args.simulate)
     from rich.console import Console
 
     from jaxtrain.cli.progress import progress_bar
     from jaxtrain.verification.report import WIDEST, details, summary_lines, table
-    from jaxtrain.verification.verify import verify
 
     names = [name.strip() for name in args.layouts.split(",") if name.strip()]
     options = {"layouts": names, "devices": args.simulate, "steps": args.steps, "inject": args.inject}
     with progress_bar("verifying") as progress:
-        outcome = verify(args.config, args.overrides, **options, progress=progress)
+        outcome = jaxtrain.verify(args.config, *args.overrides, **options, progress=progress)
     width = None if sys.stdout.isatty() else 2 * WIDEST  # a file or pipe has no width
     console = Console(width=width, highlight=False)
     console.print("shrunk to compile fast, in float32:", *(f"  {change}" for change in outcome.changes), sep="\n")
     console.print(table(outcome, console.width))
     for line in details(outcome, console.width) + summary_lines(outcome):
         console.print(line, markup=False, soft_wrap=True)
-    return OK if outcome.rows and all(row.is_equal for row in outcome.rows) else ERROR
+    return OK if outcome.is_equal else ERROR

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.show import text
+from jaxtrain.io import html
 from jaxtrain.io.atomic import write_atomic
+from jaxtrain.io.figure import Plot, new_figure
 from jaxtrain.planning.cost.estimate import Estimate
 from jaxtrain.planning.report import values
 from jaxtrain.planning.report.terminal import plain_table, section
@@ -157,6 +159,29 @@ class SearchResult:
     def figures(self, one: RankedLayout) -> tuple[str, str, str]:
         """`RankedLayout.figures`, without seconds that mean only an order."""
         return ("", "", "") if self.is_assumed and one.plan is None else one.figures
+
+    def plot(self) -> Plot:
+        """Draws the time of a step under each layout, best first."""
+        rows = [one for one in self.ranking if one.fits]
+        figure, (axes,) = new_figure([1], (8, 1 + 0.35 * len(rows)))
+        names = [f"{place}. {one.estimate.choice.mesh}" for place, one in enumerate(rows, start=1)]
+        steps = [one.plan.step_seconds if one.plan else one.estimate.step_seconds for one in rows]
+        bars = axes.barh(names, [seconds or 0.0 for seconds in steps])
+        axes.bar_label(bars, [one.source for one in rows], padding=4, fontsize=9)
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds of a step")
+        return Plot(figure)
+
+    def _repr_html_(self) -> str:
+        titles = ("", "layout", "options", "step", "tokens/s", "MFU", "memory", "by")
+        unit = values.byte_unit(one.needs for one in self.ranking)
+        rows = [
+            (str(place), str(one.estimate.choice.mesh), one.estimate.choice.options_text, *self.figures(one),
+             unit(one.needs), one.reason or one.source)
+            for place, one in enumerate(self.ranking, start=1)
+        ]  # fmt: skip
+        return html.table(titles, rows, f"layouts for {self.target}, least {self.objective} first")
 
     def as_dict(self) -> dict[str, Any]:
         """Converts the result for JSON."""

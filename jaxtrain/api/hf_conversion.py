@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.config.show import as_dict
+from jaxtrain.core.components import Components
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
@@ -39,6 +40,7 @@ from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.spec import is_decoder
+from jaxtrain.reports.layout_table import format_bytes
 from jaxtrain.trainer.compatibility import environment
 
 ORIGIN = "huggingface"  # folder in an imported run with the files of the original model
@@ -49,22 +51,52 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the architecture, the step of the checkpoint, bytes of the tensors and their dtype."""
+    """Result of an export.
+
+    Attributes:
+        family: architecture, as `model_type` of config.json.
+        step: step of the checkpoint.
+        bytes: bytes of the tensors.
+        dtype: their dtype.
+        tokens: number of tokens of the tokenizer; None if none was written.
+        rows: rows of the embedding table.
+    """
 
     family: str
     step: int
     bytes: int
     dtype: str
-    tokens: int | None  # of the tokenizer; None if none was written
-    rows: int  # of the embedding table
+    tokens: int | None
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.family} of step {self.step}, {format_bytes(self.bytes)} of {self.dtype}"
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about a tokenizer that is missing or smaller than the model's vocabulary."""
+        if self.tokens is None:
+            return [
+                "no tokenizer: the run has none that jaxtrain reads; add the files of yours before text is generated"
+            ]
+        if self.tokens == self.rows:
+            return []
+        known, padding = f"{self.tokens:,} tokens", f"{self.rows - self.tokens:,} rows of padding, never generated"
+        return [f"vocabulary of {self.rows:,}: {known}, and {padding}"]
 
 
-def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config:
+def import_model(source: str | Path, to: str | Path, *overrides: str) -> Config:
     """Creates a run directory with the weights of a Hugging Face model as step 0. Returns its config.
 
+    Args:
+        source: folder of the model.
+        to: run directory to create.
+        overrides: `key=value` texts.
+
     Raises:
-        UserError: not a model, an unsupported architecture, weights that do not fit it, or `target` exists.
+        UserError: not a model, an unsupported architecture, weights that do not fit it, or `to` exists.
     """
+    source, target = Path(source), Path(to)
     family, section = read_model_config(source)
     with _new_folder(target) as folder:
         base = {"model": section, **_run_settings(source, target)}
@@ -85,31 +117,27 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Config
     return config
 
 
-def export_model(
-    directory: Path,
-    target: Path,
-    *,
-    step: int | None,
-    dtype: str | None,
-    shard_size: str,
-    family: str | None,
-    overrides: Sequence[str],
-) -> Exported:
+def export(
+    run: str | Path, to: str | Path, *overrides: str, step: int | None = None, dtype: str | None = None,
+    shard_size: str = "5GB", family: str | None = None, **objects: Any,
+) -> Exported:  # fmt: skip
     """Writes a checkpoint as a Hugging Face model: its weights, the EMA weights if it has any, and its tokenizer.
 
     Args:
-        directory: run directory.
-        target: folder to create.
+        run: run directory.
+        to: folder to create.
+        overrides: `key=value` texts, such as another layout.
         step: step of the checkpoint; default: the newest good one.
         dtype: name of the files' dtype; default: as stored.
-        shard_size: largest size of a file, such as 5GB.
+        shard_size: largest size of a file.
         family: `model_type` to write; default: that of the imported model, else the first that fits.
-        overrides: `key=value`, such as another layout.
+        objects: `optimizer` of a run of Python objects.
 
     Raises:
         UserError: not a run, no usable checkpoint, no architecture fits the model, its tokenizer cannot be read, or
-            `target` exists.
+            `to` exists.
     """
+    directory, target = Path(run), Path(to)
     max_bytes = _bytes(shard_size)
     config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
     if not is_decoder(config.model):
@@ -128,7 +156,7 @@ def export_model(
     elif tokenizer is None and original is None:
         content |= NO_IDS
     with _new_folder(target) as folder:
-        program = build_program(config, vocab, _devices(config))
+        program = build_program(config, vocab, _devices(config), components=Components(**objects))
         params, done = load_params(directory, step, program)
         flat = flatten(params)
         kind = np.dtype(dtype or flat["embed/table"].dtype)

@@ -1,0 +1,50 @@
+"""Drawings by matplotlib, which notebooks show and files hold. Nothing depends on its global state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Plot:
+    """A drawing. A notebook shows it.
+
+    Args:
+        figure: matplotlib's figure.
+    """
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a PNG, SVG or PDF file, by the end of its name."""
+        self.figure.savefig(path, dpi=150)
+        return Path(path)
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format="png", dpi=110)
+        return buffer.getvalue()
+
+
+def new_figure(heights: Sequence[float], size: tuple[float, float], share_x: bool = True) -> tuple[Any, list[Any]]:
+    """Returns a figure and its axes, one below the other.
+
+    Args:
+        heights: relative heights of the axes.
+        size: width and height in inches.
+        share_x: give all the same horizontal axis.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(heights), 1, sharex=share_x, height_ratios=heights, squeeze=False)[:, 0]
+    for each in axes:
+        each.grid(alpha=0.25, linewidth=0.6)
+        each.spines[["top", "right"]].set_visible(False)
+        each.margins(x=0.01)
+    return figure, list(axes)
