@@ -10,6 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.planning.hardware.targets import missing_packages, parse
 from jaxtrain.planning.pods import MAX_DEVICES
 from jaxtrain.planning.predict import predict
+from jaxtrain.planning.report import figure, page  # noqa: F401  # they show a plan in notebooks
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search.ranking import SearchResult
 from jaxtrain.planning.search.search import search as rank_layouts

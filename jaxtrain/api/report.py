@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxtrain.reports import loss_plot, page  # noqa: F401  # they show the history in notebooks
 from jaxtrain.reports.history import RunHistory, read_history
 
 

@@ -1,9 +1,13 @@
-"""Drawings by matplotlib, which notebooks show and files hold. Nothing depends on its global state."""
+"""Drawings by matplotlib, which notebooks show and files hold, and results that have them.
+
+Nothing depends on matplotlib's global state.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +52,26 @@ def new_figure(heights: Sequence[float], size: tuple[float, float], share_x: boo
         each.spines[["top", "right"]].set_visible(False)
         each.margins(x=0.01)
     return figure, list(axes)
+
+
+class Displayed:
+    """A result that notebooks show. How is registered in `as_html` and `draw` by the modules that report it."""
+
+    def plot(self, *names: str) -> Plot:
+        """Draws the result; `names`: metrics of a run, default: its losses and learning rate."""
+        return draw(self, *names)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+@singledispatch
+def as_html(result: Any) -> str:
+    """Returns HTML of a result for notebooks."""
+    raise TypeError(f"{type(result).__name__} has no HTML")
+
+
+@singledispatch
+def draw(result: Any, *names: str) -> Plot:
+    """Draws a result."""
+    raise TypeError(f"{type(result).__name__} has no plot")

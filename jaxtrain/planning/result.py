@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from jaxtrain.io import html
-from jaxtrain.io.figure import Plot
+from jaxtrain.io.figure import Displayed
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """Prediction of one step of a config on a target. Bytes, FLOPs and seconds are of one device and one step.
 
     Args:
@@ -157,17 +156,6 @@ class Plan:
         """Converts the plan for JSON, with derived figures."""
         derived = ("tokens_per_second", "days", "device_hours", "wire_bytes")
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
-
-    def plot(self) -> Plot:
-        """Draws the memory of a device and the time of a step by their parts."""
-        from jaxtrain.planning.report.figure import plan_figure
-
-        return plan_figure(self)
-
-    def _repr_html_(self) -> str:
-        from jaxtrain.planning.report.page import page
-
-        return html.frame(page(self, f"{self.layout} on {self.target}"))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:

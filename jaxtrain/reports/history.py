@@ -19,8 +19,7 @@ from statistics import median
 from typing import Any
 
 from jaxtrain.errors import UserError, escape_unprintable
-from jaxtrain.io import html
-from jaxtrain.io.figure import Plot
+from jaxtrain.io.figure import Displayed
 from jaxtrain.io.jsonl import parse_record, read_records
 from jaxtrain.trackers.files import EVENTS, METRICS
 from jaxtrain.trackers.goodput import BUCKETS, LedgerWriter
@@ -74,7 +73,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class RunHistory:
+class RunHistory(Displayed):
     """History of a run.
 
     Args:
@@ -144,17 +143,6 @@ class RunHistory:
         """Returns the series of all validation metrics."""
         names = dict.fromkeys(name for record in self.metrics for name in record if name.startswith("eval/"))
         return {name: self.series(name) for name in names}
-
-    def plot(self, *names: str) -> Plot:
-        """Draws metrics over steps; default: training and validation loss, and the learning rate."""
-        from jaxtrain.reports.loss_plot import loss_figure, metrics_figure
-
-        return metrics_figure(self, names) if names else loss_figure(self)
-
-    def _repr_html_(self) -> str:
-        from jaxtrain.reports.page import page
-
-        return html.frame(page(self))
 
 
 def read_history(directory: Path, now: float | None = None) -> RunHistory:

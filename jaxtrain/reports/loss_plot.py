@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.errors import UserError, did_you_mean
-from jaxtrain.io.figure import Plot, new_figure
+from jaxtrain.io.figure import Plot, draw, new_figure
 from jaxtrain.reports.history import RunHistory, read_history
 from jaxtrain.trackers.files import METRICS
 
@@ -27,6 +27,12 @@ def plot_loss(run_dir: Path, out: Path | None = None) -> Path:
         UserError: the directory is not a run, or no training loss was logged.
     """
     return loss_figure(read_history(run_dir)).save(Path(out) if out else run_dir / "loss.png")
+
+
+@draw.register
+def run_figure(run: RunHistory, *names: str) -> Plot:
+    """Draws metrics of a run over steps, see `metrics_figure`; by default `loss_figure`."""
+    return metrics_figure(run, names) if names else loss_figure(run)
 
 
 def loss_figure(run: RunHistory) -> Plot:

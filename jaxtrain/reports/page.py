@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxtrain.io import html
+from jaxtrain.io.figure import as_html
 from jaxtrain.reports import plots, tables
 from jaxtrain.reports.history import RunHistory, format_seconds
 
@@ -17,3 +18,9 @@ COLOURS = {
 def page(run: RunHistory) -> str:
     """Builds the report as an HTML document."""
     return html.render("reports/page.html", COLOURS, run=run, plots=plots, tables=tables, format_seconds=format_seconds)
+
+
+@as_html.register
+def framed(run: RunHistory) -> str:
+    """Returns the page as a part of a notebook."""
+    return html.frame(page(run))

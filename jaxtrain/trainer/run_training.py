@@ -17,6 +17,8 @@ from jaxtrain.distributed.runtime import generation, process_count
 from jaxtrain.errors import NotSavedError, TrainingError
 from jaxtrain.io.figure import Plot
 from jaxtrain.reports.history import RunHistory, read_history
+from jaxtrain.reports.loss_plot import run_figure
+from jaxtrain.reports.page import framed
 from jaxtrain.trainer.joint_requests import JointRequests
 from jaxtrain.trainer.loop import Progress, iterate
 from jaxtrain.trainer.signals import Signals
@@ -58,7 +60,7 @@ class Result:
 
     def plot(self, *names: str) -> Plot:
         """Draws metrics over steps; default: training and validation loss, and the learning rate."""
-        return self.report().plot(*names)
+        return run_figure(self.report(), *names)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
@@ -66,7 +68,7 @@ class Result:
         return f"Result({self.run_dir}, step {self.step}, {ended}; {shown})"
 
     def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
+        return framed(self.report())
 
 
 def run_steps(trainer: TrainingRun, progress: Progress) -> Generator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from jaxtrain.io import html
-from jaxtrain.io.figure import Plot, new_figure
+from jaxtrain.io.figure import Plot, as_html, draw, new_figure
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Verdict
 from jaxtrain.verification.verify import LayoutResult, Outcome
 
@@ -64,6 +64,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
     return [*lines, f"EQUAL: {tried} equal one device ({limits})"]
 
 
+@as_html.register
 def html_table(outcome: Outcome) -> str:
     """Returns the table for notebooks, with the verdict."""
     rows = []
@@ -77,6 +78,7 @@ def html_table(outcome: Outcome) -> str:
     return html.table(titles, rows, summary_lines(outcome)[-1])
 
 
+@draw.register
 def outcome_figure(outcome: Outcome) -> Plot:
     """Draws the differences of each layout from one device, on a logarithmic scale, with their limits."""
     rows = [(row, row.verdict) for row in outcome.rows if row.verdict is not None]

@@ -25,7 +25,7 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
-from jaxtrain.io.figure import Plot
+from jaxtrain.io.figure import Displayed
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.sharding.sharder import Sharder
@@ -58,7 +58,7 @@ class LayoutResult:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Displayed):
     """Outcome of a verification.
 
     Args:
@@ -81,17 +81,6 @@ class Outcome:
     def is_equal(self) -> bool:
         """True if layouts were compared, and all equal one device."""
         return bool(self.rows) and all(row.is_equal for row in self.rows)
-
-    def plot(self) -> Plot:
-        """Draws the largest differences of each layout from one device against what is allowed."""
-        from jaxtrain.verification.report import outcome_figure
-
-        return outcome_figure(self)
-
-    def _repr_html_(self) -> str:
-        from jaxtrain.verification.report import html_table
-
-        return html_table(self)
 
 
 class RecordedBatches:

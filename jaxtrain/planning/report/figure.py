@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from jaxtrain.io.figure import Plot, new_figure
+from jaxtrain.io.figure import Plot, draw, new_figure
 from jaxtrain.planning.report import values
 from jaxtrain.planning.report.page import COLOURS
 from jaxtrain.planning.result import Plan
 
 
+@draw.register
 def plan_figure(plan: Plan) -> Plot:
     """Draws the memory of a device by kind against what is usable, and the time of a step by part."""
     memory = [(name, size, kind) for kind, name, size in values.memory_rows(plan)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxtrain.io import html
+from jaxtrain.io.figure import as_html
 from jaxtrain.planning.report import plots, values
 from jaxtrain.planning.result import Plan
 
@@ -23,3 +24,9 @@ def page(plan: Plan, name: str) -> str:
         name: name of the config.
     """
     return html.render("planning/report/page.html", COLOURS, plan=plan, name=name, plots=plots, values=values)
+
+
+@as_html.register
+def framed(plan: Plan) -> str:
+    """Returns the page as a part of a notebook."""
+    return html.frame(page(plan, f"{plan.layout} on {plan.target}"))

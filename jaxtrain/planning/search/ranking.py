@@ -14,7 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.show import text
 from jaxtrain.io import html
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.io.figure import Plot, new_figure
+from jaxtrain.io.figure import Displayed, Plot, as_html, draw, new_figure
 from jaxtrain.planning.cost.estimate import Estimate
 from jaxtrain.planning.report import values
 from jaxtrain.planning.report.terminal import plain_table, section
@@ -118,7 +118,7 @@ class RankedLayout:
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(Displayed):
     """Outcome of a search.
 
     Args:
@@ -160,29 +160,6 @@ class SearchResult:
         """`RankedLayout.figures`, without seconds that mean only an order."""
         return ("", "", "") if self.is_assumed and one.plan is None else one.figures
 
-    def plot(self) -> Plot:
-        """Draws the time of a step under each layout, best first."""
-        rows = [one for one in self.ranking if one.fits]
-        figure, (axes,) = new_figure([1], (8, 1 + 0.35 * len(rows)))
-        names = [f"{place}. {one.estimate.choice.mesh}" for place, one in enumerate(rows, start=1)]
-        steps = [one.plan.step_seconds if one.plan else one.estimate.step_seconds for one in rows]
-        bars = axes.barh(names, [seconds or 0.0 for seconds in steps])
-        axes.bar_label(bars, [one.source for one in rows], padding=4, fontsize=9)
-        axes.margins(x=0.15)
-        axes.invert_yaxis()
-        axes.set_xlabel("seconds of a step")
-        return Plot(figure)
-
-    def _repr_html_(self) -> str:
-        titles = ("", "layout", "options", "step", "tokens/s", "MFU", "memory", "by")
-        unit = values.byte_unit(one.needs for one in self.ranking)
-        rows = [
-            (str(place), str(one.estimate.choice.mesh), one.estimate.choice.options_text, *self.figures(one),
-             unit(one.needs), one.reason or one.source)
-            for place, one in enumerate(self.ranking, start=1)
-        ]  # fmt: skip
-        return html.table(titles, rows, f"layouts for {self.target}, least {self.objective} first")
-
     def as_dict(self) -> dict[str, Any]:
         """Converts the result for JSON."""
         return {
@@ -223,6 +200,34 @@ def ranking_table(result: SearchResult) -> RenderableType:
         needs = unit.number(one.needs) if one.plan else f"~{unit.number(one.needs)}"
         table.add_row(str(place), _name_and_reason(name, one.reason), estimate, *figures, needs, source, style=style)
     return section(f"Layouts for {result.target}", f"least {result.objective} first", table)
+
+
+@draw.register
+def ranking_figure(result: SearchResult) -> Plot:
+    """Draws the time of a step under each layout, best first."""
+    rows = [one for one in result.ranking if one.fits]
+    figure, (axes,) = new_figure([1], (8, 1 + 0.35 * len(rows)))
+    names = [f"{place}. {one.estimate.choice.mesh}" for place, one in enumerate(rows, start=1)]
+    steps = [one.plan.step_seconds if one.plan else one.estimate.step_seconds for one in rows]
+    bars = axes.barh(names, [seconds or 0.0 for seconds in steps])
+    axes.bar_label(bars, [one.source for one in rows], padding=4, fontsize=9)
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    return Plot(figure)
+
+
+@as_html.register
+def ranking_html(result: SearchResult) -> str:
+    """Returns the ranking as a table for notebooks."""
+    titles = ("", "layout", "options", "step", "tokens/s", "MFU", "memory", "by")
+    unit = values.byte_unit(one.needs for one in result.ranking)
+    rows = [
+        (str(place), str(one.estimate.choice.mesh), one.estimate.choice.options_text, *result.figures(one),
+         unit(one.needs), one.reason or one.source)
+        for place, one in enumerate(result.ranking, start=1)
+    ]  # fmt: skip
+    return html.table(titles, rows, f"layouts for {result.target}, least {result.objective} first")
 
 
 def families_table(result: SearchResult) -> RenderableType:
