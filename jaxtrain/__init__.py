@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from jaxtrain.config import Config, ConfigError
     from jaxtrain.core.resolve import ConfigSource
     from jaxtrain.errors import UserError
+    from jaxtrain.trackers.base import Tracker
 
 __all__ = [
-    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Trainer", "UserError", "evaluate", "export",
-    "generate", "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train", "verify",
+    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Tracker", "Trainer", "UserError", "evaluate",
+    "export", "generate", "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train",
+    "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
@@ -36,7 +38,7 @@ _MODULES = {
     **dict.fromkeys(("export", "import_model"), "jaxtrain.api.hf_conversion"),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),
     "Callback": "jaxtrain.callbacks.base", "EarlyStopping": "jaxtrain.callbacks.early_stopping",
-    "UserError": "jaxtrain.errors",
+    "Tracker": "jaxtrain.trackers.base", "UserError": "jaxtrain.errors",
 }  # fmt: skip
 
 

@@ -162,3 +162,9 @@ def _location(key: str, provenance: Mapping[str, str]) -> str:
         return provenance[key]
     below = (where for name, where in provenance.items() if name.startswith(key + ".") and where != "default")
     return next(below, "")
+
+
+def describe_error(error: Exception) -> str:
+    """Describes an error in one line: its class, and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -23,6 +23,7 @@ from jaxtrain.core.resolve import ConfigSource, load_config, with_layout
 from jaxtrain.core.state import evaluated_parameters, non_trainable
 from jaxtrain.data.iterables import as_dataset
 from jaxtrain.errors import UserError
+from jaxtrain.trackers.base import Tracker
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer.continuation import Resume
@@ -69,7 +70,9 @@ class Trainer:
         data: an object with `batch(step, rows)`, a {name: array} of all rows, or an iterable of global batches, or a
             function that returns one.
         eval_data: validation data, likewise.
+        metrics: name -> function `(model, batch)` of validation, which returns a mean of the rows or (sum, weight).
         callbacks: called after the default ones, see `jaxtrain.Callback`.
+        trackers: receive metrics and events, see `jaxtrain.Tracker`, beside those of `log`.
         run_dir: folder of the run; default: a new one, DIR/NAME.
         resume: resume from the newest good checkpoint in `run_dir`. "auto": do so if DIR/NAME holds the run of this
             config, so that the same call may be made again, as schedulers do; another config there is refused.
@@ -96,7 +99,9 @@ class Trainer:
         loss: Callable[..., Any] | Mapping[str, Any] | str | None = None,
         data: Any = None,
         eval_data: Any = None,
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
         callbacks: Sequence[Callback] = (),
+        trackers: Sequence[Tracker] = (),
         run_dir: str | Path | None = None,
         resume: Resume = False,
         profile: tuple[int, int] | None = None,
@@ -110,10 +115,10 @@ class Trainer:
         sections = {name: value for name, value in given.items() if _is_section(value)}
         keys |= sections
         objects = {name: value for name, value in given.items() if name not in sections}
-        self._components = Components(weights=weights, eval_data=eval_data, **objects)
+        self._components = Components(weights=weights, eval_data=eval_data, metrics=metrics, **objects)
         _check_exclusive(self._components, overrides, keys)
         self.config: Config = with_layout(with_objects(load_config(config, *overrides, **keys), self._components))
-        self._callbacks = list(callbacks)
+        self._callbacks, self._trackers = list(callbacks), list(trackers)
         self._resume: Resume = resume
         self._options = {"profile": profile, "deadline": deadline, "verbose": verbose}
         self._console, self._ledger = console, ledger
@@ -266,7 +271,7 @@ class Trainer:
         self._directory = self._directory or new_run_directory(self.config, self._resume)
         run, state, step = open_trainer(
             self.config, self._directory, console=self._console or ConsoleTracker(self.config.steps),
-            resume=self._resume, ledger=self._ledger, components=self._components,
+            resume=self._resume, ledger=self._ledger, components=self._components, trackers=self._trackers,
             callbacks=[*default_callbacks(self.config, **self._options), *self._callbacks],
         )  # fmt: skip
         self._run, self._progress, self._is_new = run, Progress(state, step), True

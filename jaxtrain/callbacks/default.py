@@ -14,6 +14,8 @@ from jaxtrain.callbacks.silent_corruption import ReplicaCheck
 from jaxtrain.callbacks.stragglers import StragglerDetector
 from jaxtrain.callbacks.watchdog import HangWatchdog
 from jaxtrain.config import Config
+from jaxtrain.config.user_class import make_object
+from jaxtrain.errors import UserError
 
 
 def default_callbacks(
@@ -27,6 +29,9 @@ def default_callbacks(
         deadline: seconds that a step or its data may hang before the process is ended; None: from measured step times;
             0: never.
         verbose: print the layout of every parameter.
+
+    Raises:
+        UserError: a class that the config names does not exist or fails.
     """
     callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]
     callbacks.append(RunFolderWatch())
@@ -37,4 +42,21 @@ def default_callbacks(
         callbacks.append(
             ReplicaCheck(config.guard.replica_check_every)
         )  # compares the replicas of states that the guard lets pass only
-    return [*callbacks, MemoryCheckpoint()]
+    return [*callbacks, MemoryCheckpoint(), *_own_callbacks(config)]
+
+
+def _own_callbacks(config: Config) -> list[Callback]:
+    """Builds the callbacks that the config names.
+
+    Raises:
+        UserError: no such class, it fails, or it is no `Callback`.
+    """
+    members: list[Callback] = []
+    for index, plugin in enumerate(config.callbacks):
+        where = f"callbacks.{index}"
+        made = make_object(where, plugin.type, plugin.options, "callbacks")
+        if not isinstance(made, Callback):
+            message = f"{plugin.type} makes {type(made).__name__}; expected a subclass of jaxtrain.Callback"
+            raise UserError(f"{where}.type: {message}")
+        members.append(made)
+    return members

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config.field_types import LARGEST
@@ -19,13 +19,14 @@ from jaxtrain.config.schema import (
     SCHEDULE_KEYS,
     SCHEDULES,
     TEXT_KEYS,
-    USER_CLASS,
     Config,
     DataConfig,
     DocumentsConfig,
     OptimizerConfig,
+    PluginConfig,
     ScheduleConfig,
 )
+from jaxtrain.config.user_class import USER_CLASS, Kind, is_reference, names_hint
 from jaxtrain.errors import did_you_mean, format_value, join_words
 
 SET_NAME = r"[A-Za-z][\w\-]*"
@@ -122,17 +123,30 @@ def _packages(config: Config) -> Iterator[Conflict]:
 
 def _types(config: Config) -> Iterator[Conflict]:
     """Checks that built-in types have keys and a user's own class has options."""
-    for name, part, builtin, is_builtin in (
-        ("model", config.model, "decoder", config.model.is_builtin),
-        ("data", config.data, "text", config.data.is_text),
-    ):
+    types: tuple[tuple[str, Kind, ModelConfig | DataConfig, str, bool], ...] = (
+        ("model", "models", config.model, "decoder", config.model.is_builtin),
+        ("data", "data", config.data, "text", config.data.is_text),
+    )
+    for name, kind, part, builtin, is_builtin in types:
         if is_builtin and part.options:
             message = f"options are for a user's own class; `{builtin}` takes its keys directly"
             yield Conflict((f"{name}.options", f"{name}.type"), message)
-        elif not is_builtin and part.type != OBJECT and not re.fullmatch(USER_CLASS, part.type):
-            hint = did_you_mean(part.type, [builtin])
+        elif not is_builtin and part.type != OBJECT and not is_reference(part.type, kind):
+            hint = names_hint(part.type, kind, [builtin])
             message = f"expected `{builtin}` or a class as `package.module:Class`; found {format_value(part.type)}"
             yield Conflict((f"{name}.type",), message + hint)
+    plugins: tuple[tuple[str, Kind, Sequence[PluginConfig]], ...] = (
+        ("callbacks", "callbacks", config.callbacks), ("log.trackers", "trackers", config.log.trackers),
+    )  # fmt: skip
+    for name, kind, members in plugins:
+        for index, member in enumerate(members):
+            if not is_reference(member.type, kind):
+                message = f"expected a class as `package.module:Class`; found {format_value(member.type)}"
+                yield Conflict((f"{name}.{index}.type",), message + names_hint(member.type, kind, []))
+    for name, reference in config.eval.metrics.items():
+        if not re.fullmatch(USER_CLASS, reference):
+            message = f"expected a function as `package.module:function`; found {format_value(reference)}"
+            yield Conflict((f"eval.metrics.{name}",), message)
     for index, group in enumerate(config.optimizer.groups):
         if group.weight_decay is not None and not config.optimizer.is_builtin:
             message = f"`{config.optimizer.name}` has its own decay; expected its options, or one of {OPTIMIZERS}"
@@ -153,11 +167,10 @@ def _functions(
         if part.options:
             message = f"options are for those of optax or a user's own; `{part.name}` takes its keys directly"
             yield Conflict((f"{name}.options", f"{name}.name"), message)
-    elif part.name != OBJECT and not re.fullmatch(USER_CLASS, part.name) and not part.name.startswith("optax."):
+    elif part.name != OBJECT and not part.name.startswith("optax.") and not is_reference(part.name, "optimizers"):
         message = f"expected {join_words(builtin, 'or')}, `optax.NAME`, or a function as `package.module:name`"
-        yield Conflict(
-            (f"{name}.name",), f"{message}; found {format_value(part.name)}{did_you_mean(part.name, list(builtin))}"
-        )
+        hint = names_hint(part.name, "optimizers", list(builtin))
+        yield Conflict((f"{name}.name",), f"{message}; found {format_value(part.name)}{hint}")
     else:
         given = [key for key in keys if getattr(part, key) != type(part).model_fields[key].default]
         if given:

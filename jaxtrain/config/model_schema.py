@@ -63,7 +63,9 @@ class InitialWeightsConfig(TextOrSection):
 class ModelConfig(Section):
     """Model. Sizes are named after the logical names of their dims."""
 
-    type: str = key("decoder", "`decoder`, or a user's own model as `package.module:Class`")
+    type: str = key(
+        "decoder", "`decoder`, a user's own model as `package.module:Class`, or a name that an installed package adds"
+    )
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
     frozen: tuple[str, ...] = key((), "parameters that are not trained: patterns of whole paths, or logical names")
     weights: InitialWeightsConfig = section(InitialWeightsConfig, "initial values from elsewhere")

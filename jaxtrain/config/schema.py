@@ -35,8 +35,6 @@ from jaxtrain.config.field_types import (
 from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.section import Section, TextOrSection, key, section
 
-USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
-
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")  # ours, which take the keys of their section
 OBJECT = "object"  # name of what is given as a Python object
 OPTIMIZER_KEYS = ("betas", "epsilon", "weight_decay", "decay_all_parameters")  # that no other optimizer reads
@@ -88,7 +86,9 @@ class SourceConfig(DocumentsConfig):
 class DataConfig(Section):
     """Data: sources, tokenization, packing and order. Order is a pure function of (seed, step)."""
 
-    type: str = key("text", "`text`, or a user's own data as `package.module:Class`")
+    type: str = key(
+        "text", "`text`, a user's own data as `package.module:Class`, or a name that an installed package adds"
+    )
     options: dict[str, Any] = key({}, "keyword arguments of a user's own data class")
     sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(one_or_more)] = key(
         (SourceConfig(),), "documents; several make a mixture"
@@ -129,7 +129,8 @@ class OptimizerConfig(Section):
 
     name: str = key(
         "adamw", "`adamw`, `adafactor`, `lion`, `sgd`, `muon`, of optax as `optax.lamb` or `optax.contrib.prodigy`, or "
-        "a function `package.module:name` that returns one; `object`: given in Python"
+        "a function `package.module:name` that returns one, or a name that an installed package adds; `object`: given "
+        "in Python"
     )  # fmt: skip
     options: dict[str, Any] = key({}, "keyword arguments of an optimizer of optax or a user's own")
     lr: NonNegative = key(3e-4, "peak learning rate; given as `learning_rate` to a function that takes it")
@@ -241,12 +242,22 @@ class CheckpointConfig(Section):
     durable_every: PositiveInt | None = key(None, "steps between copies; default: every checkpoint")
 
 
+class PluginConfig(TextOrSection):
+    """A user's own object; a plain string is its type."""
+
+    type: str = key("", "`package.module:Class`, or a name that an installed package adds")
+    options: dict[str, Any] = key({}, "keyword arguments of the class")
+
+
 class EvalConfig(Section):
     """Validation during training."""
 
     every: PositiveInt | None = key(None, "steps between validations; default: only at the end")
     batches: PositiveInt = key(8, "batches of each validation")
     sets: dict[str, DocumentsConfig] = key({}, "further validation sets by name")
+    metrics: dict[str, str] = key(
+        {}, "further metrics by name: functions `package.module:function` of (model, batch), of a mean or (sum, weight)"
+    )
 
 
 class LogConfig(Section):
@@ -256,6 +267,7 @@ class LogConfig(Section):
     tensorboard: Bool = key(True, "write TensorBoard events")
     wandb: Bool = key(False, "log to Weights & Biases, project $WANDB_PROJECT or jaxtrain; needs jaxtrain[wandb]")
     mlflow: Bool = key(False, "log to MLflow, experiment $MLFLOW_EXPERIMENT_NAME or jaxtrain; needs jaxtrain[mlflow]")
+    trackers: tuple[PluginConfig, ...] = key((), "users' own trackers, which receive metrics and events")
     upload_checkpoints: Bool = key(False, "upload every checkpoint to W&B and MLflow, as an artifact of the run")
     peak_tflops: PositiveFloat | None = key(None, "per-device peak for MFU; default: that of a known chip")
     sample_tokens: Count = key(0, "tokens generated at the end")
@@ -335,6 +347,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     eval: EvalConfig = section(EvalConfig, "validation")
     log: LogConfig = section(LogConfig, "logging")
+    callbacks: tuple[PluginConfig, ...] = key((), "users' own callbacks, called between steps")
     guard: GuardConfig = section(GuardConfig, "checks of the run's health")
     debug: DebugConfig = section(DebugConfig, "tests of the training system itself")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Components:
         loss: function (model, batch) -> loss, as `loss.function` names one.
         data: training data, see `data.iterables.as_dataset`.
         eval_data: validation data; {name: data} for several sets.
+        metrics: name -> function of (model, batch), of validation, beside those of `eval.metrics`.
     """
 
     model: Any = None
@@ -33,6 +34,7 @@ class Components:
     loss: Callable[..., Any] | None = None
     data: Any = None
     eval_data: Any = None
+    metrics: Mapping[str, Callable[..., Any]] | None = None
 
 
 NO_COMPONENTS = Components()

@@ -48,7 +48,7 @@ def validate(
 
 def _means(program: Program, dataset: Any, params: Any, batches: int, other: NonTrainable) -> dict[str, float]:
     """Returns `loss`, its terms, and the model's own metrics."""
-    place = placer(dataset, program)
+    place, own = placer(dataset, program), program.eval_metrics
     sums: Any = None
     for index in range(min(batches, getattr(dataset, "batches", None) or batches)):
         try:
@@ -58,12 +58,13 @@ def _means(program: Program, dataset: Any, params: Any, batches: int, other: Non
                 raise
             break
         with leaks_in_one_line(program.config.model):
-            found = program.evaluate(params, batch, other)
+            found = program.evaluate(params, batch, other), own(params, batch, other)
         sums = found if sums is None else jax.tree.map(jax.numpy.add, sums, found)
-    terms, counts = sums
+    (terms, counts), pairs = sums
     host = {name: (float(s), float(w)) for name, (s, w) in jax.device_get(terms).items()}
     means = {name: s / w if w else 0.0 for name, (s, w) in host.items()}
     metrics = {name: float(value) for name, value in jax.device_get(program.metrics(counts)).items()}
+    metrics |= {name: float(s) / float(w) if w else 0.0 for name, (s, w) in jax.device_get(pairs).items()}
     return {"loss": sum(means.values()), **means, **metrics}
 
 

@@ -12,6 +12,7 @@ import optax
 
 from jaxtrain.config.model_schema import InitialWeightsConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.user_class import load_class
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.components import NO_COMPONENTS, Components
@@ -25,6 +26,7 @@ from jaxtrain.core.step import (
     count_metrics,
     drop_gradients,
     eval_step,
+    metrics_step,
     train_step,
 )
 from jaxtrain.core.xla_options import in_place
@@ -63,6 +65,7 @@ class Program:
         step_with_gradients: the step before it is jitted, which also returns its gradients.
         step: (state, batch) -> (state, metrics); donates the state.
         evaluate: (params, batch, other variables) -> (loss terms as (sum, weight), counts or None).
+        eval_metrics: (params, batch, other variables) -> users' metrics as {name: (sum, weight)}.
         metrics: counts -> metrics of a step.
         components: Python objects in place of what the config names.
         init: () -> the state of step 0. Its argument may replace the model's variables first, see `core.state.init`.
@@ -77,6 +80,7 @@ class Program:
     step_with_gradients: TrainStepWithGradients
     step: TrainStep
     evaluate: Callable[..., tuple[Terms, Any]]
+    eval_metrics: Callable[..., Terms]
     metrics: Callable[[Any], Metrics]
     components: Components
     init: Callable[..., State]
@@ -143,6 +147,7 @@ def build_program(
             compiler_options=in_place(devices[0].platform),
         ),
         evaluate=jax.jit(_evaluate(config, sharder, define), out_shardings=replicated),
+        eval_metrics=_eval_metrics(config, sharder, model_def, components),
         metrics=jax.jit(partial(count_metrics, model_def)),
         components=components,
         init=lambda replace=None: train_state.init(
@@ -230,6 +235,18 @@ def _evaluate(config: Config, sharder: Sharder, define: DefineModel) -> Callable
     model_def = define(plain, sharder)
     executor = _executor(plain, sharder, model_def, define)
     return with_matmul_precision(eval_step(model_def, sharder, config.step.microbatches, executor), config.precision)
+
+
+def _eval_metrics(
+    config: Config, sharder: Sharder, model_def: ModelDef, components: Components
+) -> Callable[..., Terms]:
+    """Returns the compiled users' metrics; without any a function that returns none."""
+    named = {name: load_class(path, f"eval.metrics.{name}") for name, path in config.eval.metrics.items()}
+    functions = named | dict(components.metrics or {})
+    if not functions:
+        return lambda *_: {}
+    step = metrics_step(model_def, sharder, config.step.microbatches, functions)
+    return jax.jit(with_matmul_precision(step, config.precision), out_shardings=sharder.sharding(()))
 
 
 def _executor(config: Config, sharder: Sharder, model_def: ModelDef, define: DefineModel) -> Executor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxtrain.core.gradients import (
 )
 from jaxtrain.core.state import non_trainable
 from jaxtrain.errors import UserError
-from jaxtrain.losses.terms import Terms, are_pairs, means
+from jaxtrain.losses.terms import Terms, are_pairs, as_pairs, means
 from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable, Tree
 from jaxtrain.models.protocols import HasMetrics
 from jaxtrain.optim.optimizers import clip_by_global_norm, ema_update
@@ -192,3 +192,32 @@ def eval_step(
         return sum_leading_dim(jax.lax.scan(microbatch_terms, None, (batches, keys))[1])
 
     return evaluate
+
+
+def metrics_step(
+    model_def: ModelDef, sharder: Sharder, microbatches: int, functions: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Terms]:
+    """Returns (params, batch, other variables) -> {name: (sum, weight)} of users' metrics.
+
+    Args:
+        model_def: the model, which a metric gets as after `eval()`.
+        sharder: mesh and rules.
+        microbatches: parts in which a batch is computed.
+        functions: name -> function of (model, batch) that returns a mean of the rows, or (sum, weight).
+    """
+
+    def compute(params: Tree, batch: Batch, other: NonTrainable = NOTHING) -> Terms:
+        def add(_: None, rows: Batch) -> tuple[None, Terms]:
+            model = model_def.bind(params, other, None, is_training=False)
+            values = {name: function(model, rows) for name, function in functions.items()}
+            count = len(next(iter(rows.values())))
+            pairs = as_pairs(values, count)
+            if values and not are_pairs(pairs):
+                wrong = next(name for name, value in values.items() if not are_pairs(as_pairs({name: value}, count)))
+                raise UserError(f"eval.metrics.{wrong}: expected a scalar or (sum, weight) from the function")
+            return None, pairs
+
+        batches = jax.tree.map(lambda x: split_microbatches(sharder, x, microbatches), dict(batch))
+        return sum_leading_dim(jax.lax.scan(add, None, batches)[1])
+
+    return compute

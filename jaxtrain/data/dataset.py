@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxtrain.config.schema import DataConfig, DocumentsConfig, SourceConfig
-from jaxtrain.config.user_class import load_class
+from jaxtrain.config.user_class import is_reference, load_class
 from jaxtrain.data.mixture import Mixture, weight_ranges
 from jaxtrain.data.packing import Packer, Pieces, concat_pieces, groups
 from jaxtrain.data.sources import Progress
@@ -309,7 +309,7 @@ def declared_example(data: DataConfig) -> Any:
 
     It needs no data: {name: array, or anything with a shape and a dtype}, with a leading dim of any number of rows.
     """
-    declare = None if data.is_text else getattr(load_class(data.type, "data.type"), "example", None)
+    declare = None if data.is_text else getattr(load_class(data.type, "data.type", "data"), "example", None)
     return None if declare is None else declare(**data.options)
 
 
@@ -359,9 +359,9 @@ def _caches(data: DataConfig, progress: Progress | None) -> list[TokenSource]:
 
 
 def _user_dataset(data: DataConfig, seed: int, split: str) -> Dataset:
-    if ":" not in data.type:
+    if not is_reference(data.type, "data"):
         raise DataError(f"data.type: `{data.type}` is neither `text` nor `package.module:Class`")
-    cls = load_class(data.type, "data.type")
+    cls = load_class(data.type, "data.type", "data")
     if not callable(getattr(cls, "batch", None)):
         raise DataError(f"data.type: `{data.type}` has no method `batch(step, rows)`")
     arguments = {"split": split, "seed": seed, "global_batch": data.global_batch, **data.options}

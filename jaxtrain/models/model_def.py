@@ -333,7 +333,7 @@ def _create_linen(
 
 def _load(model: ModelConfig) -> Any:
     """Returns the class of the model, or the function that creates it."""
-    return Decoder if model.is_builtin else load_class(model.type, "model.type")
+    return Decoder if model.is_builtin else load_class(model.type, "model.type", "models")
 
 
 def _as_constructor(component: Any) -> Callable[..., Any]:

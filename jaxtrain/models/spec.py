@@ -90,7 +90,7 @@ def model_spec(model: ModelConfig) -> ModelSpec:
     if not model.decoder_keys:
         return ModelSpec()
     try:
-        return getattr(load_class(model.type, "model.type"), "spec", None) or ModelSpec()
+        return getattr(load_class(model.type, "model.type", "models"), "spec", None) or ModelSpec()
     except UserError as error:
         raise ConfigError([Problem("", "model.type", str(error).removeprefix("model.type: "))]) from error
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig
-from jaxtrain.errors import UserError
-from jaxtrain.optim.functions import call_by_name, first_line
+from jaxtrain.errors import UserError, describe_error
+from jaxtrain.optim.functions import call_by_name
 from jaxtrain.optim.layer_stack import one_layer_at_a_time
 from jaxtrain.optim.schedules import Schedule
 
@@ -79,7 +79,7 @@ def _traced(what: str, f: Callable[..., Any], *args: Any) -> Any:
     except UserError:
         raise
     except Exception as error:
-        text = first_line(error)
+        text = describe_error(error)
         if "value_fn" in text:
             text = "it searches along a line, which needs the loss as a function; expected an optimizer without"
         raise UserError(f"optimizer: its `{what}` fails: {text}") from error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
-from jaxtrain.config.user_class import load_class
+from jaxtrain.config.user_class import call, load_class
 from jaxtrain.errors import UserError, did_you_mean
 
 OPTAX = "optax."  # begins the names of functions of optax
@@ -19,19 +18,15 @@ def call_by_name(section: str, name: str, options: Mapping[str, Any], defaults: 
 
     Args:
         section: section of the config that names it, for messages.
-        name: `optax.NAME`, `optax.contrib.NAME` or `package.module:NAME`.
+        name: `optax.NAME`, `optax.contrib.NAME`, `package.module:NAME`, or one that an installed package adds.
         options: keyword arguments.
         defaults: keyword arguments for a function that takes them, if the options do not have them.
 
     Raises:
         UserError: no such function, or it fails.
     """
-    make = optax_function(section, name) if name.startswith(OPTAX) else load_class(name, f"{section}.name")
-    try:
-        taken = inspect.signature(make).parameters
-        return make(**{key: value for key, value in (defaults or {}).items() if key in taken} | dict(options))
-    except Exception as error:
-        raise UserError(f"{section}.options: {name} fails: {first_line(error)}") from error
+    own = None if name.startswith(OPTAX) else load_class(name, f"{section}.name", "optimizers")
+    return call(section, own or optax_function(section, name), name, options, defaults)
 
 
 def optax_function(section: str, name: str) -> Callable[..., Any]:
@@ -44,9 +39,3 @@ def optax_function(section: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{section}.name: `{name}` is no function; expected one such as optax.lamb")
     return found
-
-
-def first_line(error: Exception) -> str:
-    """Describes an error in one line: its class, and the first line of its text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

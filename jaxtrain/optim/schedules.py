@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.schema import ScheduleConfig
-from jaxtrain.errors import UserError
-from jaxtrain.optim.functions import call_by_name, first_line
+from jaxtrain.errors import UserError, describe_error
+from jaxtrain.optim.functions import call_by_name
 
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -20,7 +20,7 @@ def make_schedule_by_name(cfg: ScheduleConfig) -> Schedule:
     try:
         value = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:
-        raise UserError(f"schedule.name: {cfg.name} fails at a step: {first_line(error)}") from error
+        raise UserError(f"schedule.name: {cfg.name} fails at a step: {describe_error(error)}") from error
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.number):
         raise UserError(f"schedule.name: {cfg.name} returns {value!r} at a step; expected a number, the learning rate")
     return lambda step: jnp.asarray(schedule(step), jnp.float32)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtrain.config.schema import LogConfig
+from jaxtrain.config.user_class import make_object
 from jaxtrain.io.jsonl import PostponedError
 from jaxtrain.trackers.files import JsonlTracker
 
@@ -108,7 +109,7 @@ def build_trackers(log: LogConfig, name: str, run_dir: Path, is_main: bool) -> l
         the trackers.
 
     Raises:
-        UserError: the package of a tracker is missing; names the extra to install.
+        UserError: the package of a tracker is missing; names the extra to install. Or a user's own fails.
     """
     from jaxtrain.trackers.mlflow import MLflowTracker
     from jaxtrain.trackers.tensorboard import TensorBoardTracker
@@ -123,4 +124,7 @@ def build_trackers(log: LogConfig, name: str, run_dir: Path, is_main: bool) -> l
         members.append(WandbTracker(os.environ.get("WANDB_PROJECT", PROJECT), name, run_dir))
     if log.mlflow:
         members.append(MLflowTracker(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), name, run_dir))
+    given = {"name": name, "run_dir": run_dir}
+    for index, plugin in enumerate(log.trackers):
+        members.append(make_object(f"log.trackers.{index}", plugin.type, plugin.options, "trackers", given))
     return members

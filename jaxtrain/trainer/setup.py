@@ -32,7 +32,7 @@ from jaxtrain.models.spec import has_token_rows, is_decoder, vocabulary_size
 from jaxtrain.optim.any_optax import is_schedule_free
 from jaxtrain.planning.hardware.peak import device_peak
 from jaxtrain.sharding import layout as layouts
-from jaxtrain.trackers.base import TrackerList, build_trackers
+from jaxtrain.trackers.base import Tracker, TrackerList, build_trackers
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.files import furthest_step
 from jaxtrain.trackers.goodput import GoodputLedger
@@ -52,6 +52,7 @@ def open_trainer(
     resume: Resume,
     ledger: GoodputLedger | None = None,
     callbacks: Sequence[Callback] = (),
+    trackers: Sequence[Tracker] = (),
     components: Components = NO_COMPONENTS,
 ) -> tuple[TrainingRun, State, int]:
     """Builds a trainer that is ready for its next step. Returns (trainer, state, finished steps).
@@ -63,6 +64,7 @@ def open_trainer(
         resume: resume from the newest good checkpoint; "auto": if the directory holds the run of this config.
         ledger: time accounting of this process; default: a new one.
         callbacks: callbacks of the run.
+        trackers: receive metrics and events of process 0, beside those of `log`.
         components: Python objects in place of what the config names.
 
     Raises:
@@ -95,7 +97,10 @@ def open_trainer(
         if not resume and not checkpointer.is_empty():
             where = directory if checkpointer.store.marked() else run_location(config.checkpoint.durable, directory)
             raise UserError(f"{where} already holds a run; expected `jaxtrain resume`, or another `name`")
-        trainer = _assemble(config, directory, program, data, eval_sets, checkpointer, console, ledger, ticker, hooks)
+        members = [*build_trackers(config.log, config.name, directory, is_main), *(trackers if is_main else ())]
+        trainer = _assemble(
+            config, directory, program, data, eval_sets, checkpointer, members, console, ledger, ticker, hooks
+        )
         hooks.each(Callback.setup, trainer)
         info = start_info(trainer)
         state, step = restore(trainer, info) if resume else (initial_state(trainer, info), 0)
@@ -166,7 +171,8 @@ def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
 
 def _assemble(
     config: Config, directory: Path, program: Program, data: Any, eval_sets: Any, checkpointer: Checkpointer,
-    console: ConsoleTracker, ledger: GoodputLedger, ticker: Ticker, callbacks: CallbackList,
+    trackers: Sequence[Tracker], console: ConsoleTracker, ledger: GoodputLedger, ticker: Ticker,
+    callbacks: CallbackList,
 ) -> TrainingRun:  # fmt: skip
     is_main = jax.process_index() == 0
     saved = as_dict(absolute(config))
@@ -174,8 +180,7 @@ def _assemble(
         saved, program.sharder.mesh, data=getattr(data, "fingerprint", None),
         schedule_free=is_schedule_free(program.state["opt_state"]),
     )  # fmt: skip
-    trackers = build_trackers(config.log, config.name, directory, is_main)
-    members = TrackerList(trackers + ([console] if is_main else []), console.print)
+    members = TrackerList([*trackers, *([console] if is_main else [])], console.print)
     has_tokens = has_token_rows(config.model, config.data)
     items = config.data.global_batch * (config.data.sequence if has_tokens else 1)
     flops, peak = _flops(config, program, data, items), device_peak(jax.local_devices()[0], config.log.peak_tflops)
