@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.api.launched_script import launched_devices
 from jaxtrain.api.trainer import Trainer
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.components import Components
@@ -33,7 +34,7 @@ def initialize(simulate: int | None = None) -> None:
     Raises:
         UserError: JAX runs already with other devices, or the environment is incomplete.
     """
-    runtime.start(simulate)
+    runtime.start(launched_devices(simulate))
 
 
 def train(config: ConfigSource = None, *overrides: str, **arguments: Any) -> Result:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxtrain.api.launched_script import end_if_stopped, launched_run
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
@@ -202,6 +203,7 @@ class Trainer:
         finally:
             self._is_training = False
             self._resume = True  # from now on
+        end_if_stopped(self._progress.stopped_by)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Returns the metrics on the validation data, or on other data, as `eval/NAME`.
@@ -268,6 +270,8 @@ class Trainer:
     def _open(self) -> None:
         """Builds the run, or opens it again where it was saved."""
         self._run = self._progress = None  # frees the state before another one is restored
+        if (launched := launched_run(self.config, self._directory)) is not None:
+            (self.config, self._directory), self._resume = launched, True
         self._directory = self._directory or new_run_directory(self.config, self._resume)
         run, state, step = open_trainer(
             self.config, self._directory, console=self._console or ConsoleTracker(self.config.steps),

@@ -70,7 +70,8 @@ def _resume(parser: Parser) -> None:
 def _launch(parser: Parser) -> None:
     add = parser.add_argument
     add("where", choices=("local", "node"), help="local: start all processes here; node: start those of this node")
-    add("config", help="YAML file, or RUN_DIR to resume")
+    add("config", nargs="?", help="YAML file, or RUN_DIR to resume; or a command after `--`, as -- python train.py")
+    parser.set_defaults(command=())
     _add_common(parser, "overrides")
     _add_resume(parser, "auto")
     add("--processes", type=int, metavar="P", help="worker processes on this node")

@@ -29,14 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxtrain: unknown command `{name}`{hint}", file=sys.stderr)
         return USAGE
     parser = _parser(name)
+    own, command = arguments[1:], []
+    if name == "launch" and "--" in own:
+        own, command = own[: own.index("--")], own[own.index("--") + 1 :]
     try:
-        args, unknown = parser.parse_known_intermixed_args(arguments[1:])
+        args, unknown = parser.parse_known_intermixed_args(own)
     except SystemExit as stop:
         return int(stop.code or 0)
     if unknown:
         print(f"jaxtrain: {_unknown_option(unknown[0], arguments, hasattr(args, 'overrides'))}", file=sys.stderr)
         return USAGE
     args.owns_process = argv is None
+    if command:
+        args.command = command
     return _run(name, args)
 
 

@@ -1,11 +1,18 @@
-"""Launched run: its directory, its newest checkpoint, and the mesh for a number of processes."""
+"""Launched run: its config, its directory, its newest checkpoint, and the mesh for a number of processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.api.launched_script import DESCRIBE
 from jaxtrain.checkpoint import CheckpointStore
 from jaxtrain.config import Config, ConfigError, load
 from jaxtrain.config import run_dir as run_dirs
@@ -21,6 +28,8 @@ from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.sharding import layout
 from jaxtrain.sharding.axes import shape_text
 from jaxtrain.trainer.continuation import can_continue
+
+LINES = 8  # of a failed script's output that are shown
 
 
 class ElasticJob:
@@ -138,3 +147,28 @@ def _vocabulary(config: Config) -> int | None:
         return vocabulary_size(config.model, load_tokenizer(config.data.tokenizer).vocab)
     except (UserError, OSError):
         return None  # a worker reports the error
+
+
+@contextmanager
+def described(script: Sequence[str]) -> Iterator[str]:
+    """Yields a file with the config of a script, which runs up to the first use of its trainer.
+
+    Raises:
+        UserError: the script ended before.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
+        file = Path(folder) / "config.yaml"
+        done = subprocess.run(
+            script_command(script, DESCRIBE, str(file)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace",
+        )  # fmt: skip
+        if not file.is_file():
+            print("\n".join(done.stdout.splitlines()[-LINES:]), file=sys.stderr)
+            ended = f"{shlex.join(script)} ended with exit code {done.returncode} before it trained"
+            raise UserError(f"launch: {ended}; expected a script with jaxtrain.Trainer(...).fit() or steps()")
+        yield str(file)
+
+
+def script_command(script: Sequence[str], variable: str, value: str) -> list[str]:
+    """Returns the command line of a script that ends with this process and gets an environment variable."""
+    return [sys.executable, "-m", "jaxtrain.cli.script", str(os.getpid()), variable, value, *script]

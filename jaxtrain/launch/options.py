@@ -36,11 +36,13 @@ class LaunchOptions:
     policy: RestartPolicy
     deadline: float | None = None
     continues: bool = True  # the run in DIR/NAME, if there is one of the same config
+    script: tuple[str, ...] = ()  # a user's command in place of a config
 
 
 def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LaunchOptions:
     """Checks and completes the arguments. Raises UserError, in one line, for a missing or wrong one."""
     is_local = args.where == "local"
+    _check_source(args)
     environ = {**_scheduled(environ), **environ}
     nodes, node = (1, 0) if is_local else (_integer(name, _text(args, name, environ)) for name in ("nodes", "node"))
     slots = _integer("processes", _text(args, "processes", environ))
@@ -80,8 +82,8 @@ def parse_options(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
     )  # fmt: skip
     fallbacks = tuple(tuple(group.split()) for group in args.fallback)
     return LaunchOptions(
-        args.where, args.config, tuple(args.overrides), devices, fallbacks, agent, policy, args.deadline,
-        continues=args.resume != "never",
+        args.where, args.config or "", tuple(args.overrides), devices, fallbacks, agent, policy, args.deadline,
+        continues=args.resume != "never", script=tuple(args.command),
     )  # fmt: skip
 
 
@@ -92,7 +94,18 @@ def resume_command(options: LaunchOptions, directory: str) -> str:
     given += [f"--memory={options.policy.memory_every}"] if options.policy.memory_every else []
     given += [f"--deadline={options.deadline:g}"] if options.deadline is not None else []
     given += [f"--fallback={' '.join(group)}" for group in options.fallbacks]
-    return shlex.join(["jaxtrain", "launch", options.where, *given, directory])
+    source = ["--", *options.script] if options.script else [directory]
+    return shlex.join(["jaxtrain", "launch", options.where, *given, *source])
+
+
+def _check_source(args: argparse.Namespace) -> None:
+    """Raises UserError unless either a config or a command is given."""
+    if args.command and (args.config is not None or args.overrides):
+        raise UserError(f"launch: {args.config} and a command; expected the config in the script, or no command")
+    if args.command and args.deadline is not None:
+        raise UserError("launch: --deadline with a command; expected `deadline=` of the script's Trainer")
+    if args.config is None and not args.command:
+        raise UserError("launch: expected a config, a run, or a command after `--`, such as -- python train.py")
 
 
 def _scheduled(environ: Mapping[str, str]) -> dict[str, str]:

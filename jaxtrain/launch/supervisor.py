@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from jaxtrain.api.launched_script import RUN
 from jaxtrain.io.addresses import HeldPort
 from jaxtrain.io.authenticated import new_secret
 from jaxtrain.launch.agent import Agent, WorkerCommand
-from jaxtrain.launch.job import ElasticJob, open_job
+from jaxtrain.launch.job import ElasticJob, described, open_job, script_command
 from jaxtrain.launch.job_secret import published_secret, secret_folder, secret_reader, shared_secret
 from jaxtrain.launch.leadership.lead import LeaderSettings
 from jaxtrain.launch.leadership.lease import StoredLeader, newest_decision, open_job_store, own_address
@@ -27,15 +28,18 @@ MIN_SILENCE = 2.0  # the same, at least
 STORE_SILENCE = 20.0  # the same, at least, of one that may wait for its store
 
 
-def worker_command(deadline: float | None) -> WorkerCommand:
+def worker_command(deadline: float | None, script: Sequence[str] = ()) -> WorkerCommand:
     """Builds the command line of a worker.
 
     Args:
         deadline: seconds that a step or its data may hang; None: derived from measured step times.
+        script: a user's command, in place of jaxtrain's own.
     """
     options = [] if deadline is None else [f"--deadline={deadline!r}"]
 
     def build(directory: str) -> Sequence[str]:
+        if script:
+            return script_command(script, RUN, directory)
         return [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), directory, *options]
 
     return build
@@ -47,7 +51,10 @@ def supervise(options: LaunchOptions, terminal: Terminal) -> tuple[int, str | No
     Raises:
         UserError: bad input; no process was started.
     """
-    command = worker_command(options.deadline)
+    if options.script and not options.source:
+        with described(options.script) as config:
+            return supervise(replace(options, source=config), terminal)
+    command = worker_command(options.deadline, options.script)
     if options.agent.node != 0 and not options.agent.store:
         reader = secret_reader(secret_folder(options.source, options.overrides))
         link = LeaderLink(_fixed(options), reader, CONNECT_SHARE * options.agent.heartbeat)
