@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     from jaxtrain.api.report import report
     from jaxtrain.api.trainer import Step, Trainer
     from jaxtrain.callbacks.base import Callback
+    from jaxtrain.callbacks.best_checkpoints import BestCheckpoints
     from jaxtrain.callbacks.early_stopping import EarlyStopping
+    from jaxtrain.callbacks.histograms import Histograms
+    from jaxtrain.callbacks.learning_rate import LearningRateMonitor
+    from jaxtrain.callbacks.profiler import Profiler
+    from jaxtrain.callbacks.samples import LossPlot, Samples
     from jaxtrain.config import Config, ConfigError
     from jaxtrain.core.resolve import ConfigSource
     from jaxtrain.errors import UserError
     from jaxtrain.trackers.base import Tracker
 
 __all__ = [
-    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Tracker", "Trainer", "UserError", "evaluate",
-    "export", "generate", "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train",
-    "verify",
+    "BestCheckpoints", "Callback", "Config", "ConfigError", "EarlyStopping", "Histograms", "LearningRateMonitor",
+    "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "evaluate", "export", "generate",
+    "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
@@ -37,7 +42,10 @@ _MODULES = {
     **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"), "report": "jaxtrain.api.report",
     **dict.fromkeys(("export", "import_model"), "jaxtrain.api.hf_conversion"),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),
-    "Callback": "jaxtrain.callbacks.base", "EarlyStopping": "jaxtrain.callbacks.early_stopping",
+    "BestCheckpoints": "jaxtrain.callbacks.best_checkpoints", "Callback": "jaxtrain.callbacks.base",
+    "EarlyStopping": "jaxtrain.callbacks.early_stopping", "Histograms": "jaxtrain.callbacks.histograms",
+    "LearningRateMonitor": "jaxtrain.callbacks.learning_rate", "LossPlot": "jaxtrain.callbacks.samples",
+    "Profiler": "jaxtrain.callbacks.profiler", "Samples": "jaxtrain.callbacks.samples",
     "Tracker": "jaxtrain.trackers.base", "UserError": "jaxtrain.errors",
 }  # fmt: skip
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config.schema import Config
 from jaxtrain.core.program import Program, State
@@ -37,6 +39,15 @@ class TrainerView(Protocol):
     manifest: dict[str, Any]
     callbacks: CallbackList
     latest_metrics: dict[str, float]
+    state: State  # after the last step; the next one donates it
+    on_device: dict[str, jax.Array]  # metrics of the step that was dispatched last
+
+    def add_metrics(self, values: Mapping[str, float | jax.Array]) -> None:
+        """Adds numbers, or scalars on the device, to the next record that is logged: in `on_step_end` to the step's.
+
+        An array must not be part of the state, which the next step donates: copy it.
+        """
+        ...
 
     def current_metrics(self) -> dict[str, float]:
         """Returns the metrics of the step that was dispatched last. Waits for it, so the devices idle meanwhile."""

@@ -21,7 +21,7 @@ from jaxtrain.checkpoint.multi_process_saving import MultiProcessSaver
 from jaxtrain.checkpoint.reader import CheckpointReader
 from jaxtrain.checkpoint.saving import PendingSave, Saver, marker_content, no_op
 from jaxtrain.checkpoint.state_tree import copy_to_host, flatten_arrays, nest, tensor_specs
-from jaxtrain.checkpoint.store import FencedStore
+from jaxtrain.checkpoint.store import FencedStore, Retention
 from jaxtrain.distributed.kv_store import KeyValueStore
 from jaxtrain.distributed.multihost import barrier, broadcast, first_message
 from jaxtrain.distributed.save_fence import SaveFence
@@ -46,6 +46,9 @@ class Checkpointer(CheckpointReader):
       durable_every: steps between these copies; None: every committed step.
       fence: right of this generation of a launched job to save; None without a consensus store.
 
+    Attributes:
+      retention: checkpoints that stay in each tier; may be changed before the first save.
+
     Raises:
       CheckpointError: another process writes to the folder.
     """
@@ -67,7 +70,7 @@ class Checkpointer(CheckpointReader):
         if fence is not None:
             self.store = FencedStore(directory, fence)
         orbax.hide_failed_writes()
-        self._kept, self._timeout = (keep, keep_best, best), timeout
+        self.retention, self._timeout = Retention(keep, keep_best, best), timeout
         self._is_first, self._is_alone = jax.process_index() == 0, jax.process_count() == 1
         self._has_tier, self._has_reported_slow = durable is not None, False
         self._copier: DurableCopier | None = None
@@ -75,7 +78,7 @@ class Checkpointer(CheckpointReader):
         report = self._events.append
         if durable is not None and self._is_first:
             tier = open_tier(durable)
-            self._copier = DurableCopier(self.store, tier, durable_every, self._kept, waits, report)
+            self._copier = DurableCopier(self.store, tier, durable_every, self.retention, waits, report)
             self._durable = DurableFetcher(self.store, tier, report)
         hooks = (waits, report, self._prune, no_op if self._copier is None else self._copier.offer)
         if self._is_alone:
@@ -347,7 +350,7 @@ class Checkpointer(CheckpointReader):
     def _prune(self) -> list[int]:
         """Deletes steps beyond the limit and returns them; and those that a rewind left, once a later one is saved."""
         self.store.delete_abandoned()
-        return self.store.prune(*self._kept, held=() if self._copier is None else self._copier.held())
+        return self.store.prune(self.retention, held=() if self._copier is None else self._copier.held())
 
 
 def _raise(error: Exception) -> None:

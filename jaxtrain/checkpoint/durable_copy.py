@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxtrain.checkpoint.durable import DurableTier
 from jaxtrain.checkpoint.events import Copied, CopyFailed, Event, Retrying
 from jaxtrain.checkpoint.files import failure_reason
-from jaxtrain.checkpoint.store import CheckpointStore, StepInfo, steps_beyond_limit
+from jaxtrain.checkpoint.store import CheckpointStore, Retention, StepInfo, steps_beyond_limit
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import RetryError, retry
 
@@ -21,7 +21,7 @@ class DurableCopier:
       store: folder of the run's checkpoints.
       tier: receives the copies.
       every: steps between copies; None: every committed step.
-      kept: (keep, keep_best, best) of the copies, see `steps_beyond_limit`.
+      retention: copies that stay.
       waits: seconds between tries.
       report: receives events; called in the thread.
     """
@@ -31,11 +31,11 @@ class DurableCopier:
         store: CheckpointStore,
         tier: DurableTier,
         every: int | None,
-        kept: tuple[int, int, str | None],
+        retention: Retention,
         waits: Sequence[float],
         report: Callable[[Event], None],
     ) -> None:
-        self._store, self.tier, self._every, self._kept = store, tier, every, kept
+        self._store, self.tier, self._every, self._retention = store, tier, every, retention
         self._waits, self._report = tuple(waits), report
         self._lock, self._no_retry = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -128,6 +128,6 @@ class DurableCopier:
             except CheckpointError:
                 metrics = None
             infos.append(StepInfo(step, self._store.path(step), metrics or {}))
-        deleted = steps_beyond_limit(infos, *self._kept)
+        deleted = steps_beyond_limit(infos, self._retention)
         self.tier.delete(*deleted)
         return deleted

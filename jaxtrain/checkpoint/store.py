@@ -194,11 +194,9 @@ class CheckpointStore:
         newest = max(self.marked(), default=-1)
         self.delete(*(name for step, name in self.aside() if name.startswith("old-") and step <= newest))
 
-    def prune(
-        self, keep: int, keep_best: int = 0, best: str | None = None, held: Collection[int] = frozenset()
-    ) -> list[int]:
+    def prune(self, retention: Retention, held: Collection[int] = frozenset()) -> list[int]:
         """Deletes the `steps_beyond_limit` except those in `held`. Returns the deleted steps."""
-        steps = [step for step in steps_beyond_limit(self.steps(), keep, keep_best, best) if step not in held]
+        steps = [step for step in steps_beyond_limit(self.steps(), retention) if step not in held]
         self.delete(*map(str, steps))
         return steps
 
@@ -265,15 +263,36 @@ class FencedStore(CheckpointStore):
         return generation <= self._fence.generation
 
 
-def steps_beyond_limit(steps: Sequence[StepInfo], keep: int, keep_best: int = 0, best: str | None = None) -> list[int]:
-    """Returns the steps beyond the newest `keep` and the `keep_best` lowest in metric `best`.
+@dataclass
+class Retention:
+    """Checkpoints that stay when others are deleted.
+
+    Attributes:
+        keep: number of newest ones, at least 1.
+        keep_best: number of further ones, best in metric `best` first.
+        best: name of the metric.
+        is_larger_better: the best are the largest, not the lowest.
+    """
+
+    keep: int = 3
+    keep_best: int = 0
+    best: str | None = None
+    is_larger_better: bool = False
+
+    def ranked(self, steps: Sequence[StepInfo]) -> list[StepInfo]:
+        """Returns the steps with a finite metric, the best first."""
+        found = [info for info in steps if self.best is not None and _is_finite(info.metrics.get(self.best))]
+        sign = -1 if self.is_larger_better else 1
+        return sorted(found, key=lambda info: (sign * info.metrics[self.best or ""], info.step))
+
+
+def steps_beyond_limit(steps: Sequence[StepInfo], retention: Retention) -> list[int]:
+    """Returns the steps that do not stay.
 
     The newest always stays; a metric that is absent or not finite never counts as best.
     """
-    kept = {info.step for info in steps[-max(keep, 1) :]}
-    ranked = [info for info in steps if best is not None and _is_finite(info.metrics.get(best))]
-    ranked.sort(key=lambda info: (info.metrics[best or ""], info.step))
-    kept |= {info.step for info in ranked[:keep_best]}
+    kept = {info.step for info in steps[-max(retention.keep, 1) :]}
+    kept |= {info.step for info in retention.ranked(steps)[: retention.keep_best]}
     return [info.step for info in steps if info.step not in kept]
 
 

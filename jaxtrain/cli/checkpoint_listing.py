@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtrain.checkpoint.files import MARKER, read_marker, size_problem
-from jaxtrain.checkpoint.store import CheckpointStore, steps_beyond_limit
+from jaxtrain.checkpoint.store import CheckpointStore, Retention, steps_beyond_limit
 from jaxtrain.errors import CheckpointError
 
 GOOD, DAMAGED, ASIDE, UNFINISHED = "good", "damaged", "set aside", "unfinished"
@@ -88,17 +88,19 @@ def steps_to_prune(store: CheckpointStore, keep: int | None, steps: Collection[i
         if keep < 1:
             raise CheckpointError(f"expected --keep of at least 1; found {keep}")
         complete = store.steps()
-        chosen |= set(steps_beyond_limit(complete, keep, *_best(store, complete[-1].step if complete else -1)))
+        chosen |= set(steps_beyond_limit(complete, _retention(store, complete[-1].step if complete else -1, keep)))
     return sorted(chosen)
 
 
-def _best(store: CheckpointStore, step: int) -> tuple[int, str | None]:
-    """Returns `checkpoint.keep_best` and `checkpoint.best_metric` of the config in a step's manifest."""
+def _retention(store: CheckpointStore, step: int, keep: int) -> Retention:
+    """Returns what stays besides the newest: as a callback says in a step's manifest, else the config there."""
     try:
-        options = _content(store, str(step))["manifest"]["config"]["checkpoint"]
-        return int(options["keep_best"]), str(options["best_metric"])
+        manifest = _content(store, str(step))["manifest"]
+        options = manifest["config"]["checkpoint"]
+        own = manifest.get("retention") or {"keep_best": options["keep_best"], "best": options["best_metric"]}
+        return Retention(keep, int(own["keep_best"]), str(own["best"]), bool(own.get("is_larger_better")))
     except (KeyError, TypeError, ValueError):
-        return 0, None
+        return Retention(keep)
 
 
 def newest_intact(store: CheckpointStore, excluded: Collection[int]) -> int | None:

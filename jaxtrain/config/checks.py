@@ -304,7 +304,7 @@ def _eval_metrics(config: Config) -> list[str]:
     prefixes = [f"eval/{name}/" for name in config.eval.sets]
     if not is_text or config.data.validation_fraction > 0:
         prefixes.insert(0, "eval/")
-    kinds = ("loss", "cross_entropy", "perplexity", *(["bits_per_byte"] if is_text else []))
+    kinds = ("loss", "cross_entropy", "perplexity", *(["bits_per_byte"] if is_text else []), *config.eval.metrics)
     return [prefix + kind for prefix in prefixes for kind in kinds]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from jaxtrain.config.schema import LogConfig
 from jaxtrain.config.user_class import make_object
@@ -18,8 +20,29 @@ from jaxtrain.trackers.files import JsonlTracker
 PROJECT = "jaxtrain"  # default project or experiment
 
 
+class Histogram(NamedTuple):
+    """Histogram of an array's finite values.
+
+    Attributes:
+        counts: number of values in each bin.
+        edges: edges of the bins, one more.
+        sum: sum of the values.
+        sum_squares: sum of their squares.
+        not_finite: number of values that are not finite, which no bin has.
+    """
+
+    counts: np.ndarray
+    edges: np.ndarray
+    sum: float
+    sum_squares: float
+    not_finite: int
+
+
 class Tracker(Protocol):
-    """Receives metrics and events. Only process 0 has trackers."""
+    """Receives metrics and events. Only process 0 has trackers.
+
+    One that shows histograms has a method `histograms(step, {name: Histogram})`, too.
+    """
 
     def start(self, info: Mapping[str, Any]) -> None:
         """Starts the run, or resumes it after `info["step"]` finished steps (0: a new run).
@@ -69,6 +92,10 @@ class TrackerList:
         """Writes an event to files only, for `jaxtrain report`. Thread-safe."""
         self._each("event", kind, among=JsonlTracker, **fields)
 
+    def histograms(self, step: int, values: Mapping[str, Histogram]) -> None:
+        """Logs histograms in the trackers that show them."""
+        self._each("histograms", step, values)
+
     def artifact(self, path: Path) -> None:
         """Uploads a file or folder to the trackers that store them."""
         self._each("artifact", path)
@@ -83,6 +110,8 @@ class TrackerList:
 
     def _each(self, method: str, *args: Any, among: type = object, **kwargs: Any) -> None:
         for member in [member for member in self.members if isinstance(member, among)]:
+            if not hasattr(member, method):  # a user's own tracker takes what it wants
+                continue
             try:
                 getattr(member, method)(*args, **kwargs)
             except PostponedError as error:

@@ -49,6 +49,18 @@ class TensorBoardTracker:
         scalars = [value(tag=k, simple_value=float(v)) for k, v in values.items() if k != "step"]
         self._write(step=step, summary=self._summaries.Summary(value=scalars))
 
+    def histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        value = self._summaries.Summary.Value
+        shown = []
+        for name, found in values.items():
+            message = self._summaries.HistogramProto(
+                min=float(found.edges[0]), max=float(found.edges[-1]), num=float(found.counts.sum()),
+                sum=float(found.sum), sum_squares=float(found.sum_squares),
+                bucket_limit=[float(edge) for edge in found.edges[1:]], bucket=[float(n) for n in found.counts],
+            )  # fmt: skip
+            shown.append(value(tag=name, histo=message))
+        self._write(step=step, summary=self._summaries.Summary(value=shown))
+
     def event(self, kind: str, **fields: Any) -> None:
         """Does nothing: TensorBoard shows numbers only."""
 

@@ -35,6 +35,10 @@ class WandbTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._started().log({k: v for k, v in values.items() if k != "step"}, step=step)
 
+    def histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        shown = {k: self._wandb.Histogram(np_histogram=(v.counts, v.edges)) for k, v in values.items()}
+        self._started().log(shown, step=step)
+
     def event(self, kind: str, **fields: Any) -> None:
         self._started().summary[f"last_{kind}"] = {k: str(v) for k, v in fields.items()}
 

@@ -48,7 +48,7 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             step, trainer.on_device = progress.step, metrics
             pending = step, metrics
             ledger.begin_step(step)
-            progress.state = callbacks.replace_state(trainer, progress.state, step)
+            progress.state = trainer.state = callbacks.replace_state(trainer, progress.state, step)
             if step == first + 1:
                 jax.block_until_ready(metrics)
                 seconds = round(trainer.meter.end_compilation(step), 2)
@@ -76,9 +76,11 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             trainer.report_checkpoints()
             if (rewound := trainer.rewind(progress.state, step)) is not None:
                 (progress.state, progress.step), pending = rewound, None
+                trainer.state = progress.state
             elif "rewind" in requests and not is_end:
                 pending = log(trainer, pending, now=True)
                 progress.state, progress.step = trainer.go_back(progress.state, step, requests["rewind"])
+                trainer.state = progress.state
             try:
                 yield
             except GeneratorExit:  # the caller leaves

@@ -80,12 +80,7 @@ def open_trainer(
     console.console.quiet = not is_main
     data, eval_sets = open_data(config, console, components)
     hooks = CallbackList(callbacks)
-    program = build_program(
-        hooks.program_config(config, directory), vocabulary_size(config.model, getattr(data, "vocab", None)), devices,
-        example_row(config.data, data), components,
-    )  # fmt: skip
-    if program.gradients.pipeline:
-        program = replace(program, step=check_permutes_on_first_call(program.step))
+    program = _build(hooks.program_config(config, directory), data, devices, components)
     is_continued = resume == "auto" and _holds_run(config, directory)
     if not (resume is True or is_continued) and config.model.weights.path is not None:
         check_exists(config.model.weights.path)
@@ -106,6 +101,7 @@ def open_trainer(
         state, step = restore(trainer, info) if resume else (initial_state(trainer, info), 0)
         if step > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {step} already done in {directory}")
+        trainer.state = state
         if is_main:
             write_config(directory, config)
         _begin(trainer, info, step)
@@ -114,6 +110,14 @@ def open_trainer(
         checkpointer.close()
         raise
     return trainer, state, step
+
+
+def _build(config: Config, data: Any, devices: Sequence[Any], components: Components) -> Program:
+    vocab = vocabulary_size(config.model, getattr(data, "vocab", None))
+    program = build_program(config, vocab, devices, example_row(config.data, data), components)
+    if program.gradients.pipeline:
+        program = replace(program, step=check_permutes_on_first_call(program.step))
+    return program
 
 
 def _begin(trainer: TrainingRun, info: dict[str, Any], step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class TrainingRun:
         latest_metrics: metrics of the last logged step and the last validation.
         requests: of callbacks and signals, carried out between steps.
         on_device: metrics of the step that was dispatched last.
+        state: train state after the last step, which the next one donates.
+        added_metrics: of callbacks, for the next logged record.
     """
 
     config: Config
@@ -67,7 +70,9 @@ class TrainingRun:
     callbacks: CallbackList
     latest_metrics: dict[str, float] = field(default_factory=dict)
     requests: Requests = field(default_factory=Requests)
-    on_device: dict[str, jax.Array] = field(default_factory=dict)  # metrics of the step that was dispatched last
+    on_device: dict[str, jax.Array] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    added_metrics: dict[str, float | jax.Array] = field(default_factory=dict)
 
     def placer(self, split: Any) -> Placer:
         """Returns the function that makes device batches of a data set."""
@@ -86,6 +91,8 @@ class TrainingRun:
 
     def log(self, step: int, values: dict[str, float], scores: dict[str, float]) -> None:
         """Sends the record of a step to the trackers, with the scores of its validation."""
+        values |= {name: float(value) for name, value in jax.device_get(self.added_metrics).items()}
+        self.added_metrics = {}
         self.latest_metrics |= values | scores
         self.trackers.log(step, self.meter.record(step, values) | scores)
         self.callbacks.each(Callback.on_log, self, step)
@@ -140,7 +147,10 @@ class TrainingRun:
     def return_to(self, state: State, target: int, skipped: tuple[int, int] | None) -> tuple[State, int]:
         """Restores a checkpoint in place of the state, and skips a range of batches from now on.
 
-        Callbacks get their states of that checkpoint. Returns (state, finished steps).
+        Callbacks get their states of that checkpoint.
+
+        Returns:
+            (state, finished steps).
         """
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # frees its memory for the restored state
@@ -159,6 +169,10 @@ class TrainingRun:
         self.latest_metrics.clear()
         self.callbacks.each(Callback.on_rewind, self, step)
         return state, step
+
+    def add_metrics(self, values: Mapping[str, float | jax.Array]) -> None:
+        """Adds numbers, or scalars on the device, to the next record that is logged: in `on_step_end` to the step's."""
+        self.added_metrics |= values
 
     def current_metrics(self) -> dict[str, float]:
         """Returns the metrics of the step that was dispatched last. Waits for it, so the devices idle meanwhile."""

@@ -13,7 +13,7 @@ from faults import debug
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.api import trainer as trainer_api
-from jaxtrain.callbacks.bit_digest import bit_sum, device_digests, differing_replicas
+from jaxtrain.callbacks.health.bit_digest import bit_sum, device_digests, differing_replicas
 from jaxtrain.errors import CorruptionError
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtrain.callbacks import stragglers
-from jaxtrain.callbacks.stragglers import EVERY, IN_A_ROW, SHARE, SILENCE, StragglerMonitor, outliers
+from jaxtrain.callbacks.health.stragglers import EVERY, IN_A_ROW, SHARE, SILENCE, StragglerMonitor, outliers
 from jaxtrain.trackers.goodput import GoodputLedger
 
 

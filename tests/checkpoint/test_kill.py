@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpointer, CheckpointReader, CheckpointStore, files
+from jaxtrain.checkpoint.store import Retention
 
 SAVER = """
 import sys
@@ -125,7 +126,7 @@ def commit(store: CheckpointStore, step: int) -> None:
         "files": files.flush_and_digest(folder, names),
     }
     files.write_marker(folder, content | {"manifest": {}, "metrics": {}, "tensors": {}})
-    store.prune(2)
+    store.prune(Retention(2))
 
 
 def test_killed_before_any_file_operation_only_whole_steps_are_listed(tmp_path, monkeypatch):

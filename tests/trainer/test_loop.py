@@ -15,7 +15,7 @@ from rich.console import Console
 
 import jaxtrain
 from jaxtrain.api import trainer as trainer_api
-from jaxtrain.checkpoint.store import CheckpointStore, steps_beyond_limit
+from jaxtrain.checkpoint.store import CheckpointStore, Retention, steps_beyond_limit
 from jaxtrain.config import Config
 from jaxtrain.config.show import as_dict
 from jaxtrain.errors import DivergedError, TrainingError
@@ -153,7 +153,7 @@ def test_a_checkpoint_is_ranked_by_the_newest_validation(tmp_path, corpus):
     assert {info.step: info.metrics.get("eval/loss") for info in steps} == {
         step: scores.get(validated) for step, validated in newest.items()
     }
-    assert steps_beyond_limit(steps, 1, 1, "eval/loss") == [1, 2, 3, 4, 5, 6]  # the last one is the best
+    assert steps_beyond_limit(steps, Retention(1, 1, "eval/loss")) == [1, 2, 3, 4, 5, 6]  # the last one is the best
 
 
 def test_the_loop_makes_no_implicit_transfer(tmp_path, corpus, monkeypatch):

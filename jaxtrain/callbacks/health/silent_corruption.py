@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.callbacks.base import Callback, StepFn, TrainerView
-from jaxtrain.callbacks.bit_digest import device_digests, differing_replicas
+from jaxtrain.callbacks.health.bit_digest import device_digests, differing_replicas
 from jaxtrain.checkpoint.state_tree import flatten, host_sharding
 from jaxtrain.core.program import State
 from jaxtrain.errors import CorruptionError
