@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from jaxtrain.api.launched_script import end_if_stopped, launched_run
+from jaxtrain.api.step_state import StepState
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.callbacks.default import default_callbacks
 from jaxtrain.config import Config
@@ -150,10 +151,12 @@ class Trainer:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The train state, of sharded arrays. The next step donates it: copy what is to be kept."""
-        self._opened()
-        assert self._progress is not None
-        return self._progress.state
+        """The train state, a pytree of sharded arrays. The next step takes its memory: copy what is to be kept.
+
+        Raises:
+            UserError: when it is read after another step.
+        """
+        return StepState(self._state(), self.step, lambda: self.step)
 
     @property
     def model(self) -> Any:
@@ -161,8 +164,8 @@ class Trainer:
 
         A user's module is of its own class; its parameters are those that validation uses.
         """
-        state = self.state
-        return self.program.model_def.bind(evaluated_parameters(dict(state)), non_trainable(dict(state)), None, False)
+        state = self._state()
+        return self.program.model_def.bind(evaluated_parameters(state), non_trainable(state), None, False)
 
     def fit(self) -> Result:
         """Trains to `config.steps` and returns when the last checkpoint is on disk.
@@ -214,7 +217,7 @@ class Trainer:
         Raises:
             UserError: there is none.
         """
-        run, state = self._opened(), dict(self.state)
+        run, state = self._opened(), self._state()
         sets = run.eval_sets if data is None else {"eval/": as_dataset(data, self.config.data.global_batch)}
         if not sets:
             raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
@@ -228,7 +231,7 @@ class Trainer:
             inputs: array of rows, or a tuple of arguments of the model's call.
         """
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        state = dict(self.state)
+        state = self._state()
         if self._forward is None:
             bind = self.program.model_def.bind
             self._forward = jax.jit(lambda params, other, *args: bind(params, other, None, False)(*args))
@@ -248,7 +251,7 @@ class Trainer:
         placed = placer(source, run.program)(self.step if batch is None else 0)
         if self._inspect is None:
             self._inspect = jax.jit(lambda state, batch: run.program.step_with_gradients(state, batch)[1:])
-        metrics, gradients = self._inspect(dict(self.state), placed)
+        metrics, gradients = self._inspect(self._state(), placed)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}, gradients
 
     def save(self) -> None:
@@ -260,6 +263,11 @@ class Trainer:
         if not self._is_training or self._run is None or self._progress is None:
             raise UserError("save: the run is not in a loop of `steps`; its last state is saved already")
         self._run.save(self._progress.state, self._progress.step, {}, is_last=False)
+
+    def _state(self) -> dict[str, Any]:
+        self._opened()
+        assert self._progress is not None
+        return dict(self._progress.state)
 
     def _opened(self) -> TrainingRun:
         if self._run is None:

@@ -40,6 +40,18 @@ class Components:
 NO_COMPONENTS = Components()
 
 
+def object_names(components: Components) -> dict[str, str]:
+    """Returns the qualified names of the classes and functions that objects are, or are instances of."""
+    given = {name: getattr(components, name) for name in ("model", "optimizer", "loss", "data", "eval_data")}
+    return {name: _qualified_name(value) for name, value in given.items() if value is not None}
+
+
+def _qualified_name(value: Any) -> str:
+    named: Any = value.init if isinstance(value, optax.GradientTransformation) else value
+    named = named if hasattr(named, "__qualname__") else type(named)
+    return f"{getattr(named, '__module__', None) or type(value).__module__}:{named.__qualname__}"
+
+
 def with_objects(config: Config, components: Components) -> Config:
     """Returns the config of a run with Python objects, which says `object` in their places.
 

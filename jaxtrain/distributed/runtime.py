@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import importlib
 import os
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"
 GENERATION = "JAXTRAIN_GENERATION"  # number of the generation of a launched run
 COMPILE_CACHE = Path("~/.cache/jaxtrain/xla")
 HEARTBEAT_TIMEOUT = 30  # seconds of silence until JAX declares a process lost; a busy machine pauses for less
+IN_NOTEBOOK = "; in a notebook, restart its kernel first"
 EXPECTED = "expected jaxtrain.initialize(simulate) before anything else uses JAX, such as the creation of a module"
 SERVICE_TIMEOUT = 2.0  # seconds in which JAX's preemption service shuts down, unless it never does
 SHUTDOWN_TIMEOUT = 60  # seconds that a process waits at exit for the others
@@ -49,7 +51,7 @@ def start(simulate: int | None) -> list[Any]:
     if simulate is not None and (devices[0].platform != "cpu" or len(devices) != simulate):
         raise UserError(
             f"simulate: JAX runs already with {len(devices)} {devices[0].platform} devices, not {simulate} "
-            f"simulated ones; {EXPECTED}"
+            f"simulated ones; {EXPECTED}{IN_NOTEBOOK if 'ipykernel' in sys.modules else ''}"
         )
     _set_compilation_cache(devices)
     return devices

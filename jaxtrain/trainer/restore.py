@@ -109,6 +109,9 @@ def _resume(
     trainer.callbacks.load_state_dict(saved.get("callbacks", {}))
     for line in _config_changes(trainer, step, saved):
         trainer.console.print(f"changed   {line}")
+    for name, now in trainer.manifest.get("objects", {}).items():
+        if (before := saved.get("objects", {}).get(name, now)) != now:
+            trainer.console.print(f"changed   {name} object: {before} -> {now}")
     level, reasons = resume_guarantee(saved, trainer.manifest)
     info |= {"guarantee": level, "reasons": reasons, "restored": origin}
     trainer.console.print(f"restored  {restored}")

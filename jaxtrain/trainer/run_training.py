@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.core.program import Program, State
 from jaxtrain.distributed.runtime import generation, process_count
-from jaxtrain.errors import NotSavedError, TrainingError
+from jaxtrain.errors import NotSavedError, TrainingError, UserError
 from jaxtrain.io.figure import Plot
 from jaxtrain.reports.history import RunHistory, read_history
 from jaxtrain.reports.loss_plot import run_figure
@@ -27,6 +27,10 @@ from jaxtrain.trainer.training_run import TrainingRun
 OUT_OF_MEMORY = (
     "a device ran out of memory; expected less per device: a larger step.microbatches, step.remat=full, a smaller "
     "data.global_batch or data.sequence, or a layout that shards more (fsdp, tp_sp)"
+)
+USED_TOO_LATE = (
+    "callbacks: an array of `trainer.state` is used after the next step, which took its memory; expected a copy "
+    "before: jax.tree.map(jnp.copy, ...)"
 )
 
 
@@ -100,6 +104,8 @@ def run_steps(trainer: TrainingRun, progress: Progress) -> Generator[None]:
         trainer.stop(trainer.ledger.step, text)
         if "RESOURCE_EXHAUSTED" in str(error):
             raise TrainingError(OUT_OF_MEMORY) from error
+        if str(error).startswith("Array has been deleted"):  # of a callback that keeps arrays of `trainer.state`
+            raise UserError(USED_TOO_LATE) from error
         raise
     finally:
         trainer.close()

@@ -16,7 +16,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, create_directory, free_directory, write_config
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.batch_spec import example_row
-from jaxtrain.core.components import NO_COMPONENTS, Components
+from jaxtrain.core.components import NO_COMPONENTS, Components, object_names
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.data.iterables import IterableData, as_dataset
@@ -182,7 +182,7 @@ def _assemble(
     saved = as_dict(absolute(config))
     manifest = environment(
         saved, program.sharder.mesh, data=getattr(data, "fingerprint", None),
-        schedule_free=is_schedule_free(program.state["opt_state"]),
+        schedule_free=is_schedule_free(program.state["opt_state"]), objects=object_names(program.components),
     )  # fmt: skip
     members = TrackerList([*trackers, *([console] if is_main else [])], console.print)
     has_tokens = has_token_rows(config.model, config.data)

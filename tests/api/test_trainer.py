@@ -13,6 +13,7 @@ import yaml
 from flax import nnx
 
 import jaxtrain
+from jaxtrain.checkpoint import read_manifest
 from jaxtrain.cli.main import main
 
 ROWS, STEPS = 8, 6
@@ -361,3 +362,52 @@ def test_shipped_names_and_functions(tmp_path, text):
 def test_a_mistyped_section_is_one_of_the_config_not_data(tmp_path):
     with pytest.raises(jaxtrain.UserError, match=r"data\.pth: unknown key"):
         jaxtrain.Trainer({}, data={"pth": "x"}, dir=str(tmp_path))
+
+
+def test_a_state_that_is_read_after_the_next_step_is_one_line(tmp_path):
+    trainer, kept, values = own(tmp_path), None, []
+    with pytest.raises(jaxtrain.UserError, match=r"state of step 1 is read after step 3.*jnp\.copy") as error:  # noqa: PT012
+        for step in trainer.steps():
+            copies = jax.tree.map(jnp.copy, trainer.state)
+            values.append(np.asarray(copies["params"]["weight"]))
+            if kept is None:
+                kept = trainer.state["params"]
+            if step.number == 3:
+                kept["weight"]
+    assert "\n" not in str(error.value)
+    assert not np.allclose(values[0], values[1])
+    assert np.allclose(values[-1], trainer.state["params"]["weight"])
+    assert [leaf.shape for leaf in jax.tree.leaves(trainer.state["params"])] == [(4, 2)]
+
+
+class Keeps(jaxtrain.Callback):
+    """Keeps an array of the state for longer than a step."""
+
+    def on_step_end(self, trainer, step):
+        if step == 1:
+            self.weight = trainer.state["params"]["weight"]
+        if step == 3:
+            self.weight + 1
+
+
+def test_a_callback_that_keeps_the_state_is_one_line(tmp_path):
+    with pytest.raises(jaxtrain.UserError, match="an array of `trainer.state` is used after the next step") as error:
+        own(tmp_path, callbacks=[Keeps()]).fit()
+    assert "\n" not in str(error.value)
+
+
+def test_objects_are_recorded_by_name_and_a_change_is_shown(tmp_path, capsys):
+    """Another optimizer of the same state goes on, with a line; one of another state is refused in one."""
+    run = own(tmp_path, optimizer=optax.adam(0.1)).fit()
+    objects = {"model": Linear, "loss": squares, "data": batches}
+    _, manifest = read_manifest(run.run_dir / "checkpoints")
+    assert manifest["objects"]["model"].endswith("test_trainer:Linear")
+    assert manifest["objects"]["data"].endswith("test_trainer:batches")
+    capsys.readouterr()
+    jaxtrain.resume(
+        run.run_dir, f"steps={STEPS + 1}", **objects | {"data": lambda: batches()}, optimizer=optax.adam(1.0)
+    )
+    assert "changed   data object: " in capsys.readouterr().out
+    with pytest.raises(jaxtrain.UserError, match="not in the checkpoint: opt_state/0/trace/weight") as error:
+        jaxtrain.resume(run.run_dir, f"steps={STEPS + 2}", **objects, optimizer=optax.sgd(0.1, momentum=0.9))
+    assert "\n" not in str(error.value)
