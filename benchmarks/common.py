@@ -100,6 +100,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "q1": q1, "q3": q3}
 
 
+def median_interval(values: Sequence[float], resamples: int = 4000) -> dict[str, float]:
+    """Ends of the 95% interval of the median, by the bootstrap; the same for the same values."""
+    rng, array = np.random.default_rng(0), np.asarray(values, float)
+    medians = np.median(array[rng.integers(0, len(array), (resamples, len(array)))], axis=1)
+    return {"low": float(np.quantile(medians, 0.025)), "high": float(np.quantile(medians, 0.975))}
+
+
 def medians(programs: Mapping[str, Callable], arrays: Sequence[Any], repeats: int) -> dict[str, float]:
     """Median seconds of each program on the same arrays; runs of different programs are interleaved."""
     import jax

@@ -9,14 +9,29 @@ from rich.console import Console
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.batch_spec import batch_spec, example_row
+from jaxtrain.core.program import Program
 from jaxtrain.data.dataset import TextDataset
 from jaxtrain.models.model_def import merge_trees
 from jaxtrain.models.spec import has_token_rows, is_decoder
+from jaxtrain.optim.state_sharding import other_arrays
 from jaxtrain.pipeline.schedules.cost import cost_line
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.reports.layout_table import layout_report, mesh_line, model_line, parameter_rows
 
 TABLE_WIDTH = 160  # columns of the table in layout.txt
+
+
+def _state_lines(program: Program) -> list[str]:
+    """Returns a line for each array of the optimizer state that has no parameter's shape: where it is."""
+    lines = []
+    for path, leaf in other_arrays(program.state["opt_state"], program.state["params"]):
+        axes = [
+            " ".join([entry] if isinstance(entry, str) else entry) if entry else "-" for entry in leaf.sharding.spec
+        ]
+        axes += ["-"] * (leaf.ndim - len(axes))
+        placed = "replicated" if set(axes) == {"-"} else f"sharded over {' x '.join(axes)}"
+        lines.append(f"opt_state/{path}  {leaf.dtype}{list(leaf.shape)}  {placed}")
+    return lines
 
 
 class RunSummary(Callback):
@@ -48,11 +63,16 @@ class RunSummary(Callback):
             console.print(*self._padding_lines(trainer, trainer.data.vocab))
             counts = f"{trainer.data.documents:,} documents, {trainer.data.tokens:,} tokens"
             console.print(f"data      {counts}; unigram entropy {trainer.data.unigram_entropy:.4f} nats per token")
+        others = _state_lines(program)
+        if others:
+            console.print(
+                f"optimizer {len(others)} arrays of its state have no parameter's shape; listed in layout.txt"
+            )
         file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True)
-        file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), sep="\n")
+        file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), *others, sep="\n")
         (trainer.dir / "layout.txt").write_text(file.file.getvalue(), encoding="utf-8")  # pyright: ignore
         if self._verbose:
-            console.print(*layout_report(rows, rules, sizes, console.console.width))
+            console.print(*layout_report(rows, rules, sizes, console.console.width), *others)
             meter = trainer.meter
             if meter.flops is not None and meter.peak is not None:
                 console.print(f"flops     {meter.flops.model:.4g} per token ({meter.flops.convention})")

@@ -47,6 +47,25 @@ def state_names(tx: optax.GradientTransformation, params: Any, names: Any) -> An
     return jax.tree_util.tree_map_with_path(leaf_names, jax.eval_shape(tx.init, params))
 
 
+def other_arrays(opt_state: Any, params: Any) -> list[tuple[str, Any]]:
+    """Returns the arrays of an optimizer state that do not have the shape of a parameter, by path; scalars not.
+
+    Args:
+        opt_state: tree of arrays or ShapeDtypeStructs.
+        params: likewise.
+    """
+    shapes = {path: tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def is_other(path: Any, leaf: Any) -> bool:
+        part = parameter_of(path, shapes)
+        return leaf.size > 1 and (part is None or shapes[path[part]] != tuple(leaf.shape))
+
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves if is_other(path, leaf)
+    ]
+
+
 def parameter_of(path: Any, parameters: Collection[Any]) -> slice | None:
     """Returns the part of a leaf's path that is the longest path of a parameter; None if there is none."""
     for length in range(len(path), 0, -1):

@@ -391,7 +391,7 @@ class Keeps(jaxtrain.Callback):
 
 
 def test_a_callback_that_keeps_the_state_is_one_line(tmp_path):
-    with pytest.raises(jaxtrain.UserError, match="an array of `trainer.state` is used after the next step") as error:
+    with pytest.raises(jaxtrain.UserError, match=r"an array of `trainer\.state` is used after the next step") as error:
         own(tmp_path, callbacks=[Keeps()]).fit()
     assert "\n" not in str(error.value)
 

@@ -285,3 +285,9 @@ def test_planted_bugs_are_in_the_parsers(monkeypatch):
             assert path.read_text().count(text) == 1, (name, text)
             assert text != other
         assert all((BENCHMARKS.parent / unit).exists() for unit in target.units), name
+
+
+def test_callbacks_counts_processor_time(tmp_path):
+    (result,) = quick(tmp_path, "callbacks")["results"]
+    assert 0 < result["without_ms"]["median"] < 1000
+    assert result["added_ms_95"]["low"] <= result["added_ms"]["median"] <= result["added_ms_95"]["high"]

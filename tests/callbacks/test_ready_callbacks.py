@@ -157,3 +157,18 @@ def test_the_profiler_and_the_plot_are_callbacks(tmp_path: Path):
     run.fit()
     assert (run.run_dir / "loss.png").is_file()
     assert list((run.run_dir / "profile").rglob("*.xplane.pb"))
+
+
+def test_state_of_the_optimizer_without_a_parameter_is_listed(tmp_path: Path, capsys):
+    """A user's optimizer with a history of the gradient norm, and one with statistics per row."""
+
+    def init(params):
+        return {"history": jnp.zeros(64), "rows": {name: value[:, 0] for name, value in params.items()}}
+
+    own = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    run, _ = trainer(tmp_path, optimizer=optax.chain(own, optax.sgd(0.1)), steps=1)
+    run.fit()
+    assert "2 arrays of its state have no parameter's shape; listed in layout.txt" in capsys.readouterr().out
+    listed = (run.run_dir / "layout.txt").read_text()
+    assert "opt_state/0/history  float32[64]  sharded over fsdp" in listed
+    assert "opt_state/0/rows/weight  float32[8]  sharded over fsdp" in listed
