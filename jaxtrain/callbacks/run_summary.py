@@ -25,11 +25,8 @@ def _state_lines(program: Program) -> list[str]:
     """Returns a line for each array of the optimizer state that has no parameter's shape: where it is."""
     lines = []
     for path, leaf in other_arrays(program.state["opt_state"], program.state["params"]):
-        axes = [
-            " ".join([entry] if isinstance(entry, str) else entry) if entry else "-" for entry in leaf.sharding.spec
-        ]
-        axes += ["-"] * (leaf.ndim - len(axes))
-        placed = "replicated" if set(axes) == {"-"} else f"sharded over {' x '.join(axes)}"
+        axes = [axis for entry in leaf.sharding.spec for axis in ([entry] if isinstance(entry, str) else entry or ())]
+        placed = f"sharded over {', '.join(axes)}" if axes else "replicated"
         lines.append(f"opt_state/{path}  {leaf.dtype}{list(leaf.shape)}  {placed}")
     return lines
 
