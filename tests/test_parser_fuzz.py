@@ -236,6 +236,13 @@ def message() -> bytes:
     return protocol.encode("exit", generation=3, rank=1, pid=7, code=-9, is_ended_by_jax=False)
 
 
+def start_message() -> bytes:
+    return protocol.encode(
+        "start", generation=3, run="run", address="h:1", processes=2, devices_per_process=1, is_simulated=True,
+        slots=[0, 1], ranks=[0, 1], memory_every=2, memory_addresses=["h:2"], fence=1, revision=1,
+    )  # fmt: skip
+
+
 def leader_state() -> bytes:
     denylist = {"slots": [], "nodes": [], "slot_failures": [], "node_failures": []}
     members, cause = [[0, 0], [1, 0]], ["text", 1, [0, 0]]
@@ -363,6 +370,7 @@ PARSERS = {
     "records": Parser(records, read_lines, "metrics.jsonl", mutate=mutate_records),
     "marker": Parser(lambda: b"", read_marker, "jaxtrain.json", mutate=mutate_marker),
     "launch message": Parser(message, read_message, mutate=mutate_json),
+    "launch message of lists": Parser(start_message, read_message, mutate=mutate_json),
     "leader state": Parser(leader_state, read_state, refusals=(ValueError,),
                            mutate=mutate_json),
     "handshake": Parser(handshake, take),
@@ -491,6 +499,20 @@ def test_a_signed_marker_names_no_file_outside_of_its_step(tmp_path: Path, name:
     check(PARSERS["marker"], path, signed(content))
     with pytest.raises(CheckpointError, match="outside of the checkpoint"):
         read_marker(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(lambda path: path.symlink_to("/etc/hostname"), "leaves the checkpoint"), (Path.mkdir, "is not a file"),
+     (lambda path: path.symlink_to(path.name), "cannot be read"), (os.mkfifo, "is not a file"),
+     (Path.touch, "has 0 bytes")],
+)  # fmt: skip
+def test_what_is_no_file_of_the_step_is_a_problem_and_never_opened(tmp_path: Path, make, problem: str):
+    (tmp_path / "step").mkdir()
+    make(tmp_path / "step" / "a")
+    found = file_problem(tmp_path / "step", "a", (3, "ff")) or ""
+    assert problem in found
+    assert "\n" not in found
 
 
 @pytest.mark.parametrize("name", ["jsonl", "jsonl.gz", "jsonl.zst", "tar"])
