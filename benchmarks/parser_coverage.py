@@ -64,7 +64,7 @@ TARGETS = {
          ("if not isinstance(entry, dict):", "if entry is None:"), ("format_name(k) for", "k for")),
     ),
     "tar": Target(
-        "jaxtrain/data/sources/webdataset.py", ("frombuf", "_read_tar", "_samples", "_members"),
+        "jaxtrain/data/sources/webdataset.py", ("fromtarfile", "_read_tar", "_samples", "_members"),
         "tar or unpacks", ("tests/data/test_source_formats.py",),
         (("member.size > base.MAX_DOCUMENT", "member.size > base.MAX_DOCUMENT + 1"),
          ("except UnicodeDecodeError as error:", "except UnicodeEncodeError as error:"),
@@ -151,7 +151,8 @@ TARGETS = {
     ),
     "hlo": Target(
         "jaxtrain/hlo/parse.py",
-        ("element_bits", "parse_shape", "_split_tuple", "_after_bracket", "parse", "_instruction", "_names"),
+        ("element_bits", "parse_shape", "_split_tuple", "_after_bracket", "parse", "_instruction", "_names",
+         "_first_scope"),
         "hlo", ("tests/hlo",),
         (("if shape_start == len(line):", "if shape_start > len(line):"), ("if not width:", "if width is False:"),
          ("if depth == 0:\n            return index + 1", "if depth == 0:\n            return index")),

@@ -329,7 +329,7 @@ HLO = b"""HloModule jit_f, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1
 
 ENTRY %main (p: f32[8,4]) -> f32[8,8] {
   %p = f32[8,4]{1,0} parameter(0)
-  %a = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/psum"}
+  %a = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="f/(g()/psum:h)"}
   %t = (f32[8,4]{1,0}, s32[]) tuple(%a, %a)
   ROOT %d = f32[8,8]{1,0} dot(%a, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
@@ -425,7 +425,7 @@ FOUND = {
     ).encode(),
     "config.json": model_config().replace(b'["LlamaForCausalLM"]', b"64"),
     "memory header": header().replace(b'"start": [0, 0]', b'"start": [0, 1e999]'),
-    "records": b'{"a":' * 3000 + b'\n[1]\n"a"\n{"step": "a"}\n',
+    "records": b'{"a":' * 3000 + b'\n[1]\n"a"\n{"step": "a"}\n{"step": 1}',
     "jsonl": b'{"' + b"n" * 100_000 + b'": "text"}\n',
     "leader state": b"[" * 3000,
     # numbers whose differences and sums overflow
