@@ -27,7 +27,7 @@ class _StrictTarInfo(tarfile.TarInfo):
     def fromtarfile(cls, tar: Any) -> tarfile.TarInfo:
         try:
             return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:
+        except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]
             raise  # the end mark, a block of zeros
         except tarfile.HeaderError as error:  # also of the blocks of a long name, which newer Pythons check
             raise tarfile.ReadError(f"{error} instead of a member or the end mark") from error
