@@ -22,11 +22,14 @@ ONE_IN ?= 1
 SAMPLE ?= 0
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
-NEWEST_TESTS := tests/core/test_parity_pipeline.py tests/core/test_xla_options.py tests/verification tests/hlo \
+VERSION_TESTS := tests/core/test_parity_pipeline.py tests/core/test_xla_options.py tests/verification tests/hlo \
 	tests/checkpoint
+# What depends on JAX's primitives, on the text of XLA's programs, and on tarfile.
+NEWEST_TESTS := $(VERSION_TESTS) tests/flax_modules/test_scanned_layers.py tests/losses/test_row_independence.py \
+	tests/api/test_python_page.py tests/data/test_source_formats.py tests/planning/test_collectives.py
 
 OLDEST := .venv-oldest
-OLDEST_TESTS := $(NEWEST_TESTS) tests/models tests/trackers tests/reports/test_report.py tests/interop \
+OLDEST_TESTS := $(VERSION_TESTS) tests/models tests/trackers tests/reports/test_report.py tests/interop \
 	tests/data/test_source_formats.py tests/data/test_tokenizer.py tests/data/test_remote.py tests/test_parser_fuzz.py
 AUDIT := .venv-audit
 

@@ -37,7 +37,7 @@ from jaxtrain.hlo import parse as hlo
 from jaxtrain.interop import config_json, safetensors_io
 from jaxtrain.interop.families import FAMILIES
 from jaxtrain.io.authenticated import Session
-from jaxtrain.io.jsonl import read_records
+from jaxtrain.io.jsonl import read_records, truncate_after
 from jaxtrain.launch import protocol
 from jaxtrain.launch.leadership.state import LeaderState
 from jaxtrain.pipeline.schedules.files import load_table
@@ -135,6 +135,25 @@ def tokenizer() -> bytes:
     return json.dumps({"version": "1.0", "added_tokens": added, "model": model}).encode()
 
 
+def whole_tokenizer() -> bytes:
+    """Returns a tokenizer.json with a part of every kind."""
+    single = [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    return json.dumps(json.loads(tokenizer()) | {
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "NFC"}, {"type": "Replace", "pattern": {"Regex": "x+"}, "content": "y"},
+            {"type": "Strip", "strip_left": True, "strip_right": True}]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": "\\s"}, "behavior": "Isolated", "invert": False},
+            {"type": "Digits", "individual_digits": True}]},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": single, "pair": [],
+            "special_tokens": {"<eos>": {"id": "<eos>", "ids": [26], "tokens": ["<eos>"]}}},
+        "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 2},
+        "padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 3, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "a"},
+    }).encode()  # fmt: skip
+
+
 def model_config() -> bytes:
     return json.dumps({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -168,6 +187,12 @@ def read_tensors(path: Path) -> Any:
     assert all(tensor.path.parent == path.parent for tensor in tensors.values())
     for name, tensor in tensors.items():
         tensor.check_dtype(name)
+
+
+def use_tokenizer(path: Path) -> Any:
+    made = load_tokenizer(str(path))
+    assert made.encode_batch(["ab"])[0].size <= 2
+    return made.encode_prompt("ab<eos>"), made.decode([made.eos, 0])
 
 
 def read_with_config(path: Path) -> Any:
@@ -211,6 +236,13 @@ def message() -> bytes:
     return protocol.encode("exit", generation=3, rank=1, pid=7, code=-9, is_ended_by_jax=False)
 
 
+def start_message() -> bytes:
+    return protocol.encode(
+        "start", generation=3, run="run", address="h:1", processes=2, devices_per_process=1, is_simulated=True,
+        slots=[0, 1], ranks=[0, 1], memory_every=2, memory_addresses=["h:2"], fence=1, revision=1,
+    )  # fmt: skip
+
+
 def leader_state() -> bytes:
     denylist = {"slots": [], "nodes": [], "slot_failures": [], "node_failures": []}
     members, cause = [[0, 0], [1, 0]], ["text", 1, [0, 0]]
@@ -227,6 +259,21 @@ def read_state(path: Path) -> None:
 def read_lines(path: Path) -> None:
     for line, record in read_records(path):
         assert record is None or (isinstance(record, dict) and line.endswith(b"\n"))
+    truncate_after(path, 10)
+    assert all(record is not None and record.get("step") != 19 for _, record in read_records(path))
+
+
+def records() -> bytes:
+    lines = [{"time": "2026-01-01T00:00:00.000+00:00", "step": i, "loss": 0.5, "text": "é"} for i in range(20)]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def mutate_records(data: bytes, rng: random.Random) -> bytes:
+    """Returns records one of which is changed and still JSON, or in every third case other bytes."""
+    lines = data.splitlines(keepends=True)
+    at = rng.randrange(len(lines))
+    lines[at] = json.dumps(mutate_value(json.loads(lines[at]), rng)).encode() + b"\n"
+    return mutate(data, rng) if rng.randrange(3) == 0 else b"".join(lines)
 
 
 def handshake() -> bytes:
@@ -282,7 +329,7 @@ HLO = b"""HloModule jit_f, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1
 
 ENTRY %main (p: f32[8,4]) -> f32[8,8] {
   %p = f32[8,4]{1,0} parameter(0)
-  %a = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/psum"}
+  %a = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="f/(g()/psum:h)"}
   %t = (f32[8,4]{1,0}, s32[]) tuple(%a, %a)
   ROOT %d = f32[8,8]{1,0} dot(%a, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
@@ -310,6 +357,7 @@ PARSERS = {
     "safetensors": Parser(safetensors, read_safetensors, "model.safetensors"),
     "tokenizer": Parser(tokenizer, lambda path: load_tokenizer(str(path)).encode_batch(["ab"]), "tokenizer.json",
                         mutate=mutate_json),
+    "whole tokenizer": Parser(whole_tokenizer, use_tokenizer, "tokenizer.json", mutate=mutate_json),
     "tokenizer_config.json": Parser(lambda: TOKENS,
                                     read_with_config, "tokenizer_config.json", mutate=mutate_json),
     "weight index": Parser(weight_index, read_tensors, "model.safetensors.index.json", mutate=mutate_json),
@@ -319,9 +367,10 @@ PARSERS = {
                                         lambda path: config_json.read_model_config(path.parent), "config.json",
                                         mutate=mutate_json)
        for name in ("gemma2", "gemma3_text", "qwen3", "qwen3_moe", "gpt2")},
-    "records": Parser(jsonl, read_lines, "metrics.jsonl"),
+    "records": Parser(records, read_lines, "metrics.jsonl", mutate=mutate_records),
     "marker": Parser(lambda: b"", read_marker, "jaxtrain.json", mutate=mutate_marker),
     "launch message": Parser(message, read_message, mutate=mutate_json),
+    "launch message of lists": Parser(start_message, read_message, mutate=mutate_json),
     "leader state": Parser(leader_state, read_state, refusals=(ValueError,),
                            mutate=mutate_json),
     "handshake": Parser(handshake, take),
@@ -370,10 +419,13 @@ def test_a_broken_input_is_refused_in_one_line(name: str, tmp_path: Path):
 
 # What mutations found: an error that is none of a broken file, or a line without an end.
 FOUND = {
-    "tokenizer": tokenizer().replace(b'["a", "b"]', b'["a", ""]'),
+    "tokenizer": tokenizer().replace(b'"merges"', b'"continuing_subword_prefix": "##", "merges"'),
+    "whole tokenizer": json.dumps(
+        {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    ).encode(),
     "config.json": model_config().replace(b'["LlamaForCausalLM"]', b"64"),
     "memory header": header().replace(b'"start": [0, 0]', b'"start": [0, 1e999]'),
-    "records": b'{"a":' * 3000 + b"\n",
+    "records": b'{"a":' * 3000 + b'\n[1]\n"a"\n{"step": "a"}\n{"step": 1}',
     "jsonl": b'{"' + b"n" * 100_000 + b'": "text"}\n',
     "leader state": b"[" * 3000,
     # numbers whose differences and sums overflow
@@ -447,6 +499,20 @@ def test_a_signed_marker_names_no_file_outside_of_its_step(tmp_path: Path, name:
     check(PARSERS["marker"], path, signed(content))
     with pytest.raises(CheckpointError, match="outside of the checkpoint"):
         read_marker(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(lambda path: path.symlink_to("/etc/hostname"), "leaves the checkpoint"), (Path.mkdir, "is not a file"),
+     (lambda path: path.symlink_to(path.name), "cannot be read"), (os.mkfifo, "is not a file"),
+     (Path.touch, "has 0 bytes")],
+)  # fmt: skip
+def test_what_is_no_file_of_the_step_is_a_problem_and_never_opened(tmp_path: Path, make, problem: str):
+    (tmp_path / "step").mkdir()
+    make(tmp_path / "step" / "a")
+    found = file_problem(tmp_path / "step", "a", (3, "ff")) or ""
+    assert problem in found
+    assert "\n" not in found
 
 
 @pytest.mark.parametrize("name", ["jsonl", "jsonl.gz", "jsonl.zst", "tar"])

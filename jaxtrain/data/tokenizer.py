@@ -97,7 +97,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path) -> None:
         tokenizers = import_optional("tokenizers", f"{path}: a tokenizer.json")
-        file = Path(path).expanduser()
+        self._path, file = path, Path(path).expanduser()
         try:
             data = file.read_bytes()
         except OSError as error:
@@ -110,15 +110,15 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         name = file.parent.name if file.stem == "tokenizer" else file.stem
         self.name = "".join(c if c.isalnum() else "_" for c in name) or "tokenizer"
-        self.vocab = max(ids.values()) + 1
         config = read_object(file.with_name(CONFIG_FILE))
         self.eos = ids[_find_eos(file, config, ids)]
+        self.vocab = max(ids.values()) + 1
         self.fingerprint = hashlib.sha256(data + f" eos={self.eos}".encode()).hexdigest()[:32]
         self.stops = frozenset({self.eos, *_model_stops(file)})
         self._dtype = smallest_dtype(self.vocab)
-        self.bos: int | None = self._find_bos(config, ids)
         text = self._tokenizer.id_to_token(self.eos)
         with _library_errors(path):
+            self.bos: int | None = self._find_bos(config, ids)
             first = self.encode_batch([text, "a b"])[0]
         if self.eos in first:
             message = f"the text {text!r} encodes to the end-of-document token; mark it `special` in this file"
@@ -134,7 +134,8 @@ class HuggingFaceTokenizer:
         return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
-        ids = self._prompt_tokenizer.encode(text, add_special_tokens=False).ids
+        with _library_errors(self._path):
+            ids = self._prompt_tokenizer.encode(text, add_special_tokens=False).ids
         return ids if self.bos is None else [self.bos, *ids]
 
     def token_text(self, token: int) -> str:

@@ -216,7 +216,7 @@ def totals_by_axes(rows: Iterable[Collective]) -> dict[tuple[str, str], tuple[in
 
 def shorten_scope(scope: str) -> str:
     """Drops the parts that every scope has: `jit(step)/jvp()/while/body/closed_call/x` becomes `jvp()/x`."""
-    common = ("while", "body", "closed_call", "cond", "branch_1_fun", "sharding_constraint")
+    common = ("while", "body", "closed_call", "eval_jaxpr", "cond", "branch_1_fun", "sharding_constraint")
     parts = scope.split("/")
     text = "/".join(part for part in parts if part not in common and not part.startswith("jit(step")) or parts[-1]
     return text if len(text) <= 72 else text[:69] + "..."

@@ -131,7 +131,7 @@ class Instruction:
     @property
     def scope(self) -> str:
         """Path of JAX's name scopes (`op_name` of the metadata); empty if the compiler lost it."""
-        return self._quoted("op_name")
+        return _first_scope(self._quoted("op_name"))
 
     @property
     def custom_call_target(self) -> str:
@@ -200,6 +200,19 @@ class Instruction:
         """Name of a loop that runs at most once (`jaxtrain.pipeline.stage.run_if`); else empty."""
         match = _ONCE_LOOP.search(self.scope) if self.op == "while" else None
         return match[1] if match else ""
+
+
+def _first_scope(scope: str) -> str:
+    """Returns the first of several scopes: newer XLA names `a/(b:c)` what it made of `a/b` and `a/c`."""
+    depth = first = 0
+    start = scope.find("/(") + 1
+    for at in range(start, len(scope)) if start else ():
+        depth += {"(": 1, ")": -1}.get(scope[at], 0)
+        if scope[at] == ":" and depth == 1:
+            first = first or at
+        if depth == 0:
+            return scope[:start] + scope[start + 1 : first] + scope[at + 1 :] if first else scope
+    return scope
 
 
 def _names(pattern: re.Pattern[str], text: str) -> list[str]:

@@ -140,12 +140,15 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def truncate_after(path: Path, step: int | None) -> int:
     """Removes broken lines and, if `step` is given, records of later steps. Replaces the file atomically.
 
+    A record whose step is no number is kept.
+
     Returns:
       The number of records of later steps that were removed.
     """
 
     def is_later(record: dict[str, Any]) -> bool:
-        return step is not None and record.get("step", 0) > step
+        found = record.get("step")
+        return step is not None and isinstance(found, int | float) and found > step
 
     broken = later = 0
     for _, record in read_records(path):

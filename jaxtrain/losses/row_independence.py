@@ -41,16 +41,19 @@ ZERO, FREE, SUM, ROWS, MIXED = Dependence
 CONSTANT, ADDITIVE = {ZERO, FREE}, {ZERO, SUM}
 
 # Primitives by what they do with the dim of rows. Those that are listed nowhere mix rows.
-CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "checkpoint", "remat2", "custom_jvp_call",
+    "custom_vjp_call",
+}  # fmt: skip
 IDENTITIES = {"sharding_constraint", "optimization_barrier", "device_put", "layout_constraint", "reshard"}
 ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
     "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
-    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne",
-    "neg", "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
+    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "name",
+    "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count", "pow", "real", "reduce_precision",
+    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
+    "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
 # Primitive -> parameter with the dims along which it combines or moves elements.
 DIMS: dict[str, str] = {
@@ -276,7 +279,7 @@ class _Walk:
         if eqn.params["length"] != other.params["length"] or eqn.params["reverse"] != other.params["reverse"]:
             return None
         # The rank tells the parts apart: xs and ys have one dim more outside.
-        body = eqn.params["jaxpr"].jaxpr
+        body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
         xs = sum(v.aval.ndim > w.aval.ndim for v, w in zip(eqn.invars, body.invars))
         carries = sum(v.aval.ndim == w.aval.ndim for v, w in zip(eqn.outvars, body.outvars))
         first = len(kinds) - xs - carries

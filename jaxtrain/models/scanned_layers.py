@@ -50,8 +50,7 @@ def _scanned_inputs(jaxpr: Any) -> dict[int, int]:
         inputs = [None if isinstance(v, Literal) else source.get(v) for v in eqn.invars]
         if eqn.primitive.name in SAME and inputs[0] is not None:
             source[eqn.outvars[0]] = inputs[0]
-        is_scan = eqn.primitive is primitives.scan_p
-        sliced = eqn.params["num_consts"] + eqn.params["num_carry"] if is_scan else len(inputs)
+        sliced = len(inputs) - _sliced_operands(eqn)
         inner: dict[int, int] = dict.fromkeys(range(sliced, len(inputs)), 0)
         for body, skipped in _bodies(eqn):
             inner |= {index + skipped: dims for index, dims in _scanned_inputs(body).items()}
@@ -60,6 +59,15 @@ def _scanned_inputs(jaxpr: Any) -> dict[int, int]:
             if at is not None:
                 found[at] = max(found.get(at, 0), dims + (index >= sliced))
     return found
+
+
+def _sliced_operands(eqn: Any) -> int:
+    """Returns the number of last operands of which a loop reads one slice in each iteration."""
+    if eqn.primitive is not primitives.scan_p:
+        return 0
+    # The rank tells: these have one dim more outside of the body. The parameters that count them depend on the version.
+    (body, _), *_ = _bodies(eqn)
+    return sum(outer.aval.ndim > inner.aval.ndim for outer, inner in zip(eqn.invars, body.invars, strict=True))
 
 
 def _bodies(eqn: Any) -> Iterator[tuple[Any, int]]:

@@ -280,7 +280,7 @@ def test_planted_bugs_are_in_the_parsers(monkeypatch):
     for name, target in parsers.TARGETS.items():
         path = BENCHMARKS.parent / target.module
         assert parsers.function_lines(path, target.functions), name
-        assert len(target.bugs) == 3, name
+        assert len(target.bugs) >= 3, name
         for text, other in target.bugs:
             assert path.read_text().count(text) == 1, (name, text)
             assert text != other

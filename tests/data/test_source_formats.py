@@ -295,6 +295,18 @@ def test_a_truncated_tar_is_an_error(tmp_path: Path, packed: bool) -> None:
     assert "is it complete?" in error(source.path) if packed else "has data after its end mark" in error(source.path)
 
 
+def test_a_long_name_that_is_refused_is_not_the_end_of_a_tar(tmp_path: Path, monkeypatch) -> None:
+    """As Pythons that check the blocks of a long name refuse one that is cut."""
+    source = tar_of_txt(tmp_path / "made", TEXTS[:6])
+    assert documents(source)
+
+    def refuse(*_: object) -> None:
+        raise tarfile.InvalidHeaderError("invalid header")
+
+    monkeypatch.setattr(tarfile.TarInfo, "_proc_pax", refuse)
+    assert "invalid header instead of a member or the end mark" in error(source.path)
+
+
 def test_errors_of_records(tmp_path: Path) -> None:
     path = tmp_path / "x.arrayrecord"
     write_records(path, [b'{"text": "a"}', b"no JSON"])

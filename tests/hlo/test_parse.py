@@ -332,6 +332,22 @@ def test_permutes_elsewhere_are_fine():
     assert collectives.divergent_permutes(program(*lines, more=BRANCHES)) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("jit(f)/(transpose(jvp())/reduce_sum:jvp(cross_entropy)/reduce_sum)", "jit(f)/transpose(jvp())/reduce_sum"),
+        ("jit(f)/while/(btd,dhk->bthk/dot_general:b)/sum", "jit(f)/while/btd,dhk->bthk/dot_general/sum"),
+        ("jit(f)/(x)/y", "jit(f)/(x)/y"),
+        ("jit(f)/(x:y", "jit(f)/(x:y"),
+        ("jit(f)/transpose(jvp())/y", "jit(f)/transpose(jvp())/y"),
+    ],
+)
+def test_the_first_of_several_scopes_counts(name: str, scope: str):
+    line = f'%f = f32[] all-reduce(%p), metadata={{op_name="{name}"}}'
+    module = parse.parse(f"ENTRY %main (p: f32[]) -> f32[] {{\n  %p = f32[] parameter(0)\n  ROOT {line}\n}}\n")
+    assert parse.root(module.computations["main"]).scope == scope
+
+
 def test_scope_of_what_was_combined_comes_from_its_operands():
     (row,) = collectives.count_collectives(
         program(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from test_collectives import NO_COMPILER, TINY
-from wire_theory import configured
+from wire_theory import QUICK, configured
 
 from jaxtrain.config.schema import Config
 from jaxtrain.core.program import build_program
@@ -264,7 +265,8 @@ def test_a_step_that_does_not_fit_a_pod_of_equal_shards_does_not_fit(monkeypatch
         pytest.param("ddp", {"data": 64}, {"zero": 1}, marks=pytest.mark.matrix),
     ],
 )
-def test_plans_of_absent_gpus_from_pods(layout: str, mesh: dict[str, int], changes: dict[str, Any]):
+def test_plans_of_absent_gpus_from_pods(monkeypatch, layout: str, mesh: dict[str, int], changes: dict[str, Any]):
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
     config = configured(layout, mesh, changes)
     whole, told = (predict.predict(config, None, "h100:8x8", max_devices=count) for count in (None, 32))
     assert told.pods

@@ -120,8 +120,9 @@ def test_a_plan_of_absent_gpus():
     assert plan.days == pytest.approx(plan.step_seconds * 1000 / 86400)
     assert plan.device_hours == pytest.approx(plan.step_seconds * 1000 / 3600 * 4)
     assert json_of(plan) == plan
+    copies = plan.seconds_by["kind"].get("copy", 0.0)  # overlap with what leaves bandwidth unused
     for kind in plan.seconds_by.values():
-        assert sum(kind.values()) == pytest.approx(plan.compute_seconds, rel=0.01)
+        assert plan.compute_seconds * 0.99 < sum(kind.values()) < plan.compute_seconds * 1.01 + copies
     for kind in plan.flops_by.values():
         assert sum(kind.values()) == pytest.approx(plan.flops_compiled)
     assert plan.bytes_by["kind"]["matmul"] > 0

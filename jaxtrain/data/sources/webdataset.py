@@ -24,12 +24,12 @@ class _StrictTarInfo(tarfile.TarInfo):
     """Raises ReadError for a missing or broken header, which tarfile takes for the end of the tar."""
 
     @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> tarfile.TarInfo:
+    def fromtarfile(cls, tar: Any) -> tarfile.TarInfo:
         try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not buf.strip(b"\0"):
-                raise  # the end mark, a block of zeros
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]
+            raise  # the end mark, a block of zeros
+        except tarfile.HeaderError as error:  # also of the blocks of a long name, which newer Pythons check
             raise tarfile.ReadError(f"{error} instead of a member or the end mark") from error
 
 
