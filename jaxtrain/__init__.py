@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.api.functions import evaluate, generate, initialize, plan, resume, train, verify
+    from jaxtrain.api.functions import data_shard, evaluate, generate, initialize, plan, resume, train, verify
     from jaxtrain.api.trainer import Step, Trainer
     from jaxtrain.callbacks.base import Callback
     from jaxtrain.callbacks.early_stopping import EarlyStopping
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from jaxtrain.errors import UserError
 
 __all__ = [
-    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Trainer", "UserError", "evaluate", "generate",
-    "initialize", "load", "plan", "resume", "train", "verify",
+    "Callback", "Config", "ConfigError", "EarlyStopping", "Step", "Trainer", "UserError", "data_shard",
+    "evaluate", "generate", "initialize", "load", "plan", "resume", "train", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
-    **dict.fromkeys(("evaluate", "generate", "initialize", "plan", "resume", "train", "verify"), _FUNCTIONS),
+    **dict.fromkeys(("data_shard", "evaluate", "generate", "initialize", "plan"), _FUNCTIONS),
+    **dict.fromkeys(("resume", "train", "verify"), _FUNCTIONS),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),
     "Callback": "jaxtrain.callbacks.base", "EarlyStopping": "jaxtrain.callbacks.early_stopping",
     "UserError": "jaxtrain.errors",

@@ -10,6 +10,7 @@ from typing import Any
 import optax
 
 from jaxtrain.config.schema import OBJECT, Config, OptimizerConfig, ScheduleConfig
+from jaxtrain.data.objects.open import RowsOf
 from jaxtrain.errors import UserError
 
 
@@ -23,8 +24,9 @@ class Components:
         weights: a pytree of arrays, or a module: initial values of the variables of the same path.
         optimizer: an optax transformation with its own learning rate; those of the config have no effect.
         loss: function (model, batch) -> loss, as `loss.function` names one.
-        data: training data, see `data.iterables.as_dataset`.
+        data: training data, see `data.objects.open.as_dataset`.
         eval_data: validation data; {name: data} for several sets.
+        rows: of the batches of iterables: "global", or "local", those of this process.
     """
 
     model: Any = None
@@ -33,6 +35,7 @@ class Components:
     loss: Callable[..., Any] | None = None
     data: Any = None
     eval_data: Any = None
+    rows: RowsOf = "global"
 
 
 NO_COMPONENTS = Components()
@@ -44,6 +47,8 @@ def with_objects(config: Config, components: Components) -> Config:
     Raises:
         UserError: the optimizer is no optax transformation.
     """
+    if components.rows not in ("global", "local"):
+        raise UserError(f'rows: found {components.rows!r}; expected "global" or "local"')
     if components.model is not None:
         config = with_model_type(config, components.model)
     if components.optimizer is not None:
