@@ -216,7 +216,7 @@ class Trainer:
         """
         run, state = self._opened(), dict(self.state)
         given = replace(self._components, eval_data=data)
-        sets = run.eval_sets if data is None else {"eval/": open_eval_data(run.config, given)}
+        sets = run.eval_sets if data is None else {"eval/": open_eval_data(run.config, given, once=True)}
         if not sets:
             raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
         count = self.config.eval.batches

@@ -109,6 +109,8 @@ def test_a_generator_is_refused_before_anything_is_lost(tmp_path: Path):
     assert saved(run.run_dir) == [3]
     with pytest.raises(jaxtrain.UserError, match="eval_data: an iterator can be read once, and"):
         trainer(tmp_path, "eval", batches, eval_data=batches(2), eval={"every": 3}).fit()
+    other = trainer(tmp_path, "once", batches, eval_data=list(batches(2)), eval={"every": 3})
+    assert other.evaluate(batches(2)) == other.evaluate()
 
 
 def test_looking_at_gradients_does_not_disturb_the_data(tmp_path: Path):

@@ -197,11 +197,6 @@ class JointEvaluationData:
     def __init__(self, data: IterableData) -> None:
         self._data = data
 
-    @property
-    def batches(self) -> int | None:
-        """Batches of the data, if all processes know as many; here none need to."""
-        return None
-
     def batch(self, index: int, rows: Rows = None) -> dict[str, np.ndarray]:
         """Returns rows of a batch. Raises EndOfData or BatchError on every process together."""
         found, end, error = {}, None, None

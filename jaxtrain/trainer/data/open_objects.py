@@ -50,8 +50,13 @@ def open_objects(config: Config, components: Components) -> tuple[Any, dict[str,
     return data, {} if components.eval_data is None else {"eval/": open_eval_data(config, components)}
 
 
-def open_eval_data(config: Config, components: Components) -> Any:
+def open_eval_data(config: Config, components: Components, once: bool = False) -> Any:
     """Opens the validation data that is given as an object.
+
+    Args:
+        config: of the run.
+        components: objects of the run.
+        once: it is for one validation alone.
 
     Raises:
         UserError: bad data, or an iterator for several validations.
@@ -59,7 +64,7 @@ def open_eval_data(config: Config, components: Components) -> Any:
     data = _open(config, components, "eval_data")
     if not isinstance(data, IterableData):
         return data
-    if config.eval.every is not None and not data.is_reopenable:
+    if config.eval.every is not None and not once and not data.is_reopenable:
         expected = "expected a function that returns it, or a list"
         raise DataError(f"eval_data: an iterator can be read once, and eval.every validates again; {expected}")
     return data if jax.process_count() == 1 else JointEvaluationData(data)

@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.files import DATA_FILE
 from jaxtrain.data.objects.iterables import IterableData
 from jaxtrain.data.skipped_batches import BatchRanges, batch_index
 from jaxtrain.distributed.multihost import first_message
-from jaxtrain.errors import DataError
+from jaxtrain.errors import CheckpointError, DataError
 from jaxtrain.trackers.base import TrackerList
 
 SAVED, READ = "resumed from its saved state", "resumed by reading over {:,} batches"
@@ -60,8 +60,11 @@ def restore_data(
     if not isinstance(data, IterableData) or not step:
         return None
     place, problem, text = saved.get("data_place"), None, None
-    if place is not None and (problem := _change(data, place)) is None and checkpointer is not None:
-        text = _read_state(data, checkpointer, step, place)
+    try:
+        if place is not None and (problem := _change(data, place)) is None and checkpointer is not None:
+            text = _read_state(data, checkpointer, step, place)
+    except CheckpointError as error:
+        problem = str(error)
     index = batch_index(step - 1, skips)
     is_saved = first_message("none" if text is None else None) is None
     try:
