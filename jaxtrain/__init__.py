@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.api.functions import evaluate, generate, initialize, resume, stream, train, verify
+    from jaxtrain.api.functions import data_shard, evaluate, generate, initialize, resume, stream, train, verify
     from jaxtrain.api.hf_conversion import export, import_model
     from jaxtrain.api.planning import plan, search
     from jaxtrain.api.report import report
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BestCheckpoints", "Callback", "Config", "ConfigError", "EarlyStopping", "Histograms", "LearningRateMonitor",
-    "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "evaluate", "export", "generate",
-    "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train", "verify",
+    "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "data_shard", "evaluate", "export",
+    "generate", "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
-    **dict.fromkeys(("evaluate", "generate", "initialize", "resume", "stream", "train", "verify"), _FUNCTIONS),
+    **dict.fromkeys(("data_shard", "evaluate", "generate", "initialize"), _FUNCTIONS),
+    **dict.fromkeys(("resume", "stream", "train", "verify"), _FUNCTIONS),
     **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"), "report": "jaxtrain.api.report",
     **dict.fromkeys(("export", "import_model"), "jaxtrain.api.hf_conversion"),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),

@@ -27,6 +27,10 @@ class EndOfData(DataError):
     """An iterable has no more batches."""
 
 
+class BatchError(DataError):
+    """A training batch is bad, as all processes know. The state before it is saved."""
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be written, found, read or used. One line."""
 
@@ -53,6 +57,10 @@ class ProtocolError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training cannot continue, or its result cannot be saved. One line."""
+
+
+class UnreadableBatchError(BatchError, TrainingError):
+    """A user's code raised while it made a batch. Another try may succeed."""
 
 
 class NotSavedError(TrainingError):

@@ -11,7 +11,9 @@ from jaxtrain.api.launched_script import launched_devices
 from jaxtrain.api.trainer import Trainer
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.core.components import Components
-from jaxtrain.core.resolve import ConfigSource
+from jaxtrain.core.placement import process_shard
+from jaxtrain.core.resolve import ConfigSource, load_config
+from jaxtrain.data.objects.shard import current_shard
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
 from jaxtrain.inference import eval_harness
@@ -35,6 +37,35 @@ def initialize(simulate: int | None = None) -> None:
         UserError: JAX runs already with other devices, or the environment is incomplete.
     """
     runtime.start(launched_devices(simulate))
+
+
+def data_shard(config: ConfigSource = None, *overrides: str, **keys: Any) -> tuple[int, int]:
+    """Returns (index, count) of the rows that this process reads of every batch, for data with `rows="local"`.
+
+    Processes that hold the same rows (those of a tensor, context or pipeline group) have the same index and must read
+    the same. Without arguments it is for use within the function that is given as `data`, or in the iterable that it
+    returns: the shard of the run that reads it. Elsewhere it takes the config of the run, and starts JAX.
+
+    Args:
+        config: see `Trainer`.
+        overrides: `key=value` texts.
+        keys: sections or keys of the config.
+
+    Returns:
+        the index, from 0, and the number of shards; a local batch has `data.global_batch / count` rows.
+
+    Raises:
+        UserError: no run reads data here and no config is given, or the layout does not fit the devices.
+    """
+    if config is None and not overrides and not keys:
+        shard = current_shard()
+        if shard is None:
+            expected = "expected a call within the function given as `data`, or the config of the run as arguments"
+            raise UserError(f"data_shard: no run reads data here; {expected}")
+    else:
+        loaded = load_config(config, *overrides, **keys)
+        shard = process_shard(loaded, runtime.start(loaded.simulate))
+    return shard.index, shard.count
 
 
 def train(config: ConfigSource = None, *overrides: str, **arguments: Any) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program
 from jaxtrain.core.resolve import ConfigSource, load_config, with_layout
 from jaxtrain.core.state import evaluated_parameters, non_trainable
-from jaxtrain.data.iterables import as_dataset
+from jaxtrain.data.objects.iterables import separate
+from jaxtrain.data.objects.open import RowsOf, as_dataset
 from jaxtrain.errors import UserError
 from jaxtrain.trackers.base import Tracker
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer.continuation import Resume
+from jaxtrain.trainer.data.open_objects import keep_place, open_eval_data
 from jaxtrain.trainer.loop import Progress
 from jaxtrain.trainer.run_training import Result, result_of, run_steps
 from jaxtrain.trainer.setup import new_run_directory, open_trainer
@@ -69,9 +71,11 @@ class Trainer:
             `model.weights` map them to others, and its `strict` tells if all must be there.
         optimizer: an optax transformation; its learning rate, decay and clipping are its own.
         loss: function `(model, batch) -> loss`, see docs/own-models.md.
-        data: an object with `batch(step, rows)`, a {name: array} of all rows, or an iterable of global batches, or a
-            function that returns one.
+        data: an object with `batch(step, rows)`; a {name: array}, `datasets.Dataset` or torch `Dataset` of all rows;
+            or an iterable of batches, such as a loader, or a function that returns one.
         eval_data: validation data, likewise.
+        rows: of the batches of iterables. "global": all rows of a step, the same on every process; "local": those of
+            this process, see `jaxtrain.data_shard`.
         metrics: name -> function `(model, batch)` of validation, which returns a mean of the rows or (sum, weight).
         callbacks: called after the default ones, see `jaxtrain.Callback`.
         trackers: receive metrics and events, see `jaxtrain.Tracker`, beside those of `log`.
@@ -101,6 +105,7 @@ class Trainer:
         loss: Callable[..., Any] | Mapping[str, Any] | str | None = None,
         data: Any = None,
         eval_data: Any = None,
+        rows: RowsOf = "global",
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         callbacks: Sequence[Callback] = (),
         trackers: Sequence[Tracker] = (),
@@ -117,9 +122,10 @@ class Trainer:
         sections = {name: value for name, value in given.items() if _is_section(value)}
         keys |= sections
         objects = {name: value for name, value in given.items() if name not in sections}
-        self._components = Components(weights=weights, eval_data=eval_data, metrics=metrics, **objects)
+        self._components = Components(weights=weights, eval_data=eval_data, rows=rows, metrics=metrics, **objects)
         _check_exclusive(self._components, overrides, keys)
         self.config: Config = with_layout(with_objects(load_config(config, *overrides, **keys), self._components))
+        self._components = keep_place(self._components, self.config.data.global_batch)
         self._callbacks, self._trackers = list(callbacks), list(trackers)
         self._resume: Resume = resume
         self._options = {"profile": profile, "deadline": deadline, "verbose": verbose}
@@ -218,7 +224,8 @@ class Trainer:
             UserError: there is none.
         """
         run, state = self._opened(), self._state()
-        sets = run.eval_sets if data is None else {"eval/": as_dataset(data, self.config.data.global_batch)}
+        given = replace(self._components, eval_data=data)
+        sets = run.eval_sets if data is None else {"eval/": open_eval_data(run.config, given, once=True)}
         if not sets:
             raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
         count = self.config.eval.batches
@@ -247,7 +254,8 @@ class Trainer:
             metrics, and a tree of arrays like the parameters.
         """
         run = self._opened()
-        source = run.data if batch is None else as_dataset([batch], self.config.data.global_batch, name="batch")
+        rows = run.config.data.global_batch
+        source = separate(run.data) if batch is None else as_dataset([batch], rows, name="batch")
         placed = placer(source, run.program)(self.step if batch is None else 0)
         if self._inspect is None:
             self._inspect = jax.jit(lambda state, batch: run.program.step_with_gradients(state, batch)[1:])
@@ -287,6 +295,7 @@ class Trainer:
             callbacks=[*default_callbacks(self.config, **self._options), *self._callbacks],
         )  # fmt: skip
         self._run, self._progress, self._is_new = run, Progress(state, step), True
+        self.config = run.config  # with the steps of its epochs
         self._ledger = None  # the next one accounts for the next part
         self._forward = self._inspect = None
 

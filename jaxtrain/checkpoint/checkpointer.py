@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from jaxtrain.distributed.multihost import barrier, broadcast, first_message
 from jaxtrain.distributed.save_fence import SaveFence
 from jaxtrain.errors import CheckpointError
 from jaxtrain.io.retry import RETRY_DELAYS
+
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 class Checkpointer(CheckpointReader):
@@ -176,6 +178,7 @@ class Checkpointer(CheckpointReader):
         *,
         manifest: dict[str, Any],
         metrics: dict[str, float] | None = None,
+        files: Mapping[str, str] = NO_FILES,
         copy: bool = True,
     ) -> bool:
         """Starts a save; the state may be donated to the next step as soon as this returns.
@@ -191,6 +194,7 @@ class Checkpointer(CheckpointReader):
           state: pytree of jax.Arrays with any shardings; each process writes its shards (of replica 0).
           manifest: JSON-able description of the run for `restore`.
           metrics: finite numbers by which `keep_best` ranks.
+          files: {name: text} of further files of this process, see `files.DATA_FILE`.
           copy: False if nobody donates the state before `wait` returns (one process): it is written without a copy.
 
         Returns:
@@ -212,12 +216,13 @@ class Checkpointer(CheckpointReader):
         save = PendingSave(
             step, content, prepare, no_op, begun, waited=waited, tries=tries, scheduled_step=scheduled_step
         )
-        again = partial(self.save, step, state, manifest=manifest, metrics=metrics)
+        again = partial(self.save, step, state, manifest=manifest, metrics=metrics, files=files)
         self._saver.hold_for_retry(list(arrays.values()), again)
         if not self._should_write(save):
             return False
         try:
-            save.folder, save.write = self._start_writing(step, arrays, copy)
+            save.folder, write = self._start_writing(step, arrays, copy)
+            save.write = partial(_write_all, write, save.folder, files)
         except Exception as error:  # errors of orbax and the file system are reported, and training continues
             if self._is_alone:
                 self._saver.fail(save, failure_reason(error))
@@ -351,6 +356,14 @@ class Checkpointer(CheckpointReader):
         """Deletes steps beyond the limit and returns them; and those that a rewind left, once a later one is saved."""
         self.store.delete_abandoned()
         return self.store.prune(self.retention, held=() if self._copier is None else self._copier.held())
+
+
+def _write_all(write: Callable[[], None], folder: Path, files: Mapping[str, str]) -> None:
+    """Waits until the state is written, and adds files to its folder."""
+    write()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _raise(error: Exception) -> None:

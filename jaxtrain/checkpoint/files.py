@@ -18,6 +18,7 @@ from jaxtrain.io.atomic import fsync, write_atomic
 
 MARKER = "jaxtrain.json"  # written last: a step without it is not committed
 FORMAT = 1
+DATA_FILE = "data/process_{}.json"  # place of a process in its data
 PART = "jaxtrain.files-{}.json"  # checksums of one process, merged into the marker
 _CHUNK = 4 << 20
 _DISK_FULL = ("RESOURCE_EXHAUSTED", "No space left", "OUT_OF_RANGE", "File too large", "Disk quota")

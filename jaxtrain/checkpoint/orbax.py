@@ -21,7 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.futures import future, synchronization
 from orbax.checkpoint._src.metadata import array_metadata_store
 
-from jaxtrain.checkpoint.files import failure_reason
+from jaxtrain.checkpoint.files import DATA_FILE, failure_reason
 from jaxtrain.errors import CheckpointError
 
 NAME = "state"  # folder of the state in a step
@@ -107,7 +107,7 @@ def files_of_process(folder: Path, process: int) -> list[str]:
 
     Of a thousand processes on a network file system, each would list a thousand entries.
     """
-    found = [f"{NAME}/array_metadatas/process_{process}"]
+    found = [f"{NAME}/array_metadatas/process_{process}", DATA_FILE.format(process)]
     for root, _, names in os.walk(folder / NAME / f"ocdbt.process_{process}"):
         found += [os.path.relpath(os.path.join(root, name), folder) for name in names]
     return sorted(name for name in found if (folder / name).exists())
@@ -115,7 +115,8 @@ def files_of_process(folder: Path, process: int) -> list[str]:
 
 def written_by_another(name: str) -> bool:
     """Returns whether a process above 0 wrote a file of a step, by its relative name: see `files_of_process`."""
-    return re.match(rf"{NAME}/(ocdbt\.process_[1-9]\d*/|array_metadatas/process_[1-9])", name) is not None
+    own = rf"({NAME}/(ocdbt\.process_[1-9]\d*/|array_metadatas/process_[1-9])|data/process_[1-9])"
+    return re.match(own, name) is not None
 
 
 def _part_handler(await_others: Callable[[], None]) -> tuple[type[_HANDLER], list[Path]]:

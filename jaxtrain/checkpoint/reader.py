@@ -103,6 +103,15 @@ class CheckpointReader:
         make_donatable(arrays)
         return (unflatten(arrays, abstract_state), marker["manifest"]), None
 
+    def read_file(self, step: int, name: str) -> str | None:
+        """Returns the text of a further file of a step, see `Checkpointer.save`; None if the step has none."""
+        if name not in self.store.read(step)["files"]:
+            return None
+        try:
+            return (self.store.path(step) / name).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(self._describe(step, f"has a file that cannot be read: {error}")) from error
+
     def latest_good(self) -> int | None:
         """Returns the newest step whose every byte is intact, the same on every process; None if there is none.
 

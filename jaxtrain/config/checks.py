@@ -334,17 +334,23 @@ def _faults(config: Config) -> Iterator[Conflict]:
 
 
 def _steps(config: Config) -> Iterator[Conflict]:
-    """Checks the microbatches of a step, and the learning-rate schedule over all steps."""
-    batch, microbatches, steps, schedule = (
-        config.data.global_batch,
-        config.step.microbatches,
-        config.steps,
-        config.schedule,
-    )
+    """Checks the microbatches of a step, that steps or epochs are given, and the schedule over all steps."""
+    batch, microbatches, steps = config.data.global_batch, config.step.microbatches, config.steps
     if batch % microbatches:
         sizes = join_words(divisors(batch, microbatches))
         message = f"{microbatches} microbatches do not divide data.global_batch {batch}; expected e.g. {sizes}"
         yield Conflict(("step.microbatches", "data.global_batch"), message)
+    if config.epochs is not None:
+        if "steps" in config.model_fields_set:
+            message = f"{config.epochs} epochs and {steps} steps are both given; expected one of them"
+            yield Conflict(("epochs", "steps"), message)
+        return  # the data tells the steps
+    yield from schedule_problems(config)
+
+
+def schedule_problems(config: Config) -> Iterator[Conflict]:
+    """Checks the learning-rate schedule over all steps."""
+    steps, schedule = config.steps, config.schedule
     warmup = min(schedule.warmup_steps, steps)
     if schedule.name == "wsd" and warmup < steps < warmup + schedule.decay_fraction * steps:
         message = f"a decay over {schedule.decay_fraction:g} of {steps} steps does not fit after {warmup} of warm-up"
@@ -354,7 +360,7 @@ def _steps(config: Config) -> Iterator[Conflict]:
 def config_notes(config: Config) -> list[str]:
     """Returns a line for each value that has less effect than it seems."""
     steps, warmup, notes = config.steps, config.schedule.warmup_steps, []
-    if warmup > steps:
+    if warmup > steps and config.epochs is None:
         notes.append(f"schedule.warmup_steps: {warmup} is cut to the {steps} steps of the run")
     best = config.checkpoint.best_metric
     is_ranked_by_eval = config.checkpoint.keep_best > 0 and best.startswith("eval/")

@@ -321,6 +321,7 @@ class Config(Section):
     dir: str = key("runs", "parent folder; the run writes to DIR/NAME")
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = key(0, "seed of initialisation, data order and dropout")
     steps: PositiveInt = key(1000, "optimizer steps")
+    epochs: PositiveInt | None = key(None, "epochs, in place of `steps`, of data whose length is known")
     simulate: Devices | None = key(None, "run on this many simulated CPU devices")
     precision: Literal["fp32", "bf16", "fp16", "bf16_pure"] = key(
         "bf16", "dtype policy; bf16 and fp16 have float32 master weights, fp16 scales the loss"
@@ -350,6 +351,11 @@ class Config(Section):
     callbacks: tuple[PluginConfig, ...] = key((), "users' own callbacks, called between steps")
     guard: GuardConfig = section(GuardConfig, "checks of the run's health")
     debug: DebugConfig = section(DebugConfig, "tests of the training system itself")
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omits the steps that follow from `epochs`, so that the data tells them when the config is read again."""
+        return {key: value for key, value in serialize(self).items() if self.epochs is None or key != "steps"}
 
     @property
     def has_layout(self) -> bool:

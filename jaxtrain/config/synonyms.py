@@ -40,7 +40,7 @@ _NAMES = {
         "max_steps", "num_steps", "train_steps", "num_train_steps", "training_steps", "max_iters", "train_iters",
         "total_steps",
     ),
-    "`steps` (steps = epochs x rows / data.global_batch)": ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
+    "`epochs`": ("num_epochs", "num_train_epochs", "max_epochs"),
     "`step.microbatches`": (
         "gradient_accumulation_steps", "grad_accum_steps", "accumulate_grad_batches", "accumulation_steps",
         "num_microbatches", "grad_accum",

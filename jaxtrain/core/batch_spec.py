@@ -16,7 +16,10 @@ TOKENS = {"tokens": jnp.int32, "targets": jnp.int32, "positions": jnp.int32, "se
 
 def example_row(data: DataConfig, dataset: Any) -> Mapping[str, Any] | None:
     """Returns a row of a user's own dataset, whose shapes no config tells; None for text."""
-    return None if data.is_text else dataset.batch(0, slice(0, 1))
+    if data.is_text:
+        return None
+    first_row = getattr(dataset, "first_row", None)  # of an iterable, which may be far beyond its batch 0
+    return dataset.batch(0, slice(0, 1)) if first_row is None else first_row()
 
 
 def batch_spec(

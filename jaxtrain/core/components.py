@@ -10,6 +10,8 @@ from typing import Any
 import optax
 
 from jaxtrain.config.schema import OBJECT, Config, OptimizerConfig, ScheduleConfig
+from jaxtrain.data.objects.iterables import IterableData
+from jaxtrain.data.objects.open import RowsOf
 from jaxtrain.errors import UserError
 
 
@@ -23,8 +25,9 @@ class Components:
         weights: a pytree of arrays, or a module: initial values of the variables of the same path.
         optimizer: an optax transformation with its own learning rate; those of the config have no effect.
         loss: function (model, batch) -> loss, as `loss.function` names one.
-        data: training data, see `data.iterables.as_dataset`.
+        data: training data, see `data.objects.open.as_dataset`.
         eval_data: validation data; {name: data} for several sets.
+        rows: of the batches of iterables: "global", or "local", those of this process.
         metrics: name -> function of (model, batch), of validation, beside those of `eval.metrics`.
     """
 
@@ -34,6 +37,7 @@ class Components:
     loss: Callable[..., Any] | None = None
     data: Any = None
     eval_data: Any = None
+    rows: RowsOf = "global"
     metrics: Mapping[str, Callable[..., Any]] | None = None
 
 
@@ -47,6 +51,7 @@ def object_names(components: Components) -> dict[str, str]:
 
 
 def _qualified_name(value: Any) -> str:
+    value = value.source if isinstance(value, IterableData) else value
     named: Any = value.init if isinstance(value, optax.GradientTransformation) else value
     named = named if hasattr(named, "__qualname__") else type(named)
     return f"{getattr(named, '__module__', None) or type(value).__module__}:{named.__qualname__}"
@@ -58,6 +63,8 @@ def with_objects(config: Config, components: Components) -> Config:
     Raises:
         UserError: the optimizer is no optax transformation.
     """
+    if components.rows not in ("global", "local"):
+        raise UserError(f'rows: found {components.rows!r}; expected "global" or "local"')
     if components.model is not None:
         config = with_model_type(config, components.model)
     if components.optimizer is not None:

@@ -1,17 +1,22 @@
-"""Placement of host rows on devices: each process reads only the rows that its devices hold."""
+"""Placement of host rows on devices, and the rows that each process holds: it reads only these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.config.schema import Config
 from jaxtrain.core.program import Program
+from jaxtrain.data.objects.shard import DataShard
 from jaxtrain.errors import UserError
 from jaxtrain.models.spec import has_token_rows
 from jaxtrain.sharding.context_parallel import zigzag
+from jaxtrain.sharding.devices import make_mesh
+from jaxtrain.sharding.layout import resolve_layout
 from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.sharding.sharder import Sharder
 
@@ -47,10 +52,14 @@ class Placer:
         self._position = np.full(global_batch, -1)
         self._position[self.local_rows] = np.arange(len(self.local_rows))
 
+    @property
+    def host_rows(self) -> slice | np.ndarray:
+        """Rows of the global batch that this process reads."""
+        return slice(None) if len(self.local_rows) == self._rows else self.local_rows
+
     def __call__(self, step: int) -> dict[str, jax.Array]:
         """Returns the device batch of a step: arrays of `global_batch` rows."""
-        holds_all = len(self.local_rows) == self._rows
-        host = self._fetch(step, slice(None) if holds_all else self.local_rows)
+        host = self._fetch(step, self.host_rows)
         return {name: self._place(np.asarray(rows)) for name, rows in host.items()}
 
     def _place(self, rows: np.ndarray) -> jax.Array:
@@ -89,3 +98,40 @@ def row_order(context_parallel: str, sequence: int, sharder: Sharder) -> np.ndar
     """
     shards = sharder.size(CONTEXT)
     return zigzag(sequence, shards) if context_parallel == "ring" and shards > 1 else None
+
+
+def process_shard(config: Config, devices: Sequence[Any]) -> DataShard:
+    """Returns the share of the rows that this process holds on the mesh of a config.
+
+    Raises:
+        UserError: the layout does not fit the devices, or processes hold overlapping rows.
+    """
+    layout = resolve_layout(config.layout, config.mesh, config.axis_rules, len(devices))
+    sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
+    rows = config.data.global_batch
+    spans = batch_sharding(sharder, 1, False).devices_indices_map((rows,))
+    held: dict[int, set[int]] = defaultdict(set)
+    for device, index in spans.items():
+        held[device.process_index] |= set(range(*index[0].indices(rows)) if index else range(rows))
+    return shard_of({process: tuple(sorted(found)) for process, found in held.items()}, rows, jax.process_index())
+
+
+def shard_of(held: Mapping[int, tuple[int, ...]], rows: int, process: int) -> DataShard:
+    """Returns the share of a process.
+
+    Args:
+        held: process -> its rows, ascending.
+        rows: of the global batch.
+        process: number of the process.
+
+    Raises:
+        UserError: two processes hold some rows in common, but not all.
+    """
+    shares = sorted(set(held.values()))
+    if sum(map(len, shares)) != rows or len({len(share) for share in shares}) != 1:
+        message = "processes hold some rows of the batch in common, but not all"
+        raise UserError(f"mesh: {message}; expected the devices of a process to hold whole shares of the rows")
+    own = held[process]
+    peers = tuple(sorted(other for other, found in held.items() if found == own))
+    leaders = tuple(min(other for other, found in held.items() if found == share) for share in shares)
+    return DataShard(shares.index(own), len(shares), own, peers, leaders)

@@ -118,6 +118,12 @@ class TextDataset:
         rows = local[source == 0]
         return float(rows[0]) / self._packers[0].rows if rows.size else 0.0
 
+    @property
+    def epoch_rows(self) -> int | None:
+        """Rows of an epoch of training; None for a mixture, whose sources have epochs of their own."""
+        packer = self._packers[0]
+        return packer.rows if self._mixture is not None and len(self._packers) == 1 and packer is not None else None
+
     def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
         """Returns the batch of a step, or some of its rows.
 

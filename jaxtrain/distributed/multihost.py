@@ -44,3 +44,10 @@ def is_same(digest: Callable[[], bytes]) -> bool:
         return True
     rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest(), np.uint8)))
     return bool((rows == rows[0]).all())
+
+
+def gather_bytes(value: bytes) -> list[bytes]:
+    """Returns the bytes of every process, of one length, by process."""
+    if jax.process_count() == 1:
+        return [value]
+    return [bytes(row) for row in np.asarray(multihost_utils.process_allgather(np.frombuffer(value, np.uint8)))]

@@ -7,6 +7,8 @@ from typing import Any
 from jaxtrain.config.schema import Config
 from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import ConfigSource, load_config
+from jaxtrain.data.dataset import open_dataset
+from jaxtrain.data.epochs import with_steps
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.errors import Problem
 from jaxtrain.models.spec import is_decoder, vocabulary_size
@@ -17,7 +19,7 @@ from jaxtrain.planning.hardware.targets import Target
 def config_for_target(source: ConfigSource, *overrides: str, target: Target, **keys: Any) -> tuple[Config, int | None]:
     """Returns the config, checked against the devices of the target, and the vocabulary size of its decoder.
 
-    Does not need the data; needs the tokenizer only if `model.vocab` is not set.
+    Needs the data only for the steps of `epochs`, and the tokenizer only if `model.vocab` is not set.
 
     Args:
         source: see `core.resolve.load_config`.
@@ -37,6 +39,8 @@ def config_for_target(source: ConfigSource, *overrides: str, target: Target, **k
         return problems
 
     config = load_config(source, *overrides, paths=False, checks=[check], **keys)
+    if config.epochs is not None:
+        config = with_steps(config, open_dataset(config.data, config.seed))
     return config, decoder_vocabulary(config)
 
 

@@ -38,7 +38,7 @@ _FIXED = {
     "optimizer.name": "the saved optimizer state belongs to it",
 }
 # Keys that change the mathematics of later steps: then the guarantee is "changed".
-_MATHEMATICS = ("optimizer", "schedule", "loss", "precision", "steps", "model", "data", "seed", "guard")
+_MATHEMATICS = ("optimizer", "schedule", "loss", "precision", "steps", "epochs", "model", "data", "seed", "guard")
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
 # Keys of a fixed section that do not decide its weights.
@@ -100,8 +100,8 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guaran
 
 
 def _changes_mathematics(key: str, after: dict[str, Any]) -> bool:
-    """Returns whether a key changes the mathematics. `steps` does, unless the schedule does not depend on it."""
-    if key == "steps" and after.get("schedule.name") in ("constant", "inverse_sqrt"):
+    """Returns whether a key changes the mathematics. The steps do, unless the schedule does not depend on them."""
+    if key in ("steps", "epochs") and after.get("schedule.name") in ("constant", "inverse_sqrt"):
         return False
     return _under(key, _MATHEMATICS)
 

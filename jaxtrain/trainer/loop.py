@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.core.program import State
-from jaxtrain.errors import EndOfData
+from jaxtrain.errors import BatchError, EndOfData
 from jaxtrain.trainer.requests import Request
 from jaxtrain.trainer.signals import Signals
 from jaxtrain.trainer.training_run import TrainingRun
@@ -36,10 +36,14 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             try:
                 with ledger.phase("data"):
                     batch = batches.batch_at(progress.step)
-            except EndOfData as end:
+            except (EndOfData, BatchError) as end:
                 if progress.step == 0:
                     raise
                 pending = finish_early(trainer, progress, pending, str(end))
+                if isinstance(end, BatchError):
+                    trainer.wait_for_checkpoints()
+                    trainer.report_checkpoints()
+                    raise
                 break
             progress.state, metrics = trainer.step(progress.state, batch, progress.step)
             log(trainer, pending)

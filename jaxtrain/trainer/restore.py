@@ -11,8 +11,10 @@ from jaxtrain.callbacks.base import Callback
 from jaxtrain.checkpoint import Checkpointer, read_manifest
 from jaxtrain.core.program import State
 from jaxtrain.core.spike_detection import initial as empty_window
+from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.errors import ConfigError, Problem, UserError
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
+from jaxtrain.trainer.data.place import restore_data
 from jaxtrain.trainer.initial_state import initial_state
 from jaxtrain.trainer.training_run import TrainingRun
 
@@ -46,6 +48,7 @@ def restore(trainer: TrainingRun, info: dict[str, Any]) -> tuple[State, int]:
         state, saved = restore_checkpoint(checkpointer, trainer.program.state, chosen)
     step = int(jax.device_get(state["step"]))
     _resume(trainer, info, step, saved, f"checkpoint {step} of {checkpointer.origin(step)}", checkpointer.origin(step))
+    _resume_data(trainer, info, step, saved, checkpointer)
     return state, step
 
 
@@ -98,6 +101,7 @@ def _from_callbacks(trainer: TrainingRun, newest: int, info: dict[str, Any]) -> 
     if state is None:
         return None
     _resume(trainer, info, source.step, source.manifest, f"step {source.step} of {source.name}", source.name)
+    _resume_data(trainer, info, source.step, source.manifest, None)
     return state, source.step
 
 
@@ -116,6 +120,17 @@ def _resume(
     info |= {"guarantee": level, "reasons": reasons, "restored": origin}
     trainer.console.print(f"restored  {restored}")
     trainer.console.print(f"guarantee {GUARANTEES[level]}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+
+
+def _resume_data(
+    trainer: TrainingRun, info: dict[str, Any], step: int, saved: dict[str, Any], checkpointer: Checkpointer | None
+) -> None:
+    """Brings data that is an iterable to its place after `step` steps, and prints how."""
+    with trainer.ledger.phase("restore"):
+        text = restore_data(trainer.data, checkpointer, step, saved, merge_ranges(saved.get("skips", ())))
+    if text is not None:
+        info["data"] = text
+        trainer.console.print(f"data: {text}")
 
 
 def _print_warnings(trainer: TrainingRun) -> None:

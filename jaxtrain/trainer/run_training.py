@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.core.program import Program, State
 from jaxtrain.distributed.runtime import generation, process_count
-from jaxtrain.errors import NotSavedError, TrainingError, UserError
+from jaxtrain.errors import BatchError, NotSavedError, TrainingError, UserError
 from jaxtrain.io.figure import Plot
 from jaxtrain.reports.history import RunHistory, read_history
 from jaxtrain.reports.loss_plot import run_figure
@@ -99,7 +99,8 @@ def run_steps(trainer: TrainingRun, progress: Progress) -> Generator[None]:
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".strip()
         trainer.callbacks.each(Callback.on_exception, trainer, error)
-        if generation() is None:  # a launcher ends the others itself, and says which one failed
+        # A launcher ends the others itself, and says which one failed; of data that failed all of them know.
+        if generation() is None and not isinstance(error, BatchError):
             trainer.requests.report_failure(text)
         trainer.stop(trainer.ledger.step, text)
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -125,5 +126,7 @@ def resume_command(trainer: TrainingRun, step: int) -> str:
     called = sys.argv[0]
     is_found = Path(called).name != "jaxtrain" or shutil.which("jaxtrain") == os.path.abspath(called)
     program = "jaxtrain" if is_found else min(os.path.relpath(called), os.path.abspath(called), key=len)
-    more = f" steps={step + trainer.config.steps}" if step >= trainer.config.steps else ""
+    steps, epochs = trainer.config.steps, trainer.config.epochs
+    longer = f" steps={step + steps}" if epochs is None else f" epochs={2 * epochs}"
+    more = longer if step >= steps else ""
     return f"{shlex.quote(program)} resume {shlex.quote(str(trainer.dir))}{more}"

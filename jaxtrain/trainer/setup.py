@@ -19,9 +19,9 @@ from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.components import NO_COMPONENTS, Components, object_names
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
-from jaxtrain.data.iterables import IterableData, as_dataset
+from jaxtrain.data.epochs import with_steps
 from jaxtrain.distributed import runtime
-from jaxtrain.distributed.multihost import broadcast, first_message, is_same
+from jaxtrain.distributed.multihost import broadcast, first_message
 from jaxtrain.distributed.save_fence import save_fence
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import check_permutes_on_first_call
@@ -39,6 +39,8 @@ from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter, device_memory
 from jaxtrain.trainer.compatibility import environment
 from jaxtrain.trainer.continuation import Resume, can_continue
+from jaxtrain.trainer.data.open_objects import open_eval_data, open_objects
+from jaxtrain.trainer.data.place import described
 from jaxtrain.trainer.initial_state import check_exists, initial_state
 from jaxtrain.trainer.restore import restore
 from jaxtrain.trainer.training_run import TrainingRun
@@ -79,6 +81,8 @@ def open_trainer(
     is_main = jax.process_index() == 0
     console.console.quiet = not is_main
     data, eval_sets = open_data(config, console, components)
+    config = with_steps(config, data)
+    console.status.total = config.steps
     hooks = CallbackList(callbacks)
     program = _build(hooks.program_config(config, directory), data, devices, components)
     is_continued = resume == "auto" and _holds_run(config, directory)
@@ -140,27 +144,14 @@ def open_data(
         UserError: bad data, or an iterable whose first batch differs between processes.
     """
     if config.data.is_object:
-        return _open_objects(config, components)
+        return open_objects(config, components)
     progress = _cache_progress(console)
     data, held_out = open_datasets(config.data, config.seed, progress)
     if components.eval_data is not None:
-        held_out = as_dataset(components.eval_data, config.data.global_batch, config.seed, "eval_data")
+        held_out = open_eval_data(config, components)
     sets = {"eval/": held_out} if held_out is not None else {}
     named = open_validation_sets(config.data, config.eval.sets, config.seed, progress)
     return data, sets | {f"eval/{name}/": split for name, split in named.items()}
-
-
-def _open_objects(config: Config, components: Components) -> tuple[Any, dict[str, Any]]:
-    if components.data is None:
-        raise UserError("data: the run has some that was given in Python; expected it again, as `data=...`")
-    rows = config.data.global_batch
-    data = as_dataset(components.data, rows, config.seed, "data")
-    if isinstance(data, IterableData) and not is_same(data.first_digest):
-        message = "its first batch differs between processes; expected the same global batches on all"
-        raise UserError(f"data: {message}")
-    if components.eval_data is None:
-        return data, {}
-    return data, {"eval/": as_dataset(components.eval_data, rows, config.seed, "eval_data")}
 
 
 def open_checkpointer(config: Config, directory: Path) -> Checkpointer:
@@ -183,6 +174,7 @@ def _assemble(
     manifest = environment(
         saved, program.sharder.mesh, data=getattr(data, "fingerprint", None),
         schedule_free=is_schedule_free(program.state["opt_state"]), objects=object_names(program.components),
+        **described(data),
     )  # fmt: skip
     members = TrackerList([*trackers, *([console] if is_main else [])], console.print)
     has_tokens = has_token_rows(config.model, config.data)
@@ -250,6 +242,6 @@ def _flops(config: Config, program: Program, data: Any, items: int) -> Flops | N
         vocab = program.model_def.parameters["embed"]["table"].shape[0]
         again = recomputes(vocab, config.loss.vocab_chunks, program.sharder)
         return decoder_flops(config.model, vocab, config.data.sequence, config.step.saved_values, again)
-    host = data.batch(0, slice(0, 1))
+    host = example_row(config.data, data) or data.batch(0, slice(0, 1))
     shapes = {name: (config.data.global_batch, *value.shape[1:]) for name, value in host.items()}
     return user_flops(program.model_def.abstract(), shapes, items)

@@ -17,7 +17,7 @@ from jaxtrain.core.placement import Placer, placer
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.stage_timing import stage_costs
 from jaxtrain.core.state import evaluated_parameters, non_trainable
-from jaxtrain.data.skipped_batches import batch_index, merge_ranges
+from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
 from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.models.model_def import leaks_in_one_line
@@ -26,6 +26,8 @@ from jaxtrain.trackers.base import TrackerList
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trackers.meter import Meter
+from jaxtrain.trainer.data.batch_reader import make_reader
+from jaxtrain.trainer.data.place import check_can_go_back, data_files, restore_data
 from jaxtrain.trainer.input_pipeline import BatchFeed
 from jaxtrain.trainer.requests import Request, Requests
 
@@ -80,8 +82,13 @@ class TrainingRun:
 
     def batches(self) -> BatchFeed:
         """Returns the prefetched device batches of training."""
-        fetch = self.callbacks.wrap_fetch(self.placer(self.data))
-        return BatchFeed(fetch, lambda: merge_ranges(self.manifest.get("skips", ())), self.config.steps)
+        reader = make_reader(self.data, self.config.data.is_text)
+        place = self.placer(reader)
+        reader.rows = place.host_rows
+        return BatchFeed(self.callbacks.wrap_fetch(place), self._skips, self.config.steps, reader)
+
+    def _skips(self) -> BatchRanges:
+        return merge_ranges(self.manifest.get("skips", ()))
 
     def step(self, state: State, batch: Any, step: int) -> tuple[State, dict[str, jax.Array]]:
         """Dispatches the step after `step`. Returns (state, metrics on the device)."""
@@ -111,9 +118,10 @@ class TrainingRun:
         """Starts a checkpoint, unless a callback objects. The newest validation ranks it if this step has none."""
         if self.callbacks.allows_save(self, state, step, is_last):
             scores = scores or {name: value for name, value in self.latest_metrics.items() if name.startswith("eval/")}
+            files = data_files(self.data, step, self._skips(), self.trackers)
             manifest = self.manifest | {"callbacks": self.callbacks.state_dict()}
             with self.ledger.phase("checkpoint"):
-                self.checkpointer.save(step, state, manifest=manifest, metrics=scores)
+                self.checkpointer.save(step, state, manifest=manifest, metrics=scores, files=files)
 
     def rewind(self, state: State, step: int) -> tuple[State, int] | None:
         """Returns (state, step) of an earlier step if a callback wants to continue from there."""
@@ -127,7 +135,7 @@ class TrainingRun:
         if target is None:
             self.trackers.event("warning", text=f"no checkpoint before step {step} to go back to: training continues")
             return state, step
-        first = batch_index(target, merge_ranges(self.manifest.get("skips", ())))
+        first = batch_index(target, self._skips())
         skipped = (first, first + request.skip_batches) if request.skip_batches else None
         state, back = self.return_to(state, target, skipped)
         self.trackers.event("rollback", step=back, reason=request.reason, batches=f"{request.skip_batches} skipped")
@@ -152,6 +160,7 @@ class TrainingRun:
         Returns:
             (state, finished steps).
         """
+        check_can_go_back(self.data)
         for leaf in jax.tree.leaves(state):
             leaf.delete()  # frees its memory for the restored state
         with self.ledger.phase("restore"):
@@ -161,6 +170,8 @@ class TrainingRun:
         self.manifest["skips"] = [list(part) for part in skips]
         self.callbacks.load_state_dict(saved.get("callbacks", {}))
         step = int(jax.device_get(state["step"]))
+        if text := restore_data(self.data, self.checkpointer, step, saved, self._skips()):
+            self.trackers.event("data", step=step, text=text)
         self.trackers.rewind(step)
         return state, step
 
@@ -192,6 +203,7 @@ class TrainingRun:
 
     def request_rewind(self, steps: int, skip_batches: int = 0, reason: str = "") -> None:
         """Asks to go back to the newest checkpoint at least `steps` steps before, and to skip the batches after it."""
+        check_can_go_back(self.data)
         self.requests.ask(Request("rewind", reason, steps, skip_batches))
 
     def report_checkpoints(self) -> None:

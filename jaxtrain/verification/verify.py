@@ -20,7 +20,7 @@ from jaxtrain.core.program import Program, build_program, model_from_config
 from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.core.state import non_trainable
 from jaxtrain.data.dataset import open_datasets
-from jaxtrain.data.iterables import as_dataset
+from jaxtrain.data.objects.open import as_dataset
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words

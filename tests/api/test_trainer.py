@@ -254,7 +254,7 @@ def test_early_stopping_stops_where_an_uninterrupted_run_does(tmp_path):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (lambda: iter([1]), "data: a batch is int; expected a dict of arrays"),
+        (lambda: iter([1]), "data: batch 0 is int; expected a dict of arrays, such as"),
         (lambda: [{"x": np.zeros((3, 4))}], r"data: `x` of batch 0 has the shape \(3, 4\); expected 8 rows"),
         (lambda: [], "data: it ends after 0 batches"),
         (3, "data: int is no data; expected an object with `batch"),

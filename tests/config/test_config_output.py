@@ -74,7 +74,7 @@ def test_a_resolved_config_needs_no_other_files(tmp_path: Path) -> None:
     again, origin = resolve(run / "config.yaml")
     assert again == config
     assert again.layout == "own"
-    assert origin["rules.mlp"].endswith("config.yaml:21")
+    assert origin["rules.mlp"].endswith("config.yaml:22")
     moved = load(run / "config.yaml", "layout=ddp", "mesh.data=4")
     assert (moved.mesh.data, moved.mesh.model, moved.rules) == (4, 1, {"batch": ("data",)})
     assert load(run / "config.yaml", "rules.mlp=null").rules == {"batch": ("data",), "mlp": ()}
@@ -116,7 +116,7 @@ def test_diff_has_keys_values_and_origins(tmp_path: Path) -> None:
     keys = [line.split(": ")[0] for line in lines]
     assert keys == ["layout", "mesh.data", "mesh.fsdp", "rules.batch", "optimizer.lr", "rules.embed"]
     assert lines[0].startswith("layout: ddp -> fsdp  # default -> ")
-    assert lines[0].endswith("/b/config.yaml:9")
+    assert lines[0].endswith("/b/config.yaml:10")
     assert "optimizer.lr: 0.0003 -> 0.01  # default -> " in lines[4]
     assert "rules.embed: absent -> [fsdp]  # absent -> " in lines[5]
     assert diff_lines(tmp_path / "a.yaml", tmp_path / "a.yaml") == []

@@ -158,7 +158,7 @@ def test_sources_are_plain_paths(tmp_path: Path, text: str) -> None:
         ("hidden_size=64", "jaxtrain calls it `model.embed`"),
         ("model.hidden_size=64", "jaxtrain calls it `model.embed`"),
         ("num_layers=2", "jaxtrain calls it `model.layers`"),
-        ("epochs=3", "jaxtrain calls it `steps` (steps = epochs x rows / data.global_batch)"),
+        ("num_train_epochs=3", "jaxtrain calls it `epochs`"),
     ],
 )
 def test_names_of_other_trainers_are_answered_with_ours(override: str, name: str) -> None:
@@ -177,7 +177,7 @@ def test_names_of_other_trainers_are_answered_with_ours(override: str, name: str
         (["--lr", "1e-3"], "--lr is no option; config values are written key=value: optimizer.lr=1e-3"),
         (["--batch-size", "8"], "--batch-size is no option; config values are written key=value: data.global_batch=8"),
         (["--optimizer.lr", "1"], "--optimizer.lr is no option; config values are written key=value: optimizer.lr=1"),
-        (["--epochs", "3"], "--epochs is no option; jaxtrain calls it `steps` (steps = epochs x rows /"),
+        (["--epochs", "3"], "--epochs is no option; config values are written key=value: epochs=3"),
         (["--nonsense"], "unrecognized argument: --nonsense"),
     ],
 )
