@@ -7,6 +7,8 @@
 Nothing is imported before it is used, so that flags can be set before JAX starts.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import os

@@ -1,11 +1,13 @@
 """Exceptions of the package and helpers that format their messages."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 MAX_VALUE_LENGTH = 60  # characters of a value that a message quotes
 MAX_PROBLEMS = 50  # problems that one error lists
@@ -124,7 +126,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, dict):
         return "a section of keys" if value else "an empty section {}"
     if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}"
+        return f"a list of {len(cast('list[Any]', value))}"
     text = f'"{value[: MAX_VALUE_LENGTH + 1]}"' if isinstance(value, str) else str(value)
     return format_name(text)
 

@@ -107,3 +107,12 @@ def test_at_most_142_config_keys():
 def test_what_answers_before_jax_starts_does_not_import_it(module: str):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_public_interface_is_checked_strictly():
+    """`make lint` runs pyright; the comment makes it strict there, but for what JAX leaves untyped."""
+    source = ROOT / "jaxtrain"
+    public = [source / "__init__.py", source / "errors.py", source / "callbacks" / "base.py"]
+    public += [file for file in (source / "api").glob("*.py") if file.name != "__init__.py"]
+    strict = "# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false"
+    assert [file.name for file in public if strict not in file.read_text()] == []

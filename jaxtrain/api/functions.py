@@ -1,5 +1,7 @@
 """Public functions of the package, which the commands use, too."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import math
@@ -19,7 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.inference import eval_harness
 from jaxtrain.inference import model as inference
 from jaxtrain.trainer.run_training import Result
-from jaxtrain.verification import report  # noqa: F401  # shows an outcome in notebooks
+from jaxtrain.verification import report as report  # shows an outcome in notebooks
 from jaxtrain.verification.verify import Outcome
 from jaxtrain.verification.verify import verify as compare_layouts
 
@@ -232,5 +234,7 @@ def verify(
     """
     if devices < 1 or steps < 1:
         raise UserError("verify: expected at least 1 device and 1 step")
-    options = {"layouts": layouts, "devices": devices, "steps": steps, "inject": inject, "progress": progress}
-    return compare_layouts(config, *overrides, **options, components=Components(**objects))
+    return compare_layouts(
+        config, *overrides, layouts=layouts, devices=devices, steps=steps, inject=inject, progress=progress,
+        components=Components(**objects),
+    )  # fmt: skip

@@ -1,5 +1,7 @@
 """Conversion between run directories and Hugging Face model folders: weights, config, tokenizer files."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import json
@@ -9,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +196,7 @@ def _run_settings(source: Path, target: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def _new_folder(target: Path) -> Generator[Path]:
     """Yields a temporary folder that is renamed to `target` at the end, or deleted after an error."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} already exists; expected the name of a new folder")
@@ -211,7 +213,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _deleted_on_signals(folder: Path) -> Iterator[None]:
+def _deleted_on_signals(folder: Path) -> Generator[None]:
     """Deletes the folder also on SIGINT and SIGTERM, which end the process at once."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield

@@ -5,6 +5,8 @@ process before a step. Each worker runs it with JAXTRAIN_RUN, the folder of the 
 the present processes.
 """
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import os

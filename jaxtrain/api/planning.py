@@ -1,5 +1,7 @@
 """Plans and searches of layouts from Python. Other processes compile; this one does not import JAX."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -10,7 +12,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.planning.hardware.targets import missing_packages, parse
 from jaxtrain.planning.pods import MAX_DEVICES
 from jaxtrain.planning.predict import predict
-from jaxtrain.planning.report import figure, page  # noqa: F401  # they show a plan in notebooks
+from jaxtrain.planning.report import figure as figure  # shows a plan in notebooks
+from jaxtrain.planning.report import page as page
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search.ranking import SearchResult
 from jaxtrain.planning.search.search import search as rank_layouts

@@ -1,10 +1,13 @@
 """The history of a run from Python. Does not import JAX."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from pathlib import Path
 
-from jaxtrain.reports import loss_plot, page  # noqa: F401  # they show the history in notebooks
+from jaxtrain.reports import loss_plot as loss_plot  # shows the history in notebooks
+from jaxtrain.reports import page as page
 from jaxtrain.reports.history import RunHistory, read_history
 
 

@@ -1,9 +1,11 @@
 """Train state that says in one line that it was used too late."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -27,7 +29,9 @@ class StepState(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = self._checked()[name]
-        return StepState(value, self._step, self._now) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return StepState(cast("dict[str, Any]", value), self._step, self._now)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tree)
@@ -44,7 +48,8 @@ class StepState(Mapping[str, Any]):
             raise UserError(f"state: {message}; expected a copy before: jax.tree.map(jnp.copy, trainer.state)")
         return self._tree
 
-    def _flatten(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    def flatten(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        """Returns the entries with their keys, as JAX asks for them."""
         tree, names = self._checked(), tuple(sorted(self._tree))
         return [(jax.tree_util.DictKey(name), tree[name]) for name in names], names
 
@@ -53,4 +58,4 @@ def _unflatten(names: Any, values: Iterable[Any]) -> Any:
     return dict(zip(names, values))
 
 
-jax.tree_util.register_pytree_with_keys(StepState, StepState._flatten, _unflatten)
+jax.tree_util.register_pytree_with_keys(StepState, StepState.flatten, _unflatten)

@@ -1,12 +1,14 @@
 """`jaxtrain.Trainer`: a training run from Python."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -128,7 +130,7 @@ class Trainer:
         self._components = keep_place(self._components, self.config.data.global_batch)
         self._callbacks, self._trackers = list(callbacks), list(trackers)
         self._resume: Resume = resume
-        self._options = {"profile": profile, "deadline": deadline, "verbose": verbose}
+        self._options: dict[str, Any] = {"profile": profile, "deadline": deadline, "verbose": verbose}
         self._console, self._ledger = console, ledger
         self._directory = None if run_dir is None else Path(run_dir)
         self._run: TrainingRun | None = None
@@ -237,11 +239,15 @@ class Trainer:
         Args:
             inputs: array of rows, or a tuple of arguments of the model's call.
         """
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        arguments = cast("tuple[Any, ...]", inputs) if isinstance(inputs, tuple) else (inputs,)
         state = self._state()
         if self._forward is None:
             bind = self.program.model_def.bind
-            self._forward = jax.jit(lambda params, other, *args: bind(params, other, None, False)(*args))
+
+            def forward(params: Any, other: Any, *args: Any) -> Any:
+                return bind(params, other, None, False)(*args)
+
+            self._forward = cast("Callable[..., Any]", jax.jit(forward))
         return self._forward(evaluated_parameters(state), non_trainable(state), *map(np.asarray, arguments))
 
     def gradients(self, batch: Mapping[str, Any] | None = None) -> tuple[dict[str, float], Any]:
@@ -258,7 +264,11 @@ class Trainer:
         source = separate(run.data) if batch is None else as_dataset([batch], rows, name="batch")
         placed = placer(source, run.program)(self.step if batch is None else 0)
         if self._inspect is None:
-            self._inspect = jax.jit(lambda state, batch: run.program.step_with_gradients(state, batch)[1:])
+
+            def inspect(state: Any, batch: Any) -> Any:
+                return run.program.step_with_gradients(state, batch)[1:]
+
+            self._inspect = cast("Callable[..., Any]", jax.jit(inspect))
         metrics, gradients = self._inspect(self._state(), placed)
         return {name: float(value) for name, value in jax.device_get(metrics).items()}, gradients
 
@@ -302,9 +312,9 @@ class Trainer:
 
 def _is_section(value: Any) -> bool:
     """Returns whether an argument is a section of the config, not an object: a text, or a dict without arrays."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, Mapping) and not any(hasattr(item, "shape") for item in value.values())
+    if not isinstance(value, Mapping):
+        return isinstance(value, str)
+    return not any(hasattr(item, "shape") for item in cast("Mapping[Any, Any]", value).values())
 
 
 def _check_exclusive(components: Components, overrides: Sequence[str], keys: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Base of all callbacks: objects that watch a run, or act on it between steps."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from collections import Counter

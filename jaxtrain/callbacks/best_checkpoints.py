@@ -1,5 +1,7 @@
 """Checkpoints of the best validations."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import math

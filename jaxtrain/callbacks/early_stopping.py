@@ -1,5 +1,7 @@
 """End of a run whose metric gets no better."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import math
