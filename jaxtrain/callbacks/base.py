@@ -74,6 +74,10 @@ class TrainerView(Protocol):
         """Asks to go back to the newest checkpoint at least `steps` steps before, and to skip the batches after it."""
         ...
 
+    def request_call(self, name: str) -> None:
+        """Asks for `Callback.on_call` with this name on all processes after this step, which may then communicate."""
+        ...
+
     def checkpoint_before(self, step: int, steps: int) -> int | None:
         """Returns the newest checkpoint at least `steps` before a step, else the oldest one before it; None without."""
         ...
@@ -157,6 +161,12 @@ class Callback:
 
     def on_evaluate(self, trainer: TrainerView, step: int, scores: Mapping[str, float]) -> None:
         """Called after a validation, with its metrics, such as `eval/loss`."""
+
+    def on_call(self, trainer: TrainerView, step: int, name: str) -> None:
+        """Called on all processes after the same step, when one has asked by `trainer.request_call(name)`.
+
+        So it may run collective functions, such as a jitted one of `trainer.state`.
+        """
 
     def on_save(self, trainer: TrainerView, step: int) -> None:
         """Called when the checkpoint of a step is on the disk, which is some steps later."""

@@ -103,8 +103,11 @@ def finish_early(trainer: TrainingRun, progress: Progress, pending: Reading | No
 
 
 def requests_due(trainer: TrainingRun, step: int) -> dict[str, Request]:
-    """Returns the requests to carry out after a step, by their kind."""
-    return {request.kind: request for request in trainer.requests.due(step)}
+    """Returns the requests to carry out after a step, by their kind. Carries out calls of callbacks."""
+    requests = trainer.requests.due(step)
+    for call in (request for request in requests if request.kind == "call"):
+        trainer.callbacks.each(Callback.on_call, trainer, step, call.reason)
+    return {request.kind: request for request in requests}
 
 
 def is_due(every: int | None, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Requests of callbacks and signals between two steps: to save, to validate, to stop, to go back. Imports no JAX."""
+"""Requests of callbacks and signals between two steps: to save, validate, stop, go back, or call. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ class Request:
     """Request to act after a step.
 
     Attributes:
-        kind: `save`, `evaluate`, `stop`, or `rewind` to an earlier checkpoint.
-        reason: for the log.
+        kind: `save`, `evaluate`, `stop`, `rewind` to an earlier checkpoint, or `call` of `Callback.on_call`.
+        reason: for the log; of a call: its name.
         steps: of a rewind: the least number of steps to go back.
         skip_batches: of a rewind: batches to skip from then on, counted from the checkpoint.
     """
 
-    kind: Literal["save", "evaluate", "stop", "rewind"]
+    kind: Literal["save", "evaluate", "stop", "rewind", "call"]
     reason: str = ""
     steps: int = 0
     skip_batches: int = 0

@@ -206,6 +206,10 @@ class TrainingRun:
         check_can_go_back(self.data)
         self.requests.ask(Request("rewind", reason, steps, skip_batches))
 
+    def request_call(self, name: str) -> None:
+        """Asks for `Callback.on_call` with this name on all processes after this step."""
+        self.requests.ask(Request("call", name))
+
     def report_checkpoints(self) -> None:
         """Logs the events of checkpoints since the last call."""
         for event in self.checkpointer.poll():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.callbacks import stragglers
+from jaxtrain.callbacks.health import stragglers
 from jaxtrain.callbacks.health.stragglers import EVERY, IN_A_ROW, SHARE, SILENCE, StragglerMonitor, outliers
 from jaxtrain.trackers.goodput import GoodputLedger
 

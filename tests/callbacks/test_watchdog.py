@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxtrain.callbacks import watchdog as watch
+from jaxtrain.callbacks.health import watchdog as watch
 from jaxtrain.exit_codes import HUNG
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
 from jaxtrain.io import watchdog
