@@ -65,7 +65,8 @@ class RunSummary(Callback):
             console.print(
                 f"optimizer {len(others)} arrays of its state have no parameter's shape; listed in layout.txt"
             )
-        file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True)
+        # In a notebook rich would show the text there, not write it into the file.
+        file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True, force_jupyter=False)
         file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), *others, sep="\n")
         (trainer.dir / "layout.txt").write_text(file.file.getvalue(), encoding="utf-8")  # pyright: ignore
         if self._verbose:

@@ -57,7 +57,8 @@ class ConsoleTracker:
             live: whether to redraw the line; default: if the console is a terminal.
             clock: returns seconds, for the plain lines.
         """
-        self.console = console or Console(highlight=False, soft_wrap=False)
+        # In a notebook rich would show each line as an output of its own.
+        self.console = console or Console(highlight=False, soft_wrap=False, force_jupyter=False)
         isatty = getattr(self.console.file, "isatty", lambda: False)()
         self._is_live = isatty and not self.console.is_dumb_terminal if live is None else live
         self._clock, self._shown, self._live = clock, -math.inf, None

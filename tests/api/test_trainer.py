@@ -411,3 +411,17 @@ def test_objects_are_recorded_by_name_and_a_change_is_shown(tmp_path, capsys):
     with pytest.raises(jaxtrain.UserError, match="not in the checkpoint: opt_state/0/trace/weight") as error:
         jaxtrain.resume(run.run_dir, f"steps={STEPS + 2}", **objects, optimizer=optax.sgd(0.1, momentum=0.9))
     assert "\n" not in str(error.value)
+
+
+def test_a_notebook_gets_lines_of_text_and_the_run_its_files(tmp_path, monkeypatch, capsys):
+    """There rich shows what it prints as HTML, also what is meant for a file."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    result = own(tmp_path, steps=2).fit()
+    assert "weight" in (result.run_dir / "layout.txt").read_text()
+    assert "step 2" in capsys.readouterr().out
+
+
+def test_a_model_may_be_a_lambda(tmp_path):
+    trainer = own(tmp_path, model=lambda rngs: Linear(rngs), steps=2)
+    assert trainer.fit().step == 2
+    assert type(trainer.model) is Linear
