@@ -10,6 +10,7 @@ import optax
 from jaxtrain.config.user_class import call, load_class
 from jaxtrain.errors import UserError, did_you_mean
 
+RATE = "learning_rate"
 OPTAX = "optax."  # begins the names of functions of optax
 
 
@@ -26,7 +27,13 @@ def call_by_name(section: str, name: str, options: Mapping[str, Any], defaults: 
         UserError: no such function, or it fails.
     """
     own = None if name.startswith(OPTAX) else load_class(name, f"{section}.name", "optimizers")
-    return call(section, own or optax_function(section, name), name, options, defaults)
+    try:
+        return call(section, own or optax_function(section, name), name, options, defaults)
+    except UserError as error:
+        if callable((defaults or {}).get(RATE)) and RATE not in options and "TypeError" in str(error):
+            hint = f"it gets a schedule as `{RATE}`; if it takes a number only, expected {section}.options.{RATE}"
+            raise UserError(f"{error}; {hint}") from error
+        raise
 
 
 def optax_function(section: str, name: str) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from safetensors import safe_open
 from selection import one_in
 
 import jaxtrain
@@ -31,7 +32,7 @@ OPTIMIZERS = {
     "muon": {"name": "optax.contrib.muon", "lr": 1e-2},
     "adafactor": {"name": "optax.adafactor", "lr": 1e-2, "options": {"min_dim_size_to_factor": 16}},
     "lion": {"name": "optax.lion", "lr": 1e-3},
-    "sm3": {"name": "optax.sm3", "lr": 1e-2},
+    "sm3": {"name": "optax.sm3", "options": {"learning_rate": 1e-2}},  # it takes no schedule
     "novograd": {"name": "optax.novograd", "lr": 1e-2},
     "lars": {"name": "optax.lars", "lr": 1e-2},
     "factored": {"name": "own_optimizers:factored", "options": {"learning_rate": 1e-2}},
@@ -140,6 +141,11 @@ def test_a_schedule_free_run_is_evaluated_with_its_average(place):
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), got, want))
     assert not np.array_equal(jax.tree.leaves(got)[0], jax.tree.leaves(result.state["params"])[0])
     assert jaxtrain.evaluate(result.run_dir)["eval/loss"] == pytest.approx(result.metrics["eval/loss"], rel=1e-6)
+    assert jaxtrain.generate(result.run_dir, "def ", tokens=3).startswith("def ")
+    jaxtrain.export(result.run_dir, place / "exported")
+    with safe_open(place / "exported" / "model.safetensors", "np") as file:
+        table = file.get_tensor("model.embed_tokens.weight")
+    np.testing.assert_array_equal(table, np.asarray(got["embed"]["table"]))
 
 
 @pytest.mark.parametrize(
