@@ -9,9 +9,8 @@ from typing import Any
 
 from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.errors import UserError
-from jaxtrain.planning.hardware.targets import missing_packages, parse
-from jaxtrain.planning.pods import MAX_DEVICES
-from jaxtrain.planning.predict import predict
+from jaxtrain.planning import pods, predict
+from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.report import figure as figure  # shows a plan in notebooks
 from jaxtrain.planning.report import page as page
 from jaxtrain.planning.result import Plan
@@ -39,13 +38,13 @@ def plan(
     Raises:
         UserError: a bad config or target, an object that cannot be imported, or a package that is not installed.
     """
-    parsed = parse(target, slices)
+    parsed = targets.parse(target, slices)
     named = {name: keys.pop(name) for name in ("model", "loss") if callable(keys.get(name))}
     loaded, vocab = config_for_target(config, *overrides, target=parsed, **keys, **_imported(**named))
-    if problem := missing_packages(parsed, loaded.step.attention):
+    if problem := targets.missing_packages(parsed, loaded.step.attention):
         raise UserError(problem)
-    most = None if whole else MAX_DEVICES
-    return predict(loaded, vocab, str(parsed), hlo=None if hlo is None else Path(hlo), max_devices=most)
+    most = None if whole else pods.MAX_DEVICES
+    return predict.predict(loaded, vocab, str(parsed), hlo=None if hlo is None else Path(hlo), max_devices=most)
 
 
 def search(
@@ -65,7 +64,7 @@ def search(
         UserError: a bad config or target, or no legal layout.
     """
     loaded = load_config(config, *overrides, paths=False, checks=())  # its mesh is for this machine, not the target
-    return rank_layouts(loaded, decoder_vocabulary(loaded), str(parse(target, slices)), **options)
+    return rank_layouts(loaded, decoder_vocabulary(loaded), str(targets.parse(target, slices)), **options)
 
 
 def _imported(**objects: Any) -> dict[str, Any]:
