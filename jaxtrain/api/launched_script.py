@@ -10,6 +10,7 @@ the present processes.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,7 +25,6 @@ from jaxtrain.exit_codes import ERROR, OK, SAVED, USAGE
 from jaxtrain.io.atomic import write_atomic
 
 DESCRIBE, RUN = "JAXTRAIN_DESCRIBE", "JAXTRAIN_RUN"
-SIGNAL = "SIG"  # begins the reason of a run that a signal ended
 
 
 def is_launched() -> bool:
@@ -73,7 +73,7 @@ def launched_devices(simulate: int | None) -> int | None:
 
 def end_if_stopped(stopped_by: str | None) -> None:
     """Ends a worker whose run a signal has stopped and saved, so that the script goes on after the last step only."""
-    if is_launched() and stopped_by is not None and stopped_by.startswith(SIGNAL):
+    if is_launched() and stopped_by in signal.Signals.__members__:
         sys.exit(SAVED)
 
 

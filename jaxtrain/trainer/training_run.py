@@ -98,8 +98,8 @@ class TrainingRun:
 
     def log(self, step: int, values: dict[str, float], scores: dict[str, float]) -> None:
         """Sends the record of a step to the trackers, with the scores of its validation."""
-        values |= {name: float(value) for name, value in jax.device_get(self.added_metrics).items()}
-        self.added_metrics = {}
+        added, self.added_metrics = jax.device_get(self.added_metrics), {}
+        values = values | {name: float(value) for name, value in added.items()}
         self.latest_metrics |= values | scores
         self.trackers.log(step, self.meter.record(step, values) | scores)
         self.callbacks.each(Callback.on_log, self, step)

@@ -10,31 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from regression import ROWS, Linear, Points, squares
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointStore
 from jaxtrain.cli.main import main
 
-ROWS, STEPS = 16, 8
-
-
-class Linear(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.weight = nnx.Param(nnx.initializers.normal()(rngs.params(), (8, 2)))
-
-    def __call__(self, x):
-        return x @ self.weight
-
-
-def squares(model, batch):
-    return jnp.square(model(batch["x"]) - batch["y"]).mean()
-
-
-class Points:
-    def batch(self, step, rows=slice(None)):
-        x = np.random.default_rng(step).standard_normal((ROWS, 8)).astype(np.float32)
-        return {"x": x[rows], "y": x[rows] @ np.ones((8, 2), np.float32)}
+STEPS = 8
 
 
 class Seen(jaxtrain.Tracker):
