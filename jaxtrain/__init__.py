@@ -16,10 +16,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxtrain.api.checkpoints import checkpoints
+    from jaxtrain.api.config_text import config_schema, diff, show_config
+    from jaxtrain.api.data_preparation import build_data, train_tokenizer
     from jaxtrain.api.functions import data_shard, evaluate, generate, initialize, resume, stream, train, verify
     from jaxtrain.api.hf_conversion import export, import_model
     from jaxtrain.api.planning import plan, search
     from jaxtrain.api.report import report
+    from jaxtrain.api.schedule import compare_schedules, schedule
     from jaxtrain.api.trainer import Step, Trainer
     from jaxtrain.callbacks.base import Callback
     from jaxtrain.callbacks.best_checkpoints import BestCheckpoints
@@ -35,13 +39,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BestCheckpoints", "Callback", "Config", "ConfigError", "EarlyStopping", "Histograms", "LearningRateMonitor",
-    "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "data_shard", "evaluate", "export",
-    "generate", "import_model", "initialize", "load", "plan", "report", "resume", "search", "stream", "train", "verify",
+    "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "build_data", "checkpoints",
+    "compare_schedules", "config_schema", "data_shard", "diff", "evaluate", "export", "generate", "import_model",
+    "initialize", "load", "plan", "report", "resume", "schedule", "search", "show_config", "stream", "train",
+    "train_tokenizer", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
     **dict.fromkeys(("data_shard", "evaluate", "generate", "initialize"), _FUNCTIONS),
     **dict.fromkeys(("resume", "stream", "train", "verify"), _FUNCTIONS),
+    **dict.fromkeys(("config_schema", "diff", "show_config"), "jaxtrain.api.config_text"),
+    **dict.fromkeys(("build_data", "train_tokenizer"), "jaxtrain.api.data_preparation"),
+    **dict.fromkeys(("compare_schedules", "schedule"), "jaxtrain.api.schedule"),
+    "checkpoints": "jaxtrain.api.checkpoints",
     **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"), "report": "jaxtrain.api.report",
     **dict.fromkeys(("export", "import_model"), "jaxtrain.api.hf_conversion"),
     **dict.fromkeys(("Step", "Trainer"), _TRAINER), **dict.fromkeys(("Config", "ConfigError"), _CONFIG),

@@ -12,6 +12,7 @@ from typing import Any
 from jaxtrain.config import load
 from jaxtrain.config.checks import config_notes
 from jaxtrain.config.schema import Config
+from jaxtrain.config.show import flatten
 from jaxtrain.core.layout_check import check_config, check_layout
 from jaxtrain.core.mesh_fit import describe_change, fit_mesh, mesh_sizes, unused_axes, with_sizes
 from jaxtrain.interop import config_json
@@ -74,15 +75,24 @@ def load_config(
     Raises:
         ConfigError: with every problem, one line each.
     """
+    return load_with_sources(source, *overrides, paths=paths, checks=checks, **keys)[0]
+
+
+def load_with_sources(
+    source: ConfigSource, *overrides: str, paths: bool = True, checks: Iterable[load.Check] = (check_layout,),
+    notes: list[str] | None = None, **keys: Any,
+) -> tuple[Config, dict[str, str]]:  # fmt: skip
+    """Returns the config of `load_config`, and the source of each value as `resolve` does; `notes` is its argument."""
     texts = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in _flat(keys))]
+    options: dict[str, Any] = {"paths": paths, "checks": checks, "notes": notes}
     if isinstance(source, Config):
         if not texts:
-            return source
+            return source, dict.fromkeys(flatten(source), "Config")
         base = source.model_dump(mode="json", exclude_unset=not source.has_layout) | {"resolved": source.has_layout}
-        return resolve(None, *texts, base=base, paths=paths, checks=checks)[0]
+        return resolve(None, *texts, base=base, **options)
     if source is None or isinstance(source, Mapping):
-        return resolve(None, *texts, base=None if source is None else dict(source), paths=paths, checks=checks)[0]
-    return resolve(source, *texts, paths=paths, checks=checks)[0]
+        return resolve(None, *texts, base=None if source is None else dict(source), **options)
+    return resolve(source, *texts, **options)
 
 
 def _flat(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

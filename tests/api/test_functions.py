@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import shutil
 from pathlib import Path
 
 import optax
@@ -19,11 +21,13 @@ COMMANDS = Path(jaxtrain.__file__).parent / "cli" / "commands"
 CALLS = {
     "train": {"train"}, "resume": set(), "evaluate": {"evaluate"}, "generate": {"generate", "stream"},
     "plan": {"plan", "search"}, "verify": {"verify"}, "export_hf": {"export"}, "import_hf": {"import_model"},
-    "report": {"report"},
+    "report": {"report"}, "checkpoints": {"checkpoints"}, "config": {"config_schema", "show_config"}, "diff": {"diff"},
+    "data": {"build_data", "train_tokenizer"}, "schedule": {"compare_schedules", "schedule"},
 }  # fmt: skip
 COMPUTING = (
     "jaxtrain.trainer.setup", "jaxtrain.trainer.loop", "jaxtrain.inference.model", "jaxtrain.verification.verify",
     "jaxtrain.planning.predict", "jaxtrain.planning.search.search", "jaxtrain.core.program", "jaxtrain.api.",
+    "jaxtrain.checkpoint.store", "jaxtrain.data.prepare", "jaxtrain.core.resolve", "jaxtrain.pipeline.schedules.files",
 )  # fmt: skip
 MODEL = {"embed": 16, "layers": 2, "heads": 4, "mlp": 32}
 
@@ -98,6 +102,81 @@ def test_an_export_is_that_of_the_command(run, tmp_path, capsys):
     assert config.model.embed == MODEL["embed"]
     with pytest.raises(jaxtrain.UserError, match="already exists"):
         jaxtrain.export(run.run_dir, tmp_path / "a")
+
+
+def test_checkpoints_are_those_of_the_command(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run.run_dir, copy)
+    found = jaxtrain.checkpoints(copy)
+    assert main(["checkpoint", "ls", str(copy), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [row.as_json() for row in found]
+    assert [row.step for row in found] == [4]
+    assert found[0].state == "good"
+    assert found.inspect()["metrics"] == found.inspect(4)["metrics"]
+    assert found.inspect()["tensors"]["step"] == [[], "int32"]
+    assert found.verify() == {4: []}
+    assert "<table" in found._repr_html_()
+    with pytest.raises(jaxtrain.UserError, match="no checkpoint 3"):
+        found.verify(3)
+    with pytest.raises(jaxtrain.UserError, match="is the last good one"):
+        found.prune(steps=[4])
+    with pytest.raises(jaxtrain.UserError, match="expected keep, steps or set_aside"):
+        found.prune()
+    shutil.copytree(copy / "checkpoints" / "4", copy / "checkpoints" / "bad-2")
+    assert found.prune(set_aside=True, dry_run=True).names == ("bad-2",)
+    assert (copy / "checkpoints" / "bad-2").exists()
+    assert found.prune(set_aside=True).bytes > 0
+    assert not (copy / "checkpoints" / "bad-2").exists()
+    largest = max((path for path in (copy / "checkpoints" / "4").rglob("*") if path.is_file()), key=os.path.getsize)
+    largest.write_bytes(largest.read_bytes()[:-1] + b"x")
+    assert len(found.verify(4)[4]) == 1
+    assert main(["checkpoint", "verify", str(copy)]) == 1
+    with pytest.raises(jaxtrain.UserError, match="no checkpoints found"):
+        jaxtrain.checkpoints(tmp_path)
+
+
+def test_configs_are_shown_and_compared(run, tmp_path, capsys):
+    shown = jaxtrain.show_config("quickstart", "steps=7", layout="fsdp")
+    assert main(["config", "quickstart", "steps=7", "layout=fsdp"]) == 0
+    assert capsys.readouterr().out == f"{shown}\n"
+    assert shown.config.steps == 7
+    assert shown.sources["steps"] == "command line"
+    assert "<td>command line</td>" in shown._repr_html_()
+    differences = {row.key: row for row in jaxtrain.diff("quickstart", shown.config)}
+    assert (differences["steps"].b, differences["steps"].source_b) == (7, "Config")
+    assert jaxtrain.diff(run.run_dir, run.run_dir / "config.yaml") == []
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == jaxtrain.config_schema()
+
+
+def test_data_is_prepared_as_by_the_command(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question.\n" * 50)
+    keys = {"sources": str(tmp_path / "text.txt"), "validation_fraction": 0.0}
+    made = jaxtrain.train_tokenizer({"data": keys}, vocab=270, out=tmp_path / "a.json")
+    (built,) = jaxtrain.build_data(
+        {"data": keys | {"tokenizer": str(made.path), "cache_dir": str(tmp_path / "cache")}}, steps=1
+    )
+    assert built.tokens["train"] > 0
+    (tmp_path / "c.yaml").write_text(json.dumps({"data": keys}))
+    assert (
+        main(["data", "tokenizer", str(tmp_path / "c.yaml"), "--vocab", "270", "--out", str(tmp_path / "b.json")]) == 0
+    )
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert "b.json: 270 tokens" in capsys.readouterr().out
+
+
+def test_schedules_are_priced_and_drawn():
+    one = jaxtrain.schedule("1f1b", 4, 8, costs=(1, 1, 1))
+    # (p - 1) / (m + p - 1), as in Megatron-LM's paper (arXiv 2104.04473)
+    assert one.figures[0].bubble == pytest.approx(3 / 11)
+    assert is_png(one.plot())
+    every = jaxtrain.compare_schedules(stages=4, microbatches=8)
+    assert "zb_h1" in [table.name for table in every.tables]
+    assert "<table" in every._repr_html_()
+    with pytest.raises(jaxtrain.UserError, match="costs are"):
+        jaxtrain.schedule("1f1b", costs=(1, 0, 1))
+    with pytest.raises(jaxtrain.UserError, match="did you mean"):
+        jaxtrain.schedule("1f1")
 
 
 def is_png(plot) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.checkpoint import CheckpointStore, files
-from jaxtrain.cli.checkpoint_listing import tensor_bytes
 from jaxtrain.cli.main import main
+from jaxtrain.reports.checkpoint_listing import tensor_bytes
 
 MANIFEST = {
     "config": {"name": "x", "checkpoint": {"keep_best": 1, "best_metric": "eval/loss"}},

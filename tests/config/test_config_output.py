@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxtrain.cli.commands.diff import diff_lines
+import jaxtrain
 from jaxtrain.config import Config, configs_dir, diff, dump_yaml, flatten, json_schema, show
 from jaxtrain.config.key_names import all_keys, section_keys
 from jaxtrain.config.load import load, resolve
@@ -112,14 +112,14 @@ def test_diff_has_keys_values_and_origins(tmp_path: Path) -> None:
     (tmp_path / "b" / "config.yaml").write_text(
         dump_yaml(load(tmp_path / "a.yaml", "optimizer.lr=1e-2", "layout=fsdp"))
     )
-    lines = diff_lines(tmp_path / "a.yaml", tmp_path / "b")
+    lines = [str(difference) for difference in jaxtrain.diff(tmp_path / "a.yaml", tmp_path / "b")]
     keys = [line.split(": ")[0] for line in lines]
     assert keys == ["layout", "mesh.data", "mesh.fsdp", "rules.batch", "optimizer.lr", "rules.embed"]
     assert lines[0].startswith("layout: ddp -> fsdp  # default -> ")
     assert lines[0].endswith("/b/config.yaml:10")
     assert "optimizer.lr: 0.0003 -> 0.01  # default -> " in lines[4]
     assert "rules.embed: absent -> [fsdp]  # absent -> " in lines[5]
-    assert diff_lines(tmp_path / "a.yaml", tmp_path / "a.yaml") == []
+    assert jaxtrain.diff(tmp_path / "a.yaml", tmp_path / "a.yaml") == []
 
 
 def test_diff_of_configs() -> None:

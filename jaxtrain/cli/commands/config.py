@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
-from jaxtrain.cli.setup import load_config
-from jaxtrain.config import json_schema, show
+import jaxtrain
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    config, provenance = load_config(args.config, args.overrides, paths=False)
-    print("\n".join(show(config, provenance)))
+    shown = jaxtrain.show_config(args.config, *args.overrides)
+    for note in shown.notes:
+        print(f"note  {note}", file=sys.stderr)
+    print(shown)
     return 0
 
 
 def schema(args: argparse.Namespace) -> int:
     """Runs `jaxtrain schema`: prints the JSON Schema of the config."""
     del args
-    print(json.dumps(json_schema(), indent=1))
+    print(json.dumps(jaxtrain.config_schema(), indent=1))
     return 0

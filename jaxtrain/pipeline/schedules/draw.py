@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.errors import UserError
+from jaxtrain.io.figure import Plot
 from jaxtrain.pipeline.schedules.cost import Costs, ScheduleCost, action_costs, schedule_cost, start_times, tick_times
 from jaxtrain.pipeline.schedules.table import Action, Table, Task
 
@@ -70,7 +71,7 @@ def cost_lines(table: Table, figures: ScheduleCost, costs: Costs) -> list[str]:
     }
     return [
         f"{table.name}: {size}, {table.microbatches} microbatches: {table.ticks} ticks, {figures.sends} sends",
-        f"{_costs_label(costs):<16}  {'time':>6}  bubble",
+        f"{costs_label(costs):<16}  {'time':>6}  bubble",
         *(f"  {name:<14}  {time:>6.4g}  {bubble:>6.1%}  {note}" for name, (time, bubble, note) in times.items()),
         f"peak activations: {figures.peak.max():.4g} microbatches of a whole stage",
     ]
@@ -81,38 +82,48 @@ def comparison(tables: Sequence[Table], costs: Costs) -> RichTable:
     from rich.table import Table as RichTable
 
     rows = RichTable(box=None, pad_edge=False, header_style="bold")
-    rows.add_column(f"{_costs_label(costs)}\nschedule", no_wrap=True)
+    rows.add_column(f"{costs_label(costs)}\nschedule", no_wrap=True)
     times = ("lockstep\ntime", "\nbubble", "async\ntime", "\nbubble", "longest\nbubble")
     for name in ("\nticks", *times, "\npeak", "\nsends"):
         rows.add_column(name, justify="right", no_wrap=True)
     all_figures = [schedule_cost(table, costs) for table in tables]
     fastest = min(all_figures, key=lambda figures: figures.lockstep)
     for figures in all_figures:
-        cells = (
-            figures.name, str(figures.ticks), f"{figures.lockstep:.4g}", f"{figures.lockstep_bubble:.1%}",
-            f"{figures.makespan:.4g}", f"{figures.bubble:.1%}", f"{figures.longest_bubble:.1%}",
-            f"{figures.peak.max():.3g}", str(figures.sends),
-        )  # fmt: skip
-        rows.add_row(*cells, style="bold" if figures is fastest else None)
+        rows.add_row(*figure_cells(figures), style="bold" if figures is fastest else None)
     return rows
 
 
-def save_chart(tables: Sequence[Table], costs: Costs, path: str | Path) -> Path:
-    """Draws Gantt charts into an .svg or .png file.
+def figure_cells(figures: ScheduleCost) -> tuple[str, ...]:
+    """Returns name, ticks, time and bubble in lockstep and asynchronously, longest bubble, peak and sends as text."""
+    return (
+        figures.name, str(figures.ticks), f"{figures.lockstep:.4g}", f"{figures.lockstep_bubble:.1%}",
+        f"{figures.makespan:.4g}", f"{figures.bubble:.1%}", f"{figures.longest_bubble:.1%}",
+        f"{figures.peak.max():.3g}", str(figures.sends),
+    )  # fmt: skip
 
-    One table is drawn in lockstep, and below asynchronously if that differs; several are drawn in lockstep.
+
+def save_chart(tables: Sequence[Table], costs: Costs, path: str | Path) -> Path:
+    """Writes a `chart` into an .svg or .png file.
 
     Raises:
         UserError: another kind of file.
         OSError: the file can not be written.
     """
+    path = Path(path)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise UserError(f"{path}: expected a file name that ends with .svg or .png")
+    return chart(tables, costs).save(path)
+
+
+def chart(tables: Sequence[Table], costs: Costs) -> Plot:
+    """Draws Gantt charts.
+
+    One table is drawn in lockstep, and below asynchronously if that differs; several are drawn in lockstep.
+    """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = Path(path)
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise UserError(f"{path}: expected a file name that ends with .svg or .png")
     panels = [_lockstep(table, costs, named=len(tables) > 1) for table in tables]
     if len(tables) == 1:
         panels += _asynchronous(tables[0], costs)
@@ -130,8 +141,7 @@ def save_chart(tables: Sequence[Table], costs: Costs, path: str | Path) -> Path:
         rows[0].set_xlim(0, max(time for *_, time in panels))
         rows[-1].set_xlabel("time, in the unit of the costs", loc="left")
         _draw_legend(figure, tables)
-        figure.savefig(path, dpi=150)
-    return path
+    return Plot(figure)
 
 
 Panel = tuple[Table, str, np.ndarray, float]  # table, title, start times [ticks, stages], end
@@ -159,12 +169,13 @@ def _title(tables: Sequence[Table], costs: Costs) -> str:
     table = tables[0]
     size = f"{table.stages} stages, {table.microbatches} microbatches"
     if len(tables) > 1:
-        return f"{size} ({_costs_label(costs)})"
+        return f"{size} ({costs_label(costs)})"
     peak = f"{schedule_cost(table, costs).peak.max():.3g} activations at peak"
-    return f"{table.name}: {size}, {table.ticks} ticks, {peak} ({_costs_label(costs)})"
+    return f"{table.name}: {size}, {table.ticks} ticks, {peak} ({costs_label(costs)})"
 
 
-def _costs_label(costs: Costs) -> str:
+def costs_label(costs: Costs) -> str:
+    """Returns e.g. `F 1, B 1.5, W 0.5`."""
     return f"F {costs.forward:g}, B {costs.backward:g}, W {costs.weight:g}"
 
 

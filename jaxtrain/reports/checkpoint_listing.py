@@ -6,19 +6,22 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from jaxtrain.checkpoint.files import MARKER, read_marker, size_problem
 from jaxtrain.checkpoint.store import CheckpointStore, Retention, steps_beyond_limit
 from jaxtrain.errors import CheckpointError
+from jaxtrain.reports.layout_table import format_bytes
 
+TITLES = ("step", "time", "size", "state", "metrics", "written by")
 GOOD, DAMAGED, ASIDE, UNFINISHED = "good", "damaged", "set aside", "unfinished"
 _BITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """FolderTier of one step.
+    """One step of a checkpoint folder.
 
     Attributes:
       name: name of the folder: the step, or `bad-N` or `old-N` if it was set aside.
@@ -109,3 +112,24 @@ def newest_intact(store: CheckpointStore, excluded: Collection[int]) -> int | No
         if step not in excluded and store.problem(step) is None:
             return step
     return None
+
+
+def checkpoint_cells(row: CheckpointRow) -> list[str]:
+    """Returns step, time, size, state, metrics and writers of a step as text."""
+    content = row.content
+    time = f"{datetime.fromtimestamp(content['time']):%Y-%m-%d %H:%M:%S}" if content else ""
+    recorded: dict[str, float] = content.get("metrics") or {}
+    metrics = " ".join(f"{name} {value:.5g}" for name, value in recorded.items())
+    state = f"{row.state}: {row.reason}" if row.reason else row.state
+    stored = format_bytes(content["bytes"]) if content else ""
+    return [row.name, time, stored, state, metrics, writers(content.get("manifest", {}))]
+
+
+def writers(manifest: dict[str, Any]) -> str:
+    """Returns e.g. `2 processes, data 2 x fsdp 4`; empty if it is not recorded."""
+    processes = manifest.get("processes")
+    if processes is None:
+        return ""
+    sizes = manifest.get("mesh")
+    mesh = " x ".join(f"{axis} {count}" for axis, count in sizes.items()) if isinstance(sizes, dict) else ""
+    return f"{processes} process{'es' if processes != 1 else ''}, {mesh or '1 device'}"
