@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import common
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = 0.9
 LIMIT = 600.0  # seconds of one run of tests; under coverage four times as many
+MEMORY = 6 << 30  # bytes of address space of a run: a planted bug may ask for all memory of the machine
 FUZZ = "tests/test_parser_fuzz.py"
 
 
@@ -172,10 +174,13 @@ def run_tests(root: Path, tests: list[str], tries: int, coverage: Path | None = 
     command += [] if coverage else ["-x"]
     try:
         limit = LIMIT * 4 if coverage else LIMIT
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, cwd=root, env=env, capture_output=True, text=True, timeout=limit, check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "never ended"
-    if done.returncode not in (0, 1):  # negative: a signal, such as 9 of a machine without memory
+    if done.returncode not in (0, 1):  # negative: a signal
         said = (done.stdout + done.stderr)[-500:]
         raise MeasureError(f"{' '.join(tests)}: pytest ended with exit code {done.returncode}: {said}")
     return "failed" if done.returncode else "passed"
