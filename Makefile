@@ -61,7 +61,8 @@ matrix: $(VENV)/.installed-test
 extras: $(VENV)/.installed-extras
 	$(BIN)/$(PYTEST) --dist loadgroup tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
 		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
-		tests/trackers/test_trackers.py tests/api/test_data.py tests/api/test_data_processes.py
+		tests/trackers/test_trackers.py tests/api/test_data.py tests/api/test_data_processes.py \
+		tests/api/test_notebook_kernel.py
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/pytest -m chaos tests
@@ -90,7 +91,7 @@ $(VENV)/.installed-test: $(VENV)/.installed pyproject.toml $(LOCK)
 
 $(VENV)/.installed-extras: $(VENV)/.installed-test pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) \
-		-e '.[test,peer,lm-eval,hf,arrayrecord,s3-test,loaders-test,wandb,mlflow]'
+		-e '.[test,notebooks,peer,lm-eval,hf,arrayrecord,s3-test,loaders-test,wandb,mlflow]'
 	touch $@
 
 # Without the lock, and past the upper bounds of pyproject.toml.
