@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from jaxtrain.api.checkpoints import checkpoints
     from jaxtrain.api.config_text import config_schema, diff, show_config
     from jaxtrain.api.data_preparation import build_data, train_tokenizer
@@ -86,6 +87,8 @@ def load(source: ConfigSource = None, *overrides: str, base: dict[str, Any] | No
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("jaxtrain.io.packages").installed_version("jaxtrain") or "0+unknown"  # no installation
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'jaxtrain' has no attribute {name!r}")

@@ -16,18 +16,16 @@ class Command(NamedTuple):
         module: module of `jaxtrain.cli.commands` whose `run(args)` executes it and returns the exit code; `module:f`
             names another function.
         help: one line that says what it does.
-        example: a command line.
         add_arguments: adds its arguments to a parser.
     """
 
     module: str
     help: str
-    example: str
     add_arguments: Callable[[Parser], None]
 
 
 COMMON: dict[str, dict[str, Any]] = {
-    "config": {"help": "YAML file"},
+    "config": {"help": "YAML file, or a shipped config such as quickstart"},
     "run": {"metavar": "RUN_DIR", "help": "run directory"},
     "overrides": {"nargs": "*", "metavar": "key=value", "help": "config values, e.g. layout=tp mesh.model=4"},
     "--simulate": {"type": int, "metavar": "N", "help": "run on N simulated CPU devices"},
@@ -210,54 +208,56 @@ def _diff(parser: Parser) -> None:
 
 
 def _data(parser: Parser) -> None:
-    parser.add_argument("action", choices=("build", "tokenizer"), help="build a token cache or train a BPE tokenizer")
+    actions = "show a batch, build the token cache, or train a BPE tokenizer"
+    parser.add_argument("action", choices=("show", "build", "tokenizer"), help=actions)
     _add_common(parser, "config", "overrides")
+    parser.add_argument("--step", type=int, default=0, metavar="N", help="show: the batch after N steps (0)")
+    parser.add_argument("--rows", type=int, default=2, metavar="N", help="show: rows of the batch (2)")
     parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="tokenizer: vocabulary size (8192)")
     parser.add_argument("--out", default="tokenizer.json", metavar="FILE", help="tokenizer: file to write")
 
 
-QUICKSTART, LLAMA = "configs/quickstart.yaml", "configs/models/llama3_8b.yaml"
+def _init(parser: Parser) -> None:
+    text = "name of the run and of its files (default: that of the template)"
+    parser.add_argument("name", metavar="NAME", nargs="?", help=text)
+    kinds = "gpt: a language model by config; classifier: images, your data; own-model: your module on text (gpt)"
+    parser.add_argument("--template", choices=("gpt", "classifier", "own-model"), default="gpt", help=kinds)
+
+
+def _layouts(parser: Parser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print the file of this layout")
+
+
+def _doctor(parser: Parser) -> None:
+    parser.add_argument("--dir", default=".", metavar="DIR", help="folder that runs are written to (here)")
+    timeout = "seconds until a check counts as hanging (30)"
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help=timeout)
+
+
+def _completion(parser: Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="print the script that this shell reads")
+    parser.add_argument("--line", help=argparse.SUPPRESS)  # the script asks for the completions of this line
+
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("train", "train from a config", f"{QUICKSTART} layout=fsdp steps=100", _train),
-    "resume": Command("resume", "resume a run from its newest good checkpoint", "runs/quickstart", _resume),
-    "launch": Command(
-        "launch", "train in several processes and restart when some are lost", f"local --processes 4 {QUICKSTART}",
-        _launch,
-    ),
-    "eval": Command(
-        "evaluate", "print the validation metrics or the task scores of a checkpoint", "runs/quickstart --batches 10",
-        _eval,
-    ),
-    "generate": Command("generate", "generate text from a checkpoint", 'runs/quickstart --prompt "Once"', _generate),
-    "import": Command(
-        "import_hf", "create a run from a Hugging Face model", "path/to/Llama-3.2-1B --to runs/llama", _import
-    ),
-    "export": Command(
-        "export_hf", "write a checkpoint as a Hugging Face model", "runs/llama --to my-model --dtype bfloat16", _export
-    ),
-    "report": Command(
-        "report", "print the time accounting, curves and restarts of a run", "runs/quickstart --html report.html",
-        _report,
-    ),
-    "plan": Command(
-        "plan", "predict memory, communication and speed of a config on any hardware", f"{LLAMA} --target h100:8x8",
-        _plan,
-    ),
-    "verify": Command(
-        "verify", "prove that no layout changes losses and gradients of a config", f"{QUICKSTART} --layouts fsdp,tp",
-        _verify,
-    ),
-    "schedule": Command(
-        "schedule", "print, price and draw a pipeline schedule", "zb_h1 --stages 4 --microbatches 8", _schedule
-    ),
-    "checkpoint": Command(
-        "checkpoints", "list, describe, verify or delete the checkpoints of a run", "ls runs/quickstart", _checkpoint
-    ),
-    "config": Command(
-        "config", "print the resolved config and the source of each value", f"{QUICKSTART} layout=fsdp", _config
-    ),
-    "schema": Command("config:schema", "print the JSON Schema of the config", "", _schema),
-    "diff": Command("diff", "compare the configs of two files or runs", "runs/a runs/b", _diff),
-    "data": Command("data", "build a token cache or train a tokenizer", f"build {QUICKSTART}", _data),
-}  # fmt: skip
+    "init": Command("onboarding.init", "write a commented config, and a model of your own, to begin with", _init),
+    "train": Command("train", "train from a config", _train),
+    "resume": Command("resume", "resume a run from its newest good checkpoint", _resume),
+    "launch": Command("launch", "train in several processes and restart when some are lost", _launch),
+    "eval": Command("evaluate", "print the validation metrics or the task scores of a checkpoint", _eval),
+    "generate": Command("generate", "generate text from a checkpoint or a Hugging Face model", _generate),
+    "import": Command("import_hf", "create a run from a Hugging Face model", _import),
+    "export": Command("export_hf", "write a checkpoint as a Hugging Face model", _export),
+    "report": Command("report", "print the time accounting, curves and restarts of a run", _report),
+    "plan": Command("plan", "predict memory, communication and speed of a config on any hardware", _plan),
+    "verify": Command("verify", "prove that no layout changes losses and gradients of a config", _verify),
+    "layouts": Command("onboarding.layouts", "list the layouts: mesh axes, and when to use each", _layouts),
+    "doctor": Command("onboarding.doctor", "check versions, devices, memory, disk, ports and clock here", _doctor),
+    "schedule": Command("schedule", "print, price and draw a pipeline schedule", _schedule),
+    "checkpoint": Command("checkpoints", "list, describe, verify or delete the checkpoints of a run", _checkpoint),
+    "config": Command("config", "print the resolved config and the source of each value", _config),
+    "schema": Command("config:schema", "print the JSON Schema of the config", _schema),
+    "diff": Command("diff", "compare the configs of two files or runs", _diff),
+    "data": Command("data", "show a batch, build a token cache or train a tokenizer", _data),
+    "completion": Command("onboarding.completion", "print the script that completes commands in a shell", _completion),
+}

@@ -11,8 +11,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from jaxtrain.cli.arguments import COMMANDS
+from jaxtrain.cli.examples import EXAMPLES
 from jaxtrain.errors import UserError, did_you_mean
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 
@@ -24,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return OK if arguments else USAGE
     name = arguments[0]
+    if name in ("-V", "--version"):
+        print(_versions())
+        return OK
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
         print(f"jaxtrain: unknown command `{name}`{hint}", file=sys.stderr)
@@ -37,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     if unknown:
-        print(f"jaxtrain: {_unknown_option(unknown[0], arguments, hasattr(args, 'overrides'))}", file=sys.stderr)
+        options = [option for action in parser._actions for option in action.option_strings]
+        line = _unknown_option(unknown[0], arguments, hasattr(args, "overrides"), options)
+        print(f"jaxtrain: {line}", file=sys.stderr)
         return USAGE
     args.owns_process = argv is None
     if command:
@@ -45,21 +52,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(name, args)
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command, whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints what is wrong, and where to read more."""
+        message = message.replace(", key=value", "")  # argparse lists the overrides, of which there may be none
+        lists = message.startswith("the following arguments are required: ")
+        message = f"expected {message.partition(': ')[2]}" if lists else message
+        examples = EXAMPLES.get(self.prog.partition(" ")[2], ())
+        hint = f", as in `{self.prog} {examples[0]}`" if lists and examples else f"; `{self.prog} --help` describes all"
+        self.exit(USAGE, f"{self.prog}: {message}{hint}\n")
+
+
+def _parser(name: str) -> CommandParser:
     command = COMMANDS[name]
-    example = f"example: jaxtrain {name} {command.example}".rstrip()
+    examples = [f"  jaxtrain {name} {example}".rstrip() for example in EXAMPLES[name]]
+    text = "\n".join(["examples:" if len(examples) > 1 else "example:", *examples])
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(f"jaxtrain {name}", None, command.help, example, formatter_class=as_written)
+    parser = CommandParser(f"jaxtrain {name}", None, command.help, text, formatter_class=as_written)
     command.add_arguments(parser)
     return parser
 
 
-def _unknown_option(argument: str, arguments: Sequence[str], takes_config: bool) -> str:
+def _versions() -> str:
+    metadata = import_module("jaxtrain.io.packages")
+    jax = metadata.installed_version("jax") or "absent"
+    return f"jaxtrain {import_module('jaxtrain').__version__}, jax {jax}, Python {sys.version.split()[0]}"
+
+
+def _unknown_option(argument: str, arguments: Sequence[str], takes_config: bool, options: Sequence[str]) -> str:
     """Returns the error line for an unknown argument: if it is a config key, how to write it as `key=value`."""
     option, _, value = argument.partition("=")
     key = import_module("jaxtrain.config.key_names").find_key(option.removeprefix("--")) if takes_config else None
     if key is None or not option.startswith("--"):
-        return f"unrecognized argument: {argument}; `jaxtrain COMMAND --help` describes all"
+        hint = did_you_mean(option, options) or f"; `jaxtrain {arguments[0]} --help` describes all"
+        return f"unrecognized argument: {argument}{hint}"
     if "`" in key:  # no single key
         return f"{option} is no option; jaxtrain calls it {key}"
     following = [*arguments[arguments.index(argument) + 1 :], "--"][0]
@@ -100,7 +128,8 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     title = "usage: jaxtrain COMMAND [...]\n\nTrain Flax models on any device mesh from a typed config."
-    return f"{title}\n\n{rows}\n\n`jaxtrain COMMAND --help` describes the arguments of a command."
+    first = "first steps:\n  jaxtrain init            then: jaxtrain train gpt.yaml\n  jaxtrain train quickstart"
+    return f"{title}\n\n{rows}\n\n{first}\n\n`jaxtrain COMMAND --help` describes the arguments of a command."
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 
 def key(default: Any, description: str, **kwargs: Any) -> Any:
@@ -32,3 +33,10 @@ class TextOrSection(Section):
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return {next(iter(cls.model_fields)): value} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Returns a schema that allows the text, too, so that editors do."""
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema)["type"] = ["object", "string"]
+        return schema

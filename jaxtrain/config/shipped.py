@@ -54,6 +54,13 @@ def _exists(path: Path) -> bool:
         return False
 
 
+def config_names() -> list[str]:
+    """Returns the names of the shipped configs, as commands and `extends` take them: `quickstart`, `models/gpt2`."""
+    folder = configs_dir()
+    files = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.yaml"))
+    return sorted(path.as_posix() for path in files if path.parts[0] not in ("layouts", "templates"))
+
+
 def layout_folders(folder: Path | None) -> list[Path]:
     """Returns the folders of layouts: beside the config, beside its parent folder, shipped."""
     beside = folder or Path()
