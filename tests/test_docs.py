@@ -28,6 +28,7 @@ def test_every_package_is_in_the_import_contract():
         "docs/packages.md",
         "docs/own-models.md",
         "docs/optimizers.md",
+        "docs/commands.md",
         "docs/python.md",
         "docs/reliability.md",
     ],

@@ -38,6 +38,7 @@ from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
 from jaxtrain.inference.model import load_params
 from jaxtrain.interop.config_json import choose_export_family, read_json, read_model_config
+from jaxtrain.interop.hub import model_folder
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.save_weights import save_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
@@ -91,14 +92,14 @@ def import_model(source: str | Path, to: str | Path, *overrides: str) -> Config:
     """Creates a run directory with the weights of a Hugging Face model as step 0. Returns its config.
 
     Args:
-        source: folder of the model.
+        source: folder of the model, or its name on the Hub, such as `meta-llama/Llama-3.2-1B`.
         to: run directory to create.
         overrides: `key=value` texts.
 
     Raises:
         UserError: not a model, an unsupported architecture, weights that do not fit it, or `to` exists.
     """
-    source, target = Path(source), Path(to)
+    source, target = model_folder(source), Path(to)
     family, section = read_model_config(source)
     with _new_folder(target) as folder:
         base = {"model": section, **_run_settings(source, target)}

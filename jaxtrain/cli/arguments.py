@@ -109,7 +109,9 @@ def _eval(parser: Parser) -> None:
 
 
 def _generate(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN_DIR", help="run directory, or folder of a Hugging Face model")
+    parser.add_argument(
+        "run", metavar="RUN_DIR", help="run directory, folder of a Hugging Face model, or its name on the Hub"
+    )
     _add_common(parser, "overrides", "--step", "--simulate")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
     parser.add_argument("--prompts", metavar="FILE", help="file with more prompts, one per line")
@@ -121,7 +123,9 @@ def _generate(parser: Parser) -> None:
 
 
 def _import(parser: Parser) -> None:
-    parser.add_argument("model", metavar="HF_DIR", help="folder with config.json and safetensors files")
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder with config.json and safetensors files, or a name on the Hub"
+    )
     parser.add_argument("--to", required=True, metavar="DIR", help="run directory to create")
     _add_common(parser, "overrides", "--simulate")
 

@@ -39,7 +39,7 @@ FILE_KEYS = ("extends", "resolved")  # keys that only a file may have
 LATER_CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that the checks of layouts read
 Check = Callable[[Config], Iterable[Problem]]
 Fit = Callable[[Config, dict[str, str]], Config]
-ReadModel = Callable[[Path], dict[str, Any]]  # a Hugging Face folder -> its `model` section
+ReadModel = Callable[[str], tuple[Path, dict[str, Any]]]  # path or name of a Hugging Face model -> folder, `model`
 Override = tuple[list[str], Node]
 
 
@@ -84,7 +84,7 @@ def resolve(
         base: as for `load`.
         paths: whether the data and the tokenizer must exist; False to look at a config of another machine.
         checks: further checks (of the layout), whose problems are reported together with all others.
-        read_model: reads the `model` section from the folder that `model.from` names.
+        read_model: finds the folder that `model.from` names, and reads its `model` section.
         fit: fits a valid config to its devices, before the checks; may change the provenance it gets.
         notes: gets a line for each value that is not used as it is written.
 
@@ -250,15 +250,16 @@ def _with_imported_model(tree: Node, read_model: ReadModel, problems: list[Probl
     )
     if source is None or not isinstance(source.value, str) or (model_type and model_type.value != "decoder"):
         return tree
-    folder = Path(os.path.expanduser(source.value))
     try:
-        under: dict[str, Any] = {"model": read_model(folder)}
+        folder, section = read_model(source.value)
     except ValueError as error:
         problems.append(Problem(source.where, "model.from", str(error)))
         return tree
+    under: dict[str, Any] = {"model": section}
     if (folder / "tokenizer.json").is_file() and (data_type is None or data_type.value == "text"):
-        under["data"] = {"tokenizer": os.path.join(source.value, "tokenizer.json")}
-    return merge(from_python(under, display(folder / "config.json"), problems), tree)
+        under["data"] = {"tokenizer": str(folder / "tokenizer.json")}
+    found = set_value(tree, ["model", "from"], Node(str(folder), source.where, source.origin), {}, problems)
+    return merge(from_python(under, display(folder / "config.json"), problems), found)
 
 
 def _with_layout(tree: Node, layout: Node, folder: Path | None, problems: list[Problem]) -> Node:

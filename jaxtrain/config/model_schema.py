@@ -69,7 +69,9 @@ class ModelConfig(Section):
     options: dict[str, Any] = key({}, "keyword arguments of a user's own model")
     frozen: tuple[str, ...] = key((), "parameters that are not trained: patterns of whole paths, or logical names")
     weights: InitialWeightsConfig = section(InitialWeightsConfig, "initial values from elsewhere")
-    from_: str | None = key(None, "Hugging Face folder: initial weights, and defaults of the keys below", alias="from")
+    from_: str | None = key(
+        None, "Hugging Face folder, or name on the Hub: initial weights, and defaults of the keys below", alias="from"
+    )
     vocab: PositiveInt | None = key(None, "vocabulary size; default: the tokenizer's, rounded up to 128")
     embed: PositiveInt = key(256, "width of the residual stream")
     layers: PositiveInt = key(4, "number of blocks")

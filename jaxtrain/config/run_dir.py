@@ -4,30 +4,77 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.schema import Config
-from jaxtrain.config.show import dump_yaml
+from jaxtrain.config.load import resolve
+from jaxtrain.config.schema import LAYOUT_KEYS, Config
+from jaxtrain.config.show import diff, dump_yaml, flatten
 from jaxtrain.errors import UserError
 from jaxtrain.io.atomic import write_atomic
 
 CONFIG = "config.yaml"
+PLACE = ("name", "dir")  # keys that say where a run is, not what it does
+MAX_DIFFERENCES, MAX_WORD = 3, 24  # of the name of a folder
 WRONG_PATH = {
     errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL,
 }  # fmt: skip
 
 
-def free_directory(config: Config) -> Path:
-    """Returns DIR/NAME, or the first free of DIR/NAME-2, -3, ..., so that no run overwrites another."""
+def free_directory(config: Config, says_difference: bool = True) -> Path:
+    """Returns DIR/NAME, or a free folder beside it, so that no run overwrites another.
+
+    If DIR/NAME is the run of another config, the folder has in its name what differs, as in `quickstart-fsdp` and
+    `quickstart-lr0.001`; a number follows where that one is not free or nothing differs: `quickstart-2`.
+
+    Args:
+        config: config of the run.
+        says_difference: False: numbers alone, for launched runs, whose saved config is of the mesh of a generation.
+    """
     directory, number = config.run_dir, 2
     with _named_errors(directory):
-        while _exists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
-            directory = config.run_dir.with_name(f"{config.name}-{number}")
+        if not _is_taken(directory):
+            return directory
+        name = "-".join([config.name, *(differences(directory, config) if says_difference else ())])
+        directory = config.run_dir.with_name(name)
+        while _is_taken(directory):
+            directory = config.run_dir.with_name(f"{name}-{number}")
             number += 1
     return directory
+
+
+def _is_taken(directory: Path) -> bool:
+    return _exists(directory) and not (directory.is_dir() and not any(directory.iterdir()))
+
+
+def differences(directory: Path, config: Config) -> list[str]:
+    """Returns short names of the values in which a config differs from that of a run, the first few; for its folder."""
+    try:
+        saved = resolve(directory / CONFIG, paths=False)[0]
+    except (UserError, OSError):  # no run, or one that this version does not read
+        return []
+    new = flatten(absolute(config))
+    changed = {key: new[key] for key in diff(saved, absolute(config)) if key in new and key not in PLACE}
+    derived = LAYOUT_KEYS if {"layout", "simulate"} & set(changed) else ()  # the mesh follows from these
+    names = [_short(key, value) for key, value in changed.items() if key.partition(".")[0] not in derived]
+    return [name for name in dict.fromkeys(names) if name][:MAX_DIFFERENCES]
+
+
+def _short(key: str, value: Any) -> str:
+    """Returns a value as part of a file name: `fsdp` for the layout, `lr0.001`, `no-ema_decay`."""
+    name = key.rpartition(".")[2]
+    if value is None or value is False:
+        text = f"no-{name}"
+    elif isinstance(value, str):
+        text = value if len(value) <= MAX_WORD and re.fullmatch(r"\w[\w.]*", value, re.ASCII) else name
+    elif isinstance(value, (int, float)) and value is not True:
+        text = f"{name}{value:g}" if isinstance(value, float) else f"{name}{value}"
+    else:
+        text = name
+    return re.sub(r"[^\w.-]", "", text, flags=re.ASCII)[:MAX_WORD]
 
 
 def _exists(path: Path) -> bool:

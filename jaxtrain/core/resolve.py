@@ -16,6 +16,7 @@ from jaxtrain.config.show import flatten
 from jaxtrain.core.layout_check import check_config, check_layout
 from jaxtrain.core.mesh_fit import describe_change, fit_mesh, mesh_sizes, unused_axes, with_sizes
 from jaxtrain.interop import config_json
+from jaxtrain.interop.hub import model_folder
 from jaxtrain.sharding.axes import AXES, shape_text
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -48,7 +49,7 @@ def resolve(
     """
     notes = [] if notes is None else notes
     config, provenance = load.resolve(
-        path, *overrides, base=base, paths=paths, checks=checks, read_model=_read_model,
+        path, *overrides, base=base, paths=paths, checks=checks, read_model=partial(_read_model, weights=paths),
         fit=partial(_fit, notes=notes), notes=notes,
     )  # fmt: skip
     notes += config_notes(config)
@@ -142,6 +143,7 @@ def _fit(config: Config, provenance: dict[str, str], notes: list[str]) -> Config
     return new
 
 
-def _read_model(folder: Path) -> dict[str, Any]:
-    """Returns the `model` section of a Hugging Face folder."""
-    return config_json.read_model_config(folder)[1]
+def _read_model(name: str, weights: bool) -> tuple[Path, dict[str, Any]]:
+    """Returns the folder of a Hugging Face model and its `model` section."""
+    folder = model_folder(name, weights)
+    return folder, config_json.read_model_config(folder)[1]

@@ -25,6 +25,7 @@ from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
 from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
 from jaxtrain.interop.config_json import read_model_config
+from jaxtrain.interop.hub import model_folder
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.spec import is_decoder, vocabulary_size
@@ -71,8 +72,10 @@ def load_model(
     Raises:
         UserError: neither a run nor a Hugging Face folder, or not a language model.
     """
-    if not (directory / "config.yaml").is_file() and (directory / "config.json").is_file():
-        return _huggingface(directory, step, overrides)
+    if not (directory / "config.yaml").is_file():
+        folder = directory if directory.exists() else model_folder(directory)
+        if (folder / "config.json").is_file():
+            return _huggingface(folder, step, overrides)
     config, _ = resolve(saved_config(directory), *overrides, paths=False)
     tokenizer = text_tokenizer(config.model, config.data)
     vocab, devices = vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate)

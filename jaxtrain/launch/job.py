@@ -124,7 +124,7 @@ def open_job(
             raise UserError(f"launch: {message}; expected --devices-per-process")
     if existing is None and continues:
         existing = config.run_dir if can_continue(config, config.run_dir, _elastic_keys(fallbacks)) else None
-    directory = existing or (config.run_dir if continues else free_directory(config))
+    directory = existing or (config.run_dir if continues else free_directory(config, says_difference=False))
     job = ElasticJob(config, directory, devices, fallbacks)
     if job.largest_placement(processes) is None:
         job.placement(processes)  # raises the reason

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtrain.config import Config
-from jaxtrain.config.run_dir import CONFIG, absolute
+from jaxtrain.config.run_dir import CONFIG, PLACE, absolute
 from jaxtrain.config.show import as_dict
 from jaxtrain.core.resolve import resolve
 from jaxtrain.errors import ConfigError, Problem, UserError
@@ -20,7 +20,6 @@ BEGINNING = {
     "checkpoints", "logs", "launch.jsonl", "launch.secret", "events.jsonl", "metrics.jsonl", "tensorboard",
     "layout.txt",
 }  # fmt: skip
-PLACE = ("name", "dir")  # keys that say where a run is, not what it does
 SCHEDULED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX", "TPU_WORKER_ID")
 
 

@@ -190,7 +190,7 @@ def _assemble(
 
 
 def new_run_directory(config: Config, resume: Resume) -> Path:
-    """Returns DIR/NAME, or the first free DIR/NAME-2, -3, ...: a run never overwrites another.
+    """Returns DIR/NAME, or a free folder beside it, see `free_directory`: a run never overwrites another.
 
     If `resume` is "auto" it is DIR/NAME, and with several processes, too, which `open_trainer` checks: they cannot
     agree on a number before they are connected.
