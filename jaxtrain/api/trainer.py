@@ -299,11 +299,18 @@ class Trainer:
         if (launched := launched_run(self.config, self._directory)) is not None:
             (self.config, self._directory), self._resume = launched, True
         self._directory = self._directory or new_run_directory(self.config, self._resume)
-        run, state, step = open_trainer(
-            self.config, self._directory, console=self._console or ConsoleTracker(self.config.steps),
-            resume=self._resume, ledger=self._ledger, components=self._components, trackers=self._trackers,
-            callbacks=[*default_callbacks(self.config, **self._options), *self._callbacks],
-        )  # fmt: skip
+        console, ledger = self._console or ConsoleTracker(self.config.steps), self._ledger or GoodputLedger()
+        console.watch(ledger)
+        console.say("starting the devices")
+        try:
+            run, state, step = open_trainer(
+                self.config, self._directory, console=console, resume=self._resume, ledger=ledger,
+                components=self._components, trackers=self._trackers,
+                callbacks=[*default_callbacks(self.config, **self._options), *self._callbacks],
+            )  # fmt: skip
+        except BaseException:
+            console.close()
+            raise
         self._run, self._progress, self._is_new = run, Progress(state, step), True
         self.config = run.config  # with the steps of its epochs
         self._ledger = None  # the next one accounts for the next part

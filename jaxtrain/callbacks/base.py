@@ -32,6 +32,7 @@ class TrainerView(Protocol):
     dir: Path
     program: Program
     data: Any
+    eval_sets: dict[str, Any]
     checkpointer: Checkpointer
     trackers: TrackerList
     console: ConsoleTracker

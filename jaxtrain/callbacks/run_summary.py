@@ -31,6 +31,10 @@ def _state_lines(program: Program) -> list[str]:
     return lines
 
 
+def _every(steps: int | None) -> str:
+    return "at the end" if steps is None else f"every {steps:,} steps and at the end"
+
+
 class RunSummary(Callback):
     """Prints the summary, and writes the layout of every parameter to RUN_DIR/layout.txt.
 
@@ -60,11 +64,14 @@ class RunSummary(Callback):
             console.print(*self._padding_lines(trainer, trainer.data.vocab))
             counts = f"{trainer.data.documents:,} documents, {trainer.data.tokens:,} tokens"
             console.print(f"data      {counts}; unigram entropy {trainer.data.unigram_entropy:.4f} nats per token")
+        else:
+            console.print(self._arrays_line(trainer))
         others = _state_lines(program)
         if others:
             console.print(
                 f"optimizer {len(others)} arrays of its state have no parameter's shape; listed in layout.txt"
             )
+        console.print(*self._plan_lines(trainer))
         # In a notebook rich would show the text there, not write it into the file.
         file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True, force_jupyter=False)
         file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), *others, sep="\n")
@@ -90,6 +97,23 @@ class RunSummary(Callback):
             return []
         rows = trainer.program.model_def.parameters["embed"]["table"].shape[0]
         return [f"vocab     {tokens:,} tokens, padded to {rows:,} rows (model.vocab)"] if rows > tokens else []
+
+    def _arrays_line(self, trainer: TrainerView) -> str:
+        """Returns the line about data that is no text: the arrays of a row."""
+        row = example_row(trainer.config.data, trainer.data) or {}
+        arrays = [f"{name} {value.dtype}{list(value.shape[1:])}" for name, value in row.items()]
+        return f"data      {trainer.config.data.type}: {', '.join(arrays)} of each row"
+
+    def _plan_lines(self, trainer: TrainerView) -> list[str]:
+        """Returns lines about what the run will do by itself, and what its reader may do."""
+        config, checks = trainer.config, []
+        if trainer.eval_sets:
+            checks.append(f"validation {_every(config.eval.every)}")
+        checks.append(f"checkpoint {_every(config.checkpoint.every)}")
+        return [
+            f"plan      {', '.join(checks)}; Ctrl-C saves, too",
+            "next      compiles the step, then shows progress; layout.txt in the run's folder lists all tensors",
+        ]
 
     def _device_kind(self, trainer: TrainerView) -> str:
         device = jax.devices()[0]

@@ -32,6 +32,7 @@ class Samples(Callback):
         if not log.sample_tokens or stopped_by or jax.process_count() > 1:
             return
         tokenizer = text_tokenizer(trainer.config.model, trainer.config.data)
-        stream = text_streamer(trainer.program, tokenizer, evaluated_parameters(state))
-        text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
+        with trainer.console.activity("compiling and generating a sample (log.sample_tokens)"):
+            stream = text_streamer(trainer.program, tokenizer, evaluated_parameters(state))
+            text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,17 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from jaxtrain.trackers.activity import SILENCE, Activity, ActivityClock, Reminder
+from jaxtrain.trackers.goodput import GoodputLedger
+
 PLAIN_EVERY = 10.0  # seconds between progress lines if they cannot be redrawn
 SHORTEST_BAR, LONGEST_BAR = 4, 40
+MOST_OWN_METRICS = 3  # of a user, on the line
+RATES = {f"{unit}_per_sec{per}" for unit in ("tokens", "samples") for per in ("", "_per_device")}
+TRAINER_METRICS = RATES | {
+    "step", "loss", "lr", "grad_norm", "skipped", "spike", "loss_scale", "tokens", "samples", "step_time", "data_wait",
+    "mfu", "hfu", "memory", "bubble",
+}  # fmt: skip
 SMOOTHING = 0.9  # exponential moving average of the step time, for the ETA
 
 
@@ -27,6 +38,7 @@ class Status:
     step: int = 0
     values: dict[str, Any] = field(default_factory=dict)
     step_time: float | None = None  # seconds, smoothed
+    activity: Callable[[], Activity | None] = lambda: None  # what is going on besides steps
 
     @property
     def eta(self) -> float | None:
@@ -38,7 +50,8 @@ class ConsoleTracker:
     """Tracker that shows progress: a bar with ETA, loss, lr, grad norm, tokens/s, MFU and data wait.
 
     On a terminal it redraws one line in place, which does not wrap from 60 columns on. Elsewhere (a log file, CI) it
-    prints a plain line every ten seconds and at the end. Other output appears above the line.
+    prints a plain line every ten seconds and at the end. Other output appears above the line. From `watch` to `close`
+    it says, too, what lasts for more than three seconds and is no step, such as compiling.
     """
 
     def __init__(
@@ -62,16 +75,54 @@ class ConsoleTracker:
         isatty = getattr(self.console.file, "isatty", lambda: False)()
         self._is_live = isatty and not self.console.is_dumb_terminal if live is None else live
         self._clock, self._shown, self._live = clock, -math.inf, None
-        self.status = Status(steps)
+        self._printed, self._activity, self._reminder = clock(), ActivityClock(None, clock), None
+        self.status = Status(steps, activity=self._now)
+
+    def watch(self, ledger: GoodputLedger) -> None:
+        """Begins to say what is going on, by the buckets of a ledger and by `say`; in the first process of a run."""
+        if os.environ.get("JAX_PROCESS_ID", "0") != "0":  # JAX may not have started
+            return
+        if not self._activity.follows(ledger):
+            self._activity = ActivityClock(ledger, self._clock)
+        self._begin()
+
+    def say(self, text: str) -> None:
+        """Describes what the start of a run does now, in case that it lasts."""
+        self._activity.say(text)
+
+    @contextmanager
+    def activity(self, text: str) -> Iterator[None]:
+        """Says what goes on inside, if it lasts, outside of the time from `watch` to `close`."""
+        self._activity = ActivityClock(None, self._clock)
+        self.say(text)
+        self._begin()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def _now(self) -> Activity | None:
+        return self._activity.now()
+
+    def _begin(self) -> None:
+        """Starts the line on a terminal, elsewhere the reminder."""
+        if self._is_live and self._live is None:
+            line = _Line(self.status)
+            self._live = Live(line, console=self.console, refresh_per_second=4, vertical_overflow="crop")
+            self._live.start()
+        elif not self._is_live and self._reminder is None:
+            self._reminder = Reminder(self._now, lambda: self._clock() - self._printed, self._show_activity)
+            self._reminder.start()
+
+    def _show_activity(self, activity: Activity) -> None:
+        self.print(f"{activity.text}: {activity.seconds:.0f} s so far")
 
     def start(self, info: Mapping[str, Any]) -> None:
         self.status.step = int(info.get("step", 0))
         if self.status.step:
             self.print(f"resuming after step {self.status.step:,} of {self.status.total:,}")
         if self._is_live:
-            line = _Line(self.status)
-            self._live = Live(line, console=self.console, refresh_per_second=4, vertical_overflow="crop")
-            self._live.start()
+            self._begin()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if "loss" not in values:
@@ -88,7 +139,10 @@ class ConsoleTracker:
             self.print(plain_line(status))
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.print(event_line(kind, fields))
+        if kind == "compiled":
+            self.print(f"compiled  in {fields['seconds']:.1f} s, with the first step")
+        else:
+            self.print(event_line(kind, fields))
 
     def artifact(self, path: Path) -> None:
         self.print(f"wrote {path}")
@@ -97,12 +151,16 @@ class ConsoleTracker:
         self.status.step = step
 
     def close(self) -> None:
+        if self._reminder is not None:
+            self._reminder.stop()
+            self._reminder = None
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def print(self, *items: RenderableType) -> None:
         """Prints above the progress line; does not wrap plain text, so that paths and commands can be copied."""
+        self._printed = self._clock()
         for item in items:
             self.console.print(item, soft_wrap=isinstance(item, (str, Text)), markup=False)
 
@@ -139,10 +197,12 @@ def _throughput(values: Mapping[str, Any]) -> str:
 
 def _cells(status: Status) -> list[tuple[int, str]]:
     """Returns (rank, text) in the order shown; cells of a higher rank are dropped first."""
-    values = status.values
+    values, activity = status.values, status.activity()
+    doing = f"{activity.text} {duration(activity.seconds)}" if activity is not None else ""
     if not values:
-        return [(0, "waiting for the first step")]
+        return [(0, doing or "waiting for the first step")]
     return [
+        *([(1, doing)] if activity is not None and activity.seconds >= SILENCE else []),
         (1, "eta " + duration(status.eta)),
         (0, f"loss {number(values.get('loss'))}"),
         (4, f"lr {small(values.get('lr'))}"),
@@ -151,7 +211,17 @@ def _cells(status: Status) -> list[tuple[int, str]]:
         *((3, f"mfu {percent(value)}") for value in _present(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
         *((7, f"bubble {percent(value)}") for value in _present(values, "bubble")),
+        *((8, f"{name} {number(value)}") for name, value in _own_metrics(values).items()),
     ]
+
+
+def _own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first metrics of a user's loss, model or callbacks: what no part of the trainer adds."""
+    own = {
+        name: value for name, value in values.items()
+        if name not in TRAINER_METRICS and not name.startswith(("eval/", "lr/")) and value != values.get("loss")
+    }  # fmt: skip
+    return dict(list(own.items())[:MOST_OWN_METRICS])
 
 
 def _present(values: Mapping[str, Any], name: str) -> list[Any]:

@@ -84,6 +84,7 @@ def open_trainer(
     config = with_steps(config, data)
     console.status.total = config.steps
     hooks = CallbackList(callbacks)
+    console.say("building the model")
     program = _build(hooks.program_config(config, directory), data, devices, components)
     is_continued = resume == "auto" and _holds_run(config, directory)
     if not (resume is True or is_continued) and config.model.weights.path is not None:
@@ -102,6 +103,7 @@ def open_trainer(
         )
         hooks.each(Callback.setup, trainer)
         info = start_info(trainer)
+        console.say("creating the parameters")
         state, step = restore(trainer, info) if resume else (initial_state(trainer, info), 0)
         if step > config.steps:
             raise UserError(f"steps: {config.steps} is less than the {step} already done in {directory}")
@@ -143,6 +145,7 @@ def open_data(
     Raises:
         UserError: bad data, or an iterable whose first batch differs between processes.
     """
+    console.say("opening the data")
     if config.data.is_object:
         return open_objects(config, components)
     progress = _cache_progress(console)

@@ -49,6 +49,15 @@ def test_what_init_writes_trains(tmp_path: Path):
     for template in SMALL:
         records = (tmp_path / "runs" / f"my-{template}" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(records[-1])["step"] == 3
+    for line in (
+        "data      my_classifier:Images: image float32[12, 12, 1], label int32[] of each row",
+        "plan      validation at the end, checkpoint at the end; Ctrl-C saves, too",
+        "next      compiles the step, then shows progress; layout.txt in the run's folder lists all tensors",
+        "devices   2 x simulated cpu, layout fsdp: fsdp 2",
+    ):
+        assert f"{line}\n" in done.stdout
+    assert re.search(r"\nstep 3/3 .* samples/s .* accuracy 0\.\d", done.stdout)
+    assert "mfu" not in done.stdout
     assert {path.name for path in tmp_path.glob("*.py")} == {"my_classifier.py", "my_own_model.py"}
 
 

@@ -37,6 +37,8 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
     from jaxtrain.trackers.goodput import GoodputLedger, process_age
 
     console, ledger = ConsoleTracker(config.steps), GoodputLedger(age=process_age() if args.owns_process else 0.0)
+    console.watch(ledger)
+    console.say("importing JAX")
     try:
         result = jaxtrain.train(
             config, run_dir=directory, resume=resume, profile=_step_range(args.profile), console=console, ledger=ledger,
@@ -45,6 +47,8 @@ def train(config: Config, directory: Path | None, args: argparse.Namespace, *, r
     except TrainingError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return ERROR
+    finally:
+        console.close()
     console.print(f"next  {result.resume_command}")
     return SAVED if result.stopped_by else OK
 
