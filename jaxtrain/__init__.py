@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxtrain.api.checkpoints import checkpoints
     from jaxtrain.api.config_text import config_schema, diff, show_config
     from jaxtrain.api.data_preparation import build_data, train_tokenizer
+    from jaxtrain.api.data_view import show_data
     from jaxtrain.api.functions import data_shard, evaluate, generate, initialize, resume, stream, train, verify
     from jaxtrain.api.hf_conversion import export, import_model
     from jaxtrain.api.planning import plan, search
@@ -42,8 +43,8 @@ __all__ = [
     "BestCheckpoints", "Callback", "Config", "ConfigError", "EarlyStopping", "Histograms", "LearningRateMonitor",
     "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "build_data", "checkpoints",
     "compare_schedules", "config_schema", "data_shard", "diff", "evaluate", "export", "generate", "import_model",
-    "initialize", "load", "plan", "report", "resume", "schedule", "search", "show_config", "stream", "train",
-    "train_tokenizer", "verify",
+    "initialize", "load", "plan", "report", "resume", "schedule", "search", "show_config", "show_data", "stream",
+    "train", "train_tokenizer", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
@@ -51,6 +52,7 @@ _MODULES = {
     **dict.fromkeys(("resume", "stream", "train", "verify"), _FUNCTIONS),
     **dict.fromkeys(("config_schema", "diff", "show_config"), "jaxtrain.api.config_text"),
     **dict.fromkeys(("build_data", "train_tokenizer"), "jaxtrain.api.data_preparation"),
+    "show_data": "jaxtrain.api.data_view",
     **dict.fromkeys(("compare_schedules", "schedule"), "jaxtrain.api.schedule"),
     "checkpoints": "jaxtrain.api.checkpoints",
     **dict.fromkeys(("plan", "search"), "jaxtrain.api.planning"), "report": "jaxtrain.api.report",

@@ -22,7 +22,7 @@ CALLS = {
     "train": {"train"}, "resume": set(), "evaluate": {"evaluate"}, "generate": {"generate", "stream"},
     "plan": {"plan", "search"}, "verify": {"verify"}, "export_hf": {"export"}, "import_hf": {"import_model"},
     "report": {"report"}, "checkpoints": {"checkpoints"}, "config": {"config_schema", "show_config"}, "diff": {"diff"},
-    "data": {"build_data", "train_tokenizer"}, "schedule": {"compare_schedules", "schedule"},
+    "data": {"build_data", "show_data", "train_tokenizer"}, "schedule": {"compare_schedules", "schedule"},
 }  # fmt: skip
 COMPUTING = (
     "jaxtrain.trainer.setup", "jaxtrain.trainer.loop", "jaxtrain.inference.model", "jaxtrain.verification.verify",

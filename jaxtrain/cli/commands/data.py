@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 
 import jaxtrain
-from jaxtrain.cli.batch_view import batch_lines
 from jaxtrain.cli.progress import progress_bar
 from jaxtrain.cli.setup import prepare_jax_import
-from jaxtrain.core.resolve import resolve
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     if args.action == "show":
         prepare_jax_import(None)  # a user's own class may import JAX
-        config, _ = resolve(args.config, *args.overrides, checks=())
         with progress_bar("tokenizing") as progress:
-            lines = batch_lines(config, args.step, args.rows, progress)
-        print("\n".join(lines))
+            text = jaxtrain.show_data(args.config, *args.overrides, step=args.step, rows=args.rows, progress=progress)
+        print(text)
         return 0
     with progress_bar("tokenizing" if args.action == "build" else "reading") as progress:
         if args.action == "tokenizer":

@@ -1,5 +1,7 @@
 """Text view of a training batch: decoded documents with their borders and their mask, or the arrays of own data."""
 
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,51 +9,56 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.schema import Config
+from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.data.dataset import TextDataset, open_dataset
 from jaxtrain.data.sources import Progress
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.errors import UserError, escape_unprintable
 
 SHOWN_VALUES = 8  # of a row of an array
+Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-def batch_lines(config: Config, step: int, rows: int, progress: Progress | None = None) -> list[str]:
-    """Returns lines about the batch that is trained on after `step` steps, and some rows of it.
+def show_data(
+    config: ConfigSource, *overrides: str, step: int = 0, rows: int = 2, progress: Progress | None = None, **keys: Any
+) -> str:
+    """Returns text about the batch that a run trains on after some steps: its arrays, and the first rows of it.
+
+    Rows of packed text are decoded, with the borders of documents and the positions that have no target.
 
     Args:
-        config: config with its data.
+        config: see `Trainer`.
+        overrides: `key=value` texts.
         step: finished steps.
         rows: rows to show, from the first on.
-        progress: called while a token cache is built.
+        progress: called with (bytes done, bytes in all) while a token cache is built.
+        keys: sections or keys of the config.
 
     Raises:
-        UserError: a step or a number of rows that is not there, or bad data.
+        UserError: a step or a number of rows that is not there, a bad config, or bad data.
     """
-    size = config.data.global_batch
+    loaded = load_config(config, *overrides, checks=(), **keys)
+    size = loaded.data.global_batch
     if step < 0 or not 1 <= rows <= size:
-        raise UserError(f"data show: step {step}, {rows} rows; expected a step from 0 on, and 1 to {size} rows")
-    data = open_dataset(config.data, config.seed, "train", progress)
-    batch = data.batch(step)
-    lines = [f"batch {step} (after {step:,} steps) of {size:,} rows, seed {config.seed}"]
+        raise UserError(f"show_data: step {step}, {rows} rows; expected a step from 0 on, and 1 to {size} rows")
+    data = open_dataset(loaded.data, loaded.seed, "train", progress)
+    batch: Arrays = data.batch(step)
+    lines = [f"batch {step} (after {step:,} steps) of {size:,} rows, seed {loaded.seed}"]
     lines += [f"  {name:<10} {array.dtype}{list(array.shape)}{_range(array)}" for name, array in batch.items()]
     if isinstance(data, TextDataset):
-        return [
-            *lines,
-            *_summary(batch),
-            *(line for row in range(rows) for line in text_row(batch, row, data.tokenizer)),
-        ]
-    return [*lines, *(line for row in range(rows) for line in _array_row(batch, row))]
+        lines += _summary(batch)
+        return "\n".join([*lines, *(line for row in range(rows) for line in _text_row(batch, row, data.tokenizer))])
+    return "\n".join([*lines, *(line for row in range(rows) for line in _array_row(batch, row))])
 
 
-def _range(array: np.ndarray) -> str:
+def _range(array: np.ndarray[Any, Any]) -> str:
     """Returns the smallest and the largest value of numbers."""
     if not array.size or array.dtype.kind not in "iuf":
         return ""
     return f", {array.min():.6g} to {array.max():.6g}"
 
 
-def _summary(batch: Mapping[str, np.ndarray]) -> list[str]:
+def _summary(batch: Arrays) -> list[str]:
     segments, weights = batch["segments"], batch["weights"]
     pieces, padding = int(segments.max(1).sum()), int((segments == 0).sum())
     targets = int((weights > 0).sum())
@@ -59,7 +66,7 @@ def _summary(batch: Mapping[str, np.ndarray]) -> list[str]:
     return [f"{pieces:,} pieces of documents, {padding:,} positions of padding; {share}"]
 
 
-def text_row(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) -> list[str]:
+def _text_row(batch: Arrays, row: int, tokenizer: Tokenizer) -> list[str]:
     """Returns a row of packed text: each piece of a document with its place, its text, and where the mask is 0."""
     tokens, segments, weights = (batch[name][row] for name in ("tokens", "segments", "weights"))
     lines = [f"row {row}"]
@@ -78,7 +85,7 @@ def text_row(batch: Mapping[str, np.ndarray], row: int, tokenizer: Tokenizer) ->
     return [*lines, *([f"  [{len(tokens) - padding}:{len(tokens)}] padding"] if padding else [])]
 
 
-def _array_row(batch: Mapping[str, np.ndarray], row: int) -> list[str]:
+def _array_row(batch: Arrays, row: int) -> list[str]:
     """Returns the first values of each array of a row."""
     lines = [f"row {row}"]
     for name, array in batch.items():
