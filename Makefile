@@ -8,9 +8,14 @@
 # `make oldest` runs a part of them on the lowest versions that pyproject.toml allows, in a .venv-oldest.
 # `make parsers` measures which lines of each parser its tests reach, and whether they find bugs planted in it.
 # `make audit` compares the lock with known vulnerabilities, where a service that lists them is reachable.
+# `make packaging` installs the wheel into empty environments on two versions of Python, and does there what a new user
+# does; `make release VERSION=X.Y.Z` sets the version, builds and checks what is uploaded.
 # The others make .venv and install into it. With EXTRAS=test,plan-gpu,plan-tpu `make test` also holds what is compiled
 # for absent GPUs with cuDNN and for absent TPUs to its figures: 2.3 GB more on the disk.
-PYTHON ?= python3.11
+# The locked versions are tested on 3.11; else the newest supported interpreter that is there and runs (a shim may not).
+SUPPORTED := python3.11 python3.14 python3.13 python3.12 python3 python
+PYTHON ?= $(shell for python in $(SUPPORTED); do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; done)
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements.lock
@@ -33,7 +38,7 @@ OLDEST_TESTS := $(VERSION_TESTS) tests/models tests/trackers tests/reports/test_
 	tests/data/test_source_formats.py tests/data/test_tokenizer.py tests/data/test_remote.py tests/test_parser_fuzz.py
 AUDIT := .venv-audit
 
-.PHONY: train test newest oldest audit parsers matrix extras chaos lint docs clean
+.PHONY: train test newest oldest audit parsers matrix extras chaos packaging release lint docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -69,6 +74,13 @@ chaos: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/chaos.py
 	$(BIN)/python benchmarks/chaos_processes.py
 
+packaging: $(VENV)/.installed-test
+	$(BIN)/pytest -m packaging tests/packaging
+	$(BIN)/python benchmarks/first_run.py --json benchmarks/results/cpu-first-run.json
+
+release: $(VENV)/.installed-test
+	$(BIN)/python tests/support/release.py "$(VERSION)"
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -79,6 +91,7 @@ docs: $(VENV)/.installed-test
 	$(BIN)/python tests/support/draw_docs.py
 
 $(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer here; give one: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml $(LOCK)
