@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jaxtrain.errors import escape_unprintable
 from jaxtrain.io import svg
 from jaxtrain.reports import tables
 from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds
@@ -90,7 +91,7 @@ def curve(run: RunHistory, key: str, label: str, overlay: tuple[str, str] | None
     restarts = [x(attempt.first) for attempt in run.attempts[1:] if first <= attempt.first]
     elements += [svg.line(at, 10, at, height, "restart") for at in restarts]
     elements.append(svg.polyline(((x(step), y(value)) for step, value in smooth), "curve"))
-    caption = f"{key}, last {_format(points[-1][1])}"
+    caption = f"{escape_unprintable(key)}, last {_format(points[-1][1])}"
     if dots and overlay:
         elements.append(svg.polyline(((x(step), y(value)) for step, value in dots), "scores"))
         elements += [svg.circle(x(step), y(value), 3, "scores") for step, value in downsample(dots, 100)]

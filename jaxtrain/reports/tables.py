@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from jaxtrain.errors import escape_unprintable
 from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds
-from jaxtrain.trackers.console import count, event_line, number, percent
+from jaxtrain.trackers.console import count, event_line, number, own_metrics, percent
 
 MAX_ROWS = 20  # of a table; the newest are kept
+MAX_NAME = 40  # of a metric
 
 
 class KeyFigure(NamedTuple):
@@ -34,6 +35,9 @@ def key_figures(run: RunHistory) -> list[KeyFigure]:
     if low is not None:
         note = f"lowest {number(low[1])} at step {low[0]:,}"
         figures.append(KeyFigure("validation loss", number(run.last("eval/loss")), note))
+    for name in own_curves(run):
+        first = run.series(name)[0][1]
+        figures.append(KeyFigure(shown(name), number(run.last(name)), f"first {number(first)}"))
     if (rate := run.median(f"{run.unit}_per_sec")) is not None:
         note = f"median of the steps; {count(run.throughput())} over the whole time"
         figures.append(KeyFigure("throughput", f"{count(rate)} {'tok' if run.unit == 'tokens' else run.unit}/s", note))
@@ -43,6 +47,17 @@ def key_figures(run: RunHistory) -> list[KeyFigure]:
     if (mfu := run.median("mfu")) is not None:
         figures.append(KeyFigure("MFU", percent(mfu), "median of the steps"))
     return figures
+
+
+def own_curves(run: RunHistory) -> list[str]:
+    """Returns the names of the first metrics of a user that the last logged step has."""
+    last = run.metrics[-1] if run.metrics else {}
+    return [name for name in own_metrics(last) if run.series(name)]
+
+
+def shown(name: str) -> str:
+    """Returns the name of a metric in one printable line."""
+    return escape_unprintable(name)[:MAX_NAME]
 
 
 def buckets(run: RunHistory) -> list[tuple[str, str, float, float]]:

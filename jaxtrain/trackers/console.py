@@ -211,11 +211,11 @@ def _cells(status: Status) -> list[tuple[int, str]]:
         *((3, f"mfu {percent(value)}") for value in _present(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
         *((7, f"bubble {percent(value)}") for value in _present(values, "bubble")),
-        *((8, f"{name} {number(value)}") for name, value in _own_metrics(values).items()),
+        *((8, f"{name} {number(value)}") for name, value in own_metrics(values).items()),
     ]
 
 
-def _own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
+def own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the first metrics of a user's loss, model or callbacks: what no part of the trainer adds."""
     own = {
         name: value for name, value in values.items()

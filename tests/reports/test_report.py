@@ -95,6 +95,19 @@ def test_text_of_others_is_escaped(tmp_path):
     assert "[red]" in text
 
 
+def test_metrics_of_a_user_are_shown_and_their_names_escaped(tmp_path):
+    folder = three_attempts(tmp_path)
+    folder.steps(31, 40, **{"accuracy": 0.625, HOSTILE: 1.5, "eval/accuracy": 0.5})
+    run = read_history(tmp_path)
+    page, text = report_page.page(run), text_of(run)
+    words = " ".join("".join(parsed(page).itertext()).split())
+    assert page.count("<svg") == 7
+    assert "accuracy 0.6250 first 0.6250" in " ".join(text.split())
+    assert "accuracy" in words
+    assert "<script" not in page
+    assert "\x1b" not in text + page
+
+
 def test_the_bar_of_all_time_is_to_scale(tmp_path):
     three_attempts(tmp_path)
     bars = {
