@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        if import_module("jaxtrain.config.shipped").find_file(name, None).is_file():
+            hint = f"; it is a config: jaxtrain train {' '.join(arguments)}"
         print(f"jaxtrain: unknown command `{name}`{hint}", file=sys.stderr)
         return USAGE
     parser = _parser(name)
@@ -45,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = [option for action in parser._actions for option in action.option_strings]
         line = _unknown_option(unknown[0], arguments, hasattr(args, "overrides"), options)
         print(f"jaxtrain: {line}", file=sys.stderr)
+        return USAGE
+    if "=" in (getattr(args, "config", None) or "") and not os.path.exists(args.config):
+        example = f"jaxtrain {name} quickstart {args.config}"
+        print(f"jaxtrain: {args.config}: expected a config before it, as in `{example}`", file=sys.stderr)
         return USAGE
     args.owns_process = argv is None
     if command:

@@ -9,8 +9,8 @@ layout and its `from` are only names.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxtrain.config.provenance import (
     without_keys,
 )
 from jaxtrain.config.schema import LAYOUT_KEYS, Config
-from jaxtrain.config.shipped import display, find_file, find_layout
+from jaxtrain.config.shipped import config_names, display, find_file, find_layout
 from jaxtrain.config.show import flatten
 from jaxtrain.config.validate import validate, without_passwords
 from jaxtrain.config.yaml_reader import read_file, read_text
@@ -35,6 +35,7 @@ from jaxtrain.errors import ConfigError, Problem, add_locations, did_you_mean, f
 
 COMMAND_LINE = "command line"
 MAX_FILES = 64
+LENGTHS = ("epochs", "steps")  # two ways to say how long a run is
 FILE_KEYS = ("extends", "resolved")  # keys that only a file may have
 LATER_CHECKED = ("layout", *LAYOUT_KEYS, "model", "data", "step")  # sections that the checks of layouts read
 Check = Callable[[Config], Iterable[Problem]]
@@ -156,6 +157,8 @@ def _read_levels(
     if tree is None:
         if where and problems[count].where == name:
             problems[count] = Problem(where, "extends", f"{format_value(name)}: {problems[count].message}")
+        if not file.exists() and (hint := did_you_mean(os.path.splitext(file)[0], config_names())):
+            problems[count] = replace(problems[count], message=problems[count].message + hint)
         return
     _read_parents(tree, file.parent, [*children, path], levels, problems)
     levels.append(_level(tree, file.parent, problems))
@@ -211,11 +214,12 @@ def _merge_levels(levels: list[Level], overrides: list[Override], problems: list
             tree = without_keys(tree, LAYOUT_KEYS)
         elif layout is not None:
             tree = _with_layout(tree, layout, level.folder, problems)
-        tree = merge(tree, level.tree)
+        tree = merge(_without_other_length(tree, level.tree.value), level.tree)
     if override is not None:
         notes += _replaced_sizes(tree, override)
         tree = _with_layout(tree, override, levels[-1].folder if levels else None, problems)
     defaults = Config().model_dump()
+    tree = _without_other_length(tree, {path[0] for path, _ in overrides})
     for path, node in overrides:
         errors: list[Problem] = []
         notes += _dropped_options(tree, path, node)
@@ -224,6 +228,12 @@ def _merge_levels(levels: list[Level], overrides: list[Override], problems: list
     # All keys of a layout are set in a loaded config, which `Config.has_layout` tells from one built in Python.
     unset = {key: defaults[key] for key in LAYOUT_KEYS if key not in tree.value}
     return merge(from_python(unset, "default", problems), tree)
+
+
+def _without_other_length(tree: Node, given: Collection[str]) -> Node:
+    """Returns the tree without `steps` if a later level gives `epochs`, and the reverse: the later one counts."""
+    other = {"epochs": "steps", "steps": "epochs"}
+    return without_keys(tree, [other[key] for key in LENGTHS if key in given and other[key] not in given])
 
 
 def _dropped_options(tree: Node, path: Sequence[str], node: Node) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from jaxtrain.config.checks import Conflict, cross_problems, path_problems
 from jaxtrain.config.key_names import section_keys, unknown_key
-from jaxtrain.config.provenance import KeyPath, Node, deepest_node, dotted, find_node, to_python
+from jaxtrain.config.provenance import KeyPath, Node, deepest_node, dotted, to_python
 from jaxtrain.config.schema import Config
 from jaxtrain.errors import MAX_VALUE_LENGTH, Problem, did_you_mean, format_value, join_words
 
@@ -106,9 +106,15 @@ def _message(detail: Mapping[str, Any], path: KeyPath, value: Any) -> str:
 
 def _with_location(conflict: Conflict, tree: Node) -> Problem:
     """Returns a problem located at the first of the conflict's keys that was given."""
-    nodes = (find_node(tree, key.split(".")) for key in conflict.keys)
+    nodes = (_given(tree, key.split(".")) for key in conflict.keys)
     where = next((node.where for node in nodes if node is not None), "default")
     return Problem(where, conflict.keys[0], conflict.message)
+
+
+def _given(tree: Node, path: list[str]) -> Node | None:
+    """Returns the node of a key; of a section that is given as text, that text."""
+    node, existing = deepest_node(tree, path)
+    return node if len(existing) == len(path) or isinstance(node.value, str) else None
 
 
 def _concerns(keys: tuple[str, ...], removed: list[str]) -> bool:

@@ -53,6 +53,18 @@ def test_the_version_is_that_of_the_installed_package(capsys):
             "--simulate: invalid int value: 'many'",
         ),
         (["layouts", "fdsp"], "did you mean `fsdp`"),
+        (["quickstart", "layout=fsdp"], "it is a config: jaxtrain train quickstart layout=fsdp"),
+        (["train", "steps=20"], "expected a config before it, as in `jaxtrain train quickstart steps=20`"),
+        (["train", "quikstart"], "quikstart: no such file (did you mean `quickstart`?)"),
+        (["config", "models/llama_8b"], "did you mean `models/llama3_8b`"),
+        (
+            ["train", "quickstart", "data.sources=[text]"],
+            'command line: data.sources.0.path: no such file or folder: "text"',
+        ),
+        (["train", "quickstart", "data.batch_size=4"], "jaxtrain calls it `data.global_batch`"),
+        (["train", "quickstart", "hidden_size=4"], "jaxtrain calls it `model.embed`"),
+        (["train", "quickstart", "optimizer.learning_rate=1"], "jaxtrain calls it `optimizer.lr`"),
+        (["train", "quickstart", "--batch-size", "8"], "written key=value: data.global_batch=8"),
     ],
 )
 def test_wrong_words_are_one_line(arguments, said, capsys):

@@ -187,3 +187,16 @@ def test_flags_are_answered_with_key_value(
     assert main(["train", QUICKSTART, *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"jaxtrain: {advice}")
+
+
+def test_the_later_of_epochs_and_steps_counts(tmp_path: Path) -> None:
+    assert (load("epochs=2")[0].epochs, load("steps=7")[0].epochs) == (2, None)
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"extends: {Path(QUICKSTART).absolute()}\nepochs: 3\n")
+    assert resolve(file)[0].epochs == 3
+    by_steps = resolve(file, "steps=9")[0]
+    assert (by_steps.epochs, by_steps.steps) == (None, 9)
+    with pytest.raises(ConfigError, match="2 epochs and 9 steps are both given"):
+        load("epochs=2", "steps=9")
+    file.write_text(dump_yaml(resolve(file)[0]))  # as a run saves it
+    assert resolve(file, "steps=9")[0].epochs is None

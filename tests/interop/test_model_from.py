@@ -73,7 +73,7 @@ def test_the_shipped_recipe_takes_any_model(folder: Path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.from=nowhere"], ["model.from", "nowhere: not a Hugging Face model"]),
+        (["model.from=./nowhere"], ["model.from", "nowhere: not a Hugging Face model"]),
         (["model.from={hf}", "model.heads=3"], ["model.kv_heads", "3 query heads"]),
         (["model.from={hf}", "model.type=linear_model:Linear"], ["model.from", "only the decoder"]),
     ],
