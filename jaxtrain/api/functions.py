@@ -12,7 +12,7 @@ from typing import Any
 from jaxtrain.api.launched_script import launched_devices
 from jaxtrain.api.trainer import Trainer
 from jaxtrain.config.run_dir import saved_config
-from jaxtrain.core.components import Components
+from jaxtrain.core.components import components_of
 from jaxtrain.core.placement import process_shard
 from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.data.objects.shard import current_shard
@@ -134,7 +134,7 @@ def evaluate(
         if value is not None and value < least:
             raise UserError(f"evaluate: {name}: expected at least {least}; found {value}")
     if tasks is None:
-        return inference.evaluate(Path(run), step, batches, overrides, Components(**objects))
+        return inference.evaluate(Path(run), step, batches, overrides, components_of(evaluate, objects))
     folder = None if include_path is None else str(include_path)
     return eval_harness.evaluate_tasks(
         Path(run), step, overrides, tasks, include_path=folder, limit=limit, num_fewshot=num_fewshot
@@ -165,9 +165,9 @@ def generate(
     Raises:
         UserError: not a language model, an empty prompt, or an option out of range.
     """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    prompts, components = [prompt] if isinstance(prompt, str) else list(prompt), components_of(generate, objects)
     sampling = _sampling(prompts, tokens, seed, temperature, top_k, top_p)
-    loaded = inference.load_model(Path(run), step, overrides, Components(**objects))
+    loaded = inference.load_model(Path(run), step, overrides, components)
     texts = list(inference.complete_prompts(*loaded, prompts, tokens, seed, **sampling))
     return texts[0] if isinstance(prompt, str) else texts
 
@@ -194,7 +194,7 @@ def stream(
         UserError: not a language model, an empty prompt, or an option out of range.
     """
     sampling = _sampling([prompt], tokens, seed, temperature, top_k, top_p)
-    loaded = inference.load_model(Path(run), step, overrides, Components(**objects))
+    loaded = inference.load_model(Path(run), step, overrides, components_of(stream, objects))
     return inference.text_streamer(*loaded, **sampling)(prompt, tokens, seed)
 
 
@@ -236,5 +236,5 @@ def verify(
         raise UserError("verify: expected at least 1 device and 1 step")
     return compare_layouts(
         config, *overrides, layouts=layouts, devices=devices, steps=steps, inject=inject, progress=progress,
-        components=Components(**objects),
+        components=components_of(verify, objects),
     )  # fmt: skip

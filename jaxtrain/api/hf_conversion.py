@@ -27,7 +27,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, saved_config, write_config
 from jaxtrain.config.schema import DataConfig
 from jaxtrain.config.show import as_dict
-from jaxtrain.core.components import Components
+from jaxtrain.core.components import components_of
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
@@ -159,7 +159,7 @@ def export(
     elif tokenizer is None and original is None:
         content |= NO_IDS
     with _new_folder(target) as folder:
-        program = build_program(config, vocab, _devices(config), components=Components(**objects))
+        program = build_program(config, vocab, _devices(config), components=components_of(export, objects))
         params, done = load_params(directory, step, program)
         flat = flatten(params)
         kind = np.dtype(dtype or flat["embed/table"].dtype)

@@ -13,6 +13,7 @@ from jaxtrain.planning import pods, predict
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.report import figure as figure  # shows a plan in notebooks
 from jaxtrain.planning.report import page as page
+from jaxtrain.planning.report import terminal as terminal
 from jaxtrain.planning.result import Plan
 from jaxtrain.planning.search.ranking import SearchResult
 from jaxtrain.planning.search.search import search as rank_layouts

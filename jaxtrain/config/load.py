@@ -97,7 +97,9 @@ def resolve(
     problems: list[Problem] = []
     levels: list[Level] = []
     if base is not None:
-        levels.append(_level(from_python(base, "base", problems), None, problems))
+        tree = from_python(base, "base", problems)
+        _read_parents(tree, None, [], levels, problems)
+        levels.append(_level(tree, None, problems))
     if path is not None:
         _read_levels(find_file(os.fsdecode(path), None), [], levels, problems)
     is_readable = not problems
@@ -155,15 +157,22 @@ def _read_levels(
         if where and problems[count].where == name:
             problems[count] = Problem(where, "extends", f"{format_value(name)}: {problems[count].message}")
         return
+    _read_parents(tree, file.parent, [*children, path], levels, problems)
+    levels.append(_level(tree, file.parent, problems))
+
+
+def _read_parents(
+    tree: Node, folder: Path | None, children: list[Path], levels: list[Level], problems: list[Problem]
+) -> None:
+    """Appends the levels of what a tree extends: files beside it, in `folder`, or shipped ones."""
     extends = tree.value.get("extends")
     parents = [] if extends is None else extends.value if isinstance(extends.value, list) else [extends]
     for parent in parents:
         if isinstance(parent.value, str) and parent.value:
-            _read_levels(find_file(parent.value, file.parent), [*children, path], levels, problems, parent.where)
+            _read_levels(find_file(parent.value, folder), children, levels, problems, parent.where)
         else:
             message = f"expected a file or a list of files; found {format_value(to_python(parent))}"
             problems.append(Problem(parent.where, "extends", message))
-    levels.append(_level(tree, file.parent, problems))
 
 
 def _parse_overrides(texts: Iterable[str], problems: list[Problem]) -> list[Override]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import optax
@@ -12,7 +13,7 @@ import optax
 from jaxtrain.config.schema import OBJECT, Config, OptimizerConfig, ScheduleConfig
 from jaxtrain.data.objects.iterables import IterableData
 from jaxtrain.data.objects.open import RowsOf
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,22 @@ class Components:
 
 
 NO_COMPONENTS = Components()
+
+
+def components_of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Components:
+    """Returns the objects that a function got as keyword arguments besides those that it names.
+
+    Raises:
+        UserError: an argument is none of them.
+    """
+    known = {field.name for field in fields(Components)}
+    for name in arguments:
+        if name in Config.model_fields and name not in known:
+            raise UserError(f'{function.__name__}: no argument `{name}`; a key of the config is a text: "{name}=..."')
+        if name not in known:
+            named = [*inspect.signature(function).parameters, *known]
+            raise UserError(f"{function.__name__}: no argument `{name}`{did_you_mean(name, named)}")
+    return Components(**arguments)
 
 
 def object_names(components: Components) -> dict[str, str]:

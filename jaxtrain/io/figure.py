@@ -11,6 +11,8 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
+TEXT_WIDTH = 100  # columns of the text of a result
+
 
 class Plot:
     """A drawing. A notebook shows it.
@@ -55,7 +57,10 @@ def new_figure(heights: Sequence[float], size: tuple[float, float], share_x: boo
 
 
 class Displayed:
-    """A result that notebooks show. How is registered in `as_html` and `draw` by the modules that report it."""
+    """A result that notebooks and terminals show, instead of its fields.
+
+    Modules that report it register in `as_html`, `as_text` and `draw` how.
+    """
 
     def plot(self, *names: str) -> Plot:
         """Draws the result; `names`: metrics of a run, default: its losses and learning rate."""
@@ -64,11 +69,32 @@ class Displayed:
     def _repr_html_(self) -> str:
         return as_html(self)
 
+    def __repr__(self) -> str:
+        return as_text(self)
+
 
 @singledispatch
 def as_html(result: Any) -> str:
     """Returns HTML of a result for notebooks."""
     raise TypeError(f"{type(result).__name__} has no HTML")
+
+
+@singledispatch
+def as_text(result: Any) -> str:
+    """Returns lines of text of a result for terminals."""
+    return object.__repr__(result)
+
+
+def plain_text(*parts: Any) -> str:
+    """Returns texts and tables of rich as lines without colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    buffer = io.StringIO()  # not a notebook's output, which rich looks for
+    console = Console(file=buffer, width=TEXT_WIDTH, color_system=None, force_jupyter=False)
+    for part in parts:
+        console.print(Text(part) if isinstance(part, str) else part, highlight=False, soft_wrap=isinstance(part, str))
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
 
 @singledispatch

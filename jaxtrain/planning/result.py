@@ -54,7 +54,7 @@ class Advice:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Displayed):
     """Prediction of one step of a config on a target. Bytes, FLOPs and seconds are of one device and one step.
 

@@ -72,7 +72,7 @@ class Attempt:
         return self.reason == "finished"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunHistory(Displayed):
     """History of a run.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxtrain.io import html
-from jaxtrain.io.figure import as_html
+from jaxtrain.io.figure import as_html, as_text
 from jaxtrain.reports import plots, tables
 from jaxtrain.reports.history import RunHistory, format_seconds
 
@@ -24,3 +24,10 @@ def page(run: RunHistory) -> str:
 def framed(run: RunHistory) -> str:
     """Returns the page as a part of a notebook."""
     return html.frame(page(run))
+
+
+@as_text.register
+def history_text(run: RunHistory) -> str:
+    """Returns the key figures for terminals."""
+    lines = [f"{figure.name:12} {figure.value}  {figure.note}".rstrip() for figure in tables.key_figures(run)]
+    return "\n".join([f"{run.name}: {run.state}", *lines])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from jaxtrain.io import html
-from jaxtrain.io.figure import Plot, as_html, draw, new_figure
+from jaxtrain.io.figure import TEXT_WIDTH, Plot, as_html, as_text, draw, new_figure, plain_text
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Verdict
 from jaxtrain.verification.verify import LayoutResult, Outcome
 
@@ -76,6 +76,12 @@ def html_table(outcome: Outcome) -> str:
         rows.append([row.candidate.layout, row.candidate.mesh, _microbatches(row), *numbers, verdict])
     titles = ("layout", "mesh", "micro", "loss", "gradient", "update", "worst tensor", "verdict")
     return html.table(titles, rows, summary_lines(outcome)[-1])
+
+
+@as_text.register
+def outcome_text(outcome: Outcome) -> str:
+    """Returns the table and the verdict for terminals."""
+    return plain_text(table(outcome, TEXT_WIDTH), *summary_lines(outcome))
 
 
 @draw.register

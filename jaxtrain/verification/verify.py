@@ -57,7 +57,7 @@ class LayoutResult:
         return self.verdict is not None and self.verdict.is_equal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Outcome(Displayed):
     """Outcome of a verification.
 

@@ -226,3 +226,25 @@ def test_layouts_of_python_objects_are_verified():
     wrong = jaxtrain.verify(base, layouts=["fsdp"], steps=1, **OBJECTS, inject=known_faults.MISSING)
     assert not wrong.is_equal
     assert "DIFFERENT" in wrong._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        ("generate", {"prompt": "a", "max_tokens": 9}, "generate: no argument `max_tokens` .did you mean `tokens`"),
+        ("evaluate", {"modell": Linear}, "evaluate: no argument `modell` .did you mean `model`"),
+        ("verify", {"layout": "fsdp"}, 'verify: no argument `layout`; a key of the config is a text: "layout=..."'),
+    ],
+)
+def test_an_argument_that_a_function_lacks_is_named(function: str, arguments: dict, said: str, tmp_path: Path):
+    with pytest.raises(jaxtrain.UserError, match=said):
+        getattr(jaxtrain, function)(tmp_path if function != "verify" else {}, **arguments)
+
+
+def test_a_verification_prints_its_table_and_no_fields():
+    outcome = jaxtrain.verify({"data": {"global_batch": ROWS}}, layouts=["ddp"], steps=1, **OBJECTS)
+    lines = repr(outcome).splitlines()
+    assert lines[0].split()[:2] == ["layout", "mesh"]
+    assert lines[-1].startswith("EQUAL: ")
+    assert lines[1].endswith(" equal")
+    assert "Config(" not in repr(outcome)

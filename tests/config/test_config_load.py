@@ -295,3 +295,14 @@ def test_a_config_built_in_python_gets_its_layout() -> None:
         with_layout(Config(layout="tp", simulate=8, mesh={"model": 8}))
     with pytest.raises(ConfigError, match="no layout"):
         with_layout(Config(layout="fsdpp"))
+
+
+def test_a_dict_extends_files_as_a_file_does(write, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("mine.yaml", "extends: models/llama3_8b.yaml\nmodel: {layers: 3}\n")
+    for name in ("mine.yaml", str(tmp_path / "mine.yaml")):
+        model = load(None, base={"extends": name, "model": {"heads": 16}}).model
+        assert (model.embed, model.layers, model.heads) == (4096, 3, 16)
+    assert load(None, base={"extends": "models/llama3_8b"}).model.layers == 32
+    with pytest.raises(ConfigError, match=r"extends: .*none\.yaml"):
+        load(None, base={"extends": "none.yaml"})

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.io.figure import as_text, plain_text
 from jaxtrain.planning.report import values
 from jaxtrain.planning.result import Plan
 
@@ -35,6 +36,12 @@ def report(plan: Plan, title: str, width: int) -> RenderableType:
     parts = [_headline(plan, title), _memory(plan), _largest(plan, width), _traffic(plan, width), _times(plan, width)]
     parts += [_conclusion(plan), _assumptions(plan)]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1] if part), *filter(None, parts[-1:]))
+
+
+@as_text.register
+def plan_text(plan: Plan) -> str:
+    """Returns the verdict, the figures and what would help."""
+    return plain_text(_headline(plan, "plan"), _conclusion(plan))
 
 
 def plain_table(*columns: str, right: Sequence[str] = (), gap: int = 2) -> Table:

@@ -14,7 +14,7 @@ from jaxtrain.config.schema import Config
 from jaxtrain.config.show import text
 from jaxtrain.io import html
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.io.figure import Displayed, Plot, as_html, draw, new_figure
+from jaxtrain.io.figure import Displayed, Plot, as_html, as_text, draw, new_figure, plain_text
 from jaxtrain.planning.cost.estimate import Estimate
 from jaxtrain.planning.report import values
 from jaxtrain.planning.report.terminal import plain_table, section
@@ -117,7 +117,7 @@ class RankedLayout:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchResult(Displayed):
     """Outcome of a search.
 
@@ -220,14 +220,23 @@ def ranking_figure(result: SearchResult) -> Plot:
 @as_html.register
 def ranking_html(result: SearchResult) -> str:
     """Returns the ranking as a table for notebooks."""
-    titles = ("", "layout", "options", "step", "tokens/s", "MFU", "memory", "by")
+    # Estimates and compiled steps are two scales, which share no column.
+    titles = ("", "layout", "options", "estimate", "step", "tokens/s", "MFU", "memory", "by")
     unit = values.byte_unit(one.needs for one in result.ranking)
     rows = [
-        (str(place), str(one.estimate.choice.mesh), one.estimate.choice.options_text, *result.figures(one),
-         unit(one.needs), one.reason or one.source)
+        (str(place), str(one.estimate.choice.mesh), one.estimate.choice.options_text,
+         "" if result.is_assumed else values.format_seconds(one.estimate.step_seconds),
+         *(one.figures if one.plan else ("", "", "")), unit(one.needs) if one.plan else f"~{unit(one.needs)}",
+         "; ".join(filter(None, (one.source, one.reason))))
         for place, one in enumerate(result.ranking, start=1)
     ]  # fmt: skip
     return html.table(titles, rows, f"layouts for {result.target}, least {result.objective} first")
+
+
+@as_text.register
+def ranking_text(result: SearchResult) -> str:
+    """Returns the ranking for terminals."""
+    return plain_text(ranking_table(result))
 
 
 def families_table(result: SearchResult) -> RenderableType:
