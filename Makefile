@@ -7,6 +7,7 @@
 # breaks is seen the day it comes.
 # `make oldest` runs a part of them on the lowest versions that pyproject.toml allows, in a .venv-oldest.
 # `make parsers` measures which lines of each parser its tests reach, and whether they find bugs planted in it.
+# `make docs` draws the pages of docs/ that follow from the code; `make site` builds docs/ as a site into build/site.
 # `make audit` compares the lock with known vulnerabilities, where a service that lists them is reachable.
 # `make packaging` installs the wheel into empty environments on two versions of Python, and does there what a new user
 # does; `make release VERSION=X.Y.Z` sets the version, builds and checks what is uploaded.
@@ -38,7 +39,7 @@ OLDEST_TESTS := $(VERSION_TESTS) tests/models tests/trackers tests/reports/test_
 	tests/data/test_source_formats.py tests/data/test_tokenizer.py tests/data/test_remote.py tests/test_parser_fuzz.py
 AUDIT := .venv-audit
 
-.PHONY: train test newest oldest audit parsers matrix extras chaos packaging release lint docs clean
+.PHONY: train test newest oldest audit parsers matrix extras chaos packaging release lint docs site clean
 
 train: $(VENV)/.installed
 	$(BIN)/jaxtrain train configs/quickstart.yaml
@@ -89,6 +90,9 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python tests/support/draw_docs.py
+
+site: docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer here; give one: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from draw_docs import DOCS, ROOT, imports, packages
+from pages import PAGES
 
 
 @pytest.mark.parametrize("file", DOCS)
@@ -18,21 +19,7 @@ def test_every_package_is_in_the_import_contract():
     assert present - {"types", "py.typed"} == {name for name in packages() if "." not in name}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "CONTRIBUTING.md",
-        "README.md",
-        "SECURITY.md",
-        "docs/glossary.md",
-        "docs/packages.md",
-        "docs/own-models.md",
-        "docs/optimizers.md",
-        "docs/commands.md",
-        "docs/python.md",
-        "docs/reliability.md",
-    ],
-)
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "docs/glossary.md", "docs/packages.md", *PAGES])
 def test_paths_and_names_in_pages_exist(page: str):
     """`folder/file.py:Name`, from the repository or from jaxtrain/."""
     for path, name in re.findall(r"`([a-z_]+/[\w/.]+\.(?:py|yaml|sh|md))(?::(\w+))?`", (ROOT / page).read_text()):

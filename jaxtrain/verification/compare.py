@@ -9,6 +9,8 @@ from math import prod, sqrt
 
 import numpy as np
 
+from jaxtrain.errors import join_words
+
 Flat = dict[str, np.ndarray]  # by path
 
 LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative limits; an update divides by small numbers
@@ -125,13 +127,13 @@ def diagnose(actual: Flat, expected: Flat, variants: Mapping[str, Flat], sizes: 
 
 
 def _explain_factor(factor: float, sizes: Mapping[str, int]) -> str:
-    """Names the axes whose size equals a factor."""
+    """Names the axes whose size equals a factor: all that may be it, of the fewest at a time."""
     axes = [axis for axis, size in sizes.items() if size > 1]
     for count in range(1, len(axes) + 1):
-        for names in combinations(axes, count):
-            size = prod(sizes[axis] for axis in names)
-            if abs(factor / size - 1) < MATCH:
-                return f": summed {size} times, over {' x '.join(names)}?"
-            if abs(factor * size - 1) < MATCH:
-                return f": divided by {size}, over {' x '.join(names)}?"
+        products = {names: prod(sizes[axis] for axis in names) for names in combinations(axes, count)}
+        for power, words in ((1, "summed {} times"), (-1, "divided by {}")):
+            found = [names for names, size in products.items() if abs(factor / size**power - 1) < MATCH]
+            if found:
+                over = join_words(" x ".join(names) for names in found)
+                return f": {words.format(products[found[0]])}, over {over}?"
     return ""

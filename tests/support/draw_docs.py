@@ -1,4 +1,4 @@
-"""Draws docs/packages.md from the imports of the package, and docs/glossary.md from docs/glossary.yaml.
+"""Draws docs/packages.md from the imports of the package, docs/glossary.md from docs/glossary.yaml, and docs/reference.
 
 python tests/support/draw_docs.py
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from draw_reference import REFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jaxtrain"
@@ -134,7 +135,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-DOCS = {"packages.md": draw_packages, "glossary.md": draw_glossary}
+DOCS = {"packages.md": draw_packages, "glossary.md": draw_glossary, **REFERENCE}
 
 if __name__ == "__main__":
     for file, draw in DOCS.items():

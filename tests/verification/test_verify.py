@@ -210,6 +210,7 @@ def test_compare_by_hand():
     assert diagnose(doubled, expected, {}, {"data": 2, "model": 4}) == (
         "a is 4 times the reference: summed 4 times, over model?"
     )
+    assert diagnose(doubled, expected, {}, {"data": 4, "fsdp": 1, "model": 4}).endswith("over data or model?")
     assert diagnose(doubled, expected, {"known": doubled}, {}) == "known"
     assert diagnose({"a": np.array([9.0, 1.0]), "b": expected["b"]}, expected, {}, {}) == ""
 

@@ -1,0 +1,206 @@
+"""Every block of README and docs is run, read, or marked as output; every figure is that of a results file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+from pages import PAGES, ROOT, blocks, commands, joined
+
+from jaxtrain.cli import main as command_line
+from jaxtrain.config.load import resolve
+
+# Blocks in these pages are run by tests of their own.
+ELSEWHERE = {"docs/own-models.md": "flax_modules/test_own_models_page.py"}
+KINDS = {"python", "sh", "yaml", "toml", "mermaid", "text", ""}
+ALL_COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+# In a folder with this file `quickstart` is a small config; the shipped one is the same but for sizes.
+SMALL = """
+name: quickstart
+simulate: 8
+steps: 4
+precision: fp32
+layout: 3d
+mesh: {data: 2, fsdp: 2, model: 2}
+model: {embed: 32, layers: 2, heads: 4, kv_heads: 2, mlp: 64}
+data: {sources: [texts], sequence: 32, global_batch: 16, validation_fraction: 0.3, cache_dir: cache}
+optimizer: {name: adamw, lr: 4.0e-3}
+checkpoint: {every: 4}
+eval: {every: 4, batches: 1}
+log: {sample_tokens: 8}
+"""
+# Written before the blocks of a page, for the names that they take as given.
+GIVEN = {
+    "docs/optimizers.md": "import jaxtrain, optax\nconfig = 'quickstart'\n",
+    "docs/python.md": "config = {'data': {'global_batch': 32}, 'simulate': 8}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pages")
+    (path / "quickstart").write_text(SMALL)
+    (path / "texts").mkdir()
+    for index in range(12):
+        (path / "texts" / f"{index}.txt").write_text(f"def number_{index}():\n    return {index}\n" * 40)
+    return path
+
+
+def environment() -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    return env | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_kind_that_is_tested(page: str):
+    for block in blocks(page):
+        assert block.language in KINDS, f"{block}: mark output as `text`"
+        if block.language == "sh":
+            for line in joined(block.text).splitlines():
+                assert re.match(r"\s*(#|jaxtrain |make |python |srun jaxtrain |pip |$)", line), block
+
+
+def test_pages_that_are_run_elsewhere_are():
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / "tests" / test).read_text()
+
+
+def short(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else " ".join(value)[:60]
+
+
+@pytest.mark.parametrize(("page", "words"), ALL_COMMANDS, ids=short)
+def test_a_shown_command_is_one(page: str, words: list[str]):
+    """The command line accepts it, its keys exist, and its file or target is there."""
+    words = words[1:] if words[0] == "srun" else words
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif words[0] == "python":
+        assert (ROOT / words[1]).exists(), words
+    elif words[0] == "jaxtrain":
+        given: dict[str, Any] = {}
+        with patch.object(command_line, "_run", lambda name, args: given.update(vars(args)) or 0):
+            assert command_line.main(words[1:]) == 0, words
+        keys = [word for word in given.get("overrides") or () if word.split("=")[0] not in ("model.from",)]
+        resolve(
+            None,
+            *(key for key in keys if not key.startswith("layout=")),
+            paths=False,
+            base={"simulate": 8, "mesh": {"data": -1}},
+        )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
+def test_configs_in_pages_are_valid(page: str, folder: Path, monkeypatch):
+    monkeypatch.chdir(folder)
+    for block in blocks(page):
+        if block.language == "yaml":
+            lines = block.text.splitlines()
+            keys = [line.split(":")[0] for line in lines if re.match(r"\w", line)]
+            for text in lines if len(set(keys)) < len(keys) else [block.text]:  # alternatives, one a line
+                resolve(None, paths=False, base={"simulate": 8, "mesh": {"data": -1}} | yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ELSEWHERE and any(one.language == "python" for one in blocks(page))]
+)
+def test_python_in_pages_runs(page: str, folder: Path):
+    code = GIVEN.get(page, "")
+    for block in blocks(page):
+        if block.language == "python":
+            code += re.sub(r"steps=\d+", "steps=4", block.text) + "\n"
+    name = f"{Path(page).stem.replace('-', '_')}_page.py"
+    (folder / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, name], cwd=folder, env=environment(), capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def runnable() -> Iterator[list[str]]:
+    """Commands on the quickstart and its runs that this machine can run, but for comparisons, which have own tests."""
+    seen = set()
+    for _, words in ALL_COMMANDS:
+        target = words[2] if len(words) > 2 else ""
+        target = words[3] if target in ("ls", "verify", "prune", "inspect") and words[1] == "checkpoint" else target
+        on_quickstart = target in ("quickstart", "runs/quickstart", "runs/short") or words[1] == "schedule"
+        if words[0] == "jaxtrain" and on_quickstart and words[1] not in ("verify", "launch") and str(words) not in seen:
+            seen.add(str(words))
+            yield words[1:]
+
+
+def test_commands_on_the_quickstart_run(folder: Path):
+    order = ["config", "train", "schedule", "plan", "report", "checkpoint", "eval", "generate", "export", "resume"]
+    words = sorted(runnable(), key=lambda one: order.index(one[0]))
+    assert len(words) > 10
+    assert {"config", "train", "resume", "report", "checkpoint", "plan", "schedule"} <= {one[0] for one in words}
+    shorter = [re.sub(r"^steps=\d{2,}$", "steps=24", word) for one in words for word in [*one, "\0"]]
+    lines = [line.split("\1") for line in "\1".join(shorter).strip("\0\1").split("\1\0\1")]
+    script = "import sys, json\nfrom jaxtrain.cli.main import main\n"
+    script += f"for words in {lines!r}:\n    print('RUN', *words, flush=True)\n    code = main(words)\n"
+    script += "    assert code == 0, (words, code)\n"
+    env = environment() | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    (folder / "commands.py").write_text(script)
+    command = [sys.executable, "commands.py"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
+
+
+def gallery() -> list[tuple[list[str], str]]:
+    """Each command of the gallery with the output that follows it."""
+    page = blocks("docs/gallery.md")
+    return [(one.text.split()[1:], after.text) for one, after in pairwise(page) if one.language == "sh"]
+
+
+@pytest.mark.parametrize(("words", "said"), gallery(), ids=short)
+def test_the_gallery_finds_what_it_says(words: list[str], said: str, folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert command_line.main(words) == 1
+    printed = capsys.readouterr().out
+    for line in said.strip().splitlines():
+        assert line in printed, printed
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers of a JSON value, also those in texts."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, str):
+        yield from (float(found) for found in re.findall(r"\d+\.\d+", value))
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def is_in(figure: str, file: str) -> bool:
+    """True if a figure is a number of a results file, rounded to its digits; thousands, percent and milli too."""
+    wanted, digits = float(figure.replace(",", "")), len(figure.partition(".")[2].partition("e")[0])
+    step = 10.0**-digits * (10.0 ** int(figure.partition("e")[2]) if "e" in figure else 1.0)
+    stored = list(numbers(json.loads((ROOT / "benchmarks" / file).read_text())))
+    factors = (1, 100, 1000, 1e-3, 1e-9)
+    return any(abs(factor * value - wanted) <= 0.501 * step for value in stored for factor in factors)
+
+
+def test_figures_are_those_of_results_files():
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = re.findall(r"^\|(.*)\| ([^|]+) \|[^|]*\| `(results/[\w.-]+\.json)` \|$", page, re.MULTILINE)
+    assert len(rows) >= 9
+    for what, figures, file in rows:
+        for figure in re.findall(r"\d[\d,.]*(?:e-?\d+)?", figures):
+            assert is_in(figure, file), (what, figure, file)
+
+
+def test_a_wrong_figure_is_found():
+    assert is_in("620.1", "results/h200-mfu-7b.json")
+    assert not is_in("621.1", "results/h200-mfu-7b.json")
