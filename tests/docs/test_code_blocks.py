@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from pages import PAGES, ROOT, blocks, commands, joined
+from pages import PAGES, ROOT, Block, blocks, commands, joined
 
 from jaxtrain.cli import main as command_line
 from jaxtrain.config.load import resolve
@@ -156,6 +157,17 @@ def test_commands_on_the_quickstart_run(folder: Path):
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
 
 
+SESSIONS = [one for page in PAGES for one in blocks(page) if one.text.startswith("$ jaxtrain ")]
+
+
+@pytest.mark.parametrize("block", SESSIONS, ids=str)
+def test_a_refused_command_says_what_the_page_shows(block: Block, folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    command, said = block.text.split("\n", 1)
+    assert command_line.main(shlex.split(command)[2:]) == 2
+    assert capsys.readouterr().err == said
+
+
 def gallery() -> list[tuple[list[str], str]]:
     """Each command of the gallery with the output that follows it."""
     page = blocks("docs/gallery.md")
@@ -204,3 +216,18 @@ def test_figures_are_those_of_results_files():
 def test_a_wrong_figure_is_found():
     assert is_in("620.1", "results/h200-mfu-7b.json")
     assert not is_in("621.1", "results/h200-mfu-7b.json")
+
+
+@pytest.mark.parametrize(
+    ("figure", "file"),
+    [
+        ("62.7", "h200-mfu-7b"),
+        ("55.5", "h100-mfu-7b"),
+        ("58.7", "h200-mfu-1b-first"),
+        ("60.7", "h200-mfu-1b"),
+        ("1.58", "h200-peer-torch"),
+    ],
+)
+def test_figures_of_the_features(figure: str, file: str):
+    assert figure in (ROOT / "docs/features.md").read_text()
+    assert is_in(figure, f"results/{file}.json")
