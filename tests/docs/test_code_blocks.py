@@ -49,7 +49,10 @@ GIVEN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pages")
+    return filled(tmp_path_factory.mktemp("pages"))
+
+
+def filled(path: Path) -> Path:
     (path / "quickstart").write_text(SMALL)
     (path / "texts").mkdir()
     for index in range(12):
@@ -134,14 +137,36 @@ def runnable() -> Iterator[list[str]]:
     for _, words in ALL_COMMANDS:
         target = words[2] if len(words) > 2 else ""
         target = words[3] if target in ("ls", "verify", "prune", "inspect") and words[1] == "checkpoint" else target
-        on_quickstart = target in ("quickstart", "runs/quickstart", "runs/short") or words[1] == "schedule"
+        on_quickstart = target in ("quickstart", "runs/quickstart", "runs/short") or words[1] in ("schedule", "init")
         if words[0] == "jaxtrain" and on_quickstart and words[1] not in ("verify", "launch") and str(words) not in seen:
             seen.add(str(words))
             yield words[1:]
+            if words[1] == "init":
+                yield [
+                    "train",
+                    f"{target}.yaml",
+                    "steps=2",
+                    "schedule.warmup_steps=1",
+                    "eval.every=2",
+                    "checkpoint.every=2",
+                ]
 
 
-def test_commands_on_the_quickstart_run(folder: Path):
-    order = ["config", "train", "schedule", "plan", "report", "checkpoint", "eval", "generate", "export", "resume"]
+def test_commands_on_the_quickstart_run(tmp_path: Path):
+    folder = filled(tmp_path)
+    order = [
+        "config",
+        "init",
+        "train",
+        "schedule",
+        "plan",
+        "report",
+        "checkpoint",
+        "eval",
+        "generate",
+        "export",
+        "resume",
+    ]
     words = sorted(runnable(), key=lambda one: order.index(one[0]))
     assert len(words) > 10
     assert {"config", "train", "resume", "report", "checkpoint", "plan", "schedule"} <= {one[0] for one in words}
@@ -157,7 +182,7 @@ def test_commands_on_the_quickstart_run(folder: Path):
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
 
 
-SESSIONS = [one for page in PAGES for one in blocks(page) if one.text.startswith("$ jaxtrain ")]
+SESSIONS = [one for page in PAGES for one in blocks(page) if re.match(r"\$ jaxtrain .*\njaxtrain: ", one.text)]
 
 
 @pytest.mark.parametrize("block", SESSIONS, ids=str)
