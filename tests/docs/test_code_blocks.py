@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from pages import PAGES, ROOT, blocks, commands, joined
+from pages import PAGES, ROOT, Block, blocks, commands, joined
 
 from jaxtrain.cli import main as command_line
 from jaxtrain.config.load import resolve
@@ -49,7 +49,10 @@ GIVEN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("pages")
+    return filled(tmp_path_factory.mktemp("pages"))
+
+
+def filled(path: Path) -> Path:
     (path / "quickstart").write_text(SMALL)
     (path / "texts").mkdir()
     for index in range(12):
@@ -134,14 +137,36 @@ def runnable() -> Iterator[list[str]]:
     for _, words in ALL_COMMANDS:
         target = words[2] if len(words) > 2 else ""
         target = words[3] if target in ("ls", "verify", "prune", "inspect") and words[1] == "checkpoint" else target
-        on_quickstart = target in ("quickstart", "runs/quickstart", "runs/short") or words[1] == "schedule"
+        on_quickstart = target in ("quickstart", "runs/quickstart", "runs/short") or words[1] in ("schedule", "init")
         if words[0] == "jaxtrain" and on_quickstart and words[1] not in ("verify", "launch") and str(words) not in seen:
             seen.add(str(words))
             yield words[1:]
+            if words[1] == "init":
+                yield [
+                    "train",
+                    f"{target}.yaml",
+                    "steps=2",
+                    "schedule.warmup_steps=1",
+                    "eval.every=2",
+                    "checkpoint.every=2",
+                ]
 
 
-def test_commands_on_the_quickstart_run(folder: Path):
-    order = ["config", "train", "schedule", "plan", "report", "checkpoint", "eval", "generate", "export", "resume"]
+def test_commands_on_the_quickstart_run(tmp_path: Path):
+    folder = filled(tmp_path)
+    order = [
+        "config",
+        "init",
+        "train",
+        "schedule",
+        "plan",
+        "report",
+        "checkpoint",
+        "eval",
+        "generate",
+        "export",
+        "resume",
+    ]
     words = sorted(runnable(), key=lambda one: order.index(one[0]))
     assert len(words) > 10
     assert {"config", "train", "resume", "report", "checkpoint", "plan", "schedule"} <= {one[0] for one in words}
@@ -151,11 +176,21 @@ def test_commands_on_the_quickstart_run(folder: Path):
     script += f"for words in {lines!r}:\n    print('RUN', *words, flush=True)\n    code = main(words)\n"
     script += "    assert code == 0, (words, code)\n"
     env = environment() | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    shutil.rmtree(folder / "runs", ignore_errors=True)  # of the Python in pages
     (folder / "commands.py").write_text(script)
     command = [sys.executable, "commands.py"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-2500:]
+
+
+SESSIONS = [one for page in PAGES for one in blocks(page) if re.match(r"\$ jaxtrain .*\njaxtrain: ", one.text)]
+
+
+@pytest.mark.parametrize("block", SESSIONS, ids=str)
+def test_a_refused_command_says_what_the_page_shows(block: Block, folder: Path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    command, said = block.text.split("\n", 1)
+    assert command_line.main(shlex.split(command)[2:]) == 2
+    assert capsys.readouterr().err == said
 
 
 def gallery() -> list[tuple[list[str], str]]:
@@ -206,3 +241,18 @@ def test_figures_are_those_of_results_files():
 def test_a_wrong_figure_is_found():
     assert is_in("620.1", "results/h200-mfu-7b.json")
     assert not is_in("621.1", "results/h200-mfu-7b.json")
+
+
+@pytest.mark.parametrize(
+    ("figure", "file"),
+    [
+        ("62.7", "h200-mfu-7b"),
+        ("55.5", "h100-mfu-7b"),
+        ("58.7", "h200-mfu-1b-first"),
+        ("60.7", "h200-mfu-1b"),
+        ("1.58", "h200-peer-torch"),
+    ],
+)
+def test_figures_of_the_features(figure: str, file: str):
+    assert figure in (ROOT / "docs/features.md").read_text()
+    assert is_in(figure, f"results/{file}.json")

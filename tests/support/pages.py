@@ -39,7 +39,8 @@ def blocks(page: str) -> list[Block]:
 def commands(page: str) -> list[list[str]]:
     """The words of each line of the blocks that are commands, without comments."""
     lines = [line for block in blocks(page) if block.language == "sh" for line in joined(block.text).splitlines()]
-    return [words for line in lines if (words := shlex.split(line.replace("$I", "0"), comments=True))]
+    lines = [line.partition(" > ")[0].replace("$I", "0") for line in lines]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def joined(text: str) -> str:
