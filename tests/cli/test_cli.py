@@ -105,10 +105,10 @@ def test_bad_input_is_one_line(arguments, said):
     assert all(": " in line and len(line) < 400 for line in result.stderr.strip().splitlines())
 
 
-def test_what_does_not_fit_is_said_as_the_readme_shows():
+def test_what_does_not_fit_is_said_as_the_docs_show():
     """One line for one cause, wrapped there; the two key/value heads would be repeated, were there eight heads."""
     result = jaxtrain("train", "configs/quickstart.yaml", "layout=tp", "mesh.model=8")
-    shown = Path("README.md").read_text().partition("layout=tp mesh.model=8\njaxtrain: ")[2].partition("\n```")[0]
+    shown = Path("docs/how-to.md").read_text().partition("layout=tp mesh.model=8\njaxtrain: ")[2].partition("\n```")[0]
     assert result.returncode == 2
     assert result.stderr.strip() == "jaxtrain: " + " ".join(shown.splitlines())
 
