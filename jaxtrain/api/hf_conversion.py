@@ -105,12 +105,12 @@ def import_model(source: str | Path, to: str | Path, *overrides: str) -> Config:
         base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build_program(config, section["vocab"], _devices(config))
-        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
+        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], all_parameters(program.one))
         copy_files(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
-        state = split_parameters(loaded, program.state)
-        state["step"] = jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)
+        state = split_parameters(loaded, program.one)
+        state["step"] = jax.device_put(jnp.zeros((), jnp.int32), program.one["step"].sharding)
         with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing else is logged meanwhile
             checkpoints.save(0, state, manifest=manifest, copy=False)
             checkpoints.wait()
@@ -148,7 +148,7 @@ def export(
     store = CheckpointStore(directory / "checkpoints")
     newest = store.latest() if step is None else step
     tensors = store.marker(0 if newest is None else newest)["tensors"]
-    vocab = (tensors.get("params/embed/table") or tensors["frozen/embed/table"])[0][0]
+    vocab = (tensors.get("params/embed/table") or tensors["frozen/embed/table"])[0][-2]  # after a replica dim
     origin = directory / ORIGIN
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
     architecture, content = choose_export_family(config.model, vocab, family, original)

@@ -19,6 +19,7 @@ from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, State, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
+from jaxtrain.core.saved_replicas import saved_synchronizer
 from jaxtrain.core.state import all_parameters, evaluated_kinds, evaluated_parameters, non_trainable
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
@@ -97,7 +98,7 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build_program(config, section["vocab"], runtime.start(config.simulate))
     tokenizer = text_tokenizer(config.model, config.data)
-    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
+    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], all_parameters(program.one))
 
 
 def complete_prompts(
@@ -155,13 +156,18 @@ def load_params(directory: Path, step: int | None, program: Program) -> tuple[An
 
 def load_variables(directory: Path, step: int | None, program: Program) -> tuple[State, int]:
     """Loads what evaluation needs of a checkpoint, and its step."""
-    wanted = {kind: program.state[kind] for kind in (*evaluated_kinds(program.state), "mutable", "step")
-              if kind in program.state}  # fmt: skip
-    state, saved = CheckpointReader(directory / "checkpoints").restore(step, wanted, partial=True)
-    if saved.get("schedule_free") and not is_schedule_free(program.state["opt_state"]):
+    one, reader = program.one, CheckpointReader(directory / "checkpoints")
+    found, saved = reader.restore(step, {"step": one["step"]}, partial=True)
+    wanted = {kind: one[kind] for kind in (*evaluated_kinds(one), "mutable", "step") if kind in one}
+    replicas = saved_synchronizer(saved, program)
+    if replicas.strategy.parameters_differ:
+        wanted["params"] = one["params"]
+    done = int(jax.device_get(found["step"]))
+    state, saved = reader.restore(done, replicas.abstract(wanted), partial=True, verify=False)
+    if saved.get("schedule_free") and not is_schedule_free(one["opt_state"]):
         message = "its optimizer, which has the weights to evaluate with, was given in Python"
         raise UserError(f"{directory}: {message}; expected it again, as `optimizer=...`")
-    return state, int(jax.device_get(state["step"]))
+    return replicas.agreed(state), done
 
 
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:

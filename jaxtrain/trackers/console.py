@@ -211,7 +211,9 @@ def _cells(status: Status) -> list[tuple[int, str]]:
         *((3, f"mfu {percent(value)}") for value in _present(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
         *((7, f"bubble {percent(value)}") for value in _present(values, "bubble")),
-        *((8, f"{name} {number(value)}") for name, value in own_metrics(values).items()),
+        *((8, f"spread {short(value)}") for value in _present(values, "consensus_distance")),
+        *((9, f"sent {count(value)}B") for value in _present(values, "exchanged_bytes")),
+        *((10, f"{name} {number(value)}") for name, value in own_metrics(values).items()),
     ]
 
 

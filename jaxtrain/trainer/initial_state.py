@@ -41,7 +41,7 @@ def initial_state(trainer: TrainingRun, info: dict[str, Any]) -> State:
     if program.model_def.instance is not None:
         _check_equal(tree_weights(program.model_def.instance, "model"))
     if model.from_ is not None:
-        steps.append(partial(_from_huggingface, Path(os.path.expanduser(model.from_)), program.state))
+        steps.append(partial(_from_huggingface, Path(os.path.expanduser(model.from_)), program.one))
     if model.weights.path is not None:
         steps.append(partial(_from_stored, trainer, info, open_weights(model.weights.path), model.weights))
     if components.weights is not None:
@@ -91,7 +91,7 @@ def _from_huggingface(folder: Path, abstract: State, variables: State) -> State:
 def _from_stored(
     trainer: TrainingRun, info: dict[str, Any], stored: StoredWeights, config: InitialWeightsConfig, variables: State
 ) -> State:
-    variables, match = replace_weights(variables, trainer.program.state, stored, config)
+    variables, match = replace_weights(variables, trainer.program.one, stored, config)
     count = len(match.found) + len(match.missing) + len(match.reshaped)
     rest = f"; {match.text}" if match.text else ""
     trainer.console.print(f"weights   {len(match.found)} of {count} variables from {stored.source}{rest}")
