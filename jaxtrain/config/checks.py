@@ -268,16 +268,13 @@ def _experts(model: ModelConfig) -> Iterator[Conflict]:
 
 def _sync(config: Config) -> Iterator[Conflict]:
     """Checks the strategy by which replicas agree, and that it has replicas, steps and rules that fit it."""
-    sync, key, defaults = config.sync, "sync.strategy", SyncConfig()
+    sync, key = config.sync, "sync.strategy"
     if not sync.is_builtin and not is_reference(sync.strategy, "strategies"):
         names = list(STRATEGY_KEYS)
         message = f"expected {join_words(names)}, or a class as `package.module:Class`"
         hint = names_hint(sync.strategy, "strategies", names)
         yield Conflict((key,), f"{message}; found {format_value(sync.strategy)}{hint}")
         return
-    given = [f"sync.{name}" for name in sync.unread() if getattr(sync, name) != getattr(defaults, name)]
-    if given:
-        yield Conflict((*given, key), f"{sync.strategy} does not read {join_words(given, 'and')}; expected it left out")
     if sync.strategy in ("local_sgd", "post_local") and config.mesh.replica == 1:
         message = f"{sync.strategy} averages several replicas; expected mesh.replica > 1, or diloco, which works with 1"
         yield Conflict((key, "mesh.replica"), message)
@@ -409,6 +406,9 @@ def config_notes(config: Config) -> list[str]:
         notes.append(f"schedule.warmup_steps: {warmup} is cut to the {steps} steps of the run")
     best = config.checkpoint.best_metric
     is_ranked_by_eval = config.checkpoint.keep_best > 0 and best.startswith("eval/")
+    default = SyncConfig()
+    unread = [name for name in config.sync.unread() if getattr(config.sync, name) != getattr(default, name)]
+    notes += [f"sync.{name}: sync.strategy {config.sync.strategy} does not read it" for name in unread]
     if not _eval_metrics(config):
         if config.eval.every is not None:
             notes.append("eval.every: no data is held out for validation (data.validation_fraction 0, no eval.sets)")

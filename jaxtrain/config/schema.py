@@ -386,7 +386,6 @@ class Config(Section):
     )
     zero: ZeroStage = key(0, "ZeRO stage over `data`: 1 shards optimizer state, 2 also gradients, 3 also parameters")
     pipeline: PipelineConfig = section(PipelineConfig, "the schedule of pipeline stages")
-    sync: SyncConfig = section(SyncConfig, "when replicas agree")
     model: ModelConfig = section(ModelConfig, "the model")
     data: DataConfig = section(DataConfig, "the data")
     loss: LossConfig = section(LossConfig, "loss terms")
@@ -398,6 +397,7 @@ class Config(Section):
     log: LogConfig = section(LogConfig, "logging")
     callbacks: tuple[PluginConfig, ...] = key((), "users' own callbacks, called between steps")
     guard: GuardConfig = section(GuardConfig, "checks of the run's health")
+    sync: SyncConfig = section(SyncConfig, "when replicas agree")
     debug: DebugConfig = section(DebugConfig, "tests of the training system itself")
 
     @model_serializer(mode="wrap")

@@ -99,6 +99,11 @@ class Program:
         """Returns what the host runs after `step` finished steps: the step, and an exchange if one is due."""
         return self.synchronizer.step_at(step, self.step)
 
+    def saved_synchronizer(self, manifest: Mapping[str, Any]) -> Synchronizer:
+        """Returns the synchronizer whose state a checkpoint holds, from its manifest."""
+        sync = SyncConfig(**manifest.get("config", {}).get("sync", {}))
+        return self.make_synchronizer(sync, manifest.get("mesh", {}).get("replica", 1))
+
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use, without a replica dim."""
         return self.synchronizer.agreed(state)

@@ -19,7 +19,6 @@ from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.evaluation import validate
 from jaxtrain.core.program import Program, State, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
-from jaxtrain.core.saved_replicas import saved_synchronizer
 from jaxtrain.core.state import all_parameters, evaluated_kinds, evaluated_parameters, non_trainable
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.distributed import runtime
@@ -159,7 +158,7 @@ def load_variables(directory: Path, step: int | None, program: Program) -> tuple
     one, reader = program.one, CheckpointReader(directory / "checkpoints")
     found, saved = reader.restore(step, {"step": one["step"]}, partial=True)
     wanted = {kind: one[kind] for kind in (*evaluated_kinds(one), "mutable", "step") if kind in one}
-    replicas = saved_synchronizer(saved, program)
+    replicas = program.saved_synchronizer(saved)
     if replicas.strategy.parameters_differ:
         wanted["params"] = one["params"]
     done = int(jax.device_get(found["step"]))

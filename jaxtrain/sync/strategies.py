@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.sync.replica_dim import average, spread
-from jaxtrain.sync.strategy import StepPlan, Strategy
+from jaxtrain.sync.replica_dim import spread
+from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
 
 Tree = Any
 
@@ -57,20 +57,15 @@ class DiLoCo(Strategy):
         outer = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         return {"outer": outer} | ({"velocity": jax.tree.map(jnp.zeros_like, outer)} if self._momentum else {})
 
-    def exchange(
-        self, own: dict[str, Tree], params: Tree, weights: jax.Array, kind: Hashable
-    ) -> tuple[dict[str, Tree], Tree]:
+    def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
         """Takes an outer step, unless no replica is finite: then all go back to the outer parameters."""
-        is_any = weights.sum() > 0
-        mean = average(jax.tree.map(lambda y: y.astype(jnp.float32), params), weights)
-        moved = self._moved(own, mean)
+        is_any, moved = replicas.weights.sum() > 0, self._moved(own, replicas.average)
         own = jax.tree.map(lambda new, old: jnp.where(is_any, new, old), moved, own)
-        outer = jax.tree.map(lambda x, y: x.astype(y.dtype), own["outer"], params)
-        return own, spread(outer, self.replicas)
+        return own, spread(like(own["outer"], replicas.params), self.replicas)
 
-    def agreed(self, own: dict[str, Tree], params: Tree, weights: jax.Array) -> Tree:
+    def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the outer parameters: those of the last exchange."""
-        return jax.tree.map(lambda x, y: x.astype(y.dtype), own["outer"], params)
+        return like(own["outer"], replicas.params)
 
     @property
     def _momentum(self) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.config.schema import SyncConfig
+from jaxtrain.errors import UserError, describe_error
 from jaxtrain.sync.replica_dim import average, spread
 
 Tree = Any
@@ -23,6 +27,35 @@ class StepPlan(NamedTuple):
 
     is_joint: bool = False
     exchange: Hashable | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """Parameters of all replicas at an exchange.
+
+    Attributes:
+        params: parameters, [replicas, ...]. Those of weight 0 may not be finite.
+        weights: share of each replica in the tokens since the last exchange, float32 [replicas] of sum 1. A replica
+            with parameters that are not finite has 0. All are 0 if there is no other.
+    """
+
+    params: Tree
+    weights: jax.Array
+
+    @cached_property
+    def average(self) -> Tree:
+        """Weighted average of the parameters in float32, without a replica dim. Computed once, and sent once."""
+        return average(jax.tree.map(lambda x: x.astype(jnp.float32), self.params), self.weights)
+
+    @property
+    def has_average(self) -> bool:
+        """True if the average was used."""
+        return "average" in self.__dict__
+
+
+def like(tree: Tree, params: Tree) -> Tree:
+    """Returns a tree in the dtypes of the parameters."""
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), tree, params)
 
 
 class Strategy:
@@ -58,23 +91,19 @@ class Strategy:
         """
         return {}
 
-    def exchange(
-        self, own: dict[str, Tree], params: Tree, weights: jax.Array, kind: Hashable
-    ) -> tuple[dict[str, Tree], Tree]:
-        """Returns (own state, parameters) after an exchange: by default all replicas get the average.
+    def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
+        """Returns (own state, parameters of all replicas) after an exchange: by default all get the average.
 
         Args:
             own: what `init` added.
-            params: parameters of all replicas, [replicas, ...]. Those of weight 0 may not be finite.
-            weights: share of each replica in the tokens since the last exchange, float32 [replicas] of sum 1. A replica
-                with parameters that are not finite has 0. All are 0 if there is no other.
+            replicas: their parameters and weights.
             kind: of the plan of the step.
         """
-        return own, spread(average(params, weights), self.replicas)
+        return own, spread(like(replicas.average, replicas.params), self.replicas)
 
-    def agreed(self, own: dict[str, Tree], params: Tree, weights: jax.Array) -> Tree:
+    def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the parameters that validation and export use, without a replica dim: by default the average."""
-        return average(params, weights)
+        return like(replicas.average, replicas.params)
 
     def sent_bytes(self, parameter_bytes: int, kind: Hashable) -> int:
         """Returns the bytes that each replica sends in an exchange: by default those of a ring all-reduce.
@@ -84,3 +113,30 @@ class Strategy:
             kind: of the exchange.
         """
         return 2 * parameter_bytes * (self.replicas - 1) // self.replicas
+
+
+def added_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
+    """Returns shapes and dtypes of what a strategy adds to the state.
+
+    Raises:
+        UserError: its `init` fails, or returns something else than a dict of trees of arrays.
+    """
+    where = f"sync.strategy: {strategy.config.strategy}: its `init`"
+    found: list[Any] = []
+
+    def init(params: Tree) -> Tree:
+        found.append(strategy.init(params))
+        bad = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(found[0]) if not hasattr(x, "shape")]
+        if bad or not isinstance(found[0], dict):
+            path, value = bad[0] if bad else ((), found[0])
+            name = f"own{jax.tree_util.keystr(path)}"
+            kind = type(value).__name__
+            raise UserError(f"{where} returns {name} of type {kind}; expected a dict of trees of arrays")
+        return found[0]
+
+    try:
+        return jax.eval_shape(init, params)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where} fails: {describe_error(error)}") from error

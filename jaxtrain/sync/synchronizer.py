@@ -15,13 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.local_step import SHARED, SYNC, split_state
 from jaxtrain.sync.replica_dim import are_finite, average, choose, distance, shares, spread, stacked_sharding
-from jaxtrain.sync.strategy import StepPlan, Strategy
+from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 Step = Callable[[State, Mapping[str, jax.Array]], tuple[State, Metrics]]
 AGREED = ("params", "ema", "mutable")  # parts with a replica dim that evaluation needs
-EXCHANGE_METRICS = ("consensus_distance", "exchanged_bytes", "left_out")
 
 
 class Synchronizer:
@@ -106,7 +105,7 @@ class LooseSynchronizer(Synchronizer):
         shared, own = split_state(one)
         if self.replicas > 1:
             own = jax.tree.map(partial(stacked_sharding, replicas=self.replicas, axis=REPLICA_AXIS), own)
-        added = jax.eval_shape(self.strategy.init, one["params"])
+        added = added_state(self.strategy, one["params"])
         sync = {"tokens": self._vector, "own": {name: self._placed(tree, one) for name, tree in added.items()}}
         return {**shared, **own, SYNC: sync}
 
@@ -199,9 +198,10 @@ class LooseSynchronizer(Synchronizer):
     def _exchange_program(self, kind: Hashable) -> Any:
         """Returns the compiled exchange of a kind: state -> (state, metrics); donates the state."""
         if kind not in self._exchanges:
-            metrics = dict.fromkeys(EXCHANGE_METRICS, self._vector.sharding)
             self._exchanges[kind] = jax.jit(
-                partial(self.exchange, kind=kind), donate_argnums=0, out_shardings=(self._shardings, metrics)
+                partial(self.exchange, kind=kind),
+                donate_argnums=0,
+                out_shardings=(self._shardings, self._vector.sharding),
             )
         return self._exchanges[kind]
 
@@ -215,15 +215,17 @@ class LooseSynchronizer(Synchronizer):
         params, mutable, sync = state["params"], state.get("mutable"), state[SYNC]
         is_present = are_finite((params, mutable))
         weights = shares(sync["tokens"], is_present)
-        own, new = self.strategy.exchange(sync["own"], params, weights, kind)
+        replicas = Replicas(params, weights)
+        own, new = self.strategy.exchange(sync["own"], replicas, kind)
         state = {**state, "params": new, SYNC: {"tokens": jnp.zeros_like(sync["tokens"]), "own": own}}
         if mutable is not None:
             state["mutable"] = _averaged_floats(mutable, weights)
         metrics = {
-            "consensus_distance": distance(params, average(params, weights), is_present),
             "exchanged_bytes": jnp.float32(self.sent_bytes(kind)),
             "left_out": 1.0 - is_present.astype(jnp.float32),
         }
+        if replicas.has_average:  # which would be sent for the distance alone
+            metrics["consensus_distance"] = distance(params, replicas.average, is_present)
         return self._as_stored(self._healed(state, is_present)), metrics
 
     def _healed(self, state: State, is_present: jax.Array) -> State:
@@ -258,7 +260,7 @@ class LooseSynchronizer(Synchronizer):
         params, mutable = parts["params"], parts.get("mutable")
         is_present = are_finite((params, mutable))
         weights = shares(parts[SYNC]["tokens"], is_present)
-        result = {"params": self.strategy.agreed(parts[SYNC]["own"], params, weights)}
+        result = {"params": self.strategy.agreed(parts[SYNC]["own"], Replicas(params, weights))}
         if mutable is not None:
             result["mutable"] = average(mutable, weights)
         if "ema" in parts:

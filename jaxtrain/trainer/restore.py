@@ -10,7 +10,6 @@ import jax
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.checkpoint import Checkpointer, read_manifest
 from jaxtrain.core.program import Program, State
-from jaxtrain.core.saved_replicas import saved_synchronizer
 from jaxtrain.core.spike_detection import initial as empty_window
 from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.errors import ConfigError, Problem, UserError
@@ -100,7 +99,7 @@ def _from_callbacks(trainer: TrainingRun, newest: int, info: dict[str, Any]) -> 
             return None
         _config_changes(trainer, source.step, source.manifest)
         program = trainer.program
-        if not has_form(saved_synchronizer(source.manifest, program), program.synchronizer, program.one):
+        if not has_form(program.saved_synchronizer(source.manifest), program.synchronizer, program.one):
             return None  # of other replicas; a checkpoint on disk can be read by them
         state = source.load(program.state)
     if state is None:
@@ -170,7 +169,7 @@ def restore_checkpoint(checkpointer: Checkpointer, program: Program, step: int) 
     had = saved["config"].get("guard", {}).get("spike", {}).get("action", "none") != "none"
     has_same = had == ("spikes" in program.one)
     one = {name: leaf for name, leaf in program.one.items() if name != "spikes" or has_same}
-    before, after = saved_synchronizer(saved, program), program.synchronizer
+    before, after = program.saved_synchronizer(saved), program.synchronizer
     state, manifest = checkpointer.restore(step, before.abstract(one), partial=not has_same, verify=False)
     if not has_form(before, after, one):
         state = restart(before, after, state)
