@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,6 +18,7 @@ import jaxtrain
 from jaxtrain.hlo.collectives import count_collectives
 from jaxtrain.sync.replica_dim import average, shares
 from jaxtrain.sync.strategy import StepPlan
+from jaxtrain.verification.shrink import shrink
 
 LOCAL = {"strategy": "local_sgd", "every": 2}
 
@@ -178,3 +180,20 @@ def problems(**changes: Any) -> str:
 def test_bad_input_is_refused_in_one_line(changes: dict[str, Any], text: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert text in problems(**changes)
+
+
+def test_plan_says_what_an_exchange_sends_and_its_search_and_verify_are_of_bsp(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))  # of the process that compiles
+    run = tiny_net.config(simulate=8, mesh={"replica": 2, "data": 2, "fsdp": 2}, sync=LOCAL, dir=str(tmp_path))
+    plan = jaxtrain.plan(run, "simulate:8")
+    note = next(line for line in plan.notes if "exchange" in line)
+    expected = "in an exchange of local_sgd a device sends 6.4e-05 MB, every 2 steps (3.2e-05 MB a step)"  # 256 B of 4
+    assert note == f"{expected}; its time is not in that of the step"
+    assert not any("replica" in row.axes and row.bytes > 96 for row in plan.traffic)
+    with pytest.raises(jaxtrain.UserError, match="the search estimates bsp, not local_sgd; expected bsp"):
+        jaxtrain.search(run, target="simulate:8")
+    small, changes = shrink(run, 8)
+    assert small.sync.strategy == "bsp"
+    assert "sync.strategy: local_sgd -> bsp" in changes
