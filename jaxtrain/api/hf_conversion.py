@@ -36,7 +36,7 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizer_files import AUXILIARY_FILES, copy_files, token_ids, write_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
-from jaxtrain.inference.model import load_params
+from jaxtrain.inference.model import WITHOUT_ROUNDS, load_params
 from jaxtrain.interop.config_json import choose_export_family, read_json, read_model_config
 from jaxtrain.interop.hub import model_folder
 from jaxtrain.interop.load_weights import load_weights
@@ -142,7 +142,7 @@ def export(
     """
     directory, target = Path(run), Path(to)
     max_bytes = _bytes(shard_size)
-    config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
+    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False, checks=[check_config])
     if not is_decoder(config.model):
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
     store = CheckpointStore(directory / "checkpoints")

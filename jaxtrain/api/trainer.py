@@ -258,7 +258,7 @@ class Trainer:
             batch: {name: array} of `global_batch` rows; default: that of the next step.
 
         Returns:
-            metrics, and a tree of arrays like the parameters.
+            metrics, and a tree of arrays like the parameters; of replicas that differ with a leading replica dim.
         """
         run = self._opened()
         rows = run.config.data.global_batch

@@ -78,6 +78,11 @@ def open_weights(path: str) -> StoredWeights:
     step = reader.latest_good()
     if step is None:
         raise UserError(f"model.weights: no usable checkpoint in {reader.directory}; expected a run with one")
+    manifest = reader.store.marker(step)["manifest"]
+    strategy = manifest.get("config", {}).get("sync", {}).get("strategy", "bsp")
+    if strategy != "bsp" and manifest.get("mesh", {}).get("replica", 1) > 1:
+        expected = "expected its export (`jaxtrain export`), or a run of bsp"
+        raise UserError(f"model.weights: {local} is a run of {strategy}, whose replicas differ; {expected}")
     return OrbaxWeights(str(reader.store.path(step).absolute()))
 
 
