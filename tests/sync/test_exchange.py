@@ -16,6 +16,7 @@ from tiny_net import LAYOUTS, WIDTH, replicas
 
 import jaxtrain
 from jaxtrain.hlo.collectives import count_collectives
+from jaxtrain.sync.local_step import combine_metrics
 from jaxtrain.sync.replica_dim import average, shares
 from jaxtrain.sync.strategy import StepPlan
 from jaxtrain.verification.shrink import shrink
@@ -197,3 +198,44 @@ def test_plan_says_what_an_exchange_sends_and_its_search_and_verify_are_of_bsp(
     small, changes = shrink(run, 8)
     assert small.sync.strategy == "bsp"
     assert "sync.strategy: local_sgd -> bsp" in changes
+
+
+def test_metrics_of_a_step_are_means_by_tokens_without_replicas_that_are_not_finite() -> None:
+    metrics = {
+        "loss": [1.0, 3.0, np.nan], "grad_norm": [2.0, 6.0, np.nan], "tokens": [3.0, 1.0, 4.0], "lr": [0.5, 0.5, 0.5],
+        "skipped": [0.0, 0.0, 1.0], "loss_scale": [8.0, 4.0, 2.0], "spike": [1.0, 2.0, 9.0],
+    }  # fmt: skip
+    found = combine_metrics({name: jnp.array(values) for name, values in metrics.items()})
+    expected = {
+        "loss": 1.5, "grad_norm": 3.0, "tokens": 8, "lr": 0.5, "skipped": 0, "loss_scale": 2, "spike": 9,
+        "skipped_replicas": 1,
+    }  # fmt: skip
+    assert {name: float(value) for name, value in found.items()} == expected
+    broken = combine_metrics({name: jnp.array(values)[2:] for name, values in metrics.items()})
+    assert np.isnan(broken["loss"])
+    assert broken["skipped"] == 1
+
+
+def test_a_replica_that_was_left_out_takes_the_largest_loss_scale_and_keeps_its_finite_moments() -> None:
+    program = replicas(2, "fsdp", sync=LOCAL, precision="fp16", optimizer={"name": "adamw"})
+    state = program.init()
+
+    def scaling(*scales: float) -> dict[str, jax.Array]:
+        values = {"scale": jnp.array(scales), "good": jnp.array([7, 0], jnp.int32)}
+        return {name: jax.device_put(value, state["scaling"][name].sharding) for name, value in values.items()}
+
+    state["scaling"] = scaling(8.0, 8.0)  # the gradients overflow with the first one
+    state, _ = program.step(state, tiny_net.rows(0))
+    moments = [np.array(leaf) for leaf in jax.tree.leaves(state["opt_state"])]
+    state["scaling"] = scaling(64.0, 1.0)
+    state["params"] = {**state["params"], "b": state["params"]["b"].at[1].set(np.nan)}
+    broken = jax.tree.map(lambda x: x.at[1, 0, 0].set(np.inf) if x.ndim == 3 else x, state["opt_state"])
+    state, metrics = program.synchronizer.exchange({**state, "opt_state": broken})
+    assert metrics["left_out"].tolist() == [0, 1]
+    assert state["scaling"]["scale"].tolist() == [64, 64]
+    for leaf, expected in zip(jax.tree.leaves(state["opt_state"]), moments, strict=True):
+        if expected.ndim == 3:
+            assert np.abs(expected[1]).max() > 0
+            expected[1, 0, 0] = 0
+        np.testing.assert_array_equal(leaf, expected)
+    np.testing.assert_array_equal(state["params"]["b"][0], state["params"]["b"][1])
