@@ -25,7 +25,7 @@ MOST_OWN_METRICS = 3  # of a user, on the line
 RATES = {f"{unit}_per_sec{per}" for unit in ("tokens", "samples") for per in ("", "_per_device")}
 TRAINER_METRICS = RATES | {
     "step", "loss", "lr", "grad_norm", "skipped", "spike", "loss_scale", "tokens", "samples", "step_time", "data_wait",
-    "mfu", "hfu", "memory", "bubble",
+    "mfu", "hfu", "memory", "bubble", "skipped_replicas", "consensus_distance", "exchanged_bytes",
 }  # fmt: skip
 SMOOTHING = 0.9  # exponential moving average of the step time, for the ETA
 
@@ -219,9 +219,10 @@ def _cells(status: Status) -> list[tuple[int, str]]:
 
 def own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the first metrics of a user's loss, model or callbacks: what no part of the trainer adds."""
+    known = ("eval/", "lr/", "left_out/")
     own = {
         name: value for name, value in values.items()
-        if name not in TRAINER_METRICS and not name.startswith(("eval/", "lr/")) and value != values.get("loss")
+        if name not in TRAINER_METRICS and not name.startswith(known) and value != values.get("loss")
     }  # fmt: skip
     return dict(list(own.items())[:MOST_OWN_METRICS])
 
