@@ -42,6 +42,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "inverse_sqrt", "constant")
 SCHEDULE_KEYS = ("warmup_steps", "min_lr_ratio", "decay_fraction")  # that no other schedule reads
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
     "bsp": (), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"), "diloco": ("every", "outer"),
+    "gossip": ("every", "gossip"),
 }  # fmt: skip
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
 LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
@@ -127,16 +128,30 @@ class OuterConfig(Section):
     nesterov: Bool = key(True, "Nesterov's momentum, as of torch.optim.SGD(nesterov=True)")
 
 
+class GossipConfig(Section):
+    """Graph over which replicas gossip."""
+
+    graph: Literal["ring", "exponential", "matching", "directed"] = key(
+        "exponential", "`ring`: with two neighbours; `exponential`: one that is 1, 2, 4... places on; `matching`: a "
+        "partner drawn anew each time; `directed`: along `edges`, with the weights of push-sum"
+    )  # fmt: skip
+    edges: tuple[tuple[Count, Count], ...] = key((), "directed: pairs [sender, receiver] of replicas")
+    seed: Count = key(0, "of the partners, and of the messages that are lost")
+    drop: Share = key(0.0, "probability with which a message is lost, to study that; push-sum makes up for it")
+
+
 class SyncConfig(Section):
     """Synchronisation of the replicas (`mesh.replica`)."""
 
     strategy: str = key(
         "bsp", "`bsp`: every step; `local_sgd`: an average every `every` steps; `post_local`: bsp first; `diloco`: an "
-        "outer optimizer; or a user's own `package.module:Class`, or a name that an installed package adds"
+        "outer optimizer; `gossip`: averages with neighbours; or a user's own `package.module:Class`, or a name that "
+        "an installed package adds"
     )  # fmt: skip
     every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
     bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
     outer: OuterConfig = section(OuterConfig, "diloco: the outer optimizer")
+    gossip: GossipConfig = section(GossipConfig, "gossip: its graph")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own class")
 
     @property
@@ -151,7 +166,7 @@ class SyncConfig(Section):
 
     def unread(self) -> list[str]:
         """Returns the keys that the strategy does not read."""
-        return [name for name in ("every", "bsp_steps", "outer", "options") if name not in self._read]
+        return [name for name in ("every", "bsp_steps", "outer", "gossip", "options") if name not in self._read]
 
     @property
     def _read(self) -> tuple[str, ...]:

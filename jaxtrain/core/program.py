@@ -152,7 +152,7 @@ def build_program(
     joint_stacked = joint_step(joint, sharder)
 
     def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
-        strategy = make_strategy(sync, replicas)
+        strategy = make_strategy(sync, replicas, sharder.mesh)
         if not strategy.parameters_differ:
             return Synchronizer(strategy)
         check_optimizer(strategy, is_schedule_free(one["opt_state"]))

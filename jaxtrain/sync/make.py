@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxtrain.config.schema import SyncConfig
 from jaxtrain.config.user_class import make_object
 from jaxtrain.errors import UserError
@@ -11,20 +13,21 @@ from jaxtrain.sync.strategies import STRATEGIES
 from jaxtrain.sync.strategy import Strategy
 
 
-def make_strategy(config: SyncConfig, replicas: int) -> Strategy:
+def make_strategy(config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> Strategy:
     """Returns the strategy of a config.
 
     Args:
         config: section `sync`.
         replicas: size of the mesh axis `replica`.
+        mesh: the mesh; None: all is on one device.
 
     Raises:
         UserError: a user's own class that does not exist, fails, or is no `Strategy`; or too few replicas.
     """
     if config.is_builtin:
-        strategy: Any = STRATEGIES[config.strategy](config, replicas)
+        strategy: Any = STRATEGIES[config.strategy](config, replicas, mesh)
     else:
-        given = {"config": config, "replicas": replicas}
+        given = {"config": config, "replicas": replicas, "mesh": mesh}
         strategy = make_object("sync.strategy", config.strategy, config.options, "strategies", given)
     if not isinstance(strategy, Strategy):
         message = f"{config.strategy} makes {type(strategy).__name__}; expected a subclass of jaxtrain.Strategy"

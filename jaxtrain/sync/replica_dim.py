@@ -26,8 +26,8 @@ def average(tree: Tree, weights: jax.Array) -> Tree:
 
     def one(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return jnp.sum(jnp.where(_along(first, x), x, jnp.zeros((), x.dtype)), 0, dtype=x.dtype)
-        share = _along(weights, x)
+            return jnp.sum(jnp.where(along(first, x), x, jnp.zeros((), x.dtype)), 0, dtype=x.dtype)
+        share = along(weights, x)
         mean = jnp.sum(jnp.where(share > 0, share * x.astype(jnp.float32), 0.0), 0)
         return jnp.where(is_any, mean, jnp.nan).astype(x.dtype)
 
@@ -56,7 +56,7 @@ def distance(tree: Tree, mean: Tree, is_present: jax.Array) -> jax.Array:
 
     def squares(x: jax.Array, m: jax.Array) -> jax.Array:
         difference = x.astype(jnp.float32) - m.astype(jnp.float32)[None]
-        return jnp.where(_along(is_present, x), difference**2, 0.0).sum(tuple(range(1, x.ndim)))
+        return jnp.where(along(is_present, x), difference**2, 0.0).sum(tuple(range(1, x.ndim)))
 
     sums = jax.tree.leaves(jax.tree.map(squares, tree, mean))
     count = jnp.maximum(is_present.sum(), 1)
@@ -65,7 +65,7 @@ def distance(tree: Tree, mean: Tree, is_present: jax.Array) -> jax.Array:
 
 def choose(is_first: jax.Array, a: Tree, b: Tree) -> Tree:
     """Returns the replicas of `a` where `is_first`, bool [replicas], and else those of `b`."""
-    return jax.tree.map(lambda x, y: jnp.where(_along(is_first, x), x, y), a, b)
+    return jax.tree.map(lambda x, y: jnp.where(along(is_first, x), x, y), a, b)
 
 
 def stacked_sharding(leaf: Any, replicas: int, axis: str) -> jax.ShapeDtypeStruct:
@@ -77,6 +77,6 @@ def stacked_sharding(leaf: Any, replicas: int, axis: str) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def _along(values: jax.Array, x: jax.Array) -> jax.Array:
+def along(values: jax.Array, x: jax.Array) -> jax.Array:
     """Returns [replicas] as [replicas, 1, ...] like `x`."""
     return values.reshape(-1, *(1,) * (x.ndim - 1))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.sync.gossip import Gossip
 from jaxtrain.sync.replica_dim import spread
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
 
@@ -87,5 +88,5 @@ class DiLoCo(Strategy):
 
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    "bsp": BulkSynchronous, "local_sgd": LocalSGD, "post_local": PostLocal, "diloco": DiLoCo,
+    "bsp": BulkSynchronous, "local_sgd": LocalSGD, "post_local": PostLocal, "diloco": DiLoCo, "gossip": Gossip,
 }  # fmt: skip

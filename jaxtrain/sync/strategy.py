@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxtrain.config.schema import SyncConfig
 from jaxtrain.errors import UserError, describe_error
-from jaxtrain.sync.replica_dim import average, spread
+from jaxtrain.sync.replica_dim import average, distance, spread
 
 Tree = Any
 
@@ -70,14 +71,15 @@ class Strategy:
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
         config: section `sync` of the config.
         replicas: size of the mesh axis `replica`.
+        mesh: the mesh, for a strategy that sends along its axis `replica` itself; None: all is on one device.
     """
 
     parameters_differ = True
     min_replicas = 1
     early_exchange: Hashable = "all"
 
-    def __init__(self, config: SyncConfig, replicas: int) -> None:
-        self.config, self.replicas = config, replicas
+    def __init__(self, config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> None:
+        self.config, self.replicas, self.mesh = config, replicas, mesh
 
     def plan(self, step: int) -> StepPlan:
         """Returns the programs of the step after `step` finished ones: by default an exchange every `sync.every`."""
@@ -104,6 +106,19 @@ class Strategy:
     def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the parameters that validation and export use, without a replica dim: by default the average."""
         return like(replicas.average, replicas.params)
+
+    def metrics(self, replicas: Replicas, new: Tree) -> dict[str, jax.Array]:
+        """Returns how far apart the replicas were before an exchange, if it computed their average.
+
+        `consensus_distance` is the root mean square over the replicas of their distance from it.
+
+        Args:
+            replicas: parameters and weights before the exchange.
+            new: parameters of all replicas after it.
+        """
+        if not replicas.has_average:  # which would be sent for the distance alone
+            return {}
+        return {"consensus_distance": distance(replicas.params, replicas.average, replicas.weights > 0)}
 
     def sent_bytes(self, parameter_bytes: int, kind: Hashable) -> int:
         """Returns the bytes that each replica sends in an exchange: by default those of a ring all-reduce.

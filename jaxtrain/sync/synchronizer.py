@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.local_step import SHARED, SYNC, split_state
-from jaxtrain.sync.replica_dim import are_finite, average, choose, distance, shares, spread, stacked_sharding
+from jaxtrain.sync.replica_dim import are_finite, average, choose, shares, spread, stacked_sharding
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state
 
 State = dict[str, Any]
@@ -224,9 +224,7 @@ class LooseSynchronizer(Synchronizer):
             "exchanged_bytes": jnp.float32(self.sent_bytes(kind)),
             "left_out": 1.0 - is_present.astype(jnp.float32),
         }
-        if replicas.has_average:  # which would be sent for the distance alone
-            metrics["consensus_distance"] = distance(params, replicas.average, is_present)
-        return self._as_stored(self._healed(state, is_present)), metrics
+        return self._as_stored(self._healed(state, is_present)), metrics | self.strategy.metrics(replicas, new)
 
     def _healed(self, state: State, is_present: jax.Array) -> State:
         """Returns the state with what a replica that was left out lacks, for it to continue from its parameters."""
