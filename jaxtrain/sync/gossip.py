@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.config.schema import SyncConfig
 from jaxtrain.sharding.rules import REPLICA_AXIS
-from jaxtrain.sync.gossip_graphs import Edge, Link, check_edges, links, round_number
+from jaxtrain.sync.gossip_graphs import Edge, Messages, check_edges, messages_of, round_number
 from jaxtrain.sync.replica_dim import along, average, spread
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy
 
@@ -60,12 +60,12 @@ class Gossip(Strategy):
         return {"biased": biased, "weight": jnp.ones(self.replicas), "exchanges": jnp.int32(0)}
 
     def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
-        """Mixes the parameters along the links of a round; `kind`: its number, or `all` for the mean of all."""
+        """Mixes the parameters along the edges of a round; `kind`: its number, or `all` for the mean of all."""
         params, weights = replicas.params, replicas.weights
         if kind == ALL:
             mean = self._mean(own, params, weights)
             return self.init(mean), spread(mean, self.replicas)
-        parts = links(self._options.graph, self.replicas, int(str(kind)), self._edges)
+        parts = messages_of(self._options.graph, self.replicas, int(str(kind)), self._edges)
         if not self.is_push_sum:
             return own, mix(params, parts, weights > 0, self.mesh)
         received = self._received(own["exchanges"], parts)
@@ -94,8 +94,8 @@ class Gossip(Strategy):
         """
         if kind == ALL:
             return super().sent_bytes(parameter_bytes, kind)
-        parts = links(self._options.graph, self.replicas, int(str(kind)), self._edges)
-        senders = [sender for link in parts for sender, _ in link.edges]
+        parts = messages_of(self._options.graph, self.replicas, int(str(kind)), self._edges)
+        senders = [sender for part in parts for sender, _ in part.edges]
         return max(map(senders.count, range(self.replicas))) * (parameter_bytes + 4)
 
     def _moved(self, own: dict[str, Tree], params: Tree, weights: jax.Array) -> Tree:
@@ -114,8 +114,8 @@ class Gossip(Strategy):
         moved = self._moved(own, params, weights)
         return jax.tree.map(lambda x, p: (x.sum(0) / self.replicas).astype(p.dtype), moved, params)
 
-    def _received(self, exchanges: jax.Array, parts: Sequence[Link]) -> list[jax.Array] | None:
-        """Returns which messages of each link arrive, by sender, bool [replicas]; None: all."""
+    def _received(self, exchanges: jax.Array, parts: Sequence[Messages]) -> list[jax.Array] | None:
+        """Returns which messages of each batch of messages arrive, by sender, bool [replicas]; None: all."""
         if not self._options.drop:
             return None
         key = jax.random.fold_in(jax.random.key(self._options.seed), exchanges)
@@ -123,7 +123,7 @@ class Gossip(Strategy):
         return list(draws >= self._options.drop)
 
 
-def mix(tree: Tree, parts: Sequence[Link], is_present: jax.Array, mesh: Mesh | None) -> Tree:
+def mix(tree: Tree, parts: Sequence[Messages], is_present: jax.Array, mesh: Mesh | None) -> Tree:
     """Returns what replicas hold after a round in which all receive as much as they send, [replicas, ...].
 
     One that is not present is replaced: for itself by the mean of what it receives, for others by their own values.
@@ -139,24 +139,24 @@ def mix(tree: Tree, parts: Sequence[Link], is_present: jax.Array, mesh: Mesh | N
     return jax.tree.map(one, sums, finite, tree)
 
 
-def push(tree: Tree, parts: Sequence[Link], received: Sequence[jax.Array] | None, mesh: Mesh | None) -> Tree:
+def push(tree: Tree, parts: Sequence[Messages], received: Sequence[jax.Array] | None, mesh: Mesh | None) -> Tree:
     """Returns the sums of what replicas keep and receive, [replicas, ...]; sums over all replicas stay.
 
     Args:
         tree: values of all replicas, float32 [replicas, ...].
         parts: the messages of the round.
-        received: which messages of each link arrive, by sender, bool [replicas]; the others are kept. None: all.
+        received: which messages of each batch of messages arrive, by sender, bool [replicas]; the others are kept. None: all.
         mesh: with the axis `replica`, along which messages travel; None: the arrays are on one device.
     """
-    shares = [jnp.asarray(link.share) for link in parts]
+    shares = [jnp.asarray(part.share) for part in parts]
     if received is not None:
         shares = [jnp.where(arrives, share, 0.0) for share, arrives in zip(shares, received)]
     kept = 1 - sum(shares, jnp.zeros(()))
 
     def one(x: jax.Array) -> jax.Array:
         total = along(kept, x) * x
-        for link, share in zip(parts, shares):
-            total = total + send(along(share, x) * x, link.edges, mesh)
+        for part, share in zip(parts, shares):
+            total = total + send(along(share, x) * x, part.edges, mesh)
         return total
 
     return jax.tree.map(one, tree)

@@ -13,7 +13,7 @@ GRAPHS = ("ring", "exponential", "matching", "directed")
 Edge = tuple[int, int]  # (sender, receiver)
 
 
-class Link(NamedTuple):
+class Messages(NamedTuple):
     """Messages of one round that travel together: no two have the same sender or the same receiver.
 
     Attributes:
@@ -25,7 +25,7 @@ class Link(NamedTuple):
     share: np.ndarray
 
 
-def links(graph: str, replicas: int, number: int = 0, edges: Sequence[Edge] = ()) -> list[Link]:
+def messages_of(graph: str, replicas: int, number: int = 0, edges: Sequence[Edge] = ()) -> list[Messages]:
     """Returns the messages of a round. What a replica does not send it keeps.
 
     ring         a third to each of the two neighbours, or half to the only one
@@ -49,10 +49,10 @@ def links(graph: str, replicas: int, number: int = 0, edges: Sequence[Edge] = ()
     if graph == "matching":
         pairs = _tournament(replicas, number)
         both = tuple(sorted([*pairs, *((b, a) for a, b in pairs)]))
-        return [_link(both, replicas, dict.fromkeys(range(replicas), 0.5))]
+        return [_messages(both, replicas, dict.fromkeys(range(replicas), 0.5))]
     count = np.bincount([sender for sender, _ in edges], minlength=replicas)
     shares = {sender: 1 / (1 + int(sent)) for sender, sent in enumerate(count)}
-    return [_link(part, replicas, shares) for part in _without_conflicts(edges)]
+    return [_messages(part, replicas, shares) for part in _without_conflicts(edges)]
 
 
 def rounds(graph: str, replicas: int) -> int:
@@ -70,12 +70,12 @@ def round_number(graph: str, replicas: int, exchange: int, seed: int) -> int:
     return exchange % count
 
 
-def mixing_matrix(parts: Sequence[Link], replicas: int) -> np.ndarray:
+def mixing_matrix(parts: Sequence[Messages], replicas: int) -> np.ndarray:
     """Returns what a round does as a matrix, [receivers, senders]; each column has the sum 1."""
     matrix = np.zeros((replicas, replicas))
-    for link in parts:
-        for sender, receiver in link.edges:
-            matrix[receiver, sender] += link.share[sender]
+    for part in parts:
+        for sender, receiver in part.edges:
+            matrix[receiver, sender] += part.share[sender]
     return matrix + np.diag(1 - matrix.sum(0))
 
 
@@ -102,16 +102,16 @@ def _adjacency(edges: Sequence[Edge], replicas: int) -> np.ndarray:
     return matrix
 
 
-def _shift(replicas: int, step: int, share: float) -> Link:
+def _shift(replicas: int, step: int, share: float) -> Messages:
     edges = tuple((sender, (sender + step) % replicas) for sender in range(replicas))
-    return _link(edges, replicas, dict.fromkeys(range(replicas), share))
+    return _messages(edges, replicas, dict.fromkeys(range(replicas), share))
 
 
-def _link(edges: Sequence[Edge], replicas: int, shares: dict[int, float]) -> Link:
+def _messages(edges: Sequence[Edge], replicas: int, shares: dict[int, float]) -> Messages:
     share = np.zeros(replicas, np.float32)
     for sender, _ in edges:
         share[sender] = shares[sender]
-    return Link(tuple(edges), share)
+    return Messages(tuple(edges), share)
 
 
 def _tournament(replicas: int, number: int) -> list[Edge]:

@@ -20,7 +20,7 @@ from jaxtrain.config.schema import SyncConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import count_collectives
 from jaxtrain.sync.gossip import Gossip
-from jaxtrain.sync.gossip_graphs import links, mixing_matrix, round_number, rounds
+from jaxtrain.sync.gossip_graphs import messages_of, mixing_matrix, round_number, rounds
 from jaxtrain.sync.strategy import Replicas
 
 # Replica 0 hears of all others through one path alone, and some send to three, others to one.
@@ -79,7 +79,7 @@ def test_a_ring_agrees_at_the_rate_of_its_second_eigenvalue(count: int) -> None:
     found = exchanges(gossip(count, graph="ring"), x, 4)
     for before, after in pairwise(found):
         np.testing.assert_allclose(after, rate * before, atol=1e-6)
-    eigenvalues = np.sort(np.abs(np.linalg.eigvalsh(mixing_matrix(links("ring", count), count))))
+    eigenvalues = np.sort(np.abs(np.linalg.eigvalsh(mixing_matrix(messages_of("ring", count), count))))
     assert max(abs(rate), eigenvalues[-2]) == pytest.approx(eigenvalues[-2])
 
 
@@ -94,7 +94,7 @@ def test_the_exponential_graph_agrees_exactly_after_log2_rounds(count: int) -> N
 @pytest.mark.parametrize("count", [4, 8])
 def test_matchings_agree_in_expectation_at_the_second_eigenvalue_of_their_mean(count: int) -> None:
     """E ||W x||^2 = x' E[W'W] x over the equally likely rounds, and W'W = W: a rate of 1/2 - 1/(2 (n - 1))."""
-    matrices = [mixing_matrix(links("matching", count, r), count) for r in range(rounds("matching", count))]
+    matrices = [mixing_matrix(messages_of("matching", count, r), count) for r in range(rounds("matching", count))]
     met = sum((matrix > 0).astype(int) for matrix in matrices) - len(matrices) * np.eye(count, dtype=int)
     np.testing.assert_array_equal(met, 1 - np.eye(count, dtype=int))  # every pair once
     x = RNG.normal(size=count)
@@ -112,7 +112,7 @@ def test_push_sum_finds_the_mean_on_an_irregular_graph_with_lost_messages(drop: 
         strategy = gossip(5, mesh, graph="directed", edges=IRREGULAR, drop=drop)
         found = exchanges(strategy, x, 200)
         np.testing.assert_allclose(found[-1], np.broadcast_to(x.mean(0), x.shape), atol=1e-5)
-    matrix = mixing_matrix(links("directed", 5, edges=IRREGULAR), 5)
+    matrix = mixing_matrix(messages_of("directed", 5, edges=IRREGULAR), 5)
     np.testing.assert_allclose(matrix.sum(0), 1)
     biased = np.linalg.matrix_power(matrix, 500) @ x  # without the weights replicas agree on nothing
     assert np.abs(biased - x.mean(0)).max() > 0.02
@@ -122,7 +122,7 @@ def test_messages_are_lost_as_often_as_asked_and_make_the_weights_move_on_a_ring
     strategy = gossip(4, graph="ring", drop=0.3)
     x = RNG.normal(size=(4, 3)).astype(np.float32)
     np.testing.assert_allclose(exchanges(strategy, x, 150)[-1], np.broadcast_to(x.mean(0), x.shape), atol=1e-5)
-    parts = links("ring", 4)
+    parts = messages_of("ring", 4)
     arrived = np.mean([strategy._received(jnp.int32(number), parts) for number in range(500)])
     assert arrived == pytest.approx(0.7, abs=0.03)
 
@@ -139,7 +139,7 @@ def gossip_of_single_replicas(count: int, graph: str, steps: int, every: int) ->
             states[i] = jax.device_get(alone.step(jax.device_put(states[i]), part)[0])
         if (step + 1) % every == 0:
             number = round_number(graph, count, (step + 1) // every - 1, 0)
-            matrix = mixing_matrix(links(graph, count, number, IRREGULAR), count)
+            matrix = mixing_matrix(messages_of(graph, count, number, IRREGULAR), count)
             for name in ("a", "b"):
                 mixed = np.einsum("rs,s...->r...", matrix, np.stack([s["params"][name] for s in states]))
                 for state, value in zip(states, mixed):
