@@ -145,7 +145,7 @@ def push(tree: Tree, parts: Sequence[Messages], received: Sequence[jax.Array] | 
     Args:
         tree: values of all replicas, float32 [replicas, ...].
         parts: the messages of the round.
-        received: which messages of each batch of messages arrive, by sender, bool [replicas]; the others are kept. None: all.
+        received: which of them arrive, by sender, bool [replicas] for each part; the others are kept. None: all.
         mesh: with the axis `replica`, along which messages travel; None: the arrays are on one device.
     """
     shares = [jnp.asarray(part.share) for part in parts]
