@@ -37,14 +37,15 @@ if TYPE_CHECKING:
     from jaxtrain.config import Config, ConfigError
     from jaxtrain.core.resolve import ConfigSource
     from jaxtrain.errors import UserError
+    from jaxtrain.sync.strategy import Strategy
     from jaxtrain.trackers.base import Tracker
 
 __all__ = [
     "BestCheckpoints", "Callback", "Config", "ConfigError", "EarlyStopping", "Histograms", "LearningRateMonitor",
-    "LossPlot", "Profiler", "Samples", "Step", "Tracker", "Trainer", "UserError", "build_data", "checkpoints",
-    "compare_schedules", "config_schema", "data_shard", "diff", "evaluate", "export", "generate", "import_model",
-    "initialize", "load", "plan", "report", "resume", "schedule", "search", "show_config", "show_data", "stream",
-    "train", "train_tokenizer", "verify",
+    "LossPlot", "Profiler", "Samples", "Step", "Strategy", "Tracker", "Trainer", "UserError", "build_data",
+    "checkpoints", "compare_schedules", "config_schema", "data_shard", "diff", "evaluate", "export", "generate",
+    "import_model", "initialize", "load", "plan", "report", "resume", "schedule", "search", "show_config", "show_data",
+    "stream", "train", "train_tokenizer", "verify",
 ]  # fmt: skip
 _FUNCTIONS, _TRAINER, _CONFIG = "jaxtrain.api.functions", "jaxtrain.api.trainer", "jaxtrain.config"
 _MODULES = {
@@ -62,7 +63,7 @@ _MODULES = {
     "EarlyStopping": "jaxtrain.callbacks.early_stopping", "Histograms": "jaxtrain.callbacks.histograms",
     "LearningRateMonitor": "jaxtrain.callbacks.learning_rate", "LossPlot": "jaxtrain.callbacks.samples",
     "Profiler": "jaxtrain.callbacks.profiler", "Samples": "jaxtrain.callbacks.samples",
-    "Tracker": "jaxtrain.trackers.base", "UserError": "jaxtrain.errors",
+    "Strategy": "jaxtrain.sync.strategy", "Tracker": "jaxtrain.trackers.base", "UserError": "jaxtrain.errors",
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.data.tokenizer_files import AUXILIARY_FILES, copy_files, token_ids, write_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError, format_value
-from jaxtrain.inference.model import load_params
+from jaxtrain.inference.model import WITHOUT_ROUNDS, load_params
 from jaxtrain.interop.config_json import choose_export_family, read_json, read_model_config
 from jaxtrain.interop.hub import model_folder
 from jaxtrain.interop.load_weights import load_weights
@@ -105,12 +105,12 @@ def import_model(source: str | Path, to: str | Path, *overrides: str) -> Config:
         base = {"model": section, **_run_settings(source, target)}
         config, _ = resolve(None, *overrides, base=base, paths=False, checks=[check_config])
         program = build_program(config, section["vocab"], _devices(config))
-        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
+        loaded = load_weights(source, TENSOR_MAPPINGS[family.name], all_parameters(program.one))
         copy_files(source, folder / ORIGIN, ("config.json", *AUXILIARY_FILES))
         write_config(folder, config)
         manifest = environment(as_dict(absolute(config)), program.sharder.mesh, imported=str(source.absolute()))
-        state = split_parameters(loaded, program.state)
-        state["step"] = jax.device_put(jnp.zeros((), jnp.int32), program.state["step"].sharding)
+        state = split_parameters(loaded, program.one)
+        state["step"] = jax.device_put(jnp.zeros((), jnp.int32), program.one["step"].sharding)
         with Checkpointer(folder / "checkpoints", waits=()) as checkpoints:  # nothing else is logged meanwhile
             checkpoints.save(0, state, manifest=manifest, copy=False)
             checkpoints.wait()
@@ -142,13 +142,13 @@ def export(
     """
     directory, target = Path(run), Path(to)
     max_bytes = _bytes(shard_size)
-    config, _ = resolve(saved_config(directory), *overrides, paths=False, checks=[check_config])
+    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False, checks=[check_config])
     if not is_decoder(config.model):
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
     store = CheckpointStore(directory / "checkpoints")
     newest = store.latest() if step is None else step
     tensors = store.marker(0 if newest is None else newest)["tensors"]
-    vocab = (tensors.get("params/embed/table") or tensors["frozen/embed/table"])[0][0]
+    vocab = (tensors.get("params/embed/table") or tensors["frozen/embed/table"])[0][-2]  # after a replica dim
     origin = directory / ORIGIN
     original = read_json(origin / "config.json") if (origin / "config.json").is_file() else None
     architecture, content = choose_export_family(config.model, vocab, family, original)

@@ -172,7 +172,7 @@ class Trainer:
 
         A user's module is of its own class; its parameters are those that validation uses.
         """
-        state = self._state()
+        state = self.program.agreed(self._state())
         return self.program.model_def.bind(evaluated_parameters(state), non_trainable(state), None, False)
 
     def fit(self) -> Result:
@@ -231,7 +231,8 @@ class Trainer:
         if not sets:
             raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
         count = self.config.eval.batches
-        return validate(run.program, sets, evaluated_parameters(state), count, non_trainable(state))
+        agreed = run.program.agreed(state)
+        return validate(run.program, sets, evaluated_parameters(agreed), count, non_trainable(agreed))
 
     def predict(self, inputs: Any) -> Any:
         """Returns what the model returns for inputs, on the devices, with the parameters of validation.
@@ -240,7 +241,7 @@ class Trainer:
             inputs: array of rows, or a tuple of arguments of the model's call.
         """
         arguments = cast("tuple[Any, ...]", inputs) if isinstance(inputs, tuple) else (inputs,)
-        state = self._state()
+        state = self.program.agreed(self._state())
         if self._forward is None:
             bind = self.program.model_def.bind
 
@@ -257,7 +258,7 @@ class Trainer:
             batch: {name: array} of `global_batch` rows; default: that of the next step.
 
         Returns:
-            metrics, and a tree of arrays like the parameters.
+            metrics, and a tree of arrays like the parameters; of replicas that differ with a leading replica dim.
         """
         run = self._opened()
         rows = run.config.data.global_batch

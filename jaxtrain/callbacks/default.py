@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxtrain.callbacks.base import Callback
+from jaxtrain.callbacks.exchange_monitor import ExchangeMonitor
 from jaxtrain.callbacks.fault_injection import FaultInjection
 from jaxtrain.callbacks.goodput import GoodputRecorder
 from jaxtrain.callbacks.health.guard import StepGuard
@@ -34,7 +35,7 @@ def default_callbacks(
         UserError: a class that the config names does not exist or fails.
     """
     callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]
-    callbacks.append(RunFolderWatch())
+    callbacks += [RunFolderWatch(), ExchangeMonitor()]
     if profile is not None:
         callbacks.append(Profiler(profile))
     callbacks += [FaultInjection(), StepGuard(config.guard.spike)]  # faults happen before a state is judged

@@ -33,6 +33,6 @@ class Samples(Callback):
             return
         tokenizer = text_tokenizer(trainer.config.model, trainer.config.data)
         with trainer.console.activity("compiling and generating a sample (log.sample_tokens)"):
-            stream = text_streamer(trainer.program, tokenizer, evaluated_parameters(state))
+            stream = text_streamer(trainer.program, tokenizer, evaluated_parameters(trainer.program.agreed(state)))
             text = "".join(stream(PROMPT, log.sample_tokens, trainer.config.seed))
         trainer.console.print("sample", *("  | " + line for line in text.splitlines()))

@@ -18,6 +18,7 @@ from jaxtrain.config.schema import (
     OPTIMIZERS,
     SCHEDULE_KEYS,
     SCHEDULES,
+    STRATEGY_KEYS,
     TEXT_KEYS,
     Config,
     DataConfig,
@@ -25,6 +26,7 @@ from jaxtrain.config.schema import (
     OptimizerConfig,
     PluginConfig,
     ScheduleConfig,
+    SyncConfig,
 )
 from jaxtrain.config.user_class import USER_CLASS, Kind, is_reference, names_hint
 from jaxtrain.errors import did_you_mean, format_value, join_words
@@ -63,7 +65,7 @@ def cross_problems(config: Config) -> Iterator[Conflict]:
         yield from _experts(config.model)
     if config.data.is_text:
         yield from _sources(config.data)
-    for check in (_steps, _remat, _evaluation, _checkpoints, _faults):
+    for check in (_steps, _sync, _remat, _evaluation, _checkpoints, _faults):
         yield from check(config)
 
 
@@ -264,6 +266,46 @@ def _experts(model: ModelConfig) -> Iterator[Conflict]:
         yield Conflict(("model.biases", "model.moe"), "experts have no biases; expected it without mlp")
 
 
+def _sync(config: Config) -> Iterator[Conflict]:
+    """Checks the strategy by which replicas agree, and that it has replicas, steps and rules that fit it."""
+    sync, key = config.sync, "sync.strategy"
+    if not sync.is_builtin and not is_reference(sync.strategy, "strategies"):
+        names = list(STRATEGY_KEYS)
+        message = f"expected {join_words(names)}, or a class as `package.module:Class`"
+        hint = names_hint(sync.strategy, "strategies", names)
+        yield Conflict((key,), f"{message}; found {format_value(sync.strategy)}{hint}")
+        return
+    if sync.strategy in ("local_sgd", "post_local") and config.mesh.replica == 1:
+        message = f"{sync.strategy} averages several replicas; expected mesh.replica > 1, or diloco, which works with 1"
+        yield Conflict((key, "mesh.replica"), message)
+    if sync.strategy == "post_local" and sync.bsp_steps == 0:
+        yield Conflict(("sync.bsp_steps", key), "post_local begins with bsp; expected at least 1, or local_sgd")
+    if config.epochs is None:
+        yield from round_problems(config)
+    if sync.is_loose:
+        yield from _replica_rules(config)
+
+
+def round_problems(config: Config) -> Iterator[Conflict]:
+    """Checks that an exchange follows the last step of diloco, whose outer parameters are those of an exchange."""
+    steps, every = config.steps, config.sync.every
+    if config.sync.strategy != "diloco" or steps % every == 0:
+        return
+    near = join_words(f"steps={n}" for n in (steps // every * every, (steps // every + 1) * every) if n)
+    lost = f"the last {steps % every} of {steps} steps would be in no exchange"
+    expected = f"expected {near}, or sync.every={divisors(steps, every, count=1)[0]}"
+    yield Conflict(("sync.every", "steps"), f"{lost}, one every {every}; {expected}")
+
+
+def _replica_rules(config: Config) -> Iterator[Conflict]:
+    """Checks that replicas, which hold parameters of their own, split the batch and nothing else."""
+    for name, axes in config.axis_rules.items():
+        if "replica" in axes and (name != "batch" or axes[0] != "replica"):
+            expected = "as the first axis of `batch`" if name == "batch" else "only in `batch`, or in no rule"
+            message = f"replicas of sync.strategy {config.sync.strategy} hold parameters of their own"
+            yield Conflict((f"rules.{name}", "sync.strategy"), f"{message}; expected `replica` {expected}")
+
+
 def _remat(config: Config) -> Iterator[Conflict]:
     """Checks the names of saved values. A user's own model has its own names."""
     remat, saved = config.step.remat, config.step.remat_save
@@ -364,6 +406,9 @@ def config_notes(config: Config) -> list[str]:
         notes.append(f"schedule.warmup_steps: {warmup} is cut to the {steps} steps of the run")
     best = config.checkpoint.best_metric
     is_ranked_by_eval = config.checkpoint.keep_best > 0 and best.startswith("eval/")
+    default = SyncConfig()
+    unread = [name for name in config.sync.unread() if getattr(config.sync, name) != getattr(default, name)]
+    notes += [f"sync.{name}: sync.strategy {config.sync.strategy} does not read it" for name in unread]
     if not _eval_metrics(config):
         if config.eval.every is not None:
             notes.append("eval.every: no data is held out for validation (data.validation_fraction 0, no eval.sets)")

@@ -71,7 +71,9 @@ def _synonym(name: str) -> str | None:
 
 
 def _keys_ending_in(name: str) -> list[str]:
-    return [key for key in all_keys() if key.rpartition(".")[2] == name]
+    """Returns the keys whose last part this is; `optimizer.lr` for `lr`, not a deeper one of the same name."""
+    keys = [key for key in all_keys() if key.rpartition(".")[2] == name]
+    return [key for key in keys if key.count(".") == min(other.count(".") for other in keys)]
 
 
 def find_key(name: str) -> str | None:

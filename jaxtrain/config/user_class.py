@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxtrain.errors import UserError, describe_error, did_you_mean, format_value, join_words
 
 USER_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # "package.module:Class"
-Kind = Literal["models", "optimizers", "callbacks", "trackers", "data"]
+Kind = Literal["models", "optimizers", "callbacks", "trackers", "data", "strategies"]
 
 
 def installed_names(kind: Kind) -> dict[str, str]:

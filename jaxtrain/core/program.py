@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxtrain.config.model_schema import InitialWeightsConfig
-from jaxtrain.config.schema import Config
+from jaxtrain.config.schema import Config, SyncConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
@@ -37,6 +37,7 @@ from jaxtrain.losses.terms import Terms
 from jaxtrain.models.model_def import NOTHING, ModelDef, define_model
 from jaxtrain.models.protocols import HasStages
 from jaxtrain.nn.env import Env
+from jaxtrain.optim.any_optax import is_schedule_free
 from jaxtrain.optim.optimizers import make_optimizer
 from jaxtrain.optim.schedules import make_schedule
 from jaxtrain.pipeline.executor import Executor
@@ -44,8 +45,11 @@ from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
-from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
+from jaxtrain.sync.local_step import joint_step, local_step
+from jaxtrain.sync.make import check_optimizer, make_strategy
+from jaxtrain.sync.synchronizer import LooseSynchronizer, Synchronizer
 
 State = train_state.State
 DefineModel = Callable[[Config, Sharder], ModelDef]
@@ -61,7 +65,8 @@ class Program:
         sharder: mesh and rules.
         model_def: the model as pure functions.
         state: abstract train state: shapes, dtypes and shardings of what `step` takes.
-        gradients: computes the gradients of a global batch.
+        one: the same without a replica dim, such as the state of one replica: what evaluation and export need.
+        gradients: computes the gradients of a global batch, for equal replicas.
         step_with_gradients: the step before it is jitted, which also returns its gradients.
         step: (state, batch) -> (state, metrics); donates the state.
         evaluate: (params, batch, other variables) -> (loss terms as (sum, weight), counts or None).
@@ -69,6 +74,8 @@ class Program:
         metrics: counts -> metrics of a step.
         components: Python objects in place of what the config names.
         init: () -> the state of step 0. Its argument may replace the model's variables first, see `core.state.init`.
+        synchronizer: the programs that the host runs in a step, and the variables that replicas agree on.
+        make_synchronizer: (section `sync`, number of replicas) -> the synchronizer of a state that a run has saved.
     """
 
     config: Config
@@ -76,6 +83,7 @@ class Program:
     sharder: Sharder
     model_def: ModelDef
     state: State
+    one: State
     gradients: Gradients
     step_with_gradients: TrainStepWithGradients
     step: TrainStep
@@ -84,6 +92,21 @@ class Program:
     metrics: Callable[[Any], Metrics]
     components: Components
     init: Callable[..., State]
+    synchronizer: Synchronizer
+    make_synchronizer: Callable[[SyncConfig, int], Synchronizer]
+
+    def step_at(self, step: int) -> TrainStep:
+        """Returns what the host runs after `step` finished steps: the step, and an exchange if one is due."""
+        return self.synchronizer.step_at(step, self.step)
+
+    def saved_synchronizer(self, manifest: Mapping[str, Any]) -> Synchronizer:
+        """Returns the synchronizer whose state a checkpoint holds, from its manifest."""
+        sync = SyncConfig(**manifest.get("config", {}).get("sync", {}))
+        return self.make_synchronizer(sync, manifest.get("mesh", {}).get("replica", 1))
+
+    def agreed(self, state: State) -> State:
+        """Returns the variables that validation and export use, without a replica dim."""
+        return self.synchronizer.agreed(state)
 
 
 def build_program(
@@ -116,44 +139,84 @@ def build_program(
 
     model_def = define(config, sharder)
     _check_tensors(config, model_def, len(devices))
-    gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
-
-    own = components.optimizer
-    if own is None and config.optimizer.is_object:
-        own = optax.identity()  # evaluating and generating need none
-    rate = None if own else make_schedule(config.optimizer.lr, config.schedule, config.steps)
-    bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
-    tx = make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate, own)
+    tx, rate = _optimizer(config, model_def, components)
     parts = train_state.StateParts(
         ema=config.optimizer.ema_decay is not None,
         scaling=POLICIES[config.precision].scales_loss,
         spikes=config.guard.spike.action != "none",
     )
-    abstract = train_state.abstract(model_def, tx, parts)
-    shardings, replicated = train_state.shardings(abstract, model_def, tx, sharder), sharder.sharding(())
-    nan_steps = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
-    step_with_gradients = with_matmul_precision(
-        train_step(
-            gradients, tx, rate, max_norm=config.optimizer.grad_clip_norm, ema_decay=config.optimizer.ema_decay,
-            spike=config.guard.spike, nan_steps=nan_steps,
-        ),
-        config.precision,
-    )  # fmt: skip
-    abstract = train_state.with_shardings(abstract, shardings)
+    one = train_state.abstract(model_def, tx, parts)
+    one = train_state.with_shardings(one, train_state.shardings(one, model_def, tx, sharder))
+    gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
+    joint = _step(config, gradients, tx, rate)
+    joint_stacked = joint_step(joint, sharder)
+
+    def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
+        strategy = make_strategy(sync, replicas, sharder.mesh)
+        if not strategy.parameters_differ:
+            return Synchronizer(strategy)
+        check_optimizer(strategy, is_schedule_free(one["opt_state"]))
+        return LooseSynchronizer(strategy, one, tx.init, lambda state: _compiled(joint_stacked, sharder, state))
+
+    synchronizer = make_synchronizer(config.sync, layout.sizes[REPLICA_AXIS])
+    step = joint
+    if (synchronizer.replicas or 1) > 1:
+        step = local_step(_replica_step(config, sharder, define, example, tx, rate), sharder)
+    state, shardings = synchronizer.abstract(one), jax.tree.map(lambda leaf: leaf.sharding, one)
+
+    def init(replace: Callable[[State], State] | None = None) -> State:
+        values = _of_instance(model_def, one, replace)
+        return synchronizer.start(train_state.init(model_def, tx, parts, config.seed, shardings, values))
+
     return Program(
-        config, layout, sharder, model_def, abstract, gradients, step_with_gradients,
-        step=jax.jit(
-            drop_gradients(step_with_gradients), donate_argnums=0, out_shardings=(shardings, replicated),
-            compiler_options=in_place(devices[0].platform),
-        ),
-        evaluate=jax.jit(_evaluate(config, sharder, define), out_shardings=replicated),
+        config, layout, sharder, model_def, state, one, gradients, step, _compiled(step, sharder, state),
+        evaluate=jax.jit(_evaluate(config, sharder, define), out_shardings=sharder.sharding(())),
         eval_metrics=_eval_metrics(config, sharder, model_def, components),
         metrics=jax.jit(partial(count_metrics, model_def)),
-        components=components,
-        init=lambda replace=None: train_state.init(
-            model_def, tx, parts, config.seed, shardings, _of_instance(model_def, abstract, replace)
-        ),
+        components=components, init=init, synchronizer=synchronizer, make_synchronizer=make_synchronizer,
     )  # fmt: skip
+
+
+def _step(config: Config, gradients: Gradients, tx: Any, rate: Any) -> TrainStepWithGradients:
+    """Returns the train step of a config with these gradients."""
+    nan_steps = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
+    step = train_step(
+        gradients, tx, rate, max_norm=config.optimizer.grad_clip_norm, ema_decay=config.optimizer.ema_decay,
+        spike=config.guard.spike, nan_steps=nan_steps,
+    )  # fmt: skip
+    return with_matmul_precision(step, config.precision)
+
+
+def _replica_step(
+    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any
+) -> TrainStepWithGradients:
+    """Returns the train step of one replica, for code that is manual over the mesh axis `replica`."""
+    replica = sharder.without_axis(REPLICA_AXIS)
+    rows = config.data.global_batch // dict(sharder.mesh.shape)[REPLICA_AXIS] if sharder.mesh else 0
+    part = config.model_copy(update={"data": config.data.model_copy(update={"global_batch": rows})})
+    batch = _microbatch_spec(part, example)
+    return _step(config, _gradients(config, replica, define(part, replica), define, batch), tx, rate)
+
+
+def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State) -> TrainStep:
+    """Returns a step, compiled when it is first called, that donates its state and drops its gradients."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(
+        drop_gradients(step), donate_argnums=0, out_shardings=(shardings, sharder.sharding(())),
+        compiler_options=in_place(jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform),
+    )  # fmt: skip
+
+
+def _optimizer(
+    config: Config, model_def: ModelDef, components: Components
+) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], jax.Array] | None]:
+    """Returns the optimizer, and the learning rate by step unless the optimizer has its own."""
+    own = components.optimizer
+    if own is None and config.optimizer.is_object:
+        own = optax.identity()  # evaluating and generating need none
+    rate = None if own else make_schedule(config.optimizer.lr, config.schedule, config.steps)
+    bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
+    return make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate, own), rate
 
 
 def model_from_config(

@@ -95,7 +95,10 @@ def train_step(
 
 
 # Names of the metrics of every step, beside `loss`, the sum of the terms.
-STEP_METRICS = {"tokens", "grad_norm", "lr", "skipped", "spike", "loss_scale", "step"}
+STEP_METRICS = {
+    "tokens", "grad_norm", "lr", "skipped", "spike", "loss_scale", "step",
+    "skipped_replicas", "consensus_distance", "exchanged_bytes", "left_out",  # of replicas that agree loosely
+}  # fmt: skip
 
 
 def drop_gradients(step_with_gradients: TrainStepWithGradients) -> TrainStep:

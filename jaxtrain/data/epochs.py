@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtrain.config.checks import schedule_problems
+from jaxtrain.config.checks import round_problems, schedule_problems
 from jaxtrain.config.field_types import LARGEST
 from jaxtrain.config.schema import Config
 from jaxtrain.data.objects.iterables import IterableData
@@ -18,7 +18,7 @@ def with_steps(config: Config, data: Any) -> Config:
 
     Raises:
         DataError: the length of the data is not known, or an iterable of several epochs can be read once.
-        ConfigError: the schedule does not fit the steps.
+        ConfigError: the schedule, or the rounds between exchanges, do not fit the steps.
     """
     if config.epochs is None:
         return config
@@ -28,7 +28,8 @@ def with_steps(config: Config, data: Any) -> Config:
             raise DataError(f"epochs: {data.name} is an iterator, which is read once; expected what it is made of")
         data.is_repeated = True
     config = config.model_copy(update={"steps": _steps(data, config.epochs, config.data.global_batch)})
-    if problems := [Problem("", ".".join(one.keys[:1]), one.message) for one in schedule_problems(config)]:
+    found = [*schedule_problems(config), *round_problems(config)]
+    if problems := [Problem("", ".".join(one.keys[:1]), one.message) for one in found]:
         raise ConfigError(problems)
     return config
 

@@ -18,7 +18,7 @@ from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import UserError
 from jaxtrain.inference.generate import Generator, decoding_sharder, padded_rows
-from jaxtrain.inference.model import load_params, text_tokenizer
+from jaxtrain.inference.model import WITHOUT_ROUNDS, load_params, text_tokenizer
 from jaxtrain.inference.score import Scorer, scoring_sharder
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.models.spec import vocabulary_size
@@ -57,7 +57,7 @@ def evaluate_tasks(
         UserError: the package is missing, an unknown task, not a run, or not a language model.
     """
     harness = _require()
-    config, _ = resolve(saved_config(directory), *overrides, paths=False)
+    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False)
     manager = harness.tasks.TaskManager(include_path=include_path)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown or not tasks:

@@ -34,6 +34,7 @@ from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
 MAX_BATCH = 32  # prompts of a batch
+WITHOUT_ROUNDS = "sync.strategy=bsp"  # what evaluates may have fewer replicas than the strategy needs
 REPLACEMENT = "\ufffd"  # decoded from a character whose bytes are incomplete
 
 
@@ -46,7 +47,7 @@ def evaluate(
     Raises:
         UserError: not a run, no usable checkpoint, one that does not fit the config, or no validation data.
     """
-    config, _ = resolve(saved_config(directory), *overrides)
+    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS)
     count = config.eval.batches if batches is None else batches
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
@@ -76,7 +77,7 @@ def load_model(
         folder = directory if directory.exists() else model_folder(directory)
         if (folder / "config.json").is_file():
             return _huggingface(folder, step, overrides)
-    config, _ = resolve(saved_config(directory), *overrides, paths=False)
+    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False)
     tokenizer = text_tokenizer(config.model, config.data)
     vocab, devices = vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate)
     program = build_program(config, vocab, devices, components=components)
@@ -97,7 +98,7 @@ def _huggingface(folder: Path, step: int | None, overrides: Sequence[str]) -> tu
         raise UserError(f"{folder}: no tokenizer.json; expected one beside config.json, or data.tokenizer=bytes")
     program = build_program(config, section["vocab"], runtime.start(config.simulate))
     tokenizer = text_tokenizer(config.model, config.data)
-    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], all_parameters(program.state))
+    return program, tokenizer, load_weights(folder, TENSOR_MAPPINGS[family.name], all_parameters(program.one))
 
 
 def complete_prompts(
@@ -155,13 +156,18 @@ def load_params(directory: Path, step: int | None, program: Program) -> tuple[An
 
 def load_variables(directory: Path, step: int | None, program: Program) -> tuple[State, int]:
     """Loads what evaluation needs of a checkpoint, and its step."""
-    wanted = {kind: program.state[kind] for kind in (*evaluated_kinds(program.state), "mutable", "step")
-              if kind in program.state}  # fmt: skip
-    state, saved = CheckpointReader(directory / "checkpoints").restore(step, wanted, partial=True)
-    if saved.get("schedule_free") and not is_schedule_free(program.state["opt_state"]):
+    one, reader = program.one, CheckpointReader(directory / "checkpoints")
+    found, saved = reader.restore(step, {"step": one["step"]}, partial=True)
+    wanted = {kind: one[kind] for kind in (*evaluated_kinds(one), "mutable", "step") if kind in one}
+    replicas = program.saved_synchronizer(saved)
+    if replicas.strategy.parameters_differ:
+        wanted["params"] = one["params"]
+    done = int(jax.device_get(found["step"]))
+    state, saved = reader.restore(done, replicas.abstract(wanted), partial=True, verify=False)
+    if saved.get("schedule_free") and not is_schedule_free(one["opt_state"]):
         message = "its optimizer, which has the weights to evaluate with, was given in Python"
         raise UserError(f"{directory}: {message}; expected it again, as `optimizer=...`")
-    return state, int(jax.device_get(state["step"]))
+    return replicas.agreed(state), done
 
 
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: Iterator[int]) -> Iterator[str]:

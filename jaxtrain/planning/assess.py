@@ -80,7 +80,7 @@ def assess(config: Config, report: CompileReport) -> Plan:
         bytes_by={key: cost.by(key, value="bytes") for key in GROUPINGS},
         step_seconds=step, mfu=_utilization(model_flops, step, chip), hfu=_utilization(hardware_flops, step, chip),
         tokens=tokens_of(config), steps=config.steps,
-        notes=tuple(_notes(report, chip, cost, schedule)), compile_seconds=report.seconds,
+        notes=tuple(_notes(config, report, chip, cost, schedule)), compile_seconds=report.seconds,
     )  # fmt: skip
     return advice.with_advice(config, plan)
 
@@ -187,8 +187,15 @@ def _running_computations(module: Module, name: str, seen: set[str]) -> set[str]
     return seen
 
 
-def _notes(report: CompileReport, chip: Chip | None, cost: StepCost, schedule: Table | None) -> list[str]:
+def _notes(
+    config: Config, report: CompileReport, chip: Chip | None, cost: StepCost, schedule: Table | None
+) -> list[str]:
     notes = []
+    if config.sync.is_loose:
+        size, every = report.exchange, config.sync.every
+        per_step = f"{size / every / 1e6:.3g} MB a step"
+        text = f"in an exchange of {config.sync.strategy} a device sends {size / 1e6:.3g} MB, every {every} steps"
+        notes.append(f"{text} ({per_step}); its time is not in that of the step")
     if names := cost.unknown_kernels:
         notes.append(f"kernels of unknown FLOPs are priced by their memory traffic: {', '.join(names[:4])}")
     if any(one.is_unbounded for one in cost.operations):

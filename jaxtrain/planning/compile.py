@@ -56,6 +56,7 @@ class CompileReport:
         vocab: rows of the decoder's embedding table.
         user_flops: of a step of a user's own model that counts them.
         cpu_rates: of CPU devices, see `hardware.simulated.measure_rates`.
+        exchange: bytes that a device sends in an exchange of replicas that agree loosely, which the step does not have.
         pod: smaller mesh for which the step was compiled; None if compiled for this one.
         text: of the compiled program; not in `as_dict`.
     """
@@ -75,6 +76,7 @@ class CompileReport:
     vocab: int | None = None
     user_flops: float | None = None
     cpu_rates: dict[str, float] | None = None
+    exchange: float = 0.0
     pod: Layout | None = None
     text: str = ""
 
@@ -291,7 +293,8 @@ def report_program(
         tensors=memory.largest_tensors(program.state),
         positions=step_program.device_positions(program, target), device_kind=device_kind,
         recomputes_logits=step_program.recomputes_logits(program), vocab=step_program.embedding_rows(program),
-        user_flops=step_program.user_step_flops(program), cpu_rates=cpu_rates, pod=layout, text=text,
+        user_flops=step_program.user_step_flops(program), cpu_rates=cpu_rates,
+        exchange=step_program.exchange_bytes(program), pod=layout, text=text,
     )  # fmt: skip
 
 

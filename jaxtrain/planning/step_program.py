@@ -100,6 +100,15 @@ def user_step_flops(program: Program) -> float | None:
     return None if flops is None else flops.model
 
 
+def exchange_bytes(program: Program) -> float:
+    """Bytes that a device sends in an exchange of replicas that agree loosely; 0 for `bsp`, whose step has them."""
+    synchronizer = program.synchronizer
+    if synchronizer.replicas is None:
+        return 0.0
+    devices = 1 if program.sharder.mesh is None else program.sharder.mesh.size // synchronizer.replicas
+    return synchronizer.sent_bytes(synchronizer.strategy.early_exchange) / devices
+
+
 def cpu_rates(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
     """Measured rates of CPU devices, see `hardware.simulated`; None for other chips."""
     return simulated.measure_rates(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None

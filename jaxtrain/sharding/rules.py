@@ -20,6 +20,7 @@ INFERRED = "inferred"  # dim of a variable without names that is stored in shard
 KV_SHARED = "kv_shared"  # key/value heads that are fewer than their shards, and so replicated
 FSDP_AXIS = "fsdp"  # mesh axis of parameters that are stored in shards
 DATA_AXIS = "data"  # mesh axis of replicated parameters, over which ZeRO shards the train state
+REPLICA_AXIS = "replica"  # mesh axis of replicas that may synchronise loosely
 PIPELINE_AXIS = "pipeline"  # mesh axis of pipeline stages
 
 

@@ -25,7 +25,7 @@ MOST_OWN_METRICS = 3  # of a user, on the line
 RATES = {f"{unit}_per_sec{per}" for unit in ("tokens", "samples") for per in ("", "_per_device")}
 TRAINER_METRICS = RATES | {
     "step", "loss", "lr", "grad_norm", "skipped", "spike", "loss_scale", "tokens", "samples", "step_time", "data_wait",
-    "mfu", "hfu", "memory", "bubble",
+    "mfu", "hfu", "memory", "bubble", "skipped_replicas", "consensus_distance", "exchanged_bytes",
 }  # fmt: skip
 SMOOTHING = 0.9  # exponential moving average of the step time, for the ETA
 
@@ -211,15 +211,18 @@ def _cells(status: Status) -> list[tuple[int, str]]:
         *((3, f"mfu {percent(value)}") for value in _present(values, "mfu")),
         (6, f"wait {percent(_wait(values))}"),
         *((7, f"bubble {percent(value)}") for value in _present(values, "bubble")),
-        *((8, f"{name} {number(value)}") for name, value in own_metrics(values).items()),
+        *((8, f"spread {short(value)}") for value in _present(values, "consensus_distance")),
+        *((9, f"sent {count(value)}B") for value in _present(values, "exchanged_bytes")),
+        *((10, f"{name} {number(value)}") for name, value in own_metrics(values).items()),
     ]
 
 
 def own_metrics(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the first metrics of a user's loss, model or callbacks: what no part of the trainer adds."""
+    known = ("eval/", "lr/", "left_out/")
     own = {
         name: value for name, value in values.items()
-        if name not in TRAINER_METRICS and not name.startswith(("eval/", "lr/")) and value != values.get("loss")
+        if name not in TRAINER_METRICS and not name.startswith(known) and value != values.get("loss")
     }  # fmt: skip
     return dict(list(own.items())[:MOST_OWN_METRICS])
 

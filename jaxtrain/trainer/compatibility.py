@@ -38,7 +38,9 @@ _FIXED = {
     "optimizer.name": "the saved optimizer state belongs to it",
 }
 # Keys that change the mathematics of later steps: then the guarantee is "changed".
-_MATHEMATICS = ("optimizer", "schedule", "loss", "precision", "steps", "epochs", "model", "data", "seed", "guard")
+_MATHEMATICS = (
+    "optimizer", "schedule", "loss", "precision", "steps", "epochs", "model", "data", "seed", "guard", "sync",
+)  # fmt: skip
 _SAME_DATA = re.compile(r"data\.(tokenizer|sources\.\d+\.(path|format|field|include(\.\d+)?))")
 
 # Keys of a fixed section that do not decide its weights.
@@ -94,6 +96,10 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guaran
             continue
         line = f"config {key}: {_show(before.get(key))} -> {_show(after.get(key))}"
         (changed if _changes_mathematics(key, after) else reasons).append(line)
+    replicas = [(manifest.get("mesh") or {}).get("replica", 1) for manifest in (saved, now)]
+    is_loose = any(keys.get("sync.strategy", "bsp") != "bsp" for keys in (before, after))
+    if is_loose and replicas[0] != replicas[1]:
+        changed.append(f"replicas: {replicas[0]} -> {replicas[1]}, which start from what those before agreed on")
     if changed:
         return "changed", [*changed, *reasons]
     return ("fp32-tight", reasons) if reasons else ("bitwise", [])

@@ -41,7 +41,7 @@ def initial_state(trainer: TrainingRun, info: dict[str, Any]) -> State:
     if program.model_def.instance is not None:
         _check_equal(tree_weights(program.model_def.instance, "model"))
     if model.from_ is not None:
-        steps.append(partial(_from_huggingface, Path(os.path.expanduser(model.from_)), program.state))
+        steps.append(partial(_from_huggingface, Path(os.path.expanduser(model.from_)), program.one))
     if model.weights.path is not None:
         steps.append(partial(_from_stored, trainer, info, open_weights(model.weights.path), model.weights))
     if components.weights is not None:
@@ -78,6 +78,11 @@ def open_weights(path: str) -> StoredWeights:
     step = reader.latest_good()
     if step is None:
         raise UserError(f"model.weights: no usable checkpoint in {reader.directory}; expected a run with one")
+    manifest = reader.store.marker(step)["manifest"]
+    strategy = manifest.get("config", {}).get("sync", {}).get("strategy", "bsp")
+    if strategy != "bsp" and manifest.get("mesh", {}).get("replica", 1) > 1:
+        expected = "expected its export (`jaxtrain export`), or a run of bsp"
+        raise UserError(f"model.weights: {local} is a run of {strategy}, whose replicas differ; {expected}")
     return OrbaxWeights(str(reader.store.path(step).absolute()))
 
 
@@ -91,7 +96,7 @@ def _from_huggingface(folder: Path, abstract: State, variables: State) -> State:
 def _from_stored(
     trainer: TrainingRun, info: dict[str, Any], stored: StoredWeights, config: InitialWeightsConfig, variables: State
 ) -> State:
-    variables, match = replace_weights(variables, trainer.program.state, stored, config)
+    variables, match = replace_weights(variables, trainer.program.one, stored, config)
     count = len(match.found) + len(match.missing) + len(match.reshaped)
     rest = f"; {match.text}" if match.text else ""
     trainer.console.print(f"weights   {len(match.found)} of {count} variables from {stored.source}{rest}")

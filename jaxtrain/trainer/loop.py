@@ -10,6 +10,7 @@ import jax
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.core.program import State
 from jaxtrain.errors import BatchError, EndOfData
+from jaxtrain.trainer.metric_values import numbers
 from jaxtrain.trainer.requests import Request
 from jaxtrain.trainer.signals import Signals
 from jaxtrain.trainer.training_run import TrainingRun
@@ -128,7 +129,7 @@ def log(
     step, metrics = reading
     is_logged = now or is_due(trainer.config.log.every, step)
     names = metrics if is_logged else [name for name in trainer.callbacks.watched if name in metrics] or ["loss"]
-    values = {name: float(value) for name, value in jax.device_get({name: metrics[name] for name in names}).items()}
+    values = numbers(jax.device_get({name: metrics[name] for name in names}))
     if is_logged:
         trainer.log(step, values, scores or {})
     trainer.callbacks.each(Callback.on_metrics, trainer, step, values)

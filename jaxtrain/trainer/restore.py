@@ -9,10 +9,11 @@ import jax
 
 from jaxtrain.callbacks.base import Callback
 from jaxtrain.checkpoint import Checkpointer, read_manifest
-from jaxtrain.core.program import State
+from jaxtrain.core.program import Program, State
 from jaxtrain.core.spike_detection import initial as empty_window
 from jaxtrain.data.skipped_batches import merge_ranges
 from jaxtrain.errors import ConfigError, Problem, UserError
+from jaxtrain.sync.synchronizer import has_form, restart
 from jaxtrain.trainer.compatibility import compare_configs, resume_guarantee
 from jaxtrain.trainer.data.place import restore_data
 from jaxtrain.trainer.initial_state import initial_state
@@ -45,7 +46,7 @@ def restore(trainer: TrainingRun, info: dict[str, Any]) -> tuple[State, int]:
     if chosen is None:
         return _start_again(trainer, info)
     with trainer.ledger.phase("restore"):
-        state, saved = restore_checkpoint(checkpointer, trainer.program.state, chosen)
+        state, saved = restore_checkpoint(checkpointer, trainer.program, chosen)
     step = int(jax.device_get(state["step"]))
     _resume(trainer, info, step, saved, f"checkpoint {step} of {checkpointer.origin(step)}", checkpointer.origin(step))
     _resume_data(trainer, info, step, saved, checkpointer)
@@ -97,7 +98,10 @@ def _from_callbacks(trainer: TrainingRun, newest: int, info: dict[str, Any]) -> 
         if source is None:
             return None
         _config_changes(trainer, source.step, source.manifest)
-        state = source.load(trainer.program.state)
+        program = trainer.program
+        if not has_form(program.saved_synchronizer(source.manifest), program.synchronizer, program.one):
+            return None  # of other replicas; a checkpoint on disk can be read by them
+        state = source.load(program.state)
     if state is None:
         return None
     _resume(trainer, info, source.step, source.manifest, f"step {source.step} of {source.name}", source.name)
@@ -150,12 +154,12 @@ def _config_changes(trainer: TrainingRun, step: int, saved: dict[str, Any]) -> l
     return changes
 
 
-def restore_checkpoint(checkpointer: Checkpointer, abstract: State, step: int) -> tuple[State, dict[str, Any]]:
-    """Restores (state, manifest), also if `guard` began or stopped to detect spikes since.
+def restore_checkpoint(checkpointer: Checkpointer, program: Program, step: int) -> tuple[State, dict[str, Any]]:
+    """Restores (state, manifest), also of other replicas, or if `guard` began or stopped to detect spikes since.
 
     Args:
         checkpointer: checkpoints of the run.
-        abstract: state to restore; a window of recent losses that the checkpoint does not have starts empty.
+        program: whose state to restore; a window of recent losses that the checkpoint does not have starts empty.
         step: step that `Checkpointer.latest_good` returned; its files are not checked again.
 
     Raises:
@@ -163,11 +167,13 @@ def restore_checkpoint(checkpointer: Checkpointer, abstract: State, step: int) -
     """
     _, saved = read_manifest(checkpointer.directory, step)
     had = saved["config"].get("guard", {}).get("spike", {}).get("action", "none") != "none"
-    if had == ("spikes" in abstract):
-        return checkpointer.restore(step, abstract, verify=False)
-    others = {name: leaf for name, leaf in abstract.items() if name != "spikes"}
-    state, manifest = checkpointer.restore(step, others, partial=True, verify=False)
-    if "spikes" in abstract:
-        placed = {name: leaf.sharding for name, leaf in abstract["spikes"].items()}
-        state["spikes"] = jax.jit(empty_window, out_shardings=placed)()
+    has_same = had == ("spikes" in program.one)
+    one = {name: leaf for name, leaf in program.one.items() if name != "spikes" or has_same}
+    before, after = program.saved_synchronizer(saved), program.synchronizer
+    state, manifest = checkpointer.restore(step, before.abstract(one), partial=not has_same, verify=False)
+    if not has_form(before, after, one):
+        state = restart(before, after, state)
+    if "spikes" in program.one and not has_same:
+        placed = {name: leaf.sharding for name, leaf in program.state["spikes"].items()}
+        state["spikes"] = jax.jit(lambda: after.spread(empty_window()), out_shardings=placed)()
     return state, manifest

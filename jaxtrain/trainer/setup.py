@@ -122,7 +122,8 @@ def _build(config: Config, data: Any, devices: Sequence[Any], components: Compon
     vocab = vocabulary_size(config.model, getattr(data, "vocab", None))
     program = build_program(config, vocab, devices, example_row(config.data, data), components)
     if program.gradients.pipeline:
-        program = replace(program, step=check_permutes_on_first_call(program.step))
+        synchronizer = program.synchronizer.with_checked_steps(check_permutes_on_first_call)
+        program = replace(program, step=check_permutes_on_first_call(program.step), synchronizer=synchronizer)
     return program
 
 

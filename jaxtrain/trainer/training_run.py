@@ -29,6 +29,7 @@ from jaxtrain.trackers.meter import Meter
 from jaxtrain.trainer.data.batch_reader import make_reader
 from jaxtrain.trainer.data.place import check_can_go_back, data_files, restore_data
 from jaxtrain.trainer.input_pipeline import BatchFeed
+from jaxtrain.trainer.metric_values import numbers
 from jaxtrain.trainer.requests import Request, Requests
 
 
@@ -93,8 +94,9 @@ class TrainingRun:
     def step(self, state: State, batch: Any, step: int) -> tuple[State, dict[str, jax.Array]]:
         """Dispatches the step after `step`. Returns (state, metrics on the device)."""
         with leaks_in_one_line(self.config.model):
-            result = self.callbacks.first(Callback.run_step, self, self.program.step, state, batch, step)
-            return self.program.step(state, batch) if result is None else result
+            run = self.program.step_at(step)
+            result = self.callbacks.first(Callback.run_step, self, run, state, batch, step)
+            return run(state, batch) if result is None else result
 
     def log(self, step: int, values: dict[str, float], scores: dict[str, float]) -> None:
         """Sends the record of a step to the trackers, with the scores of its validation."""
@@ -105,11 +107,12 @@ class TrainingRun:
         self.callbacks.each(Callback.on_log, self, step)
 
     def evaluate(self, state: State, step: int) -> dict[str, float]:
-        """Validates on all sets, with the EMA weights if the run has them."""
+        """Validates on all sets what the replicas agree on, with the EMA weights if the run has them."""
         self.callbacks.each(Callback.on_evaluate_begin, self, step)
         with self.ledger.phase("eval"):
-            params, count = evaluated_parameters(state), self.config.eval.batches
-            scores = validate(self.program, self.eval_sets, params, count, non_trainable(state))
+            agreed, count = self.program.agreed(state), self.config.eval.batches
+            params = evaluated_parameters(agreed)
+            scores = validate(self.program, self.eval_sets, params, count, non_trainable(agreed))
         self.trackers.event("eval", step=step, **scores)
         self.callbacks.each(Callback.on_evaluate, self, step, scores)
         return scores
@@ -187,7 +190,7 @@ class TrainingRun:
 
     def current_metrics(self) -> dict[str, float]:
         """Returns the metrics of the step that was dispatched last. Waits for it, so the devices idle meanwhile."""
-        return {name: float(value) for name, value in jax.device_get(self.on_device).items()}
+        return numbers(jax.device_get(self.on_device))
 
     def request_save(self, reason: str = "") -> None:
         """Asks for a checkpoint after this step."""
@@ -232,7 +235,7 @@ class TrainingRun:
             return
         try:
             with self.ledger.phase("compile"):
-                costs = stage_costs(self.program, state["params"], batch)
+                costs = stage_costs(self.program, self.program.agreed(state)["params"], batch)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -29,6 +29,7 @@ def shrink(config: Config, devices: int) -> tuple[Config, list[str]]:
     values["data"]["global_batch"] = 2 * devices
     values["step"] |= {"microbatches": 1, "attention": "auto"}  # the fast kernels need their chips
     values |= {"precision": "fp32", "steps": 1000, "simulate": devices, "debug": {}}
+    values["sync"] = {}  # replicas that differ equal no single device
     if not config.optimizer.is_object:  # an object has its own learning rate and epsilon
         values["schedule"] = {"name": "constant"}
         values["optimizer"]["epsilon"] = max(EPSILON, config.optimizer.epsilon)

@@ -75,7 +75,7 @@ def lines(text: str, path: Path, *overrides: str, **kwargs) -> list[str]:
         ("lr: 1", "lr: unknown key here; expected optimizer.lr"),
         (
             "data: {every: 1}",
-            "data.every: unknown key here; expected checkpoint.every, eval.every or log.every",
+            "data.every: unknown key here; expected checkpoint.every, eval.every, log.every or sync.every",
         ),
         ("optimizr: {}", "optimizr: unknown key (did you mean `optimizer`?)"),
         ("model: {embd: 3}", "model.embd: unknown key (did you mean `embed`?)"),

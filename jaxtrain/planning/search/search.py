@@ -75,6 +75,8 @@ def search(
     if objective not in OBJECTIVES:
         hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join_words(OBJECTIVES)}"
         raise UserError(f"objective: no such objective `{objective}`{hint}")
+    if config.sync.is_loose:
+        raise UserError(f"sync.strategy: the search estimates bsp, not {config.sync.strategy}; expected bsp")
     if vocab_size is None and is_decoder(config.model):
         raise UserError("model.vocab: estimates need the vocabulary size; expected it or a tokenizer")
     full = resize(targets.parse(target), devices)

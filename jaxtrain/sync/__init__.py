@@ -1,0 +1,1 @@
+"""Synchronisation of replicas: strategies by which they agree."""

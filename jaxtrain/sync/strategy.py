@@ -1,0 +1,157 @@
+"""The protocol of a synchronisation strategy: what it adds to the state, its exchange, its steps, its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxtrain.config.schema import SyncConfig
+from jaxtrain.errors import UserError, describe_error
+from jaxtrain.sync.replica_dim import average, distance, spread
+
+Tree = Any
+
+
+class StepPlan(NamedTuple):
+    """The compiled programs that the host runs for a step.
+
+    Attributes:
+        is_joint: the replicas reduce their gradients and stay equal; else each takes a step of its own.
+        exchange: kind of the exchange after it, compiled for each kind; None: no exchange.
+    """
+
+    is_joint: bool = False
+    exchange: Hashable | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """Parameters of all replicas at an exchange.
+
+    Attributes:
+        params: parameters, [replicas, ...]. Those of weight 0 may not be finite.
+        weights: share of each replica in the tokens since the last exchange, float32 [replicas] of sum 1. A replica
+            with parameters that are not finite has 0. All are 0 if there is no other.
+    """
+
+    params: Tree
+    weights: jax.Array
+
+    @cached_property
+    def average(self) -> Tree:
+        """Weighted average of the parameters in float32, without a replica dim. Computed once, and sent once."""
+        return average(jax.tree.map(lambda x: x.astype(jnp.float32), self.params), self.weights)
+
+    @property
+    def has_average(self) -> bool:
+        """True if the average was used."""
+        return "average" in self.__dict__
+
+
+def like(tree: Tree, params: Tree) -> Tree:
+    """Returns a tree in the dtypes of the parameters."""
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), tree, params)
+
+
+class Strategy:
+    """A way in which replicas agree; subclass it for one of your own.
+
+    Replicas are the mesh axis `replica`. Trees of all replicas have a leading replica dim, which is sharded over it;
+    inside a replica any layout works. Methods are traced and must be pure functions of their arguments.
+
+    Attributes:
+        parameters_differ: replicas may hold different parameters between exchanges. False is `bsp` alone.
+        min_replicas: replicas that it needs.
+        early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
+        config: section `sync` of the config.
+        replicas: size of the mesh axis `replica`.
+        mesh: the mesh, for a strategy that sends along its axis `replica` itself; None: all is on one device.
+    """
+
+    parameters_differ = True
+    min_replicas = 1
+    early_exchange: Hashable = "all"
+
+    def __init__(self, config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> None:
+        self.config, self.replicas, self.mesh = config, replicas, mesh
+
+    def plan(self, step: int) -> StepPlan:
+        """Returns the programs of the step after `step` finished ones: by default an exchange every `sync.every`."""
+        return StepPlan(exchange="all" if (step + 1) % self.config.every == 0 else None)
+
+    def init(self, params: Tree) -> dict[str, Tree]:
+        """Returns what the strategy adds to the state, for the parameters of step 0, without a replica dim.
+
+        A tree like the parameters is sharded as they are. If its leaves have a leading dim of the replicas, that is
+        sharded over `replica`. Other arrays are replicated.
+        """
+        return {}
+
+    def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
+        """Returns (own state, parameters of all replicas) after an exchange: by default all get the average.
+
+        Args:
+            own: what `init` added.
+            replicas: their parameters and weights.
+            kind: of the plan of the step.
+        """
+        return own, spread(like(replicas.average, replicas.params), self.replicas)
+
+    def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
+        """Returns the parameters that validation and export use, without a replica dim: by default the average."""
+        return like(replicas.average, replicas.params)
+
+    def metrics(self, replicas: Replicas, new: Tree) -> dict[str, jax.Array]:
+        """Returns how far apart the replicas were before an exchange, if it computed their average.
+
+        `consensus_distance` is the root mean square over the replicas of their distance from it.
+
+        Args:
+            replicas: parameters and weights before the exchange.
+            new: parameters of all replicas after it.
+        """
+        if not replicas.has_average:  # which would be sent for the distance alone
+            return {}
+        return {"consensus_distance": distance(replicas.params, replicas.average, replicas.weights > 0)}
+
+    def sent_bytes(self, parameter_bytes: int, kind: Hashable) -> int:
+        """Returns the bytes that each replica sends in an exchange: by default those of a ring all-reduce.
+
+        Args:
+            parameter_bytes: of all parameters in float32, in which averages are summed.
+            kind: of the exchange.
+        """
+        return 2 * parameter_bytes * (self.replicas - 1) // self.replicas
+
+
+def added_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
+    """Returns shapes and dtypes of what a strategy adds to the state.
+
+    Raises:
+        UserError: its `init` fails, or returns something else than a dict of trees of arrays.
+    """
+    where = f"sync.strategy: {strategy.config.strategy}: its `init`"
+    found: list[Any] = []
+
+    def init(params: Tree) -> Tree:
+        found.append(strategy.init(params))
+        bad = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(found[0]) if not hasattr(x, "shape")]
+        if bad or not isinstance(found[0], dict):
+            path, value = bad[0] if bad else ((), found[0])
+            name = f"own{jax.tree_util.keystr(path)}"
+            kind = type(value).__name__
+            raise UserError(f"{where} returns {name} of type {kind}; expected a dict of trees of arrays")
+        return found[0]
+
+    try:
+        return jax.eval_shape(init, params)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where} fails: {describe_error(error)}") from error
