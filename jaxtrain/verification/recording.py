@@ -13,11 +13,18 @@ from jaxtrain.verification.compare import Flat, Recording
 
 
 class Recorder:
-    """Compiled step of a program that also returns its gradients."""
+    """Compiled step of a program that also returns its gradients.
 
-    def __init__(self, program: Program, batch: Any):
+    Args:
+        program: the program.
+        batch: one of its batches.
+        as_trained: compile as training does, not fast. Fast code on CPU devices computes a value twice with other
+            rounding, where a maximum then does not find the place of its value, and loses a part of the gradient.
+    """
+
+    def __init__(self, program: Program, batch: Any, as_trained: bool = False):
         self.program = program
-        options = xla_options.fast_compile() if jax.default_backend() == "cpu" else None
+        options = xla_options.fast_compile() if jax.default_backend() == "cpu" and not as_trained else None
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.state)
         jitted = jax.jit(program.step_with_gradients, out_shardings=(shardings, None, None), compiler_options=options)
         self.compiled = jitted.lower(program.state, batch).compile()

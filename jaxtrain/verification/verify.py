@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.verification.candidates import Candidate, candidates
-from jaxtrain.verification.compare import Flat, Verdict, compare, diagnose
+from jaxtrain.verification.compare import Flat, Recording, Verdict, compare, diagnose
 from jaxtrain.verification.known_faults import INJECTIONS, injected, variants
 from jaxtrain.verification.packed_batch import Batch, packed_batch
 from jaxtrain.verification.recording import Recorder
@@ -244,11 +245,16 @@ class Reference:
 
     def __init__(self, program: Program, batches: list[Batch]):
         self._recorder, self._state = Recorder(program, batches[0]), program.init()
-        self.recording = self._recorder.record(batches)
+        self._batches, self.recording = batches, self._recorder.record(batches)
         bad = [(step, loss) for step, loss in enumerate(self.recording.losses) if not np.isfinite(loss)]
         if bad:
             message = f"on one device the loss of step {bad[0][0]} is {bad[0][1]}, so there is nothing to compare with"
             raise UserError(f"verify: {message}; expected a model and data that train")
+
+    @cached_property
+    def recording_as_trained(self) -> Recording:
+        """Recording by code that is compiled as for training."""
+        return Recorder(self._recorder.program, self._batches[0], as_trained=True).record(self._batches)
 
     def gradients(self, batch: Batch) -> Flat:
         """Gradients of the first step on another batch."""
@@ -271,16 +277,19 @@ def verify_layout(
             program = build_program(config, config.model.vocab, devices, next(iter(host_batches), None), components)
             place = placer(RecordedBatches(host_batches), program)
             batches = [place(step) for step in range(len(host_batches))]
-            actual = Recorder(program, batches[0]).record(batches)
+            actual, expected = Recorder(program, batches[0]).record(batches), reference.recording
+            if not compare(actual, expected).is_equal:  # it may be the code that compiles fast, see `Recorder`
+                actual = Recorder(program, batches[0], as_trained=True).record(batches)
+                expected = reference.recording_as_trained
     except ConfigError as error:
         return str(error.problems[0])
     except (UserError, jax.errors.JaxRuntimeError) as error:  # found in tracing or compiling
         return LayoutResult(candidate, None, error=" ".join(str(error).split())[:200])
-    verdict = compare(actual, reference.recording)
+    verdict = compare(actual, expected)
     if not verdict.is_equal:
         shards = {axis: program.layout.sizes[axis] for axis in program.sharder.axes(BATCH)}
         faults = variants(reference.gradients, reference.weight, host_batches[0], shards, config.step.microbatches)
-        cause = diagnose(actual.gradients, reference.recording.gradients, faults, program.layout.sizes)
+        cause = diagnose(actual.gradients, expected.gradients, faults, program.layout.sizes)
         verdict = replace(verdict, cause=cause)
     return LayoutResult(candidate, verdict, collectives_text(actual.text, program.layout.sizes))
 
