@@ -41,7 +41,7 @@ OPTIMIZER_KEYS = ("betas", "epsilon", "weight_decay", "decay_all_parameters")  #
 SCHEDULES = ("cosine", "linear", "wsd", "inverse_sqrt", "constant")
 SCHEDULE_KEYS = ("warmup_steps", "min_lr_ratio", "decay_fraction")  # that no other schedule reads
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
-    "bsp": (), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"), "diloco": ("every", "outer"),
+    "bsp": (), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"), "diloco": ("every", "outer", "compress"),
     "gossip": ("every", "gossip"),
 }  # fmt: skip
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
@@ -128,6 +128,15 @@ class OuterConfig(Section):
     nesterov: Bool = key(True, "Nesterov's momentum, as of torch.optim.SGD(nesterov=True)")
 
 
+class CompressConfig(Section):
+    """Compression of what diloco exchanges."""
+
+    deltas: Literal["none", "int8", "int4", "int2"] = key(
+        "none", "changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
+    )
+    error_feedback: Bool = key(True, "keep what rounding loses, and add it in the next exchange")
+
+
 class GossipConfig(Section):
     """Graph over which replicas gossip."""
 
@@ -151,6 +160,7 @@ class SyncConfig(Section):
     every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
     bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
     outer: OuterConfig = section(OuterConfig, "diloco: the outer optimizer")
+    compress: CompressConfig = section(CompressConfig, "diloco: bits of what is exchanged")
     gossip: GossipConfig = section(GossipConfig, "gossip: its graph")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own class")
 
@@ -166,7 +176,9 @@ class SyncConfig(Section):
 
     def unread(self) -> list[str]:
         """Returns the keys that the strategy does not read."""
-        return [name for name in ("every", "bsp_steps", "outer", "gossip", "options") if name not in self._read]
+        return [
+            name for name in ("every", "bsp_steps", "outer", "compress", "gossip", "options") if name not in self._read
+        ]
 
     @property
     def _read(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jaxtrain.config.schema import SyncConfig
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.gossip_graphs import Edge, Messages, check_edges, messages_of, round_number
 from jaxtrain.sync.replica_dim import along, average, spread
-from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy
+from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, float32_bytes
 
 Tree = Any
 ALL = "all"
@@ -87,16 +87,16 @@ class Gossip(Strategy):
         squares = (jnp.sum(jnp.where(along(present, x), x**2, 0.0)) for x in jax.tree.leaves(moved))
         return {"mixing_distance": jnp.sqrt(sum(squares, jnp.float32(0)) / jnp.maximum(present.sum(), 1))}
 
-    def sent_bytes(self, parameter_bytes: int, kind: Hashable) -> int:
+    def sent_bytes(self, params: Tree, kind: Hashable) -> int:
         """Returns the bytes of the messages of the replica that sends most; of `all` those of a ring all-reduce.
 
         A message has the parameters in float32 and one more number: the weight, or a mark that they are finite.
         """
         if kind == ALL:
-            return super().sent_bytes(parameter_bytes, kind)
+            return super().sent_bytes(params, kind)
         parts = messages_of(self._options.graph, self.replicas, int(str(kind)), self._edges)
         senders = [sender for part in parts for sender, _ in part.edges]
-        return max(map(senders.count, range(self.replicas))) * (parameter_bytes + 4)
+        return max(map(senders.count, range(self.replicas))) * (float32_bytes(params) + 4)
 
     def _moved(self, own: dict[str, Tree], params: Tree, weights: jax.Array) -> Tree:
         """Returns x after the local steps, which changed z: x + z - x / w; of a replica that is not finite x."""

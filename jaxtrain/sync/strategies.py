@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.sync.gossip import Gossip
-from jaxtrain.sync.replica_dim import spread
+from jaxtrain.sync.quantized_mean import Residuals, initial_residuals, quantized_mean, sent_bytes
+from jaxtrain.sync.replica_dim import along, spread
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
 
 Tree = Any
+BITS = {"none": 0, "int8": 8, "int4": 4, "int2": 2}
 
 
 class BulkSynchronous(Strategy):
@@ -50,23 +52,54 @@ class DiLoCo(Strategy):
 
     With x the outer parameters, y_i those of replica i, w_i its share and D = x - sum_i w_i y_i, the outer step is that
     of torch.optim.SGD: v <- momentum v + D; x <- x - lr (D + momentum v) with Nesterov's momentum, else x - lr v. All
-    replicas continue from x. Douillard et al. 2023 (arXiv 2311.08105).
+    replicas continue from x. Douillard et al. 2023 (arXiv 2311.08105). With `sync.compress` the changes x - y_i travel
+    in few bits.
     """
 
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns the outer parameters, and the velocity unless the momentum is 0; both in float32."""
         outer = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        return {"outer": outer} | ({"velocity": jax.tree.map(jnp.zeros_like, outer)} if self._momentum else {})
+        own = {"outer": outer} | ({"velocity": jax.tree.map(jnp.zeros_like, outer)} if self._momentum else {})
+        if self._bits and self.config.compress.error_feedback:
+            own |= initial_residuals(params, self.replicas)._asdict()
+        return own
 
     def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
         """Takes an outer step, unless no replica is finite: then all go back to the outer parameters."""
-        is_any, moved = replicas.weights.sum() > 0, self._moved(own, replicas.average)
+        is_any, outer = replicas.weights.sum() > 0, {name: own[name] for name in ("outer", "velocity") if name in own}
+        residuals = self._receive(own, replicas) if self._bits else {}
+        moved = self._moved(outer, replicas.average) | residuals
         own = jax.tree.map(lambda new, old: jnp.where(is_any, new, old), moved, own)
         return own, spread(like(own["outer"], replicas.params), self.replicas)
 
     def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the outer parameters: those of the last exchange."""
         return like(own["outer"], replicas.params)
+
+    def sent_bytes(self, params: Tree, kind: Hashable) -> int:
+        """Returns the bytes of a ring all-reduce in float32, or those of the compressed changes."""
+        return sent_bytes(params, self._bits, self.replicas) if self._bits else super().sent_bytes(params, kind)
+
+    @property
+    def _bits(self) -> int:
+        """Bits of a value that is sent; 0: float32. A single replica sends nothing."""
+        return BITS[self.config.compress.deltas] if self.replicas > 1 else 0
+
+    def _receive(self, own: dict[str, Tree], replicas: Replicas) -> dict[str, Tree]:
+        """Sends the changes of the replicas; takes the average that follows from what arrives; returns residuals."""
+        if self.mesh is None:
+            raise ValueError("compressed changes travel along a mesh")
+        shares = replicas.weights * self.replicas  # their mean is the weighted average
+
+        def weighted(x: jax.Array, y: jax.Array) -> jax.Array:
+            share = along(shares, y)
+            return jnp.where(share > 0, share * (x - y.astype(jnp.float32)), 0.0)
+
+        changes = jax.tree.map(weighted, own["outer"], replicas.params)
+        before = Residuals(own["worker"], own["server"]) if "worker" in own else None
+        change, after = quantized_mean(changes, before, self._bits, self.mesh)
+        replicas.receive(jax.tree.map(jnp.subtract, own["outer"], change))
+        return {} if after is None else after._asdict()
 
     @property
     def _momentum(self) -> float:

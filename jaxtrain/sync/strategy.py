@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,10 @@ class Replicas:
     def average(self) -> Tree:
         """Weighted average of the parameters in float32, without a replica dim. Computed once, and sent once."""
         return average(jax.tree.map(lambda x: x.astype(jnp.float32), self.params), self.weights)
+
+    def receive(self, average: Tree) -> None:
+        """Takes the average as it was received, such as after compression, in place of one that is computed."""
+        self.__dict__["average"] = average
 
     @property
     def has_average(self) -> bool:
@@ -120,14 +125,19 @@ class Strategy:
             return {}
         return {"consensus_distance": distance(replicas.params, replicas.average, replicas.weights > 0)}
 
-    def sent_bytes(self, parameter_bytes: int, kind: Hashable) -> int:
-        """Returns the bytes that each replica sends in an exchange: by default those of a ring all-reduce.
+    def sent_bytes(self, params: Tree, kind: Hashable) -> int:
+        """Returns the bytes that each replica sends in an exchange: by default those of a ring all-reduce in float32.
 
         Args:
-            parameter_bytes: of all parameters in float32, in which averages are summed.
+            params: shapes of the parameters, without a replica dim.
             kind: of the exchange.
         """
-        return 2 * parameter_bytes * (self.replicas - 1) // self.replicas
+        return 2 * float32_bytes(params) * (self.replicas - 1) // self.replicas
+
+
+def float32_bytes(tree: Tree) -> int:
+    """Returns the bytes of a tree of arrays in float32; integers are not counted."""
+    return sum(4 * prod(x.shape) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def added_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:

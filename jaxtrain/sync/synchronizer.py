@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.local_step import SHARED, SYNC, split_state
 from jaxtrain.sync.replica_dim import are_finite, average, choose, shares, spread, stacked_sharding
-from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state
+from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state, float32_bytes
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -119,7 +118,10 @@ class LooseSynchronizer(Synchronizer):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def _placed(self, tree: Any, one: State) -> Any:
-        """Returns a tree that the strategy adds with shardings: like the parameters if it has their shapes."""
+        """Returns a tree that the strategy adds with shardings: like the parameters if it has their shapes.
+
+        Arrays of another shape that begin with a dim of the replicas are sharded over that alone.
+        """
         params = one["params"]
         if jax.tree.structure(tree) != jax.tree.structure(params):
             return jax.tree.map(self._replicated, tree)
@@ -130,6 +132,9 @@ class LooseSynchronizer(Synchronizer):
             if leaf.shape == (self.replicas, *p.shape):
                 like = jax.ShapeDtypeStruct(p.shape, leaf.dtype, sharding=p.sharding)
                 return stacked_sharding(like, self.replicas, REPLICA_AXIS)
+            if leaf.ndim > 1 and leaf.shape[0] == self.replicas:
+                spec = PartitionSpec(REPLICA_AXIS)
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(p.sharding.mesh, spec))
             return self._replicated(leaf)
 
         return jax.tree.map(place, tree, params)
@@ -288,10 +293,8 @@ class LooseSynchronizer(Synchronizer):
 
     def sent_bytes(self, kind: Hashable) -> int:
         """Returns the bytes that a replica sends in an exchange of a kind, mutable variables included."""
-        trees = self.one["params"], self.one.get("mutable", {})
-        sizes = [sum(4 * prod(x.shape) for x in jax.tree.leaves(tree) if _is_float(x)) for tree in trees]
-        ring = 2 * sizes[1] * (self.replicas - 1) // self.replicas
-        return self.strategy.sent_bytes(sizes[0], kind) + ring
+        ring = 2 * float32_bytes(self.one.get("mutable", {})) * (self.replicas - 1) // self.replicas
+        return self.strategy.sent_bytes(self.one["params"], kind) + ring
 
 
 def has_form(before: Synchronizer, after: Synchronizer, one: State) -> bool:

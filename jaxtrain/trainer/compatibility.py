@@ -99,7 +99,9 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guaran
     replicas = [(manifest.get("mesh") or {}).get("replica", 1) for manifest in (saved, now)]
     is_loose = any(keys.get("sync.strategy", "bsp") != "bsp" for keys in (before, after))
     if is_loose and replicas[0] != replicas[1]:
-        changed.append(f"replicas: {replicas[0]} -> {replicas[1]}, which start from what those before agreed on")
+        has_residuals = before.get("sync.compress.deltas", "none") != "none"
+        lost = ", without what compression had left to send" if has_residuals else ""
+        changed.append(f"replicas: {replicas[0]} -> {replicas[1]}, which start from what those before agreed on{lost}")
     if changed:
         return "changed", [*changed, *reasons]
     return ("fp32-tight", reasons) if reasons else ("bitwise", [])

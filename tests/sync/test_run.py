@@ -16,6 +16,7 @@ from tiny import events, losses, records
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointReader
+from jaxtrain.sync import quantized_mean
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.run_training import Result
 
@@ -47,9 +48,20 @@ def cut(run_dir: Path, step: int) -> None:
             folder.rename(run_dir / f"later-{folder.name}")
 
 
-@pytest.mark.parametrize("sync", [DILOCO, {"strategy": "post_local", "every": 2, "bsp_steps": 2}], ids=str)
-def test_a_run_resumed_in_the_middle_of_a_round_is_the_same_bit_for_bit(tmp_path: Path, sync: dict[str, Any]) -> None:
+PACKED = DILOCO | {"compress": {"deltas": "int4"}}
+PUSH_SUM = {
+    "strategy": "gossip", "every": 2, "gossip": {"graph": "directed", "edges": [[0, 1], [1, 0]], "drop": 0.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sync", [DILOCO, {"strategy": "post_local", "every": 2, "bsp_steps": 2}, PACKED, PUSH_SUM], ids=str
+)
+def test_a_run_resumed_in_the_middle_of_a_round_is_the_same_bit_for_bit(
+    tmp_path: Path, sync: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After 3 and after 6 of 8 steps, which for diloco are both within a round; what it prints says so."""
+    monkeypatch.setattr(quantized_mean, "SMALLEST", 1)
     whole, _ = train(config(tmp_path, "whole", sync))
     expected = losses(whole.run_dir)
     for step in (3, 6):
@@ -60,6 +72,8 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_same_bit_for_bit(tmp_path
         assert losses(resumed.run_dir) == expected
         for ours, theirs in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
             np.testing.assert_array_equal(ours, theirs)
+    if sync is PACKED:
+        assert np.abs(whole.state["sync"]["own"]["worker"]["a"]).max() > 0
     if sync is DILOCO:
         distances = [record["consensus_distance"] for record in records(whole.run_dir) if record["step"] in (4, 8)]
         assert len(distances) == 2
