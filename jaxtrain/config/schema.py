@@ -10,12 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from jaxtrain.config.field_types import (
     Axes,
@@ -176,9 +171,7 @@ class SyncConfig(Section):
 
     def unread(self) -> list[str]:
         """Returns the keys that the strategy does not read."""
-        return [
-            name for name in ("every", "bsp_steps", "outer", "compress", "gossip", "options") if name not in self._read
-        ]
+        return [name for name in type(self).model_fields if name not in ("strategy", *self._read)]
 
     @property
     def _read(self) -> tuple[str, ...]:
