@@ -6,6 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,9 @@ def test_the_public_interface_is_checked_strictly():
     public += [file for file in (source / "api").glob("*.py") if file.name != "__init__.py"]
     strict = "# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false"
     assert [file.name for file in public if strict not in file.read_text()] == []
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them as top-level modules."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _unknown_option(unknown[0], arguments, hasattr(args, "overrides"), options)
         print(f"jaxtrain: {line}", file=sys.stderr)
         return USAGE
-    if "=" in (getattr(args, "config", None) or "") and not os.path.exists(args.config):
+    is_pair = bool(getattr(args, "diff", None))  # of configs, and what stands in the place of one is an override
+    if not is_pair and "=" in (getattr(args, "config", None) or "") and not os.path.exists(args.config):
         example = f"jaxtrain {name} quickstart {args.config}"
         print(f"jaxtrain: {args.config}: expected a config before it, as in `{example}`", file=sys.stderr)
         return USAGE

@@ -157,7 +157,7 @@ def _read_levels(
     if tree is None:
         if where and problems[count].where == name:
             problems[count] = Problem(where, "extends", f"{format_value(name)}: {problems[count].message}")
-        if not file.exists() and (hint := did_you_mean(os.path.splitext(file)[0], config_names())):
+        if not os.path.exists(file) and (hint := did_you_mean(os.path.splitext(file)[0], config_names())):
             problems[count] = replace(problems[count], message=problems[count].message + hint)
         return
     _read_parents(tree, file.parent, [*children, path], levels, problems)

@@ -306,3 +306,10 @@ def test_a_dict_extends_files_as_a_file_does(write, tmp_path, monkeypatch) -> No
     assert load(None, base={"extends": "models/llama3_8b"}).model.layers == 32
     with pytest.raises(ConfigError, match=r"extends: .*none\.yaml"):
         load(None, base={"extends": "none.yaml"})
+
+
+def test_a_file_to_extend_whose_name_is_too_long_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"extends: {'a' * 300}.yaml\n")
+    with pytest.raises(ConfigError, match="File name too long") as error:
+        load(tmp_path / "a.yaml")
+    assert len(str(error.value).splitlines()) == 1
