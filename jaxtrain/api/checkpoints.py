@@ -162,7 +162,7 @@ def _durable_tier(folder: Path) -> durable.DurableTier:
     config, _ = resolve(str(saved_config(folder)), paths=False, checks=())
     location = durable.run_location(config.checkpoint.durable, folder)
     if location is None:
-        raise UserError(f"{folder}: the config sets no checkpoint.durable; expected no --durable")
+        raise UserError(f"{folder}: the config sets no checkpoint.durable; so there are no such copies")
     return durable.open_tier(location)
 
 

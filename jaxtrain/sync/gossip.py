@@ -67,9 +67,9 @@ class Gossip(Strategy):
             return self.init(mean), spread(mean, self.replicas)
         parts = messages_of(self._options.graph, self.replicas, int(str(kind)), self._edges)
         if not self.is_push_sum:
-            return own, mix(params, parts, weights > 0, self.mesh)
+            return own, mix(params, parts, weights > 0, self.replica_mesh)
         received = self._received(own["exchanges"], parts)
-        biased, weight = push((self._moved(own, params, weights), own["weight"]), parts, received, self.mesh)
+        biased, weight = push((self._moved(own, params, weights), own["weight"]), parts, received, self.replica_mesh)
         new = jax.tree.map(lambda x, p: (x / along(weight, x)).astype(p.dtype), biased, params)
         return {"biased": biased, "weight": weight, "exchanges": own["exchanges"] + 1}, new
 
@@ -115,7 +115,7 @@ class Gossip(Strategy):
         return jax.tree.map(lambda x, p: (x.sum(0) / self.replicas).astype(p.dtype), moved, params)
 
     def _received(self, exchanges: jax.Array, parts: Sequence[Messages]) -> list[jax.Array] | None:
-        """Returns which messages of each batch of messages arrive, by sender, bool [replicas]; None: all."""
+        """Returns which messages of each part arrive, by sender, bool [replicas]; None: all."""
         if not self._options.drop:
             return None
         key = jax.random.fold_in(jax.random.key(self._options.seed), exchanges)
@@ -123,7 +123,7 @@ class Gossip(Strategy):
         return list(draws >= self._options.drop)
 
 
-def mix(tree: Tree, parts: Sequence[Messages], is_present: jax.Array, mesh: Mesh | None) -> Tree:
+def mix(tree: Tree, parts: Sequence[Messages], is_present: jax.Array, mesh: Mesh) -> Tree:
     """Returns what replicas hold after a round in which all receive as much as they send, [replicas, ...].
 
     One that is not present is replaced: for itself by the mean of what it receives, for others by their own values.
@@ -139,14 +139,14 @@ def mix(tree: Tree, parts: Sequence[Messages], is_present: jax.Array, mesh: Mesh
     return jax.tree.map(one, sums, finite, tree)
 
 
-def push(tree: Tree, parts: Sequence[Messages], received: Sequence[jax.Array] | None, mesh: Mesh | None) -> Tree:
+def push(tree: Tree, parts: Sequence[Messages], received: Sequence[jax.Array] | None, mesh: Mesh) -> Tree:
     """Returns the sums of what replicas keep and receive, [replicas, ...]; sums over all replicas stay.
 
     Args:
         tree: values of all replicas, float32 [replicas, ...].
         parts: the messages of the round.
         received: which of them arrive, by sender, bool [replicas] for each part; the others are kept. None: all.
-        mesh: with the axis `replica`, along which messages travel; None: the arrays are on one device.
+        mesh: with the axis `replica`, along which messages travel.
     """
     shares = [jnp.asarray(part.share) for part in parts]
     if received is not None:
@@ -162,7 +162,7 @@ def push(tree: Tree, parts: Sequence[Messages], received: Sequence[jax.Array] | 
     return jax.tree.map(one, tree)
 
 
-def send(x: jax.Array, edges: Sequence[Edge], mesh: Mesh | None) -> jax.Array:
+def send(x: jax.Array, edges: Sequence[Edge], mesh: Mesh) -> jax.Array:
     """Returns for each replica what was sent to it, or zeros, [replicas, ...].
 
     Args:
@@ -170,9 +170,6 @@ def send(x: jax.Array, edges: Sequence[Edge], mesh: Mesh | None) -> jax.Array:
         edges: (sender, receiver), each once.
         mesh: see `push`.
     """
-    if mesh is None:
-        senders = jnp.array([sender for sender, _ in edges])
-        return jnp.zeros_like(x).at[jnp.array([receiver for _, receiver in edges])].set(x[senders])
     spec = PartitionSpec(REPLICA_AXIS)
     return jax.shard_map(
         lambda part: jax.lax.ppermute(part, REPLICA_AXIS, list(edges)), mesh=mesh, in_specs=spec, out_specs=spec,

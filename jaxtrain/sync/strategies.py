@@ -87,8 +87,6 @@ class DiLoCo(Strategy):
 
     def _receive(self, own: dict[str, Tree], replicas: Replicas) -> dict[str, Tree]:
         """Sends the changes of the replicas; takes the average that follows from what arrives; returns residuals."""
-        if self.mesh is None:
-            raise ValueError("compressed changes travel along a mesh")
         shares = replicas.weights * self.replicas  # their mean is the weighted average
 
         def weighted(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -97,7 +95,7 @@ class DiLoCo(Strategy):
 
         changes = jax.tree.map(weighted, own["outer"], replicas.params)
         before = Residuals(own["worker"], own["server"]) if "worker" in own else None
-        change, after = quantized_mean(changes, before, self._bits, self.mesh)
+        change, after = quantized_mean(changes, before, self._bits, self.replica_mesh)
         replicas.receive(jax.tree.map(jnp.subtract, own["outer"], change))
         return {} if after is None else after._asdict()
 

@@ -76,7 +76,7 @@ class Strategy:
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
         config: section `sync` of the config.
         replicas: size of the mesh axis `replica`.
-        mesh: the mesh, for a strategy that sends along its axis `replica` itself; None: all is on one device.
+        mesh: the mesh, for a strategy that sends along its axis `replica` itself; None: there is one device.
     """
 
     parameters_differ = True
@@ -85,6 +85,13 @@ class Strategy:
 
     def __init__(self, config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> None:
         self.config, self.replicas, self.mesh = config, replicas, mesh
+
+    @property
+    def replica_mesh(self) -> Mesh:
+        """The mesh of several replicas. Raises ValueError without one."""
+        if self.mesh is None:
+            raise ValueError(f"{self.config.strategy} sends along the mesh axis `replica`; expected a mesh")
+        return self.mesh
 
     def plan(self, step: int) -> StepPlan:
         """Returns the programs of the step after `step` finished ones: by default an exchange every `sync.every`."""
