@@ -47,7 +47,7 @@ ONE = (
 
 def checkpoint(folder: Path, config: dict[str, Any], most: int) -> int:
     """Writes a checkpoint with holes for tensors. Returns the bytes of its largest tensor."""
-    from jaxtrain.config.model_schema import ModelConfig
+    from jaxtrain.config.sections.model import ModelConfig
     from jaxtrain.interop import safetensors_io
     from jaxtrain.interop.config_json import from_hf_config
     from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS

@@ -71,9 +71,9 @@ def test_types_are_compared_in_the_factories_alone():
                 if owner in ("model", "data", "self") or owner.endswith((".model", ".data")):
                     found.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     assert found == [
-        "jaxtrain/config/model_schema.py: self.type == 'decoder'",
         "jaxtrain/config/schema.py: self.type == OBJECT",
         "jaxtrain/config/schema.py: self.type == 'text'",
+        "jaxtrain/config/sections/model.py: self.type == 'decoder'",
     ]
 
 

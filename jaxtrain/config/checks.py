@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.config.field_types import LARGEST
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import (
     OBJECT,
     OPTIMIZER_KEYS,
     OPTIMIZERS,
     SCHEDULE_KEYS,
     SCHEDULES,
-    STRATEGY_KEYS,
     TEXT_KEYS,
     Config,
     DataConfig,
@@ -26,8 +24,9 @@ from jaxtrain.config.schema import (
     OptimizerConfig,
     PluginConfig,
     ScheduleConfig,
-    SyncConfig,
 )
+from jaxtrain.config.sections.model import ModelConfig
+from jaxtrain.config.sections.sync import STRATEGY_KEYS, SyncConfig
 from jaxtrain.config.user_class import USER_CLASS, Kind, is_reference, names_hint
 from jaxtrain.errors import did_you_mean, format_value, join_words
 

@@ -27,18 +27,15 @@ from jaxtrain.config.field_types import (
     ZeroStage,
     one_or_more,
 )
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.section import Section, TextOrSection, key, section
+from jaxtrain.config.sections.model import ModelConfig
+from jaxtrain.config.sections.sync import SyncConfig
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "sgd", "muon")  # ours, which take the keys of their section
 OBJECT = "object"  # name of what is given as a Python object
 OPTIMIZER_KEYS = ("betas", "epsilon", "weight_decay", "decay_all_parameters")  # that no other optimizer reads
 SCHEDULES = ("cosine", "linear", "wsd", "inverse_sqrt", "constant")
 SCHEDULE_KEYS = ("warmup_steps", "min_lr_ratio", "decay_fraction")  # that no other schedule reads
-STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
-    "bsp": (), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"), "diloco": ("every", "outer", "compress"),
-    "gossip": ("every", "gossip"),
-}  # fmt: skip
 TEXT_KEYS = ("sources", "tokenizer", "validation_fraction", "cache_dir", "workers")  # read by the text pipeline alone
 LAYOUT_KEYS = ("mesh", "rules", "context_parallel", "zero", "pipeline")  # what a layout file holds
 
@@ -113,74 +110,6 @@ class DataConfig(Section):
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the keys of the text pipeline for a user's class, which does not read them."""
         return {key: value for key, value in serialize(self).items() if self.is_text or key not in TEXT_KEYS}
-
-
-class OuterConfig(Section):
-    """Outer optimizer of diloco: SGD on the average change of the replicas."""
-
-    lr: PositiveFloat = key(0.7, "outer learning rate; 1 without momentum copies the average")
-    momentum: Share = key(0.9, "outer momentum")
-    nesterov: Bool = key(True, "Nesterov's momentum, as of torch.optim.SGD(nesterov=True)")
-
-
-class CompressConfig(Section):
-    """Compression of what diloco exchanges."""
-
-    deltas: Literal["none", "int8", "int4", "int2"] = key(
-        "none", "changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
-    )
-    error_feedback: Bool = key(True, "keep what rounding loses, and add it in the next exchange")
-
-
-class GossipConfig(Section):
-    """Graph over which replicas gossip."""
-
-    graph: Literal["ring", "exponential", "matching", "directed"] = key(
-        "exponential", "`ring`: with two neighbours; `exponential`: one that is 1, 2, 4... places on; `matching`: a "
-        "partner drawn anew each time; `directed`: along `edges`, with the weights of push-sum"
-    )  # fmt: skip
-    edges: tuple[tuple[Count, Count], ...] = key((), "directed: pairs [sender, receiver] of replicas")
-    seed: Count = key(0, "of the partners, and of the messages that are lost")
-    drop: Share = key(0.0, "probability with which a message is lost, to study that; push-sum makes up for it")
-
-
-class SyncConfig(Section):
-    """Synchronisation of the replicas (`mesh.replica`)."""
-
-    strategy: str = key(
-        "bsp", "`bsp`: every step; `local_sgd`: an average every `every` steps; `post_local`: bsp first; `diloco`: an "
-        "outer optimizer; `gossip`: averages with neighbours; or a user's own `package.module:Class`, or a name that "
-        "an installed package adds"
-    )  # fmt: skip
-    every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
-    bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
-    outer: OuterConfig = section(OuterConfig, "diloco: the outer optimizer")
-    compress: CompressConfig = section(CompressConfig, "diloco: bits of what is exchanged")
-    gossip: GossipConfig = section(GossipConfig, "gossip: its graph")
-    options: dict[str, Any] = key({}, "keyword arguments of a user's own class")
-
-    @property
-    def is_loose(self) -> bool:
-        """True if replicas may hold different parameters."""
-        return self.strategy != "bsp"
-
-    @property
-    def is_builtin(self) -> bool:
-        """True if the strategy is one of ours, not a user's own."""
-        return self.strategy in STRATEGY_KEYS
-
-    def unread(self) -> list[str]:
-        """Returns the keys that the strategy does not read."""
-        return [name for name in type(self).model_fields if name not in ("strategy", *self._read)]
-
-    @property
-    def _read(self) -> tuple[str, ...]:
-        return STRATEGY_KEYS.get(self.strategy, ("every", "options"))
-
-    @model_serializer(mode="wrap")
-    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits the keys that the strategy does not read."""
-        return {key: value for key, value in serialize(self).items() if key not in self.unread()}
 
 
 class ParameterGroupConfig(Section):

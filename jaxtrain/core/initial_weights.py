@@ -6,7 +6,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxtrain.config.model_schema import InitialWeightsConfig
+from jaxtrain.config.sections.model import InitialWeightsConfig
 from jaxtrain.core.state import State
 from jaxtrain.errors import UserError
 from jaxtrain.interop.weight_matching import StoredWeights, WeightMatch, match_weights

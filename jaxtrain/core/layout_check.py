@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import Config, DataConfig, StepConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.errors import Problem, join_words
 from jaxtrain.models.decoder_params import Table
 from jaxtrain.models.spec import has_token_rows, is_decoder, model_spec

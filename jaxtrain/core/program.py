@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import optax
 
-from jaxtrain.config.model_schema import InitialWeightsConfig
-from jaxtrain.config.schema import Config, SyncConfig
+from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.model import InitialWeightsConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain.checkpoint import CheckpointReader
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.run_dir import saved_config
 from jaxtrain.config.schema import DataConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.evaluation import validate

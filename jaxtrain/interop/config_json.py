@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.errors import ModelConfigError, close_matches, format_name, format_value, join_words
 from jaxtrain.interop.families import FAMILIES, Family
 

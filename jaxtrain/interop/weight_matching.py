@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from jaxtrain.config.model_schema import StoredNameConfig
+from jaxtrain.config.sections.model import StoredNameConfig
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:

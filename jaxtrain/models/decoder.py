@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import LossConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.kernels.cross_entropy import cross_entropy
 from jaxtrain.kernels.moe.routing import Load
 from jaxtrain.losses.load_balancing import load_balance_loss, load_metrics, router_z_loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from jaxtrain.config.model_schema import ModelConfig, MoeConfig
+from jaxtrain.config.sections.model import ModelConfig, MoeConfig
 from jaxtrain.sharding.rules import KV_SHARED, kv_copies, table_names
 
 Names = tuple[str | None, ...]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 
 CONVENTION = "matmuls 2mnk, causal attention as causal, window respected, head counted, backward 2x forward"
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import LossConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.errors import UserError
 from jaxtrain.losses.functions import LossFunction, loss_function

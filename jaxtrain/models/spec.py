@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import DataConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.user_class import load_class
 from jaxtrain.errors import ConfigError, Problem, UserError
 from jaxtrain.models.decoder_params import VOCAB_MULTIPLE, Table, decoder_tensors

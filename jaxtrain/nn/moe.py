@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.model_schema import ModelConfig, MoeConfig
+from jaxtrain.config.sections.model import ModelConfig, MoeConfig
 from jaxtrain.kernels.moe import DOWN, INNER, run_experts
 from jaxtrain.kernels.moe.routing import Load, expert_capacity, route
 from jaxtrain.nn.env import Env, constant, normal

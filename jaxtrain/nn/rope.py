@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.model_schema import RopeScalingConfig
+from jaxtrain.config.sections.model import RopeScalingConfig
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig | None) -> np.ndarray:

@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxtrain.config.checks import divisors
 from jaxtrain.config.load import load
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import Config, DataConfig, OptimizerConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.show import text
 from jaxtrain.core.layout_check import check_config, check_schedule
 from jaxtrain.pipeline.schedules.files import load_table

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.config.schema import SyncConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.gossip_graphs import Edge, Messages, check_edges, messages_of, round_number
 from jaxtrain.sync.replica_dim import along, average, spread

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxtrain.config.schema import SyncConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.config.user_class import make_object
 from jaxtrain.errors import UserError
 from jaxtrain.sync.strategies import STRATEGIES

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxtrain.config.schema import SyncConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.errors import UserError, describe_error
 from jaxtrain.sync.replica_dim import average, distance, spread
 

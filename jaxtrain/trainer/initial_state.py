@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.checkpoint.initial_weights import OrbaxWeights
-from jaxtrain.config.model_schema import InitialWeightsConfig
+from jaxtrain.config.sections.model import InitialWeightsConfig
 from jaxtrain.core.initial_weights import replace_weights
 from jaxtrain.core.program import State
 from jaxtrain.core.state import all_parameters, split_parameters

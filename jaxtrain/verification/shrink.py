@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtrain.config.model_schema import ModelConfig, MoeConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.model import ModelConfig, MoeConfig
 from jaxtrain.config.show import as_dict, flatten
 from jaxtrain.models.spec import is_decoder
 

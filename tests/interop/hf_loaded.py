@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.config import Config
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.inference.generate import Generator
 from jaxtrain.interop import config_json
 from jaxtrain.interop.families import Family

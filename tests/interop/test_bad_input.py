@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.cli.main import main
-from jaxtrain.config.model_schema import ModelConfig, MoeConfig, RopeScalingConfig
+from jaxtrain.config.sections.model import ModelConfig, MoeConfig, RopeScalingConfig
 from jaxtrain.errors import ModelConfigError, ModelFileError
 from jaxtrain.interop.config_json import choose_export_family, from_hf_config, to_hf_config
 from jaxtrain.interop.families import FAMILIES

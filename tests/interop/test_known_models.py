@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.interop.config_json import from_hf_config
 from jaxtrain.models.decoder_params import parameter_count
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxtrain import load, train
 from jaxtrain.cli.main import main
 from jaxtrain.config import ConfigError
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.core.resolve import resolve
 from jaxtrain.interop.config_json import to_hf_config
 from jaxtrain.interop.families import FAMILIES

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import LossConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.kernels.attention import attention
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.nn.env import normal

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from jaxtrain.config.load import load
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.core.layout_check import check_config
 from jaxtrain.models.decoder_params import decoder_tensors, parameter_count
 

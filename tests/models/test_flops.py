@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from remat import remat as saving
 
-from jaxtrain.config.model_schema import ModelConfig
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.core.program import model_from_config
 from jaxtrain.kernels.cross_entropy import recomputes
 from jaxtrain.losses.terms import split_loss_output

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 
 
 def logits(

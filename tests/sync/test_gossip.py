@@ -17,7 +17,7 @@ import tiny_net
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_net import LAYOUTS, replicas, run
 
-from jaxtrain.config.schema import SyncConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import count_collectives
 from jaxtrain.sync.gossip import Gossip

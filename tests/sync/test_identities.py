@@ -11,7 +11,7 @@ import pytest
 import tiny_net
 from tiny_net import LAYOUTS, replicas, run, with_one_key
 
-from jaxtrain.config.schema import SyncConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sync.replica_dim import spread
 from jaxtrain.sync.strategies import DiLoCo
 from jaxtrain.sync.strategy import Replicas

@@ -18,8 +18,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 
-from jaxtrain.config.model_schema import ModelConfig, MoeConfig
 from jaxtrain.config.schema import DataConfig
+from jaxtrain.config.sections.model import ModelConfig, MoeConfig
 from jaxtrain.models.flops import recomputed
 from jaxtrain.planning.choices import LayoutChoice
 from jaxtrain.planning.cost.parameters import ParameterSizes, compute_bytes

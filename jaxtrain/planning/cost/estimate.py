@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.model_schema import ModelConfig
+from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.flops import layer_matmuls, mean_attended
 from jaxtrain.models.spec import is_decoder

@@ -1,0 +1,1 @@
+"""Sections of the config that are long enough for a file of their own."""
