@@ -67,7 +67,8 @@ def _remove_invalid(
     reported, removed = {(problem.where, problem.key) for problem in problems}, set()
     for detail in error.errors(include_url=False):
         location = detail["loc"]
-        node, path = deepest_node(tree, location[:-2] if location[-1:] == ("[key]",) else location)
+        is_of_key = location[-1:] == ("[key]",) and detail["type"] != "extra_forbidden"  # pydantic's mark, not a name
+        node, path = deepest_node(tree, location[:-2] if is_of_key else location)
         if (node.where, dotted(path)) not in reported:  # else the reader found that it is no value at all
             reported.add((node.where, dotted(path)))
             parts = [str(part) for part in path]

@@ -221,6 +221,12 @@ def test_mutated_tree(data: st.DataObject) -> None:
     survives(None, base=tree)
 
 
+def test_a_key_with_the_name_of_pydantics_mark() -> None:
+    """It is an unknown key like another."""
+    for tree in ({"[key]": 1}, {"mesh": {"[key]": 1}}, {"mesh": {"dcn": {"[key]": -1}}}):
+        assert survives(None, base=tree) is None
+
+
 OVERRIDES = st.one_of(
     st.tuples(st.sampled_from(all_keys()), st.one_of(st.text(max_size=10), SCALARS.map(str))).map("=".join),
     st.tuples(st.text(max_size=12), st.text(max_size=8)).map("=".join),
