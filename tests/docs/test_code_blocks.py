@@ -19,7 +19,10 @@ import yaml
 from pages import PAGES, ROOT, Block, blocks, commands, joined
 
 from jaxtrain.cli import main as command_line
+from jaxtrain.cli.examples import EXAMPLES
 from jaxtrain.config.load import resolve
+from jaxtrain.planning.hardware.targets import parse as parse_target
+from jaxtrain.planning.target_config import config_for_target
 
 # Blocks in these pages are run by tests of their own.
 ELSEWHERE = {"docs/own-models.md": "flax_modules/test_own_models_page.py"}
@@ -102,6 +105,25 @@ def test_a_shown_command_is_one(page: str, words: list[str]):
             paths=False,
             base={"simulate": 8, "mesh": {"data": -1}},
         )
+
+
+PLANS = [words[2:] for _, words in ALL_COMMANDS if words[:2] == ["jaxtrain", "plan"]]
+PLANS += [shlex.split(line) for line in EXAMPLES["plan"]]
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in PLANS if words[0].startswith(("configs/", "models/", "--diff"))], ids=short
+)
+def test_a_shown_plan_fits_its_target(words: list[str]):
+    """The shipped model has a layout that its rows and tensors can be split by, on the devices of the target."""
+    given: dict[str, Any] = {}
+    with patch.object(command_line, "_run", lambda name, args: given.update(vars(args)) or 0):
+        assert command_line.main(["plan", *words]) == 0
+    keys = [*([given["config"]] if given["diff"] else []), *given["overrides"]]
+    for source in given["diff"] or [given["config"]]:
+        name, *own = source.removeprefix("configs/").removesuffix(".yaml").split()
+        config, _ = config_for_target(name, *own, *keys, target=parse_target(given["target"]))
+        assert config.model.embed == 4096
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])

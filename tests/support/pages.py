@@ -37,8 +37,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of each line of the blocks that are commands, without comments."""
+    """The words of each line of the blocks that are commands, without comments, and of commands that end table rows."""
     lines = [line for block in blocks(page) if block.language == "sh" for line in joined(block.text).splitlines()]
+    lines += re.findall(r"^\|.*\| `(jaxtrain [a-z][^`]*)`[^|]*\|$", (ROOT / page).read_text(), re.MULTILINE)
     lines = [line.partition(" > ")[0].replace("$I", "0") for line in lines]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
