@@ -22,7 +22,7 @@ from jaxtrain.inference import eval_harness
 from jaxtrain.inference import model as inference
 from jaxtrain.trainer.run_training import Result
 from jaxtrain.verification import report as report  # shows an outcome in notebooks
-from jaxtrain.verification.verify import Outcome
+from jaxtrain.verification.outcome import Outcome
 from jaxtrain.verification.verify import verify as compare_layouts
 
 

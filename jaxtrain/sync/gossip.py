@@ -45,6 +45,11 @@ class Gossip(Strategy):
         """True if the weights of push-sum are needed."""
         return self._options.graph == "directed" or self._options.drop > 0
 
+    @property
+    def keeps_equal_replicas(self) -> bool:
+        """True: the average of equal replicas is one of them."""
+        return True
+
     def plan(self, step: int) -> StepPlan:
         """Returns a step of each replica, and the round of the graph after every `every` of them."""
         count, rest = divmod(step + 1, self.config.every)

@@ -35,6 +35,11 @@ class LocalSGD(Strategy):
 
     min_replicas = 2
 
+    @property
+    def keeps_equal_replicas(self) -> bool:
+        """True: the average of equal replicas is one of them."""
+        return True
+
 
 class PostLocal(LocalSGD):
     """`post_local`: `bsp` for the first `bsp_steps` steps, then `local_sgd`. Lin et al. 2020 (arXiv 1808.07217)."""
@@ -71,6 +76,11 @@ class DiLoCo(Strategy):
         moved = self._moved(outer, replicas.average) | residuals
         own = jax.tree.map(lambda new, old: jnp.where(is_any, new, old), moved, own)
         return own, spread(like(own["outer"], replicas.params), self.replicas)
+
+    @property
+    def keeps_equal_replicas(self) -> bool:
+        """True unless changes are rounded."""
+        return not self._bits
 
     def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the outer parameters: those of the last exchange."""

@@ -87,6 +87,15 @@ class Strategy:
         self.config, self.replicas, self.mesh = config, replicas, mesh
 
     @property
+    def keeps_equal_replicas(self) -> bool:
+        """True if replicas that train on equal rows with equal noise go on as one replica would.
+
+        That is one with the same strategy if it needs no more than one, else one with `bsp`. `jaxtrain verify` compares
+        them.
+        """
+        return False
+
+    @property
     def replica_mesh(self) -> Mesh:
         """The mesh of several replicas. Raises ValueError without one."""
         if self.mesh is None:

@@ -17,6 +17,8 @@ LOSS, GRADIENT, UPDATE = 1e-5, 1e-5, 1e-3  # relative limits; an update divides 
 # Fractions of the median tensor's norm: tensors below FLOOR are compared with it. Gradients below ROUNDING on both
 # sides hold rounding errors alone and are not compared, such as that of the bias of keys, which softmax does not see.
 FLOOR, ROUNDING = 1e-3, 1e-6
+# Of replicas whose exchanges are rounded to few bits: a difference in the last bit may become one of a code.
+LOSS_ROUNDED, UPDATE_ROUNDED = 1e-3, 0.05
 MATCH = 1e-3  # relative difference up to which a fault explains a wrong gradient
 
 
@@ -43,7 +45,7 @@ class Verdict:
     """Worst relative differences of one layout.
 
     Args:
-        loss, gradient, update: worst differences.
+        loss, gradient, update: worst differences; gradient is NaN where none was compared.
         tensor: path of the tensor with the worst gradient.
         first: the first loss, gradient, update or mutable variable that differs; None if all are equal.
         cause: diagnosis; empty if unknown.
@@ -87,8 +89,7 @@ def global_norm(tree: Flat) -> float:
 
 def compare(actual: Recording, expected: Recording) -> Verdict:
     """Compares two recordings; tensors are in the order of the model."""
-    losses = zip(actual.losses, expected.losses)
-    by_step = [abs(a / b - 1) if np.isfinite(a) else float("inf") for a, b in losses]
+    by_step = _loss_differences(actual, expected)
     compared = _without_rounding(actual.gradients, expected.gradients)
     by_gradient = relative_differences(actual.gradients, {path: expected.gradients[path] for path in compared})
     by_update = relative_differences(actual.updates, {path: expected.updates[path] for path in compared})
@@ -99,6 +100,27 @@ def compare(actual: Recording, expected: Recording) -> Verdict:
     wrong += [f"the update of {path}" for path, value in by_update.items() if value > UPDATE]
     wrong += [f"the loss of step {step}" for step, value in enumerate(by_step) if value > LOSS]
     return Verdict(max(by_step), by_gradient[tensor], tensor, max(by_update.values()), wrong[0] if wrong else None)
+
+
+def compare_runs(actual: Recording, expected: Recording, is_rounded: bool) -> Verdict:
+    """Compares two recordings by their losses and the updates of a whole run, without gradients.
+
+    Args:
+        actual, expected: the recordings.
+        is_rounded: exchanges are rounded to few bits.
+    """
+    loss_limit, update_limit = (LOSS_ROUNDED, UPDATE_ROUNDED) if is_rounded else (LOSS, UPDATE)
+    by_step = _loss_differences(actual, expected)
+    by_update = relative_differences(actual.updates, expected.updates)
+    tensor = max(by_update, key=lambda path: by_update[path])
+    wrong = [f"the loss of step {step}" for step, value in enumerate(by_step) if value > loss_limit]
+    wrong += [f"the update of {path}" for path, value in by_update.items() if value > update_limit]
+    return Verdict(max(by_step), float("nan"), tensor, by_update[tensor], wrong[0] if wrong else None)
+
+
+def _loss_differences(actual: Recording, expected: Recording) -> list[float]:
+    """Returns the relative difference of each step's loss; infinite if it is not finite."""
+    return [abs(a / b - 1) if np.isfinite(a) else float("inf") for a, b in zip(actual.losses, expected.losses)]
 
 
 def diagnose(actual: Flat, expected: Flat, variants: Mapping[str, Flat], sizes: Mapping[str, int]) -> str:

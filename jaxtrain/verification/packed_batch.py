@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,3 +49,18 @@ def repeat_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
 def without_document_boundaries(batch: Mapping[str, np.ndarray]) -> Batch:
     """Makes each row one document, as attention that ignores segments sees it."""
     return {**batch, "segments": (batch["segments"] > 0).astype(np.int32)}
+
+
+class RecordedBatches:
+    """Dataset of batches in memory, which repeat.
+
+    Args:
+        batches: batch of each step.
+    """
+
+    def __init__(self, batches: Sequence[Batch]):
+        self._batches = batches
+
+    def batch(self, step: int, rows: Any) -> Batch:
+        """Returns rows of a step's batch."""
+        return {name: value[rows] for name, value in self._batches[step % len(self._batches)].items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 from rich.table import Table
 
 from jaxtrain.io import html
 from jaxtrain.io.figure import TEXT_WIDTH, Plot, as_html, as_text, draw, new_figure, plain_text
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Verdict
-from jaxtrain.verification.verify import LayoutResult, Outcome
+from jaxtrain.verification.outcome import LayoutResult, Outcome
 
 WIDE, WIDEST = 110, 140  # columns from which the worst tensor, and the collectives, are in the table
 
@@ -30,7 +32,7 @@ def table(outcome: Outcome, width: int) -> Table:
         if verdict is None:
             out.add_row(*head, "", "", "", "[red]failed[/red]")
             continue
-        numbers = (f"{verdict.loss:.1e}", f"{verdict.gradient:.1e}", f"{verdict.update:.1e}")
+        numbers = map(_number, _differences(verdict))
         text = "[green]equal[/green]" if verdict.is_equal else "[red]differs[/red]"
         more = (verdict.tensor, row.collectives)[: (width >= WIDE) + (width >= WIDEST)]
         out.add_row(*head, *numbers, text, *more)
@@ -71,7 +73,7 @@ def html_table(outcome: Outcome) -> str:
     for row in outcome.rows:
         numbers = ["", "", "", ""]
         if row.verdict is not None:
-            numbers = [f"{value:.1e}" for value in _differences(row.verdict)] + [row.verdict.tensor]
+            numbers = [*map(_number, _differences(row.verdict)), row.verdict.tensor]
         verdict = "equal" if row.is_equal else _failure(row)
         rows.append([row.candidate.layout, row.candidate.mesh, _microbatches(row), *numbers, verdict])
     titles = ("layout", "mesh", "micro", "loss", "gradient", "update", "worst tensor", "verdict")
@@ -104,6 +106,10 @@ def outcome_figure(outcome: Outcome) -> Plot:
 
 def _differences(verdict: Verdict) -> tuple[float, float, float]:
     return verdict.loss, verdict.gradient, verdict.update
+
+
+def _number(difference: float) -> str:
+    return "-" if isnan(difference) else f"{difference:.1e}"
 
 
 def _microbatches(row: LayoutResult) -> str:

@@ -6,11 +6,13 @@ from typing import Any
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.model import ModelConfig, MoeConfig
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.config.show import as_dict, flatten
 from jaxtrain.models.spec import is_decoder
 
 HEADS, HEAD_DIM, EMBED, MLP, EXPERTS, VOCAB, SEQUENCE = 8, 8, 64, 128, 8, 512, 32
 LAYERS = 4  # two for each of two pipeline stages
+EVERY = 2  # steps between exchanges
 EPSILON = 1e-4  # of the optimizer: below it an update is the sign of a rounding error
 
 
@@ -29,7 +31,7 @@ def shrink(config: Config, devices: int) -> tuple[Config, list[str]]:
     values["data"]["global_batch"] = 2 * devices
     values["step"] |= {"microbatches": 1, "attention": "auto"}  # the fast kernels need their chips
     values |= {"precision": "fp32", "steps": 1000, "simulate": devices, "debug": {}}
-    values["sync"] = {}  # replicas that differ equal no single device
+    values["sync"] = {}  # replicas that differ equal no single device; see `replicas`
     if not config.optimizer.is_object:  # an object has its own learning rate and epsilon
         values["schedule"] = {"name": "constant"}
         values["optimizer"]["epsilon"] = max(EPSILON, config.optimizer.epsilon)
@@ -37,9 +39,14 @@ def shrink(config: Config, devices: int) -> tuple[Config, list[str]]:
     values["checkpoint"]["keep_best"] = 0
     small = Config(**values)
     before, after = flatten(config), flatten(small)
-    unlisted = ("eval.", "checkpoint.", "steps", "simulate")
+    unlisted = ("eval.", "checkpoint.", "steps", "simulate", "sync.")
     changes = [key for key in after if before.get(key) != after[key] and not key.startswith(unlisted)]
     return small, [f"{key}: {before.get(key)} -> {after[key]}" for key in changes]
+
+
+def shrink_sync(sync: SyncConfig) -> SyncConfig:
+    """Returns section `sync` with rounds of few steps, so that a comparison has several exchanges."""
+    return sync.model_copy(update={"every": min(sync.every, EVERY), "bsp_steps": min(sync.bsp_steps, 1)})
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,16 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
-from jaxtrain.io.figure import Displayed
 from jaxtrain.models.spec import is_decoder
 from jaxtrain.sharding.rules import BATCH
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.verification.candidates import Candidate, candidates
-from jaxtrain.verification.compare import Flat, Recording, Verdict, compare, diagnose
+from jaxtrain.verification.compare import Flat, Recording, compare, diagnose
 from jaxtrain.verification.known_faults import INJECTIONS, injected, variants
-from jaxtrain.verification.packed_batch import Batch, packed_batch
+from jaxtrain.verification.outcome import LayoutResult, Outcome
+from jaxtrain.verification.packed_batch import Batch, RecordedBatches, packed_batch
 from jaxtrain.verification.recording import Recorder
+from jaxtrain.verification.replicas import ReplicaVerifier, replica_check
 from jaxtrain.verification.shrink import shrink
 
 ABBREVIATIONS = {
@@ -42,61 +43,7 @@ ABBREVIATIONS = {
     "collective-permute": "CP", "collective-broadcast": "CB",
 }  # fmt: skip
 
-
-@dataclass(frozen=True)
-class LayoutResult:
-    """Result of one layout on one mesh: its verdict and its collectives per step, or the error."""
-
-    candidate: Candidate
-    verdict: Verdict | None
-    collectives: str = ""
-    error: str = ""
-
-    @property
-    def is_equal(self) -> bool:
-        """True if it ran and equals one device."""
-        return self.verdict is not None and self.verdict.is_equal
-
-
-@dataclass(frozen=True, repr=False)
-class Outcome(Displayed):
-    """Outcome of a verification.
-
-    Args:
-        rows: one per layout and mesh.
-        changes: `key: old -> new` of the shrunk config.
-        refused: layout -> why no mesh of these devices fits it.
-        devices: number of devices.
-        steps: number of steps.
-        notes: what the model does that equal layouts do not show, a line each.
-    """
-
-    rows: list[LayoutResult]
-    changes: list[str]
-    refused: dict[str, str]
-    devices: int
-    steps: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_equal(self) -> bool:
-        """True if layouts were compared, and all equal one device."""
-        return bool(self.rows) and all(row.is_equal for row in self.rows)
-
-
-class RecordedBatches:
-    """Dataset of batches in memory.
-
-    Args:
-        batches: batch of each step.
-    """
-
-    def __init__(self, batches: Sequence[Batch]):
-        self._batches = batches
-
-    def batch(self, step: int, rows: Any) -> Batch:
-        """Returns rows of a step's batch."""
-        return {name: value[rows] for name, value in self._batches[step].items()}
+OF_LAYOUT = ("layout", *LAYOUT_KEYS, "sync")  # keys that are not read when another layout is
 
 
 def _batches(
@@ -162,35 +109,43 @@ def verify(
         raise UserError(f"--inject: no fault `{inject}`; expected {join_words(INJECTIONS)}")
     config = with_objects(load_config(source, *overrides, paths=False, checks=()), components)
     small, changes = shrink(config, devices)
-    others = [text for text in overrides if not text.startswith(("layout", *LAYOUT_KEYS))]
-    accepted, refused = candidates(
-        small, layouts, devices, folder=Path(source).parent if isinstance(source, (str, os.PathLike)) else None,
-        load_layout=lambda name: load_config(_without_layout(source), *others, layout=name, paths=False, checks=()),
-    )  # fmt: skip
+    others = [text for text in overrides if not text.startswith(OF_LAYOUT)]
+    options: dict[str, Any] = {
+        "folder": Path(source).parent if isinstance(source, (str, os.PathLike)) else None,
+        "load_layout": lambda name: load_config(_without_layout(source), *others, layout=name, paths=False, checks=()),
+    }
+    accepted, refused = candidates(small, layouts, devices, **options)
+    check = replica_check(config, small, devices)
     all_devices = runtime.start(small.simulate)
-    batches = _batches(small, config, steps, components, progress)
+    batches = _batches(small, config, max(steps, check.steps if check else 0), components, progress)
     unsharded = small.model_copy(
         update={"mesh": MeshConfig(), "rules": {}, "zero": 0, "context_parallel": "auto", "simulate": None}
     )
-    references = References(unsharded, all_devices[:1], batches, components)
+    references = References(unsharded, all_devices[:1], batches[:steps], components)
     rows: list[LayoutResult] = []
     for index, candidate in enumerate(accepted):
         progress(index, len(accepted))
         reference = references(candidate.config.step.microbatches)
-        row = verify_layout(candidate, batches, reference, all_devices, inject, components)
+        row = verify_layout(candidate, batches[:steps], reference, all_devices, inject, components)
         if isinstance(row, LayoutResult):
             rows.append(row)
         else:
             refused.setdefault(candidate.layout, row)
-    return Outcome(rows, changes, refused, devices, steps, _notes(small, references.returns_mean))
+    notes = _notes(small, references.returns_mean)
+    if check is not None:
+        verifier = ReplicaVerifier(check, batches, all_devices, components, inject)
+        equal = verifier.equal_rows()
+        rows += [*([equal] if equal else []), *verifier.layouts(small, layouts, progress, **options)]
+        notes = (*notes, check.note())
+    return Outcome(rows, changes, refused, devices, steps, notes)
 
 
 def _without_layout(source: ConfigSource) -> ConfigSource:
-    """Returns a source without the layout that is in it, for another one."""
+    """Returns a source without the layout that is in it, and `sync`, which may need its replicas; for another one."""
     if isinstance(source, Config):
         source = source.model_dump(mode="json", exclude_unset=not source.has_layout)
     if isinstance(source, Mapping):
-        return {key: value for key, value in source.items() if key not in ("layout", *LAYOUT_KEYS)}
+        return {key: value for key, value in source.items() if key not in OF_LAYOUT}
     return source
 
 

@@ -22,10 +22,9 @@ from jaxtrain.core.placement import placer
 from jaxtrain.core.program import build_program
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import GRADIENT, LOSS, UPDATE, Recording, compare
-from jaxtrain.verification.packed_batch import packed_batch
+from jaxtrain.verification.packed_batch import RecordedBatches, packed_batch
 from jaxtrain.verification.recording import Recorder
 from jaxtrain.verification.shrink import shrink
-from jaxtrain.verification.verify import RecordedBatches
 
 STEPS, DEVICES = 20, 8
 MODELS = {

@@ -21,12 +21,11 @@ from jaxtrain.core.resolve import resolve
 from jaxtrain.verification import known_faults
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Recording, Verdict, compare, diagnose
+from jaxtrain.verification.outcome import LayoutResult, Outcome
 from jaxtrain.verification.packed_batch import packed_batch
 from jaxtrain.verification.report import details, summary_lines, table
 from jaxtrain.verification.shrink import shrink
 from jaxtrain.verification.verify import (
-    LayoutResult,
-    Outcome,
     Reference,
     _notes,
     collectives_text,

@@ -65,6 +65,11 @@ class SyncConfig(Section):
         return self.strategy != "bsp"
 
     @property
+    def is_rounded(self) -> bool:
+        """True if what travels is rounded to few bits."""
+        return "compress" in self._read and self.compress.deltas != "none"
+
+    @property
     def is_builtin(self) -> bool:
         """True if the strategy is one of ours, not a user's own."""
         return self.strategy in STRATEGY_KEYS
