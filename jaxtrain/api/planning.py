@@ -11,6 +11,7 @@ from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.errors import UserError
 from jaxtrain.planning import pods, predict
 from jaxtrain.planning.hardware import targets
+from jaxtrain.planning.hardware.link_rate import parse_rate
 from jaxtrain.planning.report import figure as figure  # shows a plan in notebooks
 from jaxtrain.planning.report import page as page
 from jaxtrain.planning.report import terminal as terminal
@@ -22,7 +23,7 @@ from jaxtrain.planning.target_config import config_for_target, decoder_vocabular
 
 def plan(
     config: ConfigSource, target: str, *overrides: str, slices: int | None = None, hlo: str | Path | None = None,
-    whole: bool = False, **keys: Any,
+    whole: bool = False, dcn: str | None = None, **keys: Any,
 ) -> Plan:  # fmt: skip
     """Plans memory, communication and speed of a config's step on hardware that need not be there.
 
@@ -33,19 +34,24 @@ def plan(
         slices: number of TPU slices.
         hlo: file to which the text of the compiled program is written.
         whole: never extrapolate from smaller pods.
+        dcn: rate at which a replica sends to the others, such as `10Gbit`; default: the network of the target.
         keys: sections or keys of the config; `model` and `loss` may be a class and a function that can be imported,
             because other processes compile.
 
     Raises:
-        UserError: a bad config or target, an object that cannot be imported, or a package that is not installed.
+        UserError: a bad config, target or rate, an object that cannot be imported, or a package that is not installed.
     """
     parsed = targets.parse(target, slices)
+    if dcn is not None:
+        parse_rate(dcn)
     named = {name: keys.pop(name) for name in ("model", "loss") if callable(keys.get(name))}
     loaded, vocab = config_for_target(config, *overrides, target=parsed, **keys, **_imported(**named))
     if problem := targets.missing_packages(parsed, loaded.step.attention):
         raise UserError(problem)
     most = None if whole else pods.MAX_DEVICES
-    return predict.predict(loaded, vocab, str(parsed), hlo=None if hlo is None else Path(hlo), max_devices=most)
+    return predict.predict(
+        loaded, vocab, str(parsed), hlo=None if hlo is None else Path(hlo), max_devices=most, dcn=dcn
+    )
 
 
 def search(

@@ -20,8 +20,10 @@ from jaxtrain.planning.cost import memory, pipeline_bubble, transfers
 from jaxtrain.planning.cost.roofline import Operation, StepCost, analyze
 from jaxtrain.planning.hardware import calibration, chips, targets
 from jaxtrain.planning.hardware.chips import Chip, Figure
-from jaxtrain.planning.hardware.network import Fabric, axes_crossing_domains
+from jaxtrain.planning.hardware.link_rate import parse_rate
+from jaxtrain.planning.hardware.network import Fabric, SlowLink, axes_crossing_domains
 from jaxtrain.planning.result import Plan
+from jaxtrain.sharding.rules import REPLICA_AXIS
 
 MAX_ROWS = 8  # tensors and buffers that a plan names
 MALLOC_KEEPS = 2**25  # bytes of the largest block that glibc keeps after free (DEFAULT_MMAP_THRESHOLD_MAX)
@@ -31,15 +33,16 @@ NOT_ALLOCATED = (
 )  # fmt: skip
 
 
-def _fabric(report: CompileReport) -> Fabric:
-    """Network, chip and calibration of the target, of JAX's devices, or of a CPU as measured."""
+def _fabric(report: CompileReport, dcn: str | None) -> Fabric:
+    """Network, chip and calibration of the target, of JAX's devices, or of a CPU as measured; `dcn`: see `assess`."""
+    slow = SlowLink(dcn, parse_rate(dcn), report.sizes[REPLICA_AXIS]) if dcn else None
     if rates := report.cpu_rates:
         measured = replace(calibration.MEASURED, launch=rates["launch"])
-        return Fabric(_cpu_chip(rates, len(report.positions)), measured, (), report.positions)
+        return Fabric(_cpu_chip(rates, len(report.positions)), measured, (), report.positions, slow)
     target = targets.parse(report.target)
     chip = target.chip or chips.chip_of_device(report.device_kind)
     torus = target.shape if target.platform == "tpu" else ()
-    return Fabric(chip, calibration.calibration_of(chips.chip_kind(chip)), torus, report.positions)
+    return Fabric(chip, calibration.calibration_of(chips.chip_kind(chip)), torus, report.positions, slow)
 
 
 def _cpu_chip(rates: Mapping[str, float], devices: int) -> Chip:
@@ -52,9 +55,15 @@ def _cpu_chip(rates: Mapping[str, float], devices: int) -> Chip:
     return Chip("cpu", peak, unknown, unknown, figures["memory"], network)
 
 
-def assess(config: Config, report: CompileReport) -> Plan:
-    """Makes the plan of a compiled step."""
-    fabric, module = _fabric(report), parse.parse(report.text)
+def assess(config: Config, report: CompileReport, dcn: str | None = None) -> Plan:
+    """Makes the plan of a compiled step.
+
+    Args:
+        config: the config.
+        report: of its compiled step.
+        dcn: rate of the link between replicas, see `parse_rate`; None: the network of the target.
+    """
+    fabric, module = _fabric(report, dcn), parse.parse(report.text)
     chip = fabric.chip
     schedule = pipeline_bubble.schedule_table(config.pipeline, report.sizes["pipeline"], config.step.microbatches)
     cost = _add_page_allocation(_step_cost(config, module, fabric, schedule), report)

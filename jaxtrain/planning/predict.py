@@ -30,6 +30,7 @@ EXTRAPOLATED = (
 def predict(
     config: Config, vocab: int | None, target: str, *, slices: int | None = None, hlo: Path | None = None,
     timeout: float = compile.TIMEOUT, max_devices: int | None = pods.MAX_DEVICES,
+    dcn: str | None = None,
 ) -> Plan:  # fmt: skip
     """Plans a config's train step on devices that need not be present.
 
@@ -45,6 +46,7 @@ def predict(
         timeout: seconds to compile in.
         max_devices: number of devices above which smaller pods are compiled instead, if possible
             (`pods.smaller_pods`); None: never.
+        dcn: rate of the link between replicas, see `assess`.
 
     Returns:
         the plan, also if the config does not fit or does not compile.
@@ -57,7 +59,7 @@ def predict(
     smaller, notes = () if max_devices is None else pods.smaller_pods(config, parsed, max_devices), ()
     try:
         if smaller:
-            return _predict_from_pods(config, vocab, parsed, smaller, hlo, timeout)
+            return _predict_from_pods(config, vocab, parsed, smaller, hlo, timeout, dcn)
     except (compile.PodMismatch, compile.StepTooLarge, compile.CompileCrashed) as error:
         if isinstance(error, compile.StepTooLarge) and len(smaller) == 1:  # its shards are as large as the cluster's
             plan = _failed_plan(config, parsed, fits=False, reason=str(error), needs=error.needs or 0)
@@ -70,16 +72,17 @@ def predict(
         return _failed_plan(config, parsed, fits=False, reason=str(error), needs=error.needs or 0)
     except compile.CompileCrashed as error:
         return _failed_plan(config, parsed, fits=None, compiled=False, reason=str(error))
-    plan = assess(config, report)
+    plan = assess(config, report, dcn)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _predict_from_pods(
-    config: Config, vocab: int | None, target: targets.Target, smaller: Sequence[Pod], hlo: Path | None, timeout: float
-) -> Plan:
+    config: Config, vocab: int | None, target: targets.Target, smaller: Sequence[Pod], hlo: Path | None, timeout: float,
+    dcn: str | None,
+) -> Plan:  # fmt: skip
     """Plans from one or two smaller pods, compiled in parallel."""
     reports = compile.compile_reports(config, vocab, str(target), smaller, hlo=hlo, timeout=timeout)
-    plans = [assess(config, report) for report in reports]
+    plans = [assess(config, report, dcn) for report in reports]
     plan = plans[0] if len(plans) == 1 else extrapolate(config, *plans, shards=pods.shard_counts(*smaller))
     return replace(plan, pods=tuple(map(str, smaller)))
 

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxtrain.errors import UserError
 from jaxtrain.hlo import collectives, parse
 from jaxtrain.planning.cost import overlap, roofline
 from jaxtrain.planning.hardware import network, targets
 from jaxtrain.planning.hardware.calibration import Calibration
 from jaxtrain.planning.hardware.chips import GPUS, TPUS, Chip, Figure, SharedMemory
-from jaxtrain.planning.hardware.network import DevicePosition, Fabric
+from jaxtrain.planning.hardware.link_rate import parse_rate
+from jaxtrain.planning.hardware.network import CollectiveTime, DevicePosition, Fabric, SlowLink
 
 ALL = Calibration(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # every figure in full
 HALF = dataclasses.replace(ALL, inside=0.5, outside=0.5)
@@ -300,3 +302,49 @@ def test_a_copy_to_the_host_takes_the_bus():
     assert h100.host_copy_time(64e9).seconds == pytest.approx(1.0, rel=1e-3)
     assert h100.host_copy_time(64e9).network == "PCIe"
     assert nobody.host_copy_time(1.0).seconds is None
+
+
+def islands(rate: str) -> Fabric:
+    """Two replicas of 16 GPUs, each on two nodes, with a slow link between them."""
+    return dataclasses.replace(nodes(4), slow_link=SlowLink(rate, parse_rate(rate), 2))
+
+
+def test_replicas_share_a_slow_link():
+    fabric, sent = islands("10Gbit"), 1e6
+    pairs = [[device, device + 16] for device in range(16)]
+    # All 16 devices of a replica send 1 MB over 1.25 GB/s.
+    assert fabric.collective_time("all-reduce", pairs, sent) == CollectiveTime(16 * sent / 1.25e9, "10Gbit")
+    assert fabric.collective_time("collective-permute", pairs, sent).seconds == pytest.approx(16 * sent / 1.25e9)
+    # Of a group over all devices half of the tensor crosses, twice: the bytes are 2 * 31 / 32 * tensor.
+    tensor = sent * 32 / 31 / 2
+    found = fabric.collective_time("all-reduce", [list(range(32))], sent)
+    assert found.seconds == pytest.approx(2 * tensor / 2 / 1.25e9)
+    assert fabric.collective_time("all-to-all", [list(range(32))], sent).seconds == pytest.approx(
+        16 * (sent * 32 / 31) / 2 / 1.25e9
+    )
+    assert fabric.exchange_time(sent).seconds == pytest.approx(16 * sent / 1.25e9)
+
+
+def test_a_slow_link_is_not_inside_replicas_nor_faster_than_they_are():
+    inside = [list(range(16)), list(range(16, 32))]
+    plain = dataclasses.replace(islands("10Gbit"), slow_link=None)
+    assert islands("10Gbit").collective_time("all-reduce", inside, 1e6) == plain.collective_time(
+        "all-reduce", inside, 1e6
+    )
+    pairs = [[device, device + 16] for device in range(16)]
+    assert islands("900Tbit").collective_time("all-reduce", pairs, 1e6) == plain.collective_time(
+        "all-reduce", pairs, 1e6
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("10Gbit", 1.25e9), ("400 Mbit/s", 5e7), ("1.5GB", 1.5e9), ("1gbps", 1.25e8)]
+)
+def test_rates_of_links(text: str, rate: float):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "10", "10G", "0Gbit", "-1Gbit", ""])
+def test_no_rates_of_links(text: str):
+    with pytest.raises(UserError, match="expected one such as 10Gbit"):
+        parse_rate(text)

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_options(args: argparse.Namespace) -> None:
     """Raises UserError for options that do not go together."""
     if args.search:
-        if args.html or args.hlo or args.whole or args.diff:
-            raise UserError("plan: --html, --hlo, --whole and --diff do not go with --search; expected --json")
+        if args.html or args.hlo or args.whole or args.diff or args.dcn:
+            raise UserError("plan: --html, --hlo, --whole, --diff and --dcn do not go with --search; expected --json")
         if args.out and not args.out.endswith((".yaml", ".yml")):
             raise UserError(f"plan: --out {args.out}: a layout file ends in .yaml or .yml; expected {args.out}.yaml")
         return
@@ -73,7 +73,8 @@ def _check_options(args: argparse.Namespace) -> None:
 def _show_plan(path: str, overrides: Sequence[str], args: argparse.Namespace) -> int:
     target = _target(args)
     check_output_files(args.json, args.html, args.hlo)
-    plan = _plan(path, overrides, target, hlo=Path(args.hlo) if args.hlo else None, whole=args.whole)
+    hlo = Path(args.hlo) if args.hlo else None
+    plan = _plan(path, overrides, target, hlo=hlo, whole=args.whole, dcn=args.dcn)
     title = " ".join([path, *overrides])
     console = Console(highlight=False)
     console.print(terminal.report(plan, title, console.width))
@@ -105,7 +106,7 @@ def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespac
     left, right = (
         _read_plan(side.path)
         if target is None or side.is_plan
-        else _plan(side.path, side.overrides, target, whole=args.whole)
+        else _plan(side.path, side.overrides, target, whole=args.whole, dcn=args.dcn)
         for side in sides
     )
     titles = sides[0].title, sides[1].title
@@ -158,22 +159,21 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
     return OK
 
 
-def _plan(path: str, overrides: Sequence[str], target: Target, *, hlo: Path | None = None, whole: bool = False) -> Plan:
+def _plan(path: str, overrides: Sequence[str], target: Target, **options: Any) -> Plan:
     """Plans a config on a target; a line on stderr shows the elapsed time.
 
     Args:
         path: config file.
         overrides: `key=value`.
         target: hardware to plan for.
-        hlo: file to which the text of the compiled program is written.
-        whole: never extrapolate from smaller pods.
+        options: of `jaxtrain.plan`.
 
     Raises:
         UserError: before anything is compiled, if the config does not fit the target or an extra is missing.
     """
     _add_working_folder()
     with _interruptible(), spinner(f"compiling {path} for {target}"):
-        return jaxtrain.plan(path, str(target), *overrides, hlo=hlo, whole=whole)
+        return jaxtrain.plan(path, str(target), *overrides, **options)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ Latency and bandwidth (Hockney's alpha and beta) of ring algorithms, as NCCL and
 - TPU slice: a group along some dims of the torus gathers over all of their links at once, two of a ring and one of a
   line. An all-to-all crosses the middle of its longest dim.
 - several slices: first inside of them, then between them, each device with its shard.
+- replicas with a slow link between them (`--dcn`): all devices of a replica share it; it or the network inside counts,
+  whichever is slower.
 - simulated devices: all members of a group meet, then each reads and writes its full tensor in the host's memory.
 """
 
@@ -60,6 +62,21 @@ def device_positions(target: Target, devices: Sequence[Any]) -> list[DevicePosit
 
 
 @dataclass(frozen=True)
+class SlowLink:
+    """Link between replicas, the outermost mesh axis.
+
+    Args:
+        name: such as `10Gbit`.
+        bandwidth: bytes/s that a replica sends, all its devices together.
+        replicas: size of the axis.
+    """
+
+    name: str
+    bandwidth: float
+    replicas: int
+
+
+@dataclass(frozen=True)
 class Fabric:
     """Network under a mesh.
 
@@ -68,12 +85,14 @@ class Fabric:
         calibration: fractions of the bandwidths that programs reach.
         torus: sizes of a slice's dims; empty for GPUs.
         positions: of the devices, in the order of the mesh.
+        slow_link: between replicas; None: the network of the target.
     """
 
     chip: Chip | None
     calibration: Calibration
     torus: tuple[int, ...]
     positions: Sequence[DevicePosition]
+    slow_link: SlowLink | None = None
 
     def collective_time(self, op: str, groups: Sequence[Sequence[int]], sent: float) -> CollectiveTime:
         """Time of one run of a collective.
@@ -84,12 +103,46 @@ class Fabric:
             sent: bytes that a device sends around a ring, as in `hlo.collectives.Collective`.
         """
         if op == "collective-permute":
-            return self._permute(groups, sent)
+            return self._between_replicas(op, max(groups, key=self._replica_count), sent, self._permute(groups, sent))
         size = max(map(len, groups))
         tensor = _tensor_bytes(op, sent, size)
         step = max(1, len(groups) // MAX_GROUPS)
-        times = [self._group(op, group, tensor) for group in groups[::step] if len(group) == size]
+        times = [
+            self._between_replicas(op, group, tensor, self._group(op, group, tensor))
+            for group in groups[::step] if len(group) == size
+        ]  # fmt: skip
         return max(times, key=lambda one: one.seconds or 0.0)
+
+    def exchange_time(self, sent: float) -> CollectiveTime:
+        """Time in which every device sends `sent` bytes to other replicas."""
+        if (link := self.slow_link) is not None:
+            return CollectiveTime(sent * self._devices_of_replica / link.bandwidth, link.name)
+        outside = None if self.chip is None else self.chip.outside
+        if outside is None:
+            return CollectiveTime(None, "network")
+        return CollectiveTime(sent / self._outside_rate(outside), outside.name)
+
+    def _between_replicas(self, op: str, group: Sequence[int], tensor: float, time: CollectiveTime) -> CollectiveTime:
+        """Returns the time of a group, or that on the slow link between its replicas if it is longer."""
+        if self.slow_link is None or time.seconds is None or (count := self._replica_count(group)) == 1:
+            return time
+        members = len(group) / count
+        if op == "collective-permute":
+            sent = tensor
+        elif op in EXCHANGES:
+            sent = tensor * (len(group) - members) / len(group)
+        else:
+            sent = (2 if op == "all-reduce" else 1) * tensor * (count - 1) / count / members
+        slow = self.exchange_time(sent)
+        return max(time, slow, key=lambda one: one.seconds or 0.0)
+
+    def _replica_count(self, group: Sequence[int]) -> int:
+        """Returns the number of replicas of a group of devices."""
+        return len({device // self._devices_of_replica for device in group})
+
+    @property
+    def _devices_of_replica(self) -> int:
+        return len(self.positions) // self.slow_link.replicas if self.slow_link else len(self.positions)
 
     def host_copy_time(self, size: float) -> CollectiveTime:
         """Time of one copy of `size` bytes between a device and its host."""
