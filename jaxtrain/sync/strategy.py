@@ -72,6 +72,7 @@ class Strategy:
 
     Attributes:
         parameters_differ: replicas may hold different parameters between exchanges. False is `bsp` alone.
+        mixes_batches: the rows of replicas may be of different steps, see `data_steps`; refused for iterables.
         min_replicas: replicas that it needs.
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
         config: section `sync` of the config.
@@ -80,6 +81,7 @@ class Strategy:
     """
 
     parameters_differ = True
+    mixes_batches = False
     min_replicas = 1
     early_exchange: Hashable = "all"
 
@@ -96,6 +98,13 @@ class Strategy:
     def plan(self, step: int) -> StepPlan:
         """Returns the programs of the step after `step` finished ones: by default an exchange every `sync.every`."""
         return StepPlan(exchange="all" if (step + 1) % self.config.every == 0 else None)
+
+    def data_steps(self, step: int) -> tuple[int, ...]:
+        """Returns the steps of the data order whose rows the replicas train on in a step: by default the step itself.
+
+        A pure function, of one number for all replicas or one for each.
+        """
+        return (step,)
 
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what the strategy adds to the state, for the parameters of step 0, without a replica dim.
