@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import SyncConfig
-from jaxtrain.errors import UserError, describe_error
 from jaxtrain.sync.replica_dim import average, distance, spread
 
 Tree = Any
@@ -71,7 +70,9 @@ class Strategy:
     inside a replica any layout works. Methods are traced and must be pure functions of their arguments.
 
     Attributes:
-        parameters_differ: replicas may hold different parameters between exchanges. False is `bsp` alone.
+        parameters_differ: replicas may hold different parameters between exchanges; else there are no exchanges.
+        combines_gradients: replicas hold the same parameters, each computes gradients of its rows, and `combine` makes
+            those of the batch of them. Not with `parameters_differ`.
         mixes_batches: the rows of replicas may be of different steps, see `data_steps`; refused for iterables.
         min_replicas: replicas that it needs.
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
@@ -81,6 +82,7 @@ class Strategy:
     """
 
     parameters_differ = True
+    combines_gradients = False
     mixes_batches = False
     min_replicas = 1
     early_exchange: Hashable = "all"
@@ -124,6 +126,33 @@ class Strategy:
         """
         return own, spread(like(replicas.average, replicas.params), self.replicas)
 
+    def read(self, own: dict[str, Tree], params: Tree) -> tuple[dict[str, Tree], Tree]:
+        """Returns (own state, parameters at which gradients are computed) at the start of a step.
+
+        By default those of the state. Others have a leading replica dim. See `combines_gradients`.
+
+        Args:
+            own: what `init` added.
+            params: parameters of the state, which have no replica dim.
+        """
+        return own, params
+
+    def combine(
+        self, own: dict[str, Tree], gradients: Tree, tokens: jax.Array
+    ) -> tuple[dict[str, Tree], Tree, dict[str, jax.Array]]:
+        """Returns (own state, gradients of the batch, metrics): by default the mean. See `combines_gradients`.
+
+        A step whose loss or combined gradients are not finite is skipped: then the own state is what it was.
+
+        Args:
+            own: what `read` returned.
+            gradients: of each replica, [replicas, ...], without the loss scale. Their mean is the gradient of the
+                batch, whatever the tokens, because each has the weights of the terms over all rows.
+            tokens: of each replica in the batch, float32 [replicas].
+        """
+        count = self.replicas
+        return own, jax.tree.map(lambda g: (g.sum(0) / count).astype(g.dtype), gradients), {}
+
     def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the parameters that validation and export use, without a replica dim: by default the average."""
         return like(replicas.average, replicas.params)
@@ -154,30 +183,3 @@ class Strategy:
 def float32_bytes(tree: Tree) -> int:
     """Returns the bytes of a tree of arrays in float32; integers are not counted."""
     return sum(4 * prod(x.shape) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def added_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
-    """Returns shapes and dtypes of what a strategy adds to the state.
-
-    Raises:
-        UserError: its `init` fails, or returns something else than a dict of trees of arrays.
-    """
-    where = f"sync.strategy: {strategy.config.strategy}: its `init`"
-    found: list[Any] = []
-
-    def init(params: Tree) -> Tree:
-        found.append(strategy.init(params))
-        bad = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(found[0]) if not hasattr(x, "shape")]
-        if bad or not isinstance(found[0], dict):
-            path, value = bad[0] if bad else ((), found[0])
-            name = f"own{jax.tree_util.keystr(path)}"
-            kind = type(value).__name__
-            raise UserError(f"{where} returns {name} of type {kind}; expected a dict of trees of arrays")
-        return found[0]
-
-    try:
-        return jax.eval_shape(init, params)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{where} fails: {describe_error(error)}") from error

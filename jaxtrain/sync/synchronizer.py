@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
+from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SHARED, SYNC, split_state
-from jaxtrain.sync.replica_dim import are_finite, average, choose, shares, spread, stacked_sharding
-from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state, float32_bytes
+from jaxtrain.sync.replica_dim import are_finite, average, choose, key_of_replica, shares, spread, stacked_sharding
+from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, float32_bytes
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -74,6 +74,31 @@ class Synchronizer:
         return 0
 
 
+class GradientSynchronizer(Synchronizer):
+    """Replicas that are equal and whose gradients a strategy combines: the state has a part `sync`.
+
+    It has `own`, what the strategy adds. All else is as without the part.
+    """
+
+    def abstract(self, one: State) -> State:
+        """Returns shapes, dtypes and shardings of the state of a run, from those without the strategy's."""
+        return {**one, SYNC: {"own": placed_state(self.strategy, one["params"])}}
+
+    def start(self, one: State) -> State:
+        """Returns the state of a run in which all replicas start from one state."""
+        own = placed_state(self.strategy, one["params"])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, own)
+        return {**one, SYNC: {"own": jax.jit(self.strategy.init, out_shardings=shardings)(one["params"])}}
+
+    def merge(self, state: State) -> State:
+        """Returns the state without what the strategy adds."""
+        return {name: tree for name, tree in state.items() if name != SYNC}
+
+    def agreed(self, state: State) -> State:
+        """Returns the variables that validation and export use."""
+        return self.merge(state)
+
+
 @dataclass(eq=False)
 class LooseSynchronizer(Synchronizer):
     """Replicas that may differ: all but `step` and `frozen` has a leading replica dim, and the state has a part `sync`.
@@ -104,40 +129,13 @@ class LooseSynchronizer(Synchronizer):
         shared, own = split_state(one)
         if self.replicas > 1:
             own = jax.tree.map(partial(stacked_sharding, replicas=self.replicas, axis=REPLICA_AXIS), own)
-        added = added_state(self.strategy, one["params"])
-        sync = {"tokens": self._vector, "own": {name: self._placed(tree, one) for name, tree in added.items()}}
+        sync = {"tokens": self._vector, "own": placed_state(self.strategy, one["params"])}
         return {**shared, **own, SYNC: sync}
 
     @property
     def _vector(self) -> jax.ShapeDtypeStruct:
         """A number of each replica, on every device."""
-        return self._replicated(jax.ShapeDtypeStruct((self.replicas,), jnp.float32))
-
-    def _replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        mesh = jax.tree.leaves(self.one["params"])[0].sharding.mesh
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    def _placed(self, tree: Any, one: State) -> Any:
-        """Returns a tree that the strategy adds with shardings: like the parameters if it has their shapes.
-
-        Arrays of another shape that begin with a dim of the replicas are sharded over that alone.
-        """
-        params = one["params"]
-        if jax.tree.structure(tree) != jax.tree.structure(params):
-            return jax.tree.map(self._replicated, tree)
-
-        def place(leaf: Any, p: Any) -> Any:
-            if leaf.shape == p.shape:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding)
-            if leaf.shape == (self.replicas, *p.shape):
-                like = jax.ShapeDtypeStruct(p.shape, leaf.dtype, sharding=p.sharding)
-                return stacked_sharding(like, self.replicas, REPLICA_AXIS)
-            if leaf.ndim > 1 and leaf.shape[0] == self.replicas:
-                spec = PartitionSpec(REPLICA_AXIS)
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(p.sharding.mesh, spec))
-            return self._replicated(leaf)
-
-        return jax.tree.map(place, tree, params)
+        return replicated(jax.ShapeDtypeStruct((self.replicas,), jnp.float32), self.one["params"])
 
     @cached_property
     def _shardings(self) -> State:
@@ -155,7 +153,7 @@ class LooseSynchronizer(Synchronizer):
         shared, own = split_state(one)
         own = {name: self.spread(tree) for name, tree in own.items()}
         if "rng" in own and self.replicas > 1:
-            own["rng"] = jax.vmap(_key_of)(own["rng"], jnp.arange(self.replicas))
+            own["rng"] = jax.vmap(key_of_replica)(own["rng"], jnp.arange(self.replicas))
         sync = {"tokens": jnp.zeros((self.replicas,), jnp.float32), "own": self.strategy.init(one["params"])}
         return {**shared, **own, SYNC: sync}
 
@@ -316,12 +314,6 @@ def restart(before: Synchronizer, after: Synchronizer, state: State) -> State:
     if after.replicas is None or after.replicas != before.replicas:
         return started
     return started | {name: state[name] for name in ("opt_state", "rng", "scaling", "spikes", "ema") if name in state}
-
-
-def _key_of(key: jax.Array, replica: jax.Array) -> jax.Array:
-    """Returns the random key of a replica; that of replica 0 is the given one."""
-    folded = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), replica))
-    return jnp.where(replica == 0, key, folded)
 
 
 def _is_float(x: Any) -> bool:
