@@ -18,7 +18,7 @@ from jaxtrain.pipeline.stage import StepInputs
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.sync.local_step import SYNC
-from jaxtrain.sync.replica_dim import average, key_of_replica, shares
+from jaxtrain.sync.replica_dim import average, choose, key_of_replica, shares
 from jaxtrain.sync.strategy import Strategy
 
 Batch = Mapping[str, jax.Array]
@@ -61,6 +61,7 @@ class Gradients:
         pipeline, replica_pipeline: executors of the pipeline schedule, which is then the loop over microbatches.
         batch_axes: manual mesh axes over which the global batch is split around these gradients, which are then a part
             of a sum: weights of terms and statistics are summed over them first. Weights in the output are of the part.
+        is_present: False of a part that is left out of these sums; None: it is in them.
     """
 
     model_def: ModelDef
@@ -70,14 +71,19 @@ class Gradients:
     pipeline: Executor | None = None
     replica_pipeline: Executor | None = None
     batch_axes: tuple[str, ...] = ()
+    is_present: jax.Array | None = None
 
-    def read(self, state: Mapping[str, Any]) -> tuple[Any, Tree]:
+    def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns what a strategy keeps in a state, and the parameters at which gradients are computed."""
         return state.get(SYNC), state["params"]
 
     def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
         """Returns what a strategy keeps, the gradients of the batch, and metrics."""
         return sync, grads, {}
+
+    def scale_updates(self, sync: Any, updates: Any) -> Any:
+        """Returns the optimizer's updates as a strategy scales them."""
+        return updates
 
     def __call__(
         self,
@@ -149,7 +155,9 @@ class Gradients:
         return GradOutput(grads, sums, weights, counts, mutable)
 
     def _sum_parts(self, tree: Any) -> Any:
-        """Sums over the parts of the batch."""
+        """Sums over the parts of the batch that are present."""
+        if (is_present := self.is_present) is not None:
+            tree = jax.tree.map(lambda x: jnp.where(is_present, x, jnp.zeros_like(x)), tree)
         return jax.lax.psum(tree, self.batch_axes) if self.batch_axes else tree
 
     def _replica_weights(self, replica_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array) -> Sums:
@@ -249,6 +257,16 @@ class _MicrobatchLoss:
         return place(jax.tree.map(jax.freeze, grads)), sum_leading_dim(aux), mutable
 
 
+class Reading(NamedTuple):
+    """Parameters at which replicas compute gradients, with or without a leading replica dim.
+
+    `is_present`, bool [replicas], is False of those that are left out; None: all are present.
+    """
+
+    params: Tree
+    is_present: jax.Array | None
+
+
 @dataclass(frozen=True, eq=False)
 class ReplicaGradients:
     """Gradients of each replica, [replicas, ...], and of the batch as a strategy combines them.
@@ -269,13 +287,10 @@ class ReplicaGradients:
     sharder: Sharder
     strategy: Strategy
 
-    def read(self, state: Mapping[str, Any]) -> tuple[Any, Tree]:
-        """Returns what the strategy keeps, and the parameters at which gradients are computed.
-
-        They have a leading replica dim if the strategy says so.
-        """
+    def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns what the strategy keeps, and the `Reading` at which gradients are computed."""
         own, params = self.strategy.read(state[SYNC]["own"], state["params"])
-        return {**state[SYNC], "own": own}, params
+        return {**state[SYNC], "own": own}, Reading(params, self.strategy.present(own))
 
     def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
         """Returns what the strategy keeps, the gradients of the batch, and metrics."""
@@ -283,9 +298,13 @@ class ReplicaGradients:
         own, combined, metrics = self.strategy.combine(sync["own"], grads, output.tokens)
         return {**sync, "own": own}, combined, metrics
 
+    def scale_updates(self, sync: Any, updates: Any) -> Any:
+        """Returns the optimizer's updates as the strategy scales them."""
+        return self.strategy.scale_updates(sync["own"], updates)
+
     def __call__(
         self,
-        params: Tree,
+        reading: Reading,
         batch: Batch,
         key: jax.Array,
         loss_scale: jax.Array | float = 1.0,
@@ -294,32 +313,39 @@ class ReplicaGradients:
         """Returns gradients with a leading replica dim; sums, weights and counts are of the whole batch.
 
         Rows are split in the order of the replicas. Replica 0 has the random key, the others keys that follow from it.
-        Mutable variables are averaged over replicas, weighted by tokens; integers are those of the first.
+        Mutable variables are averaged over replicas, weighted by tokens; integers are those of the first. Replicas that
+        are not present have gradients of 0, and are in none of the sums and averages.
 
         Args:
-            params: parameters, with or without a leading replica dim.
+            reading: parameters, and the replicas that are present.
             batch: rows of all replicas.
             key: random key.
             loss_scale: factor of the loss.
             other: variables that are not trained, without a replica dim.
         """
+        params, is_present = reading
         count = dict(self.sharder.mesh.shape)[REPLICA_AXIS] if self.sharder.mesh else 1
         keys = jax.vmap(key_of_replica, (None, 0))(jax.random.key_data(key), jnp.arange(count))
         stacked, like = jax.tree.leaves(params)[0], jax.tree.leaves(self.model_def.params)[0]
         has_replica_dim = stacked.ndim > like.ndim
-        part = replace(self.one, batch_axes=(REPLICA_AXIS,))
+        is_present = jnp.ones((count,), bool) if is_present is None else is_present
 
-        def run(params: Tree, batch: Batch, keys: jax.Array, shared: tuple[Any, NonTrainable]) -> Any:
+        def run(
+            params: Tree, batch: Batch, keys: jax.Array, is_present: jax.Array, shared: tuple[Any, NonTrainable]
+        ) -> Any:
             scale, other = shared
             params = jax.tree.map(lambda p: p[0], params) if has_replica_dim else params
+            part = replace(self.one, batch_axes=(REPLICA_AXIS,), is_present=is_present[0])
             output = part(params, batch, jax.random.wrap_key_data(keys[0]), scale * count, other)
             return jax.tree.map(lambda x: x[None], tuple(output)[:5])
 
-        specs = (P(REPLICA_AXIS) if has_replica_dim else P(), P(REPLICA_AXIS), P(REPLICA_AXIS), P())
-        mapped = self.sharder.shard_map(run, specs, P(REPLICA_AXIS), axes=(REPLICA_AXIS,))
-        grads, sums, weights, counts, mutable = mapped(params, dict(batch), keys, (jnp.float32(loss_scale), other))
+        each = P(REPLICA_AXIS)
+        specs = (each if has_replica_dim else P(), each, each, each, P())
+        mapped = self.sharder.shard_map(run, specs, each, axes=(REPLICA_AXIS,))
+        *sums, mutable = mapped(params, dict(batch), keys, is_present, (jnp.float32(loss_scale), other))
+        grads, sums, weights, counts = choose(is_present, sums, jax.tree.map(jnp.zeros_like, sums))
         tokens = jnp.max(jnp.stack(list(weights.values())), 0)
-        mutable = average(mutable, shares(tokens, jnp.ones((count,), bool)))
+        mutable = average(mutable, shares(tokens, is_present))
         sums, weights, counts = sum_leading_dim((sums, weights, counts))
         return GradOutput(grads, sums, weights, counts, mutable, tokens)
 

@@ -73,8 +73,9 @@ def train_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         loss_scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
-        sync, params = gradients.read(state)
-        output = gradients(params, batch, key, loss_scale, non_trainable(state))
+        sync, read = gradients.read(state)
+        had = {**state, SYNC: sync}  # what is read is read, also if the step is skipped
+        output = gradients(read, batch, key, loss_scale, non_trainable(state))
         grads = output.grads
         if "scaling" in state:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
@@ -88,10 +89,10 @@ def train_step(
             metrics["lr"] = jnp.asarray(schedule(state["step"]), jnp.float32)
         extra = {"value": metrics["loss"], "grad": clipped}
         updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"], **extra)
-        params = optax.apply_updates(state["params"], updates)
+        params = optax.apply_updates(state["params"], gradients.scale_updates(sync, updates))
         is_accepted, guard_state, guard_metrics = _accept_update(state, metrics, spike)
         changed = {"params": params, "opt_state": opt_state, "mutable": output.mutable, SYNC: sync}
-        new = _select(is_accepted, {name: tree for name, tree in changed.items() if tree}, state)
+        new = _select(is_accepted, {name: tree for name, tree in changed.items() if tree}, had)
         if ema_decay is not None:
             new |= _select(is_accepted, {"ema": ema_update(state["ema"], new["params"], ema_decay)}, state)
         return {**state, **new, **guard_state, "step": state["step"] + 1}, {**metrics, **guard_metrics}, grads
@@ -103,6 +104,7 @@ def train_step(
 STEP_METRICS = {
     "tokens", "grad_norm", "lr", "skipped", "spike", "loss_scale", "step",
     "skipped_replicas", "consensus_distance", "exchanged_bytes", "left_out",  # of replicas that agree loosely
+    "staleness", "staleness_max", "pushing",  # of workers that push to a server
 }  # fmt: skip
 
 

@@ -32,12 +32,14 @@ class ServerUpdate(NamedTuple):
         clocks: iteration whose gradients each worker pushes; -1: it pushes nothing.
         staleness: updates between the read of each that pushes and this one; 0 for the others.
         reads: True for each that reads the parameters after the update, and begins its next iteration.
+        completed: iterations that all workers together have completed.
         time: virtual time of the update.
     """
 
     clocks: tuple[int, ...]
     staleness: tuple[int, ...]
     reads: tuple[bool, ...]
+    completed: int
     time: float
 
     @property
@@ -122,7 +124,7 @@ class Clocks:
             ends[worker] = now + self._durations(worker, completed[worker])
             read_at[worker] = workers.updates
         reads = tuple(worker in readers for worker in everyone)
-        return ServerUpdate(tuple(clocks), tuple(staleness), reads, now)
+        return ServerUpdate(tuple(clocks), tuple(staleness), reads, sum(completed), now)
 
 
 def random_durations(speeds: Sequence[float], jitter: float, seed: int) -> Durations:

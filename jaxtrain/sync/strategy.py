@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import SyncConfig
@@ -108,6 +109,21 @@ class Strategy:
         """
         return (step,)
 
+    def trained_batches(self, step: int) -> float:
+        """Returns how many global batches `step` steps train on, for the count of tokens: by default one each."""
+        return float(step)
+
+    def host_values(self, step: int) -> dict[str, np.ndarray]:
+        """Returns the values of some arrays of the own state for a step, which the host works out: by default none.
+
+        A pure function of the step. `init` adds such arrays too. See `combines_gradients`.
+        """
+        return {}
+
+    def continues(self, before: Strategy) -> bool:
+        """Returns whether the own state of another strategy, of the same shapes, can go on: by default always."""
+        return True
+
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what the strategy adds to the state, for the parameters of step 0, without a replica dim.
 
@@ -137,12 +153,32 @@ class Strategy:
         """
         return own, params
 
+    def present(self, own: dict[str, Tree]) -> jax.Array | None:
+        """Returns the replicas whose gradients are part of a step, bool [replicas]; None: all.
+
+        See `combines_gradients`. Losses, statistics and tokens are of their rows alone, and `combine` gets gradients of
+        0 of the others.
+
+        Args:
+            own: what `read` returned.
+        """
+        return None
+
+    def scale_updates(self, own: dict[str, Tree], updates: Tree) -> Tree:
+        """Returns the updates that the optimizer made of combined gradients, scaled: by default as they are.
+
+        Args:
+            own: what `combine` returned.
+            updates: like the parameters; they are added to these.
+        """
+        return updates
+
     def combine(
         self, own: dict[str, Tree], gradients: Tree, tokens: jax.Array
     ) -> tuple[dict[str, Tree], Tree, dict[str, jax.Array]]:
         """Returns (own state, gradients of the batch, metrics): by default the mean. See `combines_gradients`.
 
-        A step whose loss or combined gradients are not finite is skipped: then the own state is what it was.
+        A step whose loss or combined gradients are not finite is skipped: then the own state is what `read` returned.
 
         Args:
             own: what `read` returned.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.added_state import placed_state, replicated
@@ -89,6 +90,21 @@ class GradientSynchronizer(Synchronizer):
         own = placed_state(self.strategy, one["params"])
         shardings = jax.tree.map(lambda leaf: leaf.sharding, own)
         return {**one, SYNC: {"own": jax.jit(self.strategy.init, out_shardings=shardings)(one["params"])}}
+
+    def step_at(self, step: int, local: Step) -> Step:
+        """Returns the train step, which gets the values of the host before it, and leaves those of the next step.
+
+        So what reads the state between steps computes the gradients that the next step computes.
+        """
+        before, after = self.strategy.host_values(step), self.strategy.host_values(step + 1)
+        if not before:
+            return local
+
+        def run(state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Metrics]:
+            state, metrics = local(_with_values(state, before), batch)
+            return _with_values(state, after), metrics
+
+        return run
 
     def merge(self, state: State) -> State:
         """Returns the state without what the strategy adds."""
@@ -295,8 +311,19 @@ class LooseSynchronizer(Synchronizer):
         return self.strategy.sent_bytes(self.one["params"], kind) + ring
 
 
+def _with_values(state: State, values: Mapping[str, np.ndarray]) -> State:
+    """Returns a state with other values of some replicated arrays that its strategy keeps."""
+    own = dict(state[SYNC]["own"])
+    for name, value in values.items():
+        # device_put would compare the values of several processes by a collective
+        own[name] = jax.make_array_from_callback(value.shape, own[name].sharding, lambda index, x=value: x[index])
+    return {**state, SYNC: {**state[SYNC], "own": own}}
+
+
 def has_form(before: Synchronizer, after: Synchronizer, one: State) -> bool:
     """Returns whether a state of one synchronizer is one of another: the same arrays with the same shapes."""
+    if not after.strategy.continues(before.strategy):
+        return False
     states = [each.abstract(one) for each in (before, after)]
     first, second = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) for state in states)
     return first == second

@@ -190,7 +190,8 @@ def _assemble(
     flops, peak = _flops(config, program, data, items), device_peak(jax.local_devices()[0], config.log.peak_tflops)
     memory = device_memory(jax.local_devices())
     unit = "tokens" if has_tokens else "samples"
-    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit)
+    trained = program.synchronizer.strategy.trained_batches
+    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit, trained=trained)
     return TrainingRun(
         config, directory, program, data, eval_sets, checkpointer, members, console, ledger, meter, ticker, manifest,
         callbacks,
