@@ -315,9 +315,17 @@ def _with_values(state: State, values: Mapping[str, np.ndarray]) -> State:
     """Returns a state with other values of some replicated arrays that its strategy keeps."""
     own = dict(state[SYNC]["own"])
     for name, value in values.items():
-        # device_put would compare the values of several processes by a collective
-        own[name] = jax.make_array_from_callback(value.shape, own[name].sharding, lambda index, x=value: x[index])
+        own[name] = _replicated_array(value, own[name].sharding)
     return {**state, SYNC: {**state[SYNC], "own": own}}
+
+
+def _replicated_array(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns an array that every device of a sharding holds."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    # device_put would compare the values of several processes by a collective
+    copies = [jax.device_put(value, device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, copies)
 
 
 def has_form(before: Synchronizer, after: Synchronizer, one: State) -> bool:
