@@ -145,6 +145,19 @@ def test_a_worker_that_is_not_finite_disturbs_no_one_until_it_pushes(layout: str
         assert (np.abs(params["a"] - before["a"]).max() == 0) == second
 
 
+def test_batch_statistics_are_those_of_the_rows_that_are_pushed() -> None:
+    """Numbers by hand: momentum 0.5 from 0, means over the rows of the one that pushes, of its own iteration."""
+    model = {"type": "test_exchange:Normalised"}
+    program = tiny_net.program({"replica": 2}, model=model, rules={"batch": []}, sync=ASP)
+    state, _ = steps_of(program, 6)
+    expected, half = np.zeros(tiny_net.WIDTH), tiny_net.ROWS // 2
+    for step in range(6):
+        ((worker, clock),) = [(w, c) for w, c in enumerate(program.synchronizer.strategy.update(step).clocks) if c >= 0]
+        expected = 0.5 * expected + 0.5 * tiny_net.rows(clock)["x"][worker * half : worker * half + half].mean(0)
+    np.testing.assert_allclose(state["mutable"]["norm"]["mean"], expected, atol=1e-6)
+    assert state["mutable"]["passes"] == 6
+
+
 def test_what_is_read_before_a_skipped_step_is_read() -> None:
     """Worker 0 reads after each update: its gradients are of the newest parameters also after a skipped one."""
     sync = {"strategy": "asp", "stale": {"speeds": [1.0, 1e-9], "jitter": 0.0}}
