@@ -262,7 +262,7 @@ class Trainer:
         """
         run = self._opened()
         rows = run.config.data.global_batch
-        source = separate(run.data) if batch is None else as_dataset([batch], rows, name="batch")
+        source = run.mixed_batches(separate(run.data)) if batch is None else as_dataset([batch], rows, name="batch")
         placed = placer(source, run.program)(self.step if batch is None else 0)
         if self._inspect is None:
 

@@ -45,6 +45,10 @@ class TrainerView(Protocol):
     state: State  # after the last step; the next one donates it
     on_device: dict[str, jax.Array]  # metrics of the step that was dispatched last
 
+    def batch_of(self, step: int) -> int:
+        """Returns the index of the batch that is trained on in a step, from 0; the first one if there are several."""
+        ...
+
     def add_metrics(self, values: Mapping[str, float | jax.Array]) -> None:
         """Adds numbers, or scalars on the device, to the next record that is logged: in `on_step_end` to the step's.
 

@@ -1,9 +1,9 @@
-"""Gradients of one global batch: in one pass, or accumulated over microbatches."""
+"""Gradients of one global batch: in one pass, or accumulated over microbatches; or of each replica apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,11 @@ from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable, Tree
 from jaxtrain.nn.param import SplitGrad, attach_grad_proxies, float32_grad_proxies, grad_proxy
 from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
-from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
+from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.replica_dim import average, choose, key_of_replica, shares
+from jaxtrain.sync.strategy import Strategy
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, jax.Array]
@@ -25,7 +28,9 @@ Sums = dict[str, jax.Array]
 class GradOutput(NamedTuple):
     """Gradients like the parameters; sum and weight of each loss term; counts (see `split_loss_output`) or None.
 
-    `mutable` are the model's mutable variables after the pass.
+    `mutable` are the model's mutable variables after the pass. `tokens` are those of each replica, the largest weight
+    of a term, if replicas compute gradients apart: gradients then have a leading replica dim, and their mean is that of
+    the batch.
     """
 
     grads: Tree
@@ -33,6 +38,7 @@ class GradOutput(NamedTuple):
     weights: Sums
     counts: Any
     mutable: Tree
+    tokens: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +59,9 @@ class Gradients:
         microbatches: microbatches of a step.
         replica_model_def: the model on one slice of the data axis; None if gradients are reduced at once.
         pipeline, replica_pipeline: executors of the pipeline schedule, which is then the loop over microbatches.
+        batch_axes: manual mesh axes over which the global batch is split around these gradients, which are then a part
+            of a sum: weights of terms and statistics are summed over them first. Weights in the output are of the part.
+        is_present: False of a part that is left out of these sums; None: it is in them.
     """
 
     model_def: ModelDef
@@ -61,6 +70,20 @@ class Gradients:
     replica_model_def: ModelDef | None = None
     pipeline: Executor | None = None
     replica_pipeline: Executor | None = None
+    batch_axes: tuple[str, ...] = ()
+    is_present: jax.Array | None = None
+
+    def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns what a strategy keeps in a state, and the parameters at which gradients are computed."""
+        return state.get(SYNC), state["params"]
+
+    def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
+        """Returns what a strategy keeps, the gradients of the batch, and metrics."""
+        return sync, grads, {}
+
+    def scale_updates(self, sync: Any, updates: Any) -> Any:
+        """Returns the optimizer's updates as a strategy scales them."""
+        return updates
 
     def __call__(
         self,
@@ -72,12 +95,15 @@ class Gradients:
     ) -> GradOutput:
         if not self.is_one_pass:
             return self._accumulated(params, batch, key, loss_scale, other)
+        if self.batch_axes:
+            one = jax.tree.map(lambda x: x[None], (dict(batch), key))
+            batch = {**batch, **self._sum_parts(batch_statistics(self.model_def, params, other, *one))}
 
         def loss(proxies: Tree) -> tuple[jax.Array, tuple[Sums, Sums, Any, Tree]]:
             gathered = self._gather_replicas(attach_grad_proxies(proxies, params))
             terms, counts, mutable = self.model_def.loss(gathered, other, batch, key)
             sums, weights = _sums_and_weights(terms)
-            return loss_scale * total(terms, scales(weights)), (sums, weights, counts, mutable)
+            return loss_scale * total(terms, scales(self._sum_parts(weights))), (sums, weights, counts, mutable)
 
         grads, aux = jax.grad(loss, has_aux=True)(self.grad_proxies(params))
         return GradOutput(self._to_storage(grads), *aux)
@@ -118,8 +144,8 @@ class Gradients:
             replica_def, weights = None, term_weights(self.model_def, gathered, other, batches, keys)
         else:
             weights = self._replica_weights(replica_def, gathered, batches, keys)
-        statistics = batch_statistics(self.model_def, gathered, other, batches, keys, self.pipeline)
-        scale = {name: loss_scale * value for name, value in scales(weights).items()}
+        statistics = self._sum_parts(batch_statistics(self.model_def, gathered, other, batches, keys, self.pipeline))
+        scale = {name: loss_scale * value for name, value in scales(self._sum_parts(weights)).items()}
         if replica_def is not None:
             loss = _MicrobatchLoss(replica_def, self.replica_pipeline, gathered, other, scale, statistics)
             grads, (sums, counts) = self._reduced_once(loss, batches, keys)
@@ -127,6 +153,12 @@ class Gradients:
         loss = _MicrobatchLoss(self.model_def, self.pipeline, gathered, other, scale, statistics)
         grads, (sums, counts), mutable = loss.accumulate(batches, keys, self._to_storage)
         return GradOutput(grads, sums, weights, counts, mutable)
+
+    def _sum_parts(self, tree: Any) -> Any:
+        """Sums over the parts of the batch that are present."""
+        if (is_present := self.is_present) is not None:
+            tree = jax.tree.map(lambda x: jnp.where(is_present, x, jnp.zeros_like(x)), tree)
+        return jax.lax.psum(tree, self.batch_axes) if self.batch_axes else tree
 
     def _replica_weights(self, replica_def: ModelDef, params: Tree, batches: Batch, keys: jax.Array) -> Sums:
         """Sums the weights of the replicas' own rows, as their sums are: a mean is then one mean of each replica."""
@@ -223,6 +255,99 @@ class _MicrobatchLoss:
 
         mutable, aux = jax.lax.scan(run, self.other.mutable, (batches, keys))
         return place(jax.tree.map(jax.freeze, grads)), sum_leading_dim(aux), mutable
+
+
+class Reading(NamedTuple):
+    """Parameters at which replicas compute gradients, with or without a leading replica dim.
+
+    `is_present`, bool [replicas], is False of those that are left out; None: all are present.
+    """
+
+    params: Tree
+    is_present: jax.Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaGradients:
+    """Gradients of each replica, [replicas, ...], and of the batch as a strategy combines them.
+
+    Takes the place of `Gradients` in a train step of state that has no replica dim. The mean over replicas is exactly
+    the gradient of the batch, of which loss terms are sum / weight with the weights of all rows: each replica's are
+    those of its rows, times the number of replicas.
+
+    Attributes:
+        one: gradients of one replica, for code that is manual over the mesh axis `replica`.
+        model_def: the model on the whole mesh.
+        sharder: of the whole mesh.
+        strategy: combines the gradients, and may say at which parameters each replica computes them.
+    """
+
+    one: Gradients
+    model_def: ModelDef
+    sharder: Sharder
+    strategy: Strategy
+
+    def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns what the strategy keeps, and the `Reading` at which gradients are computed."""
+        own, params = self.strategy.read(state[SYNC]["own"], state["params"])
+        return {**state[SYNC], "own": own}, Reading(params, self.strategy.present(own))
+
+    def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
+        """Returns what the strategy keeps, the gradients of the batch, and metrics."""
+        assert output.tokens is not None
+        own, combined, metrics = self.strategy.combine(sync["own"], grads, output.tokens)
+        return {**sync, "own": own}, combined, metrics
+
+    def scale_updates(self, sync: Any, updates: Any) -> Any:
+        """Returns the optimizer's updates as the strategy scales them."""
+        return self.strategy.scale_updates(sync["own"], updates)
+
+    def __call__(
+        self,
+        reading: Reading,
+        batch: Batch,
+        key: jax.Array,
+        loss_scale: jax.Array | float = 1.0,
+        other: NonTrainable = NOTHING,
+    ) -> GradOutput:
+        """Returns gradients with a leading replica dim; sums, weights and counts are of the whole batch.
+
+        Rows are split in the order of the replicas. Replica 0 has the random key, the others keys that follow from it.
+        Mutable variables are averaged over replicas, weighted by tokens; integers are those of the first. Replicas that
+        are not present have gradients of 0, and are in none of the sums and averages.
+
+        Args:
+            reading: parameters, and the replicas that are present.
+            batch: rows of all replicas.
+            key: random key.
+            loss_scale: factor of the loss.
+            other: variables that are not trained, without a replica dim.
+        """
+        params, is_present = reading
+        count = dict(self.sharder.mesh.shape)[REPLICA_AXIS] if self.sharder.mesh else 1
+        keys = jax.vmap(key_of_replica, (None, 0))(jax.random.key_data(key), jnp.arange(count))
+        stacked, like = jax.tree.leaves(params)[0], jax.tree.leaves(self.model_def.params)[0]
+        has_replica_dim = stacked.ndim > like.ndim
+        is_present = jnp.ones((count,), bool) if is_present is None else is_present
+
+        def run(
+            params: Tree, batch: Batch, keys: jax.Array, is_present: jax.Array, shared: tuple[Any, NonTrainable]
+        ) -> Any:
+            scale, other = shared
+            params = jax.tree.map(lambda p: p[0], params) if has_replica_dim else params
+            part = replace(self.one, batch_axes=(REPLICA_AXIS,), is_present=is_present[0])
+            output = part(params, batch, jax.random.wrap_key_data(keys[0]), scale * count, other)
+            return jax.tree.map(lambda x: x[None], tuple(output)[:5])
+
+        each = P(REPLICA_AXIS)
+        specs = (each if has_replica_dim else P(), each, each, each, P())
+        mapped = self.sharder.shard_map(run, specs, each, axes=(REPLICA_AXIS,))
+        *sums, mutable = mapped(params, dict(batch), keys, is_present, (jnp.float32(loss_scale), other))
+        grads, sums, weights, counts = choose(is_present, sums, jax.tree.map(jnp.zeros_like, sums))
+        tokens = jnp.max(jnp.stack(list(weights.values())), 0)
+        mutable = average(mutable, shares(tokens, is_present))
+        sums, weights, counts = sum_leading_dim((sums, weights, counts))
+        return GradOutput(grads, sums, weights, counts, mutable, tokens)
 
 
 def term_weights(model_def: ModelDef, params: Tree, other: NonTrainable, batches: Batch, keys: jax.Array) -> Sums:

@@ -17,7 +17,7 @@ from jaxtrain.config.user_class import load_class
 from jaxtrain.core import state as train_state
 from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.components import NO_COMPONENTS, Components
-from jaxtrain.core.gradients import Gradients
+from jaxtrain.core.gradients import Gradients, ReplicaGradients
 from jaxtrain.core.initial_weights import replace_weights
 from jaxtrain.core.layout_check import check_tensors
 from jaxtrain.core.step import (
@@ -50,7 +50,7 @@ from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS, REPLICA_AXI
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.sync.local_step import joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
-from jaxtrain.sync.synchronizer import LooseSynchronizer, Synchronizer
+from jaxtrain.sync.synchronizer import GradientSynchronizer, LooseSynchronizer, Synchronizer
 
 State = train_state.State
 DefineModel = Callable[[Config, Sharder], ModelDef]
@@ -155,14 +155,17 @@ def build_program(
     def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
         strategy = make_strategy(sync, replicas, sharder.mesh)
         if not strategy.parameters_differ:
-            return Synchronizer(strategy)
+            return GradientSynchronizer(strategy) if strategy.combines_gradients else Synchronizer(strategy)
         check_optimizer(strategy, is_schedule_free(one["opt_state"]))
         return LooseSynchronizer(strategy, one, tx.init, lambda state: _compiled(joint_stacked, sharder, state))
 
     synchronizer = make_synchronizer(config.sync, layout.sizes[REPLICA_AXIS])
     step = joint
-    if (synchronizer.replicas or 1) > 1:
-        step = local_step(_replica_step(config, sharder, define, example, tx, rate), sharder)
+    if synchronizer.strategy.combines_gradients:
+        apart = _replica_gradients(config, sharder, define, example)
+        step = _step(config, ReplicaGradients(apart, model_def, sharder, synchronizer.strategy), tx, rate)
+    elif (synchronizer.replicas or 1) > 1:
+        step = local_step(_step(config, _replica_gradients(config, sharder, define, example), tx, rate), sharder)
     state, shardings = synchronizer.abstract(one), jax.tree.map(lambda leaf: leaf.sharding, one)
 
     def init(replace: Callable[[State], State] | None = None) -> State:
@@ -178,7 +181,7 @@ def build_program(
     )  # fmt: skip
 
 
-def _step(config: Config, gradients: Gradients, tx: Any, rate: Any) -> TrainStepWithGradients:
+def _step(config: Config, gradients: Gradients | ReplicaGradients, tx: Any, rate: Any) -> TrainStepWithGradients:
     """Returns the train step of a config with these gradients."""
     nan_steps = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
     step = train_step(
@@ -188,15 +191,14 @@ def _step(config: Config, gradients: Gradients, tx: Any, rate: Any) -> TrainStep
     return with_matmul_precision(step, config.precision)
 
 
-def _replica_step(
-    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any
-) -> TrainStepWithGradients:
-    """Returns the train step of one replica, for code that is manual over the mesh axis `replica`."""
+def _replica_gradients(
+    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None
+) -> Gradients:
+    """Returns the gradients of one replica, for code that is manual over the mesh axis `replica`."""
     replica = sharder.without_axis(REPLICA_AXIS)
     rows = config.data.global_batch // dict(sharder.mesh.shape)[REPLICA_AXIS] if sharder.mesh else 0
     part = config.model_copy(update={"data": config.data.model_copy(update={"global_batch": rows})})
-    batch = _microbatch_spec(part, example)
-    return _step(config, _gradients(config, replica, define(part, replica), define, batch), tx, rate)
+    return _gradients(config, replica, define(part, replica), define, _microbatch_spec(part, example))
 
 
 def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State) -> TrainStep:

@@ -15,6 +15,7 @@ from jaxtrain.core.gradients import (
     Batch,
     Gradients,
     GradOutput,
+    ReplicaGradients,
     batch_statistics,
     split_microbatches,
     sum_leading_dim,
@@ -30,6 +31,7 @@ from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
 from jaxtrain.precision.loss_scaling import update_loss_scale
 from jaxtrain.sharding.sharder import Sharder
+from jaxtrain.sync.local_step import SYNC
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -38,7 +40,7 @@ TrainStepWithGradients = Callable[[State, Batch], tuple[State, Metrics, Tree]]
 
 
 def train_step(
-    gradients: Gradients,
+    gradients: Gradients | ReplicaGradients,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Callable[[jax.Array], jax.Array] | None,
     *,
@@ -58,7 +60,8 @@ def train_step(
     `spikes` in the state, `spike` is the robust z-score of loss and norm, and the action `skip` skips spikes, too.
 
     Args:
-        gradients: computes gradients of a global batch.
+        gradients: computes gradients of a global batch, by each replica apart for a strategy that combines them: what
+            that keeps in the state changes with the parameters.
         optimizer: update rule.
         schedule: learning rate by step, for the metric `lr`; None: an optimizer that has its own.
         max_norm: gradients of a larger global norm are scaled down to it.
@@ -70,23 +73,26 @@ def train_step(
     def step(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         loss_scale = state["scaling"]["scale"] if "scaling" in state else jnp.float32(1)
-        output = gradients(state["params"], batch, key, loss_scale, non_trainable(state))
+        sync, read = gradients.read(state)
+        had = {**state, SYNC: sync}  # what is read is read, also if the step is skipped
+        output = gradients(read, batch, key, loss_scale, non_trainable(state))
         grads = output.grads
         if "scaling" in state:
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
         if nan_steps:
             is_bad = jnp.isin(state["step"] + 1, jnp.array(nan_steps, jnp.int32))
             grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g).astype(g.dtype), grads)
+        sync, grads, sync_metrics = gradients.combine(sync, grads, output)
         clipped, norm = clip_by_global_norm(grads, max_norm, gradients.model_def.names)
-        metrics = _step_metrics(gradients.model_def, output) | {"grad_norm": norm}
+        metrics = _step_metrics(gradients.model_def, output) | sync_metrics | {"grad_norm": norm}
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state["step"]), jnp.float32)
         extra = {"value": metrics["loss"], "grad": clipped}
         updates, opt_state = optimizer.update(clipped, state["opt_state"], state["params"], **extra)
-        params = optax.apply_updates(state["params"], updates)
+        params = optax.apply_updates(state["params"], gradients.scale_updates(sync, updates))
         is_accepted, guard_state, guard_metrics = _accept_update(state, metrics, spike)
-        mutable = {"mutable": output.mutable} if output.mutable else {}
-        new = _select(is_accepted, {"params": params, "opt_state": opt_state} | mutable, state)
+        changed = {"params": params, "opt_state": opt_state, "mutable": output.mutable, SYNC: sync}
+        new = _select(is_accepted, {name: tree for name, tree in changed.items() if tree}, had)
         if ema_decay is not None:
             new |= _select(is_accepted, {"ema": ema_update(state["ema"], new["params"], ema_decay)}, state)
         return {**state, **new, **guard_state, "step": state["step"] + 1}, {**metrics, **guard_metrics}, grads
@@ -98,6 +104,7 @@ def train_step(
 STEP_METRICS = {
     "tokens", "grad_norm", "lr", "skipped", "spike", "loss_scale", "step",
     "skipped_replicas", "consensus_distance", "exchanged_bytes", "left_out",  # of replicas that agree loosely
+    "staleness", "staleness_max", "pushing",  # of workers that push to a server
 }  # fmt: skip
 
 

@@ -160,10 +160,10 @@ def load_variables(directory: Path, step: int | None, program: Program) -> tuple
     found, saved = reader.restore(step, {"step": one["step"]}, partial=True)
     wanted = {kind: one[kind] for kind in (*evaluated_kinds(one), "mutable", "step") if kind in one}
     replicas = program.saved_synchronizer(saved)
-    if replicas.strategy.parameters_differ:
-        wanted["params"] = one["params"]
+    if replicas.strategy.parameters_differ:  # all of them are needed for what they agree on
+        wanted = replicas.abstract(wanted | {"params": one["params"]})
     done = int(jax.device_get(found["step"]))
-    state, saved = reader.restore(done, replicas.abstract(wanted), partial=True, verify=False)
+    state, saved = reader.restore(done, wanted, partial=True, verify=False)
     if saved.get("schedule_free") and not is_schedule_free(one["opt_state"]):
         message = "its optimizer, which has the weights to evaluate with, was given in Python"
         raise UserError(f"{directory}: {message}; expected it again, as `optimizer=...`")

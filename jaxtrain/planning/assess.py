@@ -200,7 +200,9 @@ def _notes(
     config: Config, report: CompileReport, chip: Chip | None, cost: StepCost, schedule: Table | None
 ) -> list[str]:
     notes = []
-    if config.sync.is_loose:
+    if config.sync.is_stale:
+        notes.append("a step is one update of the server; gradients of all workers are computed, those that push count")
+    elif config.sync.is_loose and report.exchange:
         size, every = report.exchange, config.sync.every
         per_step = f"{size / every / 1e6:.3g} MB a step"
         text = f"in an exchange of {config.sync.strategy} a device sends {size / 1e6:.3g} MB, every {every} steps"

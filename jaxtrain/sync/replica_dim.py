@@ -80,3 +80,9 @@ def stacked_sharding(leaf: Any, replicas: int, axis: str) -> jax.ShapeDtypeStruc
 def along(values: jax.Array, x: jax.Array) -> jax.Array:
     """Returns [replicas] as [replicas, 1, ...] like `x`."""
     return values.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def key_of_replica(key: jax.Array, replica: jax.Array) -> jax.Array:
+    """Returns the data of the random key of a replica; that of replica 0 is the given one."""
+    folded = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), replica))
+    return jnp.where(replica == 0, key, folded)

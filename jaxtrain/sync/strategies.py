@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtrain.sync.gossip import Gossip
 from jaxtrain.sync.quantized_mean import Residuals, initial_residuals, quantized_mean, sent_bytes
 from jaxtrain.sync.replica_dim import along, spread
+from jaxtrain.sync.stale import Asynchronous, StaleSynchronous
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
 
 Tree = Any
@@ -130,4 +131,5 @@ class DiLoCo(Strategy):
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "bsp": BulkSynchronous, "local_sgd": LocalSGD, "post_local": PostLocal, "diloco": DiLoCo, "gossip": Gossip,
+    "ssp": StaleSynchronous, "asp": Asynchronous,
 }  # fmt: skip

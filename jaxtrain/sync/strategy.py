@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import SyncConfig
-from jaxtrain.errors import UserError, describe_error
 from jaxtrain.sync.replica_dim import average, distance, spread
 
 Tree = Any
@@ -71,7 +71,10 @@ class Strategy:
     inside a replica any layout works. Methods are traced and must be pure functions of their arguments.
 
     Attributes:
-        parameters_differ: replicas may hold different parameters between exchanges. False is `bsp` alone.
+        parameters_differ: replicas may hold different parameters between exchanges; else there are no exchanges.
+        combines_gradients: replicas hold the same parameters, each computes gradients of its rows, and `combine` makes
+            those of the batch of them. Not with `parameters_differ`.
+        mixes_batches: the rows of replicas may be of different steps, see `data_steps`; refused for iterables.
         min_replicas: replicas that it needs.
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
         config: section `sync` of the config.
@@ -80,6 +83,8 @@ class Strategy:
     """
 
     parameters_differ = True
+    combines_gradients = False
+    mixes_batches = False
     min_replicas = 1
     early_exchange: Hashable = "all"
 
@@ -106,6 +111,28 @@ class Strategy:
         """Returns the programs of the step after `step` finished ones: by default an exchange every `sync.every`."""
         return StepPlan(exchange="all" if (step + 1) % self.config.every == 0 else None)
 
+    def data_steps(self, step: int) -> tuple[int, ...]:
+        """Returns the steps of the data order whose rows the replicas train on in a step: by default the step itself.
+
+        A pure function, of one number for all replicas or one for each.
+        """
+        return (step,)
+
+    def trained_batches(self, step: int) -> float:
+        """Returns how many global batches `step` steps train on, for the count of tokens: by default one each."""
+        return float(step)
+
+    def host_values(self, step: int) -> dict[str, np.ndarray]:
+        """Returns the values of some arrays of the own state for a step, which the host works out: by default none.
+
+        A pure function of the step. `init` adds such arrays too. See `combines_gradients`.
+        """
+        return {}
+
+    def continues(self, before: Strategy) -> bool:
+        """Returns whether the own state of another strategy, of the same shapes, can go on: by default always."""
+        return True
+
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what the strategy adds to the state, for the parameters of step 0, without a replica dim.
 
@@ -123,6 +150,53 @@ class Strategy:
             kind: of the plan of the step.
         """
         return own, spread(like(replicas.average, replicas.params), self.replicas)
+
+    def read(self, own: dict[str, Tree], params: Tree) -> tuple[dict[str, Tree], Tree]:
+        """Returns (own state, parameters at which gradients are computed) at the start of a step.
+
+        By default those of the state. Others have a leading replica dim. See `combines_gradients`.
+
+        Args:
+            own: what `init` added.
+            params: parameters of the state, which have no replica dim.
+        """
+        return own, params
+
+    def present(self, own: dict[str, Tree]) -> jax.Array | None:
+        """Returns the replicas whose gradients are part of a step, bool [replicas]; None: all.
+
+        See `combines_gradients`. Losses, statistics and tokens are of their rows alone, and `combine` gets gradients of
+        0 of the others.
+
+        Args:
+            own: what `read` returned.
+        """
+        return None
+
+    def scale_updates(self, own: dict[str, Tree], updates: Tree) -> Tree:
+        """Returns the updates that the optimizer made of combined gradients, scaled: by default as they are.
+
+        Args:
+            own: what `combine` returned.
+            updates: like the parameters; they are added to these.
+        """
+        return updates
+
+    def combine(
+        self, own: dict[str, Tree], gradients: Tree, tokens: jax.Array
+    ) -> tuple[dict[str, Tree], Tree, dict[str, jax.Array]]:
+        """Returns (own state, gradients of the batch, metrics): by default the mean. See `combines_gradients`.
+
+        A step whose loss or combined gradients are not finite is skipped: then the own state is what `read` returned.
+
+        Args:
+            own: what `read` returned.
+            gradients: of each replica, [replicas, ...], without the loss scale. Their mean is the gradient of the
+                batch, whatever the tokens, because each has the weights of the terms over all rows.
+            tokens: of each replica in the batch, float32 [replicas].
+        """
+        count = self.replicas
+        return own, jax.tree.map(lambda g: (g.sum(0) / count).astype(g.dtype), gradients), {}
 
     def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the parameters that validation and export use, without a replica dim: by default the average."""
@@ -154,30 +228,3 @@ class Strategy:
 def float32_bytes(tree: Tree) -> int:
     """Returns the bytes of a tree of arrays in float32; integers are not counted."""
     return sum(4 * prod(x.shape) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def added_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
-    """Returns shapes and dtypes of what a strategy adds to the state.
-
-    Raises:
-        UserError: its `init` fails, or returns something else than a dict of trees of arrays.
-    """
-    where = f"sync.strategy: {strategy.config.strategy}: its `init`"
-    found: list[Any] = []
-
-    def init(params: Tree) -> Tree:
-        found.append(strategy.init(params))
-        bad = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(found[0]) if not hasattr(x, "shape")]
-        if bad or not isinstance(found[0], dict):
-            path, value = bad[0] if bad else ((), found[0])
-            name = f"own{jax.tree_util.keystr(path)}"
-            kind = type(value).__name__
-            raise UserError(f"{where} returns {name} of type {kind}; expected a dict of trees of arrays")
-        return found[0]
-
-    try:
-        return jax.eval_shape(init, params)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{where} fails: {describe_error(error)}") from error

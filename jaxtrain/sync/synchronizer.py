@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
+from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SHARED, SYNC, split_state
-from jaxtrain.sync.replica_dim import are_finite, average, choose, shares, spread, stacked_sharding
-from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state, float32_bytes
+from jaxtrain.sync.replica_dim import are_finite, average, choose, key_of_replica, shares, spread, stacked_sharding
+from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, float32_bytes
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -74,6 +75,46 @@ class Synchronizer:
         return 0
 
 
+class GradientSynchronizer(Synchronizer):
+    """Replicas that are equal and whose gradients a strategy combines: the state has a part `sync`.
+
+    It has `own`, what the strategy adds. All else is as without the part.
+    """
+
+    def abstract(self, one: State) -> State:
+        """Returns shapes, dtypes and shardings of the state of a run, from those without the strategy's."""
+        return {**one, SYNC: {"own": placed_state(self.strategy, one["params"])}}
+
+    def start(self, one: State) -> State:
+        """Returns the state of a run in which all replicas start from one state."""
+        own = placed_state(self.strategy, one["params"])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, own)
+        return {**one, SYNC: {"own": jax.jit(self.strategy.init, out_shardings=shardings)(one["params"])}}
+
+    def step_at(self, step: int, local: Step) -> Step:
+        """Returns the train step, which gets the values of the host before it, and leaves those of the next step.
+
+        So what reads the state between steps computes the gradients that the next step computes.
+        """
+        before, after = self.strategy.host_values(step), self.strategy.host_values(step + 1)
+        if not before:
+            return local
+
+        def run(state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Metrics]:
+            state, metrics = local(_with_values(state, before), batch)
+            return _with_values(state, after), metrics
+
+        return run
+
+    def merge(self, state: State) -> State:
+        """Returns the state without what the strategy adds."""
+        return {name: tree for name, tree in state.items() if name != SYNC}
+
+    def agreed(self, state: State) -> State:
+        """Returns the variables that validation and export use."""
+        return self.merge(state)
+
+
 @dataclass(eq=False)
 class LooseSynchronizer(Synchronizer):
     """Replicas that may differ: all but `step` and `frozen` has a leading replica dim, and the state has a part `sync`.
@@ -104,40 +145,13 @@ class LooseSynchronizer(Synchronizer):
         shared, own = split_state(one)
         if self.replicas > 1:
             own = jax.tree.map(partial(stacked_sharding, replicas=self.replicas, axis=REPLICA_AXIS), own)
-        added = added_state(self.strategy, one["params"])
-        sync = {"tokens": self._vector, "own": {name: self._placed(tree, one) for name, tree in added.items()}}
+        sync = {"tokens": self._vector, "own": placed_state(self.strategy, one["params"])}
         return {**shared, **own, SYNC: sync}
 
     @property
     def _vector(self) -> jax.ShapeDtypeStruct:
         """A number of each replica, on every device."""
-        return self._replicated(jax.ShapeDtypeStruct((self.replicas,), jnp.float32))
-
-    def _replicated(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        mesh = jax.tree.leaves(self.one["params"])[0].sharding.mesh
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    def _placed(self, tree: Any, one: State) -> Any:
-        """Returns a tree that the strategy adds with shardings: like the parameters if it has their shapes.
-
-        Arrays of another shape that begin with a dim of the replicas are sharded over that alone.
-        """
-        params = one["params"]
-        if jax.tree.structure(tree) != jax.tree.structure(params):
-            return jax.tree.map(self._replicated, tree)
-
-        def place(leaf: Any, p: Any) -> Any:
-            if leaf.shape == p.shape:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding)
-            if leaf.shape == (self.replicas, *p.shape):
-                like = jax.ShapeDtypeStruct(p.shape, leaf.dtype, sharding=p.sharding)
-                return stacked_sharding(like, self.replicas, REPLICA_AXIS)
-            if leaf.ndim > 1 and leaf.shape[0] == self.replicas:
-                spec = PartitionSpec(REPLICA_AXIS)
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(p.sharding.mesh, spec))
-            return self._replicated(leaf)
-
-        return jax.tree.map(place, tree, params)
+        return replicated(jax.ShapeDtypeStruct((self.replicas,), jnp.float32), self.one["params"])
 
     @cached_property
     def _shardings(self) -> State:
@@ -155,7 +169,7 @@ class LooseSynchronizer(Synchronizer):
         shared, own = split_state(one)
         own = {name: self.spread(tree) for name, tree in own.items()}
         if "rng" in own and self.replicas > 1:
-            own["rng"] = jax.vmap(_key_of)(own["rng"], jnp.arange(self.replicas))
+            own["rng"] = jax.vmap(key_of_replica)(own["rng"], jnp.arange(self.replicas))
         sync = {"tokens": jnp.zeros((self.replicas,), jnp.float32), "own": self.strategy.init(one["params"])}
         return {**shared, **own, SYNC: sync}
 
@@ -297,8 +311,27 @@ class LooseSynchronizer(Synchronizer):
         return self.strategy.sent_bytes(self.one["params"], kind) + ring
 
 
+def _with_values(state: State, values: Mapping[str, np.ndarray]) -> State:
+    """Returns a state with other values of some replicated arrays that its strategy keeps."""
+    own = dict(state[SYNC]["own"])
+    for name, value in values.items():
+        own[name] = _replicated_array(value, own[name].sharding)
+    return {**state, SYNC: {**state[SYNC], "own": own}}
+
+
+def _replicated_array(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns an array that every device of a sharding holds."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    # device_put would compare the values of several processes by a collective
+    copies = [jax.device_put(value, device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, copies)
+
+
 def has_form(before: Synchronizer, after: Synchronizer, one: State) -> bool:
     """Returns whether a state of one synchronizer is one of another: the same arrays with the same shapes."""
+    if not after.strategy.continues(before.strategy):
+        return False
     states = [each.abstract(one) for each in (before, after)]
     first, second = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) for state in states)
     return first == second
@@ -316,12 +349,6 @@ def restart(before: Synchronizer, after: Synchronizer, state: State) -> State:
     if after.replicas is None or after.replicas != before.replicas:
         return started
     return started | {name: state[name] for name in ("opt_state", "rng", "scaling", "spikes", "ema") if name in state}
-
-
-def _key_of(key: jax.Array, replica: jax.Array) -> jax.Array:
-    """Returns the random key of a replica; that of replica 0 is the given one."""
-    folded = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), replica))
-    return jnp.where(replica == 0, key, folded)
 
 
 def _is_float(x: Any) -> bool:

@@ -32,6 +32,7 @@ class Meter:
         peak: Peak | None = None,
         memory: Callable[[], int | None] | None = None,
         unit: str = "tokens",
+        trained: Callable[[int], float] = float,
     ):
         """Creates the meter.
 
@@ -43,10 +44,12 @@ class Meter:
             peak: for MFU and HFU; None leaves them out.
             memory: returns bytes in use, see `device_memory`.
             unit: of `tokens`, `tokens` or `samples`, which names the throughput in records.
+            trained: steps -> global batches that they train on.
         """
         self.unit = unit
         self.tokens, self.devices, self.flops, self.peak = tokens, devices, flops, peak
         self.constants: dict[str, float] = {}  # in every record
+        self._trained = trained
         self._ledger, self._memory = ledger, memory or process_memory
         self._before: dict[str, float] | None = None  # the ledger's seconds at the last record
         self._step = 0
@@ -68,13 +71,13 @@ class Meter:
         now, before, steps = self._ledger.seconds(), self._before, step - self._step
         record: dict[str, Any] = {"step": step, **metrics, **self.constants}
         record.pop("tokens", None)  # those of this step that have a target
-        record[self.unit] = step * self.tokens
+        record[self.unit] = round(self._trained(step) * self.tokens)
         elapsed = 0.0 if before is None else sum(now[bucket] - before[bucket] for bucket in STEPS)
         if before is not None and steps > 0 and elapsed > 0:
-            rate = steps * self.tokens / elapsed
+            rate = (self._trained(step) - self._trained(self._step)) * self.tokens / elapsed
             record |= {f"{self.unit}_per_sec": rate, f"{self.unit}_per_sec_per_device": rate / self.devices}
             record |= {"step_time": elapsed / steps, "data_wait": (now["data"] - before["data"]) / steps}
-            record |= self._utilization(rate / self.devices)
+            record |= self._utilization(steps * self.tokens / elapsed / self.devices)  # of all that is computed
         used = self._memory()
         self._before, self._step = now, step
         return record if used is None else record | {"memory": used}

@@ -20,10 +20,11 @@ from jaxtrain.core.components import NO_COMPONENTS, Components, object_names
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.dataset import open_datasets, open_validation_sets
 from jaxtrain.data.epochs import with_steps
+from jaxtrain.data.objects.iterables import IterableData
 from jaxtrain.distributed import runtime
 from jaxtrain.distributed.multihost import broadcast, first_message
 from jaxtrain.distributed.save_fence import save_fence
-from jaxtrain.errors import UserError
+from jaxtrain.errors import DataError, UserError
 from jaxtrain.hlo.collectives import check_permutes_on_first_call
 from jaxtrain.io.ticker import Ticker
 from jaxtrain.kernels.cross_entropy import recomputes
@@ -121,6 +122,9 @@ def open_trainer(
 def _build(config: Config, data: Any, devices: Sequence[Any], components: Components) -> Program:
     vocab = vocabulary_size(config.model, getattr(data, "vocab", None))
     program = build_program(config, vocab, devices, example_row(config.data, data), components)
+    if program.synchronizer.strategy.mixes_batches and isinstance(data, IterableData):
+        message = f"{config.sync.strategy} gives each replica the rows of a step of its own, and {data.name} is read in"
+        raise DataError(f"sync.strategy: {message} order; expected data with `batch(step, rows)`, or arrays")
     if program.gradients.pipeline:
         synchronizer = program.synchronizer.with_checked_steps(check_permutes_on_first_call)
         program = replace(program, step=check_permutes_on_first_call(program.step), synchronizer=synchronizer)
@@ -186,7 +190,8 @@ def _assemble(
     flops, peak = _flops(config, program, data, items), device_peak(jax.local_devices()[0], config.log.peak_tflops)
     memory = device_memory(jax.local_devices())
     unit = "tokens" if has_tokens else "samples"
-    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit)
+    trained = program.synchronizer.strategy.trained_batches
+    meter = Meter(ledger, items, len(jax.devices()), flops=flops, peak=peak, memory=memory, unit=unit, trained=trained)
     return TrainingRun(
         config, directory, program, data, eval_sets, checkpointer, members, console, ledger, meter, ticker, manifest,
         callbacks,

@@ -17,6 +17,7 @@ from jaxtrain.core.placement import Placer, placer
 from jaxtrain.core.program import Program, State
 from jaxtrain.core.stage_timing import stage_costs
 from jaxtrain.core.state import evaluated_parameters, non_trainable
+from jaxtrain.data.replica_rows import ReplicaRows
 from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
 from jaxtrain.distributed.multihost import broadcast
 from jaxtrain.io.ticker import Ticker
@@ -83,10 +84,26 @@ class TrainingRun:
 
     def batches(self) -> BatchFeed:
         """Returns the prefetched device batches of training."""
-        reader = make_reader(self.data, self.config.data.is_text)
+        data, skips = self.data, self._skips
+        if self.program.synchronizer.strategy.mixes_batches:
+            data, skips = self.mixed_batches(data), tuple  # the mixture skips batches itself
+        reader = make_reader(data, self.config.data.is_text)
         place = self.placer(reader)
         reader.rows = place.host_rows
-        return BatchFeed(self.callbacks.wrap_fetch(place), self._skips, self.config.steps, reader)
+        return BatchFeed(self.callbacks.wrap_fetch(place), skips, self.config.steps, reader)
+
+    def mixed_batches(self, data: Any) -> ReplicaRows:
+        """Returns data whose batches are those of the steps of a run: each has the rows that its replicas train on."""
+        return ReplicaRows(data, self._batches_of, self.config.data.global_batch)
+
+    def _batches_of(self, step: int) -> list[int]:
+        """Returns the indices of the batches that the replicas train on in a step, from 0: one for all, or for each."""
+        data_steps, skips = self.program.synchronizer.strategy.data_steps(step), self._skips()
+        return [batch_index(number, skips) for number in data_steps]
+
+    def batch_of(self, step: int) -> int:
+        """Returns the index of the batch that is trained on in a step, from 0; the first one if there are several."""
+        return min(self._batches_of(step))
 
     def _skips(self) -> BatchRanges:
         return merge_ranges(self.manifest.get("skips", ()))
@@ -138,7 +155,7 @@ class TrainingRun:
         if target is None:
             self.trackers.event("warning", text=f"no checkpoint before step {step} to go back to: training continues")
             return state, step
-        first = batch_index(target, self._skips())
+        first = self.batch_of(target)
         skipped = (first, first + request.skip_batches) if request.skip_batches else None
         state, back = self.return_to(state, target, skipped)
         self.trackers.event("rollback", step=back, reason=request.reason, batches=f"{request.skip_batches} skipped")

@@ -22,6 +22,14 @@ STRATEGIES: dict[str, dict] = {
 }
 
 
+STALE: dict[str, dict] = {  # four workers, each with one row; of the last ones some pushes come at the same time
+    "ssp": {"strategy": "ssp", "stale": {"bound": 1, "speeds": [1.0, 1.2, 0.9, 1.5], "jitter": 1.0, "seed": 2}},
+    "asp": {"strategy": "asp", "stale": {"speeds": [1.0, 1.2, 0.2, 3.0], "jitter": 0.5, "seed": 1}},
+    "asp_ties": {"strategy": "asp", "stale": {"speeds": [1.0, 2.0, 0.5, 4.0], "jitter": 0.0}},
+}
+STALE_STEPS, STALE_MOMENTUM = 16, 0.5
+
+
 def rows(step: int) -> tuple[np.ndarray, np.ndarray]:
     """Small integers, so that the first gradients are exact."""
     rng = np.random.default_rng(step)
@@ -59,5 +67,44 @@ def history(sync: dict) -> dict[str, list]:
     return found
 
 
+def stale_history(sync: dict) -> dict[str, list]:
+    """Weights of the server after each of its updates, and how old the gradients of each were.
+
+    An update is of all pushes before the next read. The optimizer is SGD with momentum, and its update is scaled by the
+    share of the workers that pushed.
+    """
+    options = sync["stale"]
+    count = len(options["speeds"])
+    bound = options["bound"] if sync["strategy"] == "ssp" else count * STALE_STEPS
+    draws = [np.random.default_rng((options.get("seed", 0), number, 0)).random(256) for number in range(count)]
+    durations = [(1 + options["jitter"] * u) / speed for u, speed in zip(draws, options["speeds"])]
+    workers = [{"w": np.zeros(FEATURES), "done": 0, "end": d[0], "read": 0, "waits": False} for d in durations]
+    server, velocity, pushed = np.zeros(FEATURES), np.zeros(FEATURES), []
+    found: dict[str, list] = {"agreed": [], "staleness": []}
+    while len(found["agreed"]) < STALE_STEPS:
+        now = min(worker["end"] for worker in workers if not worker["waits"])
+        for number, worker in enumerate(workers):
+            if worker["end"] == now and not worker["waits"]:
+                x, y = rows(worker["done"])
+                mine = slice(number, number + 1)
+                pushed.append((gradient(worker["w"], x[mine], y[mine]), len(found["agreed"]) - worker["read"]))
+                worker |= {"done": worker["done"] + 1, "waits": True}
+        slowest = min(worker["done"] for worker in workers)
+        readers = [number for number, w in enumerate(workers) if w["waits"] and w["done"] <= slowest + bound]
+        if not readers:
+            continue
+        velocity = STALE_MOMENTUM * velocity + np.mean([g for g, _ in pushed], 0)
+        server = server - len(pushed) / len(workers) * INNER_LR * velocity
+        found["agreed"].append(server.tolist())
+        found["staleness"].append([age for _, age in pushed])
+        pushed = []
+        for number in readers:
+            end = now + durations[number][workers[number]["done"]]
+            workers[number] |= {"w": server, "end": end, "read": len(found["agreed"]), "waits": False}
+    return found
+
+
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps({name: history(sync) for name, sync in STRATEGIES.items()}) + "\n", encoding="utf-8")
+    golden = {name: history(sync) for name, sync in STRATEGIES.items()}
+    golden |= {name: stale_history(sync) for name, sync in STALE.items()}
+    GOLDEN.write_text(json.dumps(golden) + "\n", encoding="utf-8")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.config.schema import SpikeConfig
 from jaxtrain.core.program import State
-from jaxtrain.data.skipped_batches import BatchRanges, batch_index, merge_ranges
 from jaxtrain.errors import DivergedError
 from jaxtrain.precision.loss_scaling import MIN_SCALE
 
@@ -93,16 +92,16 @@ class StepGuard(Callback):
         if self._rollbacks[target] > MAX_ROLLBACKS:
             text = f"spikes again at step {spike}, after {MAX_ROLLBACKS} rollbacks to checkpoint {target}"
             raise DivergedError(f"{text}; that is the last good one")
-        skipped = self._batches_around(spike, target, merge_ranges(trainer.manifest.get("skips", ())))
+        skipped = self._batches_around(trainer.batch_of(spike - 1), trainer.batch_of(target))
         state, step = trainer.return_to(state, target, skipped)
         batches = f"{skipped[0]} to {skipped[1] - 1} skipped"
         trainer.trackers.event("rollback", step=step, spike=spike, batches=batches)
         return state, step
 
-    def _batches_around(self, spike: int, target: int, skips: BatchRanges) -> tuple[int, int]:
-        """Range of batches to skip: centred on the spike's batch, not before the checkpoint's."""
-        middle, count = batch_index(spike - 1, skips), self._config.skip_batches
-        return max(middle - count // 2, batch_index(target, skips)), middle + count - count // 2
+    def _batches_around(self, spike: int, first: int) -> tuple[int, int]:
+        """Range of batches to skip: centred on the spike's batch, not before the first one after the checkpoint."""
+        count = self._config.skip_batches
+        return max(spike - count // 2, first), spike + count - count // 2
 
     def _report(self, trainer: TrainerView, kind: str, step: int, values: Mapping[str, float]) -> None:
         trainer.trackers.event(kind, step=step, **{name: values[name] for name in REPORTED if name in values})

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from jaxtrain.config.field_types import Bool, Count, PositiveFloat, PositiveInt, Share
+from jaxtrain.config.field_types import Bool, Count, NonNegative, PositiveFloat, PositiveInt, Share
 from jaxtrain.config.section import Section, key, section
 
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
     "bsp": (), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"), "diloco": ("every", "outer", "compress"),
-    "gossip": ("every", "gossip"),
+    "gossip": ("every", "gossip"), "ssp": ("stale",), "asp": ("stale",),
 }  # fmt: skip
 
 
@@ -44,19 +44,30 @@ class GossipConfig(Section):
     drop: Share = key(0.0, "probability with which a message is lost, to study that; push-sum makes up for it")
 
 
+class StaleConfig(Section):
+    """Clocks of the workers of ssp and asp, in virtual time."""
+
+    bound: Count = key(3, "ssp: iterations that a worker may be ahead of the slowest one; 0 is bsp")
+    speeds: tuple[PositiveFloat, ...] = key((), "iterations of each worker in a unit of time; default: 1 of all")
+    jitter: NonNegative = key(0.5, "each iteration takes longer by a random share of up to this much")
+    seed: Count = key(0, "of these shares")
+
+
 class SyncConfig(Section):
     """Synchronisation of the replicas (`mesh.replica`)."""
 
     strategy: str = key(
         "bsp", "`bsp`: every step; `local_sgd`: an average every `every` steps; `post_local`: bsp first; `diloco`: an "
-        "outer optimizer; `gossip`: averages with neighbours; or a user's own `package.module:Class`, or a name that "
-        "an installed package adds"
+        "outer optimizer; `gossip`: averages with neighbours; `ssp` and `asp`: gradients that are some updates old, as "
+        "of workers of different speeds; or a user's own `package.module:Class`, or a name that an installed package "
+        "adds"
     )  # fmt: skip
     every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
     bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
     outer: OuterConfig = section(OuterConfig, "diloco: the outer optimizer")
     compress: CompressConfig = section(CompressConfig, "diloco: bits of what is exchanged")
     gossip: GossipConfig = section(GossipConfig, "gossip: its graph")
+    stale: StaleConfig = section(StaleConfig, "ssp and asp: clocks of the workers")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own class")
 
     @property
@@ -68,6 +79,11 @@ class SyncConfig(Section):
     def is_rounded(self) -> bool:
         """True if what travels is rounded to few bits."""
         return "compress" in self._read and self.compress.deltas != "none"
+
+    @property
+    def is_stale(self) -> bool:
+        """True if workers push gradients of parameters that they read some updates ago."""
+        return "stale" in self._read
 
     @property
     def is_builtin(self) -> bool:
