@@ -25,6 +25,7 @@ from jaxtrain.config.schema import (
     PluginConfig,
     ScheduleConfig,
 )
+from jaxtrain.config.sections.compression_checks import compression_notes, compression_problems
 from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.sections.sync import STRATEGY_KEYS, SyncConfig
 from jaxtrain.config.user_class import USER_CLASS, Kind, is_reference, names_hint
@@ -281,7 +282,8 @@ def _sync(config: Config) -> Iterator[Conflict]:
         yield Conflict(("sync.bsp_steps", key), "post_local begins with bsp; expected at least 1, or local_sgd")
     if config.epochs is None:
         yield from round_problems(config)
-    if sync.is_loose:
+    yield from (Conflict(keys, message) for keys, message in compression_problems(config))
+    if sync.is_loose or sync.is_compressed:
         yield from _replica_rules(config)
 
 
@@ -297,11 +299,12 @@ def round_problems(config: Config) -> Iterator[Conflict]:
 
 
 def _replica_rules(config: Config) -> Iterator[Conflict]:
-    """Checks that replicas, which hold parameters of their own, split the batch and nothing else."""
+    """Checks that replicas, which hold parameters or gradients of their own, split the batch and nothing else."""
     for name, axes in config.axis_rules.items():
         if "replica" in axes and (name != "batch" or axes[0] != "replica"):
             expected = "as the first axis of `batch`" if name == "batch" else "only in `batch`, or in no rule"
-            message = f"replicas of sync.strategy {config.sync.strategy} hold parameters of their own"
+            own = "parameters" if config.sync.is_loose else "gradients"
+            message = f"replicas of sync.strategy {config.sync.strategy} hold {own} of their own"
             yield Conflict((f"rules.{name}", "sync.strategy"), f"{message}; expected `replica` {expected}")
 
 
@@ -408,6 +411,7 @@ def config_notes(config: Config) -> list[str]:
     default = SyncConfig()
     unread = [name for name in config.sync.unread() if getattr(config.sync, name) != getattr(default, name)]
     notes += [f"sync.{name}: sync.strategy {config.sync.strategy} does not read it" for name in unread]
+    notes += compression_notes(config)
     if not _eval_metrics(config):
         if config.eval.every is not None:
             notes.append("eval.every: no data is held out for validation (data.validation_fraction 0, no eval.sets)")

@@ -20,6 +20,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=LARGEST, strict=True), BeforeValidat
 Devices = Annotated[int, Field(ge=1, le=4096, strict=True)]
 Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True), BeforeValidator(_whole)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
+NonZeroFraction = Annotated[float, Field(gt=0.0, le=1.0, strict=True)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]

@@ -153,7 +153,7 @@ def build_program(
     joint_stacked = joint_step(joint, sharder)
 
     def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
-        strategy = make_strategy(sync, replicas, sharder.mesh)
+        strategy = make_strategy(sync, replicas, sharder.mesh, model_def.names)
         if not strategy.parameters_differ:
             return GradientSynchronizer(strategy) if strategy.combines_gradients else Synchronizer(strategy)
         check_optimizer(strategy, is_schedule_free(one["opt_state"]))
@@ -194,11 +194,21 @@ def _step(config: Config, gradients: Gradients | ReplicaGradients, tx: Any, rate
 def _replica_gradients(
     config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None
 ) -> Gradients:
-    """Returns the gradients of one replica, for code that is manual over the mesh axis `replica`."""
+    """Returns the gradients of one replica, for code that is manual over the mesh axis `replica`.
+
+    Raises:
+        UserError: gradients are compressed, and those of a replica's rows are no part of those of all rows.
+    """
     replica = sharder.without_axis(REPLICA_AXIS)
-    rows = config.data.global_batch // dict(sharder.mesh.shape)[REPLICA_AXIS] if sharder.mesh else 0
+    replicas = dict(sharder.mesh.shape)[REPLICA_AXIS] if sharder.mesh else 1
+    rows = config.data.global_batch // replicas
     part = config.model_copy(update={"data": config.data.model_copy(update={"global_batch": rows})})
-    return _gradients(config, replica, define(part, replica), define, _microbatch_spec(part, example))
+    replica_def, batch = define(part, replica), _microbatch_spec(part, example)
+    if config.sync.is_compressed and not _rows_are_independent(config, replica_def, batch, 2):
+        message = f"a row may change the loss of another one, so {config.sync.compress.gradients} cannot compress"
+        expected = "expected sync.compress.gradients=none, or `rows_are_independent = True` on the model if none does"
+        raise UserError(f"model.type {config.model.type}: {message} gradients of each replica's rows; {expected}")
+    return _gradients(config, replica, replica_def, define, batch)
 
 
 def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State) -> TrainStep:
@@ -267,25 +277,26 @@ def _gradients(
         return at_once
     replica = sharder.without_axis(DATA_AXIS)
     replica_def = define(config, replica)
-    is_proven = model_def.rows_are_independent or (
-        executor is None and batch is not None and _rows_are_proven_independent(replica_def, batch, replicas)
-    )
-    if not is_proven:
+    if not _rows_are_independent(config, replica_def, batch, replicas):
         return at_once
     replica_executor = _executor(config, replica, replica_def, define)
     return Gradients(model_def, sharder, microbatches, replica_def, executor, replica_executor)
 
 
-def _rows_are_proven_independent(replica_def: ModelDef, batch: Mapping[str, Any], replicas: int) -> bool:
-    """Returns whether the loss of a microbatch is proven to be the sum of those of the replicas' rows."""
+def _rows_are_independent(config: Config, part_def: ModelDef, batch: Mapping[str, Any] | None, parts: int) -> bool:
+    """Returns whether the loss of a microbatch is declared or proven to be the sum of those of parts of its rows."""
+    if part_def.rows_are_independent:
+        return True
+    if batch is None or jax.tree.leaves(part_def.non_trainable) or config.mesh.pipeline != 1:
+        return False
     # Of one row a program is another one: its dims of size 1 are broadcast and squeezed.
-    rows = max(2, len(next(iter(batch.values()))) // replicas)
+    rows = max(2, len(next(iter(batch.values()))) // parts)
     part = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in batch.items()}
 
     def loss(params: Any, batch: Mapping[str, Any], key: jax.Array) -> tuple[Terms, Any]:
-        return replica_def.loss(params, NOTHING, batch, key)[:2]
+        return part_def.loss(params, NOTHING, batch, key)[:2]
 
-    return rows_are_proven_independent(loss, replica_def.params, part, replicas)
+    return rows_are_proven_independent(loss, part_def.params, part, parts)
 
 
 def _accumulating_replicas(config: Config, sharder: Sharder) -> int:

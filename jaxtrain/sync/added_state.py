@@ -32,7 +32,7 @@ def placed_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
         if leaf.shape == (replicas, *p.shape):
             like = jax.ShapeDtypeStruct(p.shape, leaf.dtype, sharding=p.sharding)
             return stacked_sharding(like, replicas, REPLICA_AXIS)
-        if leaf.ndim > 1 and leaf.shape[0] == replicas:
+        if leaf.ndim > 1 and leaf.shape[0] == replicas and replicas % p.sharding.mesh.shape[REPLICA_AXIS] == 0:
             spec = PartitionSpec(REPLICA_AXIS)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(p.sharding.mesh, spec))
         return replicated(leaf, params)

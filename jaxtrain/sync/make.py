@@ -13,13 +13,14 @@ from jaxtrain.sync.strategies import STRATEGIES
 from jaxtrain.sync.strategy import Strategy
 
 
-def make_strategy(config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> Strategy:
+def make_strategy(config: SyncConfig, replicas: int, mesh: Mesh | None = None, names: Any = None) -> Strategy:
     """Returns the strategy of a config.
 
     Args:
         config: section `sync`.
         replicas: size of the mesh axis `replica`.
         mesh: the mesh; None: all is on one device.
+        names: logical names of the dims of the parameters.
 
     Raises:
         UserError: a user's own class that does not exist, fails, or is no `Strategy`; or too few replicas.
@@ -35,6 +36,7 @@ def make_strategy(config: SyncConfig, replicas: int, mesh: Mesh | None = None) -
     if replicas < strategy.min_replicas:
         message = f"{config.strategy} needs {strategy.min_replicas} replicas; expected mesh.replica"
         raise UserError(f"sync.strategy: {message} >= {strategy.min_replicas}, and it is {replicas}")
+    strategy.names = names
     return strategy
 
 

@@ -16,11 +16,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
+from jaxtrain.sync.compression.wire import (
+    SAME,
+    flat_mean,
+    flat_mean_bytes,
+    inner_axes,
+    inner_devices,
+    on_each_device,
+    on_each_replica,
+    pad_to_devices,
+    padded,
+)
 
 Tree = Any
+Bits = int | str
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
 SMALLEST = 1024  # values of a tensor that is worth it; smaller ones travel in float32
-HIGHEST = {8: 127.0, 4: 7.0, 2: 1.5}  # code of the largest value of a block; codes are 1 apart
+FP8 = "fp8"  # 8 bits, of which 4 are an exponent (e4m3): codes are closer near 0
+HIGHEST: dict[Bits, float] = {8: 127.0, 4: 7.0, 2: 1.5, FP8: 448.0}  # code of the largest value; integers are 1 apart
 
 
 class Residuals(NamedTuple):
@@ -35,19 +48,25 @@ class Residuals(NamedTuple):
     server: Tree
 
 
-def encode(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks by their largest value: the error is at most half the gap between two codes, `scale / 2`.
+def encode(x: jax.Array, bits: Bits) -> tuple[jax.Array, jax.Array]:
+    """Quantises blocks by their largest value: the error is at most half the gap between two codes.
+
+    The gap is `scale`; of fp8 it is `scale` times 2^(e - 3) between codes of the exponent e, and 2^-9 around 0.
 
     Args:
         x: blocks, float32 [..., values]; 8 / `bits` divides their number.
-        bits: 8, 4 or 2. 8 and 4 have a code for 0; the four codes of 2 are -1.5, -0.5, 0.5 and 1.5.
+        bits: 8, 4, 2 or "fp8". All but 2 have a code for 0; the four codes of 2 are -1.5, -0.5, 0.5 and 1.5.
 
     Returns:
         codes, uint8 [..., values * bits / 8], and scales, float32 [...].
     """
-    scale = jnp.max(jnp.abs(x), -1) / HIGHEST[bits]
     offset, top = HIGHEST[bits], 2 * HIGHEST[bits]
+    scale = jnp.max(jnp.abs(x), -1) / offset
     safe = jnp.where(scale > 0, scale, 1.0)[..., None]
+    if bits == FP8:
+        small = jnp.clip(x / safe, -HIGHEST[FP8], HIGHEST[FP8]).astype(jnp.float8_e4m3fn)
+        return jax.lax.bitcast_convert_type(small, jnp.uint8), scale
+    assert isinstance(bits, int)
     codes = jnp.clip(jnp.round(x / safe + offset), 0, top).astype(jnp.uint8)
     per_byte = 8 // bits
     parts = codes.reshape(*codes.shape[:-1], -1, per_byte)
@@ -55,8 +74,11 @@ def encode(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
     return packed.astype(jnp.uint8), scale
 
 
-def decode(codes: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
+def decode(codes: jax.Array, scale: jax.Array, bits: Bits) -> jax.Array:
     """Returns the values of codes, float32 [..., values]."""
+    if bits == FP8:
+        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * scale[..., None]
+    assert isinstance(bits, int)
     per_byte = 8 // bits
     parts = jnp.stack([(codes >> (i * bits)) & (2**bits - 1) for i in range(per_byte)], -1)
     values = parts.reshape(*codes.shape[:-1], -1).astype(jnp.float32) - HIGHEST[bits]
@@ -79,7 +101,7 @@ def is_quantized(p: Any) -> bool:
     return prod(p.shape) >= SMALLEST
 
 
-def quantized_mean(x: Tree, residuals: Residuals | None, bits: int, mesh: Mesh) -> tuple[Tree, Residuals | None]:
+def quantized_mean(x: Tree, residuals: Residuals | None, bits: Bits, mesh: Mesh) -> tuple[Tree, Residuals | None]:
     """Returns the mean over the replicas as all of them receive it, without a replica dim, and the new residuals.
 
     The sums over time of the means, of the mean over replicas of the worker's residuals and of the server's residuals
@@ -88,37 +110,55 @@ def quantized_mean(x: Tree, residuals: Residuals | None, bits: int, mesh: Mesh) 
     Args:
         x: values of all replicas, float32 [replicas, ...].
         residuals: of the time before; None: what is lost is lost.
-        bits: 8, 4 or 2.
+        bits: 8, 4, 2 or "fp8".
         mesh: with the axis `replica`.
     """
-    replicas, stacked = mesh.shape[REPLICA_AXIS], PartitionSpec(REPLICA_AXIS)
+    replicas = mesh.shape[REPLICA_AXIS]
     zeros = initial_residuals(jax.tree.map(lambda v: v[0], x), replicas) if residuals is None else residuals
-
-    def one(x: jax.Array, worker: jax.Array, server: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        if not is_quantized(x[0]):
-            return jax.lax.psum(x[0], REPLICA_AXIS) / replicas, worker, server
-        mean, worker, server = _mean_of_parts(x[0] + worker[0], server[0], bits, replicas)
-        return mean, worker[None], server[None]
-
-    mapped = partial(
-        jax.shard_map, mesh=mesh, in_specs=stacked, out_specs=(PartitionSpec(), stacked, stacked),
-        axis_names=frozenset({REPLICA_AXIS}), check_vma=False,
-    )(one)  # fmt: skip
-    found = jax.tree.map(mapped, x, zeros.worker, zeros.server)
-    mean, worker, server = jax.tree.transpose(jax.tree.structure(x), jax.tree.structure((0, 0, 0)), found)
-    return mean, None if residuals is None else Residuals(worker, server)
+    leaves, structure = jax.tree.flatten(x)
+    worker, server = jax.tree.leaves(zeros.worker), jax.tree.leaves(zeros.server)
+    means: list[Any] = [None] * len(leaves)
+    exact = [i for i, v in enumerate(leaves) if not is_quantized(v[0])]
+    for i, mean in zip(exact, flat_mean([leaves[i] for i in exact], mesh), strict=True):
+        means[i] = mean
+    for i in range(len(leaves)):
+        if i not in exact:
+            means[i], worker[i], server[i] = _mean_of_parts(leaves[i], worker[i], server[i], bits, mesh)
+    mean, *kept = (jax.tree.unflatten(structure, values) for values in (means, worker, server))
+    return mean, None if residuals is None else Residuals(*kept)
 
 
-def _mean_of_parts(x: jax.Array, server: jax.Array, bits: int, replicas: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the mean, and the residuals, for code that is manual over `replica`."""
-    codes, scale = encode(to_blocks(x, replicas), bits)
-    left = x - from_blocks(decode(codes, scale, bits), x.shape)
-    swap = partial(jax.lax.all_to_all, axis_name=REPLICA_AXIS, split_axis=0, concat_axis=0)
-    part = decode(swap(codes), swap(scale), bits).sum(0) / replicas + server
-    codes, scale = encode(part, bits)
-    gather = partial(jax.lax.all_gather, axis_name=REPLICA_AXIS)
-    mean = from_blocks(decode(gather(codes), gather(scale), bits), x.shape)
-    return mean, left, part - decode(codes, scale, bits)
+def _mean_of_parts(
+    x: jax.Array, worker: jax.Array, server: jax.Array, bits: Bits, mesh: Mesh
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the mean of a tensor, and the residuals. Every device of a replica sends a part of the blocks."""
+    replicas, inner, shape = mesh.shape[REPLICA_AXIS], inner_devices(mesh), x.shape[1:]
+    per = server.shape[1]
+    stacked, parts = PartitionSpec(REPLICA_AXIS, None, inner_axes(mesh)), PartitionSpec(REPLICA_AXIS, inner_axes(mesh))
+
+    def pack(x: jax.Array, worker: jax.Array, server: jax.Array) -> Any:
+        total = x[0] + worker[0]
+        codes, scale = encode(to_blocks(total, replicas), bits)
+        left = total - from_blocks(decode(codes, scale, bits), shape)
+        codes, scale = (pad_to_devices(v, 1, inner)[None] for v in (codes, scale))
+        return codes, scale, left[None], pad_to_devices(server, 1, inner)
+
+    def swap(codes: jax.Array, scale: jax.Array, server: jax.Array) -> Any:
+        exchange = partial(jax.lax.all_to_all, axis_name=REPLICA_AXIS, split_axis=0, concat_axis=0)
+        part = decode(exchange(codes[0]), exchange(scale[0]), bits).sum(0) / replicas + server[0]
+        codes, scale = encode(part, bits)
+        left = part - decode(codes, scale, bits)
+        return *(jax.lax.all_gather(v, REPLICA_AXIS) for v in (codes, scale)), left[None]
+
+    def unpack(codes: jax.Array, scale: jax.Array) -> jax.Array:
+        return from_blocks(decode(codes[:, :per], scale[:, :per], bits), shape)
+
+    codes, scale, worker, server = on_each_replica(mesh, pack)(x, worker, server)
+    gathered = PartitionSpec(None, inner_axes(mesh))
+    send = on_each_device(mesh, swap, (stacked, stacked, parts), (gathered, gathered, parts))
+    codes, scale, server = send(codes, scale, server)
+    mean = on_each_replica(mesh, unpack, SAME, SAME)(codes, scale)
+    return mean, worker, on_each_replica(mesh, lambda v: v[:, :per])(server)
 
 
 def to_blocks(x: jax.Array, replicas: int) -> jax.Array:
@@ -137,16 +177,21 @@ def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return rows.reshape(*shape[:-1], width)[..., : shape[-1]]
 
 
-def sent_bytes(params: Tree, bits: int, replicas: int) -> int:
-    """Returns the bytes that each replica sends for a mean: codes, scales, and what is not quantised."""
+def sent_bytes(params: Tree, bits: Bits, replicas: int, inner: int = 1) -> int:
+    """Returns the bytes that each replica sends for a mean: codes, scales, and what is not quantised.
 
-    def one(p: Any) -> float:
-        if not is_quantized(p):
-            return 2 * 4 * prod(p.shape) * (replicas - 1) / replicas
-        per, block = _parts(p.shape, replicas)
-        return 2 * (replicas - 1) * per * (block * bits / 8 + 4)
-
-    return round(sum(map(one, jax.tree.leaves(params))))
+    Args:
+        params: shapes of the parameters.
+        bits: of a value.
+        replicas: number of replicas.
+        inner: devices of a replica, which divide the blocks: some are filled up.
+    """
+    leaves, width = jax.tree.leaves(params), bits if isinstance(bits, int) else 8
+    exact = [prod(p.shape) for p in leaves if not is_quantized(p)]
+    total = flat_mean_bytes(exact, replicas, inner)
+    for per, block in (_parts(p.shape, replicas) for p in leaves if is_quantized(p)):
+        total += 2 * (replicas - 1) * padded(per, inner) * (block * width / 8 + 4)
+    return round(total)
 
 
 def _parts(shape: tuple[int, ...], replicas: int) -> tuple[int, int]:

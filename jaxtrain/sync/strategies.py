@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.sync.compression.compressor import Compressor
+from jaxtrain.sync.compression.make import make_compressor
+from jaxtrain.sync.compression.wire import inner_devices
 from jaxtrain.sync.gossip import Gossip
-from jaxtrain.sync.quantized_mean import Residuals, initial_residuals, quantized_mean, sent_bytes
-from jaxtrain.sync.replica_dim import along, spread
+from jaxtrain.sync.quantized_mean import FP8, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
+from jaxtrain.sync.replica_dim import along, are_finite, spread
 from jaxtrain.sync.stale import Asynchronous, StaleSynchronous
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
 
 Tree = Any
-BITS = {"none": 0, "int8": 8, "int4": 4, "int2": 2}
+BITS: dict[str, Bits] = {"none": 0, "int8": 8, "int4": 4, "int2": 2, "fp8": FP8}
 
 
 class BulkSynchronous(Strategy):
-    """`bsp`: all replicas reduce their gradients in every step and hold the same parameters."""
+    """`bsp`: all replicas reduce their gradients in every step and hold the same parameters.
+
+    With `sync.compress.gradients` each replica computes gradients of its rows, and their mean travels compressed.
+    """
 
     parameters_differ = False
+
+    def __init__(self, config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> None:
+        super().__init__(config, replicas, mesh)
+        self.combines_gradients = config.is_compressed and replicas > 1
 
     def plan(self, step: int) -> StepPlan:
         """Returns the one program of every step."""
         return StepPlan(is_joint=True)
+
+    def init(self, params: Tree) -> dict[str, Tree]:
+        """Returns what compression keeps, such as what was not sent yet."""
+        return self._compressor.init(params) if self.combines_gradients else {}
+
+    def combine(
+        self, own: dict[str, Tree], gradients: Tree, tokens: jax.Array
+    ) -> tuple[dict[str, Tree], Tree, dict[str, jax.Array]]:
+        """Returns (own state, mean, bytes that a replica sent); the mean is NaN if any gradient is not finite."""
+        own, mean = self._compressor.mean(own, jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+        is_finite = are_finite(gradients).all()
+        mean = jax.tree.map(lambda x, g: jnp.where(is_finite, x, jnp.nan).astype(g.dtype), mean, gradients)
+        size = self._compressor.sent_bytes(jax.tree.map(lambda g: g[0], gradients))
+        return own, mean, {"exchanged_bytes": jnp.float32(size)}
+
+    @cached_property
+    def _compressor(self) -> Compressor:
+        return make_compressor(self.config.compress, self.replicas, self.replica_mesh, self.names)
 
 
 class LocalSGD(Strategy):
@@ -89,10 +120,12 @@ class DiLoCo(Strategy):
 
     def sent_bytes(self, params: Tree, kind: Hashable) -> int:
         """Returns the bytes of a ring all-reduce in float32, or those of the compressed changes."""
-        return sent_bytes(params, self._bits, self.replicas) if self._bits else super().sent_bytes(params, kind)
+        if not self._bits:
+            return super().sent_bytes(params, kind)
+        return sent_bytes(params, self._bits, self.replicas, inner_devices(self.mesh))
 
     @property
-    def _bits(self) -> int:
+    def _bits(self) -> Bits:
         """Bits of a value that is sent; 0: float32. A single replica sends nothing."""
         return BITS[self.config.compress.deltas] if self.replicas > 1 else 0
 

@@ -80,6 +80,7 @@ class Strategy:
         config: section `sync` of the config.
         replicas: size of the mesh axis `replica`.
         mesh: the mesh, for a strategy that sends along its axis `replica` itself; None: there is one device.
+        names: logical names of the dims of the parameters, a tree of tuples; None if unknown.
     """
 
     parameters_differ = True
@@ -87,6 +88,7 @@ class Strategy:
     mixes_batches = False
     min_replicas = 1
     early_exchange: Hashable = "all"
+    names: Tree = None
 
     def __init__(self, config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> None:
         self.config, self.replicas, self.mesh = config, replicas, mesh

@@ -98,8 +98,8 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guaran
         (changed if _changes_mathematics(key, after) else reasons).append(line)
     replicas = [(manifest.get("mesh") or {}).get("replica", 1) for manifest in (saved, now)]
     is_loose = any(keys.get("sync.strategy", "bsp") != "bsp" for keys in (before, after))
-    if is_loose and replicas[0] != replicas[1]:
-        has_residuals = before.get("sync.compress.deltas", "none") != "none"
+    has_residuals = any(before.get(f"sync.compress.{part}", "none") != "none" for part in ("deltas", "gradients"))
+    if (is_loose or has_residuals) and replicas[0] != replicas[1]:
         lost = ", without what compression had left to send" if has_residuals else ""
         changed.append(f"replicas: {replicas[0]} -> {replicas[1]}, which start from what those before agreed on{lost}")
     if changed:

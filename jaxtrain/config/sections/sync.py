@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
-from jaxtrain.config.field_types import Bool, Count, NonNegative, PositiveFloat, PositiveInt, Share
+from jaxtrain.config.field_types import Bool, Count, NonNegative, NonZeroFraction, PositiveFloat, PositiveInt, Share
 from jaxtrain.config.section import Section, key, section
 
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
-    "bsp": (), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"), "diloco": ("every", "outer", "compress"),
-    "gossip": ("every", "gossip"), "ssp": ("stale",), "asp": ("stale",),
+    "bsp": ("compress",), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"),
+    "diloco": ("every", "outer", "compress"), "gossip": ("every", "gossip"), "ssp": ("stale",), "asp": ("stale",),
 }  # fmt: skip
 
 
@@ -24,12 +24,27 @@ class OuterConfig(Section):
 
 
 class CompressConfig(Section):
-    """Compression of what diloco exchanges."""
+    """Compression of what replicas exchange: the gradients of bsp, or the changes of diloco."""
 
-    deltas: Literal["none", "int8", "int4", "int2"] = key(
-        "none", "changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
+    deltas: Literal["none", "int8", "fp8", "int4", "int2"] = key(
+        "none", "diloco: changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
     )
-    error_feedback: Bool = key(True, "keep what rounding loses, and add it in the next exchange")
+    gradients: Literal["none", "int8", "fp8", "int4", "int2", "powersgd", "topk"] = key(
+        "none", "bsp: gradients over mesh.replica, in such blocks; `powersgd`: of low rank; `topk`: the largest values"
+    )
+    error_feedback: Bool = key(True, "keep what is lost, and add it the next time")
+    rank: PositiveInt = key(4, "powersgd: rank of a matrix")
+    share: NonZeroFraction = key(0.01, "topk: share of the values of a layer that is sent")
+    momentum: Share = key(0.0, "topk: momentum of each replica before values are chosen, in place of the optimizer's")
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omits the keys that the kind of compression does not read."""
+        unread = {"powersgd": ("share", "momentum"), "topk": ("rank",)}.get(
+            self.gradients, ("share", "momentum", "rank")
+        )
+        other = ("gradients",) if self.gradients == "none" else ("deltas",) if self.deltas == "none" else ()
+        return {key: value for key, value in serialize(self).items() if key not in (*unread, *other)}
 
 
 class GossipConfig(Section):
@@ -65,7 +80,7 @@ class SyncConfig(Section):
     every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
     bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
     outer: OuterConfig = section(OuterConfig, "diloco: the outer optimizer")
-    compress: CompressConfig = section(CompressConfig, "diloco: bits of what is exchanged")
+    compress: CompressConfig = section(CompressConfig, "bsp, diloco: compression of what is exchanged")
     gossip: GossipConfig = section(GossipConfig, "gossip: its graph")
     stale: StaleConfig = section(StaleConfig, "ssp and asp: clocks of the workers")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own class")
@@ -86,6 +101,11 @@ class SyncConfig(Section):
         return "stale" in self._read
 
     @property
+    def is_compressed(self) -> bool:
+        """True if replicas are equal and their gradients travel compressed."""
+        return self.strategy == "bsp" and self.compress.gradients != "none"
+
+    @property
     def is_builtin(self) -> bool:
         """True if the strategy is one of ours, not a user's own."""
         return self.strategy in STRATEGY_KEYS
@@ -99,6 +119,7 @@ class SyncConfig(Section):
         return STRATEGY_KEYS.get(self.strategy, ("every", "options"))
 
     @model_serializer(mode="wrap")
-    def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits the keys that the strategy does not read."""
-        return {key: value for key, value in serialize(self).items() if key not in self.unread()}
+    def _keys_of_strategy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omits the keys that the strategy does not read, and for bsp a section without compression."""
+        unread = [*self.unread(), *(["compress"] if self.strategy == "bsp" and not self.is_compressed else [])]
+        return {key: value for key, value in serialize(self).items() if key not in unread}

@@ -75,6 +75,9 @@ def search(
     if objective not in OBJECTIVES:
         hint = did_you_mean(objective, OBJECTIVES) or f"; expected {join_words(OBJECTIVES)}"
         raise UserError(f"objective: no such objective `{objective}`{hint}")
+    if config.sync.is_compressed:
+        text = f"the search estimates gradients in full, not {config.sync.compress.gradients}; expected none"
+        raise UserError(f"sync.compress.gradients: {text}")
     if config.sync.is_loose:
         raise UserError(f"sync.strategy: the search estimates bsp, not {config.sync.strategy}; expected bsp")
     if vocab_size is None and is_decoder(config.model):

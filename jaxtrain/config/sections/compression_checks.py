@@ -1,0 +1,35 @@
+"""Checks of the compression of what replicas exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtrain.config.schema import Config
+
+Found = tuple[tuple[str, ...], str]  # keys, message
+
+
+def compression_problems(config: Config) -> Iterator[Found]:
+    """Yields the keys and the message of what does not fit the strategy or the optimizer."""
+    sync, compress = config.sync, config.sync.compress
+    if sync.strategy == "bsp" and compress.deltas != "none":
+        message = "bsp exchanges gradients; expected none (see sync.compress.gradients), or sync.strategy=diloco"
+        yield ("sync.compress.deltas", "sync.strategy"), message
+    if sync.strategy != "bsp" and compress.gradients != "none" and "compress" not in sync.unread():
+        message = f"{sync.strategy} exchanges changes of parameters; expected none (see sync.compress.deltas), or bsp"
+        yield ("sync.compress.gradients", "sync.strategy"), message
+    if sync.is_compressed and compress.gradients == "topk" and compress.momentum:
+        optimizer = config.optimizer
+        if optimizer.name != "sgd" or optimizer.betas[0]:
+            message = f"{compress.momentum:g} takes the place of the optimizer's; expected optimizer.name=sgd with"
+            keys = ("sync.compress.momentum", "optimizer.name", "optimizer.betas")
+            yield keys, f"{message} optimizer.betas=[0, ...], or 0"
+
+
+def compression_notes(config: Config) -> list[str]:
+    """Returns a line for a compression without effect."""
+    if config.sync.is_compressed and config.mesh.replica == 1:
+        return ["sync.compress.gradients: one replica sends nothing; mesh.replica > 1 compresses between replicas"]
+    return []
