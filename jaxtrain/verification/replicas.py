@@ -19,6 +19,7 @@ from jaxtrain.config.schema import Config, MeshConfig
 from jaxtrain.core.components import Components
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program, State, build_program
+from jaxtrain.data.replica_rows import ReplicaRows
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.verification.candidates import Candidate, candidates, layout_problems
 from jaxtrain.verification.compare import Recording, Verdict, compare_runs
@@ -65,7 +66,7 @@ class ReplicaComparison:
         name = self.config.sync.strategy
         return (
             f"sync.strategy {name}: rows `{name}` are compared with {self.replicas} replicas of one device each, over "
-            f"{self.steps} steps with an exchange every {self.config.sync.every}; the other rows are of bsp"
+            f"{self.steps} steps and their exchanges; the other rows are of plain bsp"
         )
 
 
@@ -75,7 +76,7 @@ def replica_check(config: Config, small: Config, devices: int) -> ReplicaCompari
     Raises:
         UserError: the devices are too few for its replicas.
     """
-    if not config.sync.is_loose:
+    if not (config.sync.is_loose or config.sync.is_compressed):
         return None
     replicas = config.mesh.replica if config.mesh.replica > 1 else 2
     if devices % replicas:
@@ -169,7 +170,11 @@ class ReplicaVerifier:
 
     def _record(self, program: Program, batches: Sequence[Any], state: State) -> Recording:
         """Trains with all exchanges. Updates are of what the replicas agree on, from the first step to the last."""
-        place, losses, sent = placer(RecordedBatches(batches), program), [], 0.0
+        data: Any = RecordedBatches(batches)
+        strategy, rows = program.synchronizer.strategy, program.config.data.global_batch
+        if strategy.mixes_batches:
+            data = ReplicaRows(data, strategy.data_steps, rows)
+        place, losses, sent = placer(data, program), [], 0.0
         before = flatten(program.agreed(state)["params"])
         for step in range(self._check.steps):
             state, metrics = program.step_at(step)(state, place(step))

@@ -17,8 +17,11 @@ STRATEGIES = {
     "post_local": {"strategy": "post_local", "every": 2, "bsp_steps": 100},
     "diloco": {"strategy": "diloco", "every": 500, "outer": {"lr": 0.7, "momentum": 0.9}},
     "int4": {"strategy": "diloco", "every": 2, "compress": {"deltas": "int4"}},
+    "ssp": {"strategy": "ssp", "stale": {"bound": 2}},
+    "powersgd": {"strategy": "bsp", "compress": {"gradients": "powersgd"}},
     "gossip": {"strategy": "gossip", "every": 1, "gossip": {"graph": "ring"}},
 }
+EQUAL = ("local_sgd", "post_local", "diloco", "gossip")  # keep equal replicas one
 
 
 class Grows(jaxtrain.Strategy):
@@ -49,7 +52,7 @@ def test_strategies_are_equal_on_every_layout(name: str):
     outcome = verify(STRATEGIES[name], ["fsdp", "tp"], optimizer={"name": "adamw", "lr": 0.01})
     assert outcome.is_equal, [row for row in outcome.rows if not row.is_equal]
     rows = of_strategy(outcome)
-    assert set(rows) == {"fsdp", "tp"} | ({"equal rows"} if name != "int4" else set())
+    assert set(rows) == {"fsdp", "tp"} | ({"equal rows"} if name in EQUAL else set())
     assert all("an exchange sends" in row.collectives for row in rows.values())
     assert any("replicas of one device each" in note for note in outcome.notes)
     assert rows["tp"].candidate.mesh == "replica 2 x fsdp 2 x model 2"

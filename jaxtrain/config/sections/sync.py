@@ -93,7 +93,7 @@ class SyncConfig(Section):
     @property
     def is_rounded(self) -> bool:
         """True if what travels is rounded to few bits."""
-        return "compress" in self._read and self.compress.deltas != "none"
+        return self.is_compressed or ("outer" in self._read and self.compress.deltas != "none")
 
     @property
     def is_stale(self) -> bool:
