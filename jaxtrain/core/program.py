@@ -30,7 +30,7 @@ from jaxtrain.core.step import (
     metrics_step,
     train_step,
 )
-from jaxtrain.core.xla_options import in_place
+from jaxtrain.core.xla_options import in_place, overlapped
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.interop.array_weights import tree_weights
 from jaxtrain.losses.row_independence import rows_are_proven_independent
@@ -48,7 +48,7 @@ from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
-from jaxtrain.sync.local_step import joint_step, local_step
+from jaxtrain.sync.local_step import Sending, joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
 from jaxtrain.sync.synchronizer import LooseSynchronizer, Synchronizer
 
@@ -151,18 +151,21 @@ def build_program(
     gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
     joint = _step(config, gradients, tx, rate)
     joint_stacked = joint_step(joint, sharder)
+    of_replicas = partial(_replicas_step, config, sharder, define, example, tx, rate)
 
     def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
         strategy = make_strategy(sync, replicas, sharder.mesh)
         if not strategy.parameters_differ:
             return Synchronizer(strategy)
         check_optimizer(strategy, is_schedule_free(one["opt_state"]))
-        return LooseSynchronizer(strategy, one, tx.init, lambda state: _compiled(joint_stacked, sharder, state))
+        strategy.prepare(one["params"], model_def.names)
+        return LooseSynchronizer(
+            strategy, one, tx.init, lambda state: _compiled(joint_stacked, sharder, state),
+            lambda state, sending: _compiled(of_replicas(sending), sharder, state, is_overlapped=True),
+        )  # fmt: skip
 
     synchronizer = make_synchronizer(config.sync, layout.sizes[REPLICA_AXIS])
-    step = joint
-    if (synchronizer.replicas or 1) > 1:
-        step = local_step(_replica_step(config, sharder, define, example, tx, rate), sharder)
+    step = of_replicas() if (synchronizer.replicas or 1) > 1 else joint
     state, shardings = synchronizer.abstract(one), jax.tree.map(lambda leaf: leaf.sharding, one)
 
     def init(replace: Callable[[State], State] | None = None) -> State:
@@ -188,23 +191,26 @@ def _step(config: Config, gradients: Gradients, tx: Any, rate: Any) -> TrainStep
     return with_matmul_precision(step, config.precision)
 
 
-def _replica_step(
-    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any
-) -> TrainStepWithGradients:
-    """Returns the train step of one replica, for code that is manual over the mesh axis `replica`."""
+def _replicas_step(
+    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any,
+    sending: Sending | None = None,
+) -> TrainStepWithGradients:  # fmt: skip
+    """Returns the train step of all replicas, each on its rows, during which something may travel between them."""
     replica = sharder.without_axis(REPLICA_AXIS)
     rows = config.data.global_batch // dict(sharder.mesh.shape)[REPLICA_AXIS] if sharder.mesh else 0
     part = config.model_copy(update={"data": config.data.model_copy(update={"global_batch": rows})})
     batch = _microbatch_spec(part, example)
-    return _step(config, _gradients(config, replica, define(part, replica), define, batch), tx, rate)
+    step = _step(config, _gradients(config, replica, define(part, replica), define, batch), tx, rate)
+    return local_step(step, sharder, sending)
 
 
-def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State) -> TrainStep:
+def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State, is_overlapped: bool = False) -> TrainStep:
     """Returns a step, compiled when it is first called, that donates its state and drops its gradients."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    platform = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform
     return jax.jit(
         drop_gradients(step), donate_argnums=0, out_shardings=(shardings, sharder.sharding(())),
-        compiler_options=in_place(jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform),
+        compiler_options=in_place(platform) | (overlapped(platform) if is_overlapped else {}),
     )  # fmt: skip
 
 

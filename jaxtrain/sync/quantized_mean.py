@@ -20,6 +20,7 @@ from jaxtrain.sharding.rules import REPLICA_AXIS
 Tree = Any
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
 SMALLEST = 1024  # values of a tensor that is worth it; smaller ones travel in float32
+BITS = {"none": 0, "int8": 8, "int4": 4, "int2": 2}  # of a value; 0: float32
 HIGHEST = {8: 127.0, 4: 7.0, 2: 1.5}  # code of the largest value of a block; codes are 1 apart
 
 

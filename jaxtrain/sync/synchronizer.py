@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
-from jaxtrain.sync.local_step import SHARED, SYNC, split_state
+from jaxtrain.sync.local_step import SHARED, SYNC, Sending, split_state
 from jaxtrain.sync.replica_dim import are_finite, average, choose, shares, spread, stacked_sharding
-from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, added_state, float32_bytes
+from jaxtrain.sync.strategy import Replicas, Strategy, added_state, float32_bytes
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 Step = Callable[[State, Mapping[str, jax.Array]], tuple[State, Metrics]]
+SENT = "exchanged_bytes"  # name of a metric
 AGREED = ("params", "ema", "mutable")  # parts with a replica dim that evaluation needs
 
 
@@ -57,6 +58,10 @@ class Synchronizer:
         """Returns a part of a state without a replica dim as it is in the state of a run."""
         return tree
 
+    def round_bytes(self) -> tuple[int, int]:
+        """Returns what a replica sends in `every` steps, and the most in one of them; not in joint steps."""
+        return 0, 0
+
     def with_checked_steps(self, check: Callable[[Any], Any]) -> Synchronizer:
         """Returns a synchronizer whose compiled steps beside the train step are wrapped by a check."""
         return self
@@ -86,13 +91,16 @@ class LooseSynchronizer(Synchronizer):
         one: abstract state without a replica dim, with shardings.
         initial_moments: parameters -> state of the optimizer.
         make_joint: abstract state -> the compiled step of replicas that are equal.
+        make_overlapped: (abstract state, what travels) -> the compiled step of replicas during which it does.
     """
 
     strategy: Strategy
     one: State
     initial_moments: Callable[[Any], Any]
     make_joint: Callable[[State], Step]
+    make_overlapped: Callable[[State, Sending], Step]
     _exchanges: dict[Hashable, Step] = field(default_factory=dict)
+    _overlapped: dict[Hashable, Step] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -104,9 +112,9 @@ class LooseSynchronizer(Synchronizer):
         shared, own = split_state(one)
         if self.replicas > 1:
             own = jax.tree.map(partial(stacked_sharding, replicas=self.replicas, axis=REPLICA_AXIS), own)
-        added = added_state(self.strategy, one["params"])
-        sync = {"tokens": self._vector, "own": {name: self._placed(tree, one) for name, tree in added.items()}}
-        return {**shared, **own, SYNC: sync}
+        added, specs = added_state(self.strategy, one["params"]), self.strategy.specs(one["params"])
+        placed = {name: self._placed(tree, one, specs.get(name)) for name, tree in added.items()}
+        return {**shared, **own, SYNC: {"tokens": self._vector, "own": placed}}
 
     @property
     def _vector(self) -> jax.ShapeDtypeStruct:
@@ -117,12 +125,18 @@ class LooseSynchronizer(Synchronizer):
         mesh = jax.tree.leaves(self.one["params"])[0].sharding.mesh
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def _placed(self, tree: Any, one: State) -> Any:
+    def _placed(self, tree: Any, one: State, specs: Any = None) -> Any:
         """Returns a tree that the strategy adds with shardings: like the parameters if it has their shapes.
 
-        Arrays of another shape that begin with a dim of the replicas are sharded over that alone.
+        Arrays of another shape that begin with a dim of the replicas are sharded over that alone. `specs`: those that
+        the strategy gives instead.
         """
         params = one["params"]
+        if specs is not None:
+            mesh = jax.tree.leaves(params)[0].sharding.mesh
+            return jax.tree.map(
+                lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs
+            )
         if jax.tree.structure(tree) != jax.tree.structure(params):
             return jax.tree.map(self._replicated, tree)
 
@@ -180,7 +194,9 @@ class LooseSynchronizer(Synchronizer):
     def step_at(self, step: int, local: Step) -> Step:
         """Returns the programs of the step after `step` finished ones as one function; `local`: the train step."""
         plan = self.strategy.plan(step)
-        run = self._joint if plan.is_joint and self.replicas > 1 else local
+        run = local
+        if self.replicas > 1 and (plan.is_joint or plan.send is not None):
+            run = self._joint if plan.is_joint else self._overlapped_step(plan.send)
         if plan.exchange is None:
             return run
         exchange = self._exchange_program(plan.exchange)
@@ -188,17 +204,29 @@ class LooseSynchronizer(Synchronizer):
         def run_and_exchange(state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Metrics]:
             state, metrics = run(state, batch)
             state, more = exchange(state)
+            if SENT in metrics and SENT in more:
+                more[SENT] = more[SENT] + metrics[SENT]
             return state, metrics | more
 
         return run_and_exchange
 
     def with_checked_steps(self, check: Callable[[Any], Any]) -> Synchronizer:
-        """Returns a synchronizer whose joint step is wrapped by a check."""
-        return replace(self, make_joint=lambda state: check(self.make_joint(state)))
+        """Returns a synchronizer whose other steps are wrapped by a check."""
+        return replace(
+            self, make_joint=lambda state: check(self.make_joint(state)),
+            make_overlapped=lambda state, sending: check(self.make_overlapped(state, sending)),
+        )  # fmt: skip
 
     @cached_property
     def _joint(self) -> Step:
         return self.make_joint(self.abstract(self.one))
+
+    def _overlapped_step(self, kind: Hashable) -> Step:
+        """Returns the compiled step during which something of a kind travels."""
+        if kind not in self._overlapped:
+            send = partial(self.strategy.send, kind)
+            self._overlapped[kind] = self.make_overlapped(self.abstract(self.one), Sending(send, self.sent_bytes(kind)))
+        return self._overlapped[kind]
 
     def _exchange_program(self, kind: Hashable) -> Any:
         """Returns the compiled exchange of a kind: state -> (state, metrics); donates the state."""
@@ -220,15 +248,14 @@ class LooseSynchronizer(Synchronizer):
         params, mutable, sync = state["params"], state.get("mutable"), state[SYNC]
         is_present = are_finite((params, mutable))
         weights = shares(sync["tokens"], is_present)
-        replicas = Replicas(params, weights)
+        replicas = Replicas(params, weights, sync["tokens"], is_present)
         own, new = self.strategy.exchange(sync["own"], replicas, kind)
         state = {**state, "params": new, SYNC: {"tokens": jnp.zeros_like(sync["tokens"]), "own": own}}
-        if mutable is not None:
+        if mutable is not None and self.strategy.exchanges_mutable(kind):
             state["mutable"] = _averaged_floats(mutable, weights)
-        metrics = {
-            "exchanged_bytes": jnp.float32(self.sent_bytes(kind)),
-            "left_out": 1.0 - is_present.astype(jnp.float32),
-        }
+        metrics, sent = {"left_out": 1.0 - is_present.astype(jnp.float32)}, self.sent_bytes(kind)
+        if sent or self.replicas == 1:
+            metrics[SENT] = jnp.float32(sent)
         return self._as_stored(self._healed(state, is_present)), metrics | self.strategy.metrics(replicas, new)
 
     def _healed(self, state: State, is_present: jax.Array) -> State:
@@ -273,7 +300,7 @@ class LooseSynchronizer(Synchronizer):
     def end_round(self, state: State) -> State:
         """Returns the state after an exchange, if replicas have trained since the last one. Donates it."""
         step = int(jax.device_get(state["step"]))
-        is_within = step > 0 and self.strategy.plan(step - 1) == StepPlan()
+        is_within = step > 0 and not self.strategy.is_settled(step)
         return self._exchange_program(self.strategy.early_exchange)(state)[0] if is_within else state
 
     def merge(self, state: State) -> State:
@@ -293,15 +320,26 @@ class LooseSynchronizer(Synchronizer):
 
     def sent_bytes(self, kind: Hashable) -> int:
         """Returns the bytes that a replica sends in an exchange of a kind, mutable variables included."""
-        ring = 2 * float32_bytes(self.one.get("mutable", {})) * (self.replicas - 1) // self.replicas
+        mutable = self.one.get("mutable", {}) if self.strategy.exchanges_mutable(kind) else {}
+        ring = 2 * float32_bytes(mutable) * (self.replicas - 1) // self.replicas
         return self.strategy.sent_bytes(self.one["params"], kind) + ring
+
+    def round_bytes(self) -> tuple[int, int]:
+        """Returns what a replica sends in `every` steps, and the most in one of them; not in joint steps."""
+        config = self.strategy.config
+        first = config.bsp_steps if config.strategy == "post_local" else 0
+        plans = [self.strategy.plan(step) for step in range(first, first + config.every)]
+        steps = [
+            sum(self.sent_bytes(kind) for kind in (plan.send, plan.exchange) if kind is not None) for plan in plans
+        ]
+        return sum(steps), max(steps)
 
 
 def has_form(before: Synchronizer, after: Synchronizer, one: State) -> bool:
-    """Returns whether a state of one synchronizer is one of another: the same arrays with the same shapes."""
+    """Returns whether a state of one synchronizer is one of another: the same arrays, with one meaning in a round."""
     states = [each.abstract(one) for each in (before, after)]
     first, second = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) for state in states)
-    return first == second
+    return first == second and before.strategy.round_form == after.strategy.round_form
 
 
 def restart(before: Synchronizer, after: Synchronizer, state: State) -> State:

@@ -147,7 +147,7 @@ def problems(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"sync": {"strategy": "dilocco"}}, "sync.strategy: expected bsp, local_sgd, post_local, diloco or gossip, or"),
+        ({"sync": {"strategy": "dilocco"}}, "sync.strategy: expected bsp, local_sgd, post_local, diloco, "),
         ({"sync": {"strategy": "diloco", "every": 0}}, "sync.every: expected at least 1; found 0"),
         (
             {"sync": {"strategy": "diloco", "every": 5}},
