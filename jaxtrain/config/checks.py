@@ -27,7 +27,8 @@ from jaxtrain.config.schema import (
 )
 from jaxtrain.config.sections.compression_checks import compression_notes, compression_problems
 from jaxtrain.config.sections.model import ModelConfig
-from jaxtrain.config.sections.sync import STRATEGY_KEYS, SyncConfig
+from jaxtrain.config.sections.sync import AT_OUTER, STRATEGY_KEYS, SyncConfig
+from jaxtrain.config.sections.sync_checks import optimizer_problems, streaming_problems
 from jaxtrain.config.user_class import USER_CLASS, Kind, is_reference, names_hint
 from jaxtrain.errors import did_you_mean, format_value, join_words
 
@@ -280,6 +281,8 @@ def _sync(config: Config) -> Iterator[Conflict]:
         yield Conflict((key, "mesh.replica"), message)
     if sync.strategy == "post_local" and sync.bsp_steps == 0:
         yield Conflict(("sync.bsp_steps", key), "post_local begins with bsp; expected at least 1, or local_sgd")
+    found = [*streaming_problems(sync, divisors), *optimizer_problems(sync, config.optimizer.name)]
+    yield from (Conflict(*each) for each in found)
     if config.epochs is None:
         yield from round_problems(config)
     yield from (Conflict(keys, message) for keys, message in compression_problems(config))
@@ -288,9 +291,9 @@ def _sync(config: Config) -> Iterator[Conflict]:
 
 
 def round_problems(config: Config) -> Iterator[Conflict]:
-    """Checks that an exchange follows the last step of diloco, whose outer parameters are those of an exchange."""
+    """Checks that an exchange follows the last step where outer parameters, which are those of an exchange, count."""
     steps, every = config.steps, config.sync.every
-    if config.sync.strategy != "diloco" or steps % every == 0:
+    if config.sync.strategy not in AT_OUTER or steps % every == 0:
         return
     near = join_words(f"steps={n}" for n in (steps // every * every, (steps // every + 1) * every) if n)
     lost = f"the last {steps % every} of {steps} steps would be in no exchange"

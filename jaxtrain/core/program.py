@@ -30,7 +30,7 @@ from jaxtrain.core.step import (
     metrics_step,
     train_step,
 )
-from jaxtrain.core.xla_options import in_place
+from jaxtrain.core.xla_options import in_place, overlapped
 from jaxtrain.errors import ConfigError, UserError
 from jaxtrain.interop.array_weights import tree_weights
 from jaxtrain.losses.row_independence import rows_are_proven_independent
@@ -48,8 +48,9 @@ from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
-from jaxtrain.sync.local_step import joint_step, local_step
+from jaxtrain.sync.local_step import Sending, joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
+from jaxtrain.sync.strategy import Strategy
 from jaxtrain.sync.synchronizer import GradientSynchronizer, LooseSynchronizer, Synchronizer
 
 State = train_state.State
@@ -141,31 +142,31 @@ def build_program(
     model_def = define(config, sharder)
     _check_tensors(config, model_def, len(devices))
     tx, rate = _optimizer(config, model_def, components)
-    parts = train_state.StateParts(
-        ema=config.optimizer.ema_decay is not None,
-        scaling=POLICIES[config.precision].scales_loss,
-        spikes=config.guard.spike.action != "none",
-    )
+    parts = _state_parts(config)
     one = train_state.abstract(model_def, tx, parts)
     one = train_state.with_shardings(one, train_state.shardings(one, model_def, tx, sharder))
     gradients = _gradients(config, sharder, model_def, define, _microbatch_spec(config, example))
     joint = _step(config, gradients, tx, rate)
     joint_stacked = joint_step(joint, sharder)
+    of_replicas = partial(_replicas_step, config, sharder, define, example, tx, rate)
 
     def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
         strategy = make_strategy(sync, replicas, sharder.mesh, model_def.names)
         if not strategy.parameters_differ:
             return GradientSynchronizer(strategy) if strategy.combines_gradients else Synchronizer(strategy)
         check_optimizer(strategy, is_schedule_free(one["opt_state"]))
-        return LooseSynchronizer(strategy, one, tx.init, lambda state: _compiled(joint_stacked, sharder, state))
+        strategy.prepare(one["params"], model_def.names)
+        return LooseSynchronizer(
+            strategy, one, tx.init, lambda state: _compiled(joint_stacked, sharder, state),
+            lambda state, sending: _compiled(of_replicas(sending), sharder, state, is_overlapped=True),
+        )  # fmt: skip
 
     synchronizer = make_synchronizer(config.sync, layout.sizes[REPLICA_AXIS])
     step = joint
     if synchronizer.strategy.combines_gradients:
-        apart = _replica_gradients(config, sharder, define, example)
-        step = _step(config, ReplicaGradients(apart, model_def, sharder, synchronizer.strategy), tx, rate)
+        step = _combined_step(config, sharder, define, example, tx, rate, model_def, synchronizer.strategy)
     elif (synchronizer.replicas or 1) > 1:
-        step = local_step(_step(config, _replica_gradients(config, sharder, define, example), tx, rate), sharder)
+        step = of_replicas()
     state, shardings = synchronizer.abstract(one), jax.tree.map(lambda leaf: leaf.sharding, one)
 
     def init(replace: Callable[[State], State] | None = None) -> State:
@@ -181,6 +182,15 @@ def build_program(
     )  # fmt: skip
 
 
+def _state_parts(config: Config) -> train_state.StateParts:
+    """Returns which parts the state has beside parameters and the optimizer's."""
+    return train_state.StateParts(
+        ema=config.optimizer.ema_decay is not None,
+        scaling=POLICIES[config.precision].scales_loss,
+        spikes=config.guard.spike.action != "none",
+    )
+
+
 def _step(config: Config, gradients: Gradients | ReplicaGradients, tx: Any, rate: Any) -> TrainStepWithGradients:
     """Returns the train step of a config with these gradients."""
     nan_steps = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
@@ -189,6 +199,23 @@ def _step(config: Config, gradients: Gradients | ReplicaGradients, tx: Any, rate
         spike=config.guard.spike, nan_steps=nan_steps,
     )  # fmt: skip
     return with_matmul_precision(step, config.precision)
+
+
+def _combined_step(
+    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any,
+    model_def: ModelDef, strategy: Strategy,
+) -> TrainStepWithGradients:  # fmt: skip
+    """Returns the train step of equal replicas whose gradients a strategy combines."""
+    apart = _replica_gradients(config, sharder, define, example)
+    return _step(config, ReplicaGradients(apart, model_def, sharder, strategy), tx, rate)
+
+
+def _replicas_step(
+    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any,
+    sending: Sending | None = None,
+) -> TrainStepWithGradients:  # fmt: skip
+    """Returns the train step of all replicas, each on its rows, during which something may travel between them."""
+    return local_step(_step(config, _replica_gradients(config, sharder, define, example), tx, rate), sharder, sending)
 
 
 def _replica_gradients(
@@ -211,12 +238,13 @@ def _replica_gradients(
     return _gradients(config, replica, replica_def, define, batch)
 
 
-def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State) -> TrainStep:
+def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State, is_overlapped: bool = False) -> TrainStep:
     """Returns a step, compiled when it is first called, that donates its state and drops its gradients."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    platform = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform
     return jax.jit(
         drop_gradients(step), donate_argnums=0, out_shardings=(shardings, sharder.sharding(())),
-        compiler_options=in_place(jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform),
+        compiler_options=in_place(platform) | (overlapped(platform) if is_overlapped else {}),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jaxlib
 
 UNNAMED = "--xla_enable_hlo_sharding_v3=false"
+OVERLAPPED = 4  # collectives that may run at once
 
 
 def prepare() -> None:
@@ -48,18 +49,28 @@ def in_place(platform: str) -> dict[str, Any]:
     return {name: True} if platform == "cpu" and _is_known(name) else {}
 
 
+def overlapped(platform: str) -> dict[str, Any]:
+    """Returns options for a step during which replicas send one another what the step does not depend on.
+
+    XLA lets one collective run at a time on GPUs, so that what travels over a slow network would wait for those of the
+    step, and they for it.
+    """
+    name = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    return {name: OVERLAPPED} if platform in ("gpu", "cuda") and _is_known(name, OVERLAPPED) else {}
+
+
 def as_flags(options: dict[str, Any]) -> str:
     """Formats options for XLA_FLAGS."""
     return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
 
 
 @cache
-def _is_known(option: str) -> bool:
-    """Returns whether this version of XLA takes an option of a program that is true or false."""
+def _is_known(option: str, value: Any = True) -> bool:
+    """Returns whether this version of XLA takes an option of a program with a value of this type."""
     import jax  # later than `prepare`: JAX reads the environment when it is imported
 
     try:
-        jax.jit(lambda: 0).lower().compile(compiler_options={option: True})
+        jax.jit(lambda: 0).lower().compile(compiler_options={option: value})
     except jax.errors.JaxRuntimeError:
         return False
     return True

@@ -202,11 +202,13 @@ def _notes(
     notes = []
     if config.sync.is_stale:
         notes.append("a step is one update of the server; gradients of all workers are computed, those that push count")
-    elif config.sync.is_loose and report.exchange:
-        size, every = report.exchange, config.sync.every
-        per_step = f"{size / every / 1e6:.3g} MB a step"
-        text = f"in an exchange of {config.sync.strategy} a device sends {size / 1e6:.3g} MB, every {every} steps"
-        notes.append(f"{text} ({per_step}); its time is not in that of the step")
+    elif config.sync.is_loose and any(report.exchange):
+        (size, most), every, name = report.exchange, config.sync.every, config.sync.strategy
+        in_turns = name == "streaming_diloco"
+        what = f"in the exchanges of the fragments of {name}" if in_turns else f"in an exchange of {name}"
+        text = f"{what} a device sends {size / 1e6:.3g} MB, every {every} steps"
+        per_step = f"{size / every / 1e6:.3g} MB a step" + (f", at most {most / 1e6:.3g} MB in one" * in_turns)
+        notes.append(f"{text} ({per_step}); {'their' if in_turns else 'its'} time is not in that of the step")
     if names := cost.unknown_kernels:
         notes.append(f"kernels of unknown FLOPs are priced by their memory traffic: {', '.join(names[:4])}")
     if any(one.is_unbounded for one in cost.operations):

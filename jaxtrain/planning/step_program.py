@@ -100,13 +100,18 @@ def user_step_flops(program: Program) -> float | None:
     return None if flops is None else flops.model
 
 
-def exchange_bytes(program: Program) -> float:
-    """Bytes that a device sends in an exchange of replicas that agree loosely; 0 for `bsp`, whose step has them."""
+def exchange_bytes(program: Program) -> tuple[float, float]:
+    """Bytes that a device sends in exchanges of replicas that agree loosely; 0 for `bsp`, whose step has them.
+
+    Returns:
+        those in `sync.every` steps, and the most in one step.
+    """
     synchronizer = program.synchronizer
     if synchronizer.replicas is None:
-        return 0.0
+        return 0.0, 0.0
     devices = 1 if program.sharder.mesh is None else program.sharder.mesh.size // synchronizer.replicas
-    return synchronizer.sent_bytes(synchronizer.strategy.early_exchange) / devices
+    whole, most = synchronizer.round_bytes()
+    return whole / devices, most / devices
 
 
 def cpu_rates(devices: Sequence[Any], precision: str) -> dict[str, float] | None:

@@ -19,7 +19,8 @@ def placed_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
     """Returns what a strategy adds to the state with shardings, for parameters that have them.
 
     A tree like the parameters is sharded as they are. If its arrays have a leading dim of the replicas, that is sharded
-    over them; arrays of another shape after that dim are sharded over it alone. Others are replicated.
+    over them; arrays of another shape after that dim are sharded over it alone. Others are replicated. What has `specs`
+    lies as these say.
 
     Raises:
         UserError: its `init` fails, or returns something else than a dict of trees of arrays.
@@ -37,12 +38,19 @@ def placed_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(p.sharding.mesh, spec))
         return replicated(leaf, params)
 
-    def place_tree(tree: Tree) -> Tree:
+    mesh, specs = jax.tree.leaves(params)[0].sharding.mesh, strategy.specs(params)
+
+    def place_by(leaf: Any, spec: PartitionSpec) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def place_tree(name: str, tree: Tree) -> Tree:
+        if name in specs:
+            return jax.tree.map(place_by, tree, specs[name])
         if jax.tree.structure(tree) != jax.tree.structure(params):
             return jax.tree.map(lambda leaf: replicated(leaf, params), tree)
         return jax.tree.map(place, tree, params)
 
-    return {name: place_tree(tree) for name, tree in added_state(strategy, params).items()}
+    return {name: place_tree(name, tree) for name, tree in added_state(strategy, params).items()}
 
 
 def replicated(leaf: Any, params: Tree) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,19 @@ def split_state(state: State) -> tuple[State, State]:
     return shared, {name: tree for name, tree in state.items() if name not in (*SHARED, SYNC)}
 
 
-def local_step(step: StepWithGradients, sharder: Sharder) -> StepWithGradients:
+class Sending(NamedTuple):
+    """Values that travel between the replicas during a step, which does not depend on them.
+
+    Attributes:
+        send: (what the strategy added, finished steps) -> the same, after that.
+        bytes: that a replica sends.
+    """
+
+    send: Callable[[State, jax.Array], State]
+    bytes: int
+
+
+def local_step(step: StepWithGradients, sharder: Sharder, sending: Sending | None = None) -> StepWithGradients:
     """Returns a step of all replicas, each on its rows: (state, batch) -> (state, metrics, gradients).
 
     Rows are split in the order of the replicas. All but `step` and `frozen` has a leading replica dim, as have the
@@ -38,6 +50,7 @@ def local_step(step: StepWithGradients, sharder: Sharder) -> StepWithGradients:
     Args:
         step: of one replica, for the sharder without the axis `replica`.
         sharder: of the whole mesh.
+        sending: what travels meanwhile.
     """
 
     def run_one(shared: State, own: State, batch: Mapping[str, jax.Array]) -> tuple[State, Metrics, Any]:
@@ -45,13 +58,19 @@ def local_step(step: StepWithGradients, sharder: Sharder) -> StepWithGradients:
         return jax.tree.map(lambda x: x[None], (split_state(new)[1], metrics, grads))
 
     def run(state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Metrics, Any]:
+        added = state[SYNC]["own"] if sending is None else sending.send(state[SYNC]["own"], state["step"])
         shared, own = split_state(state)
         specs = (P(), P(REPLICA_AXIS), P(REPLICA_AXIS))
         mapped = sharder.shard_map(run_one, specs, P(REPLICA_AXIS), axes=(REPLICA_AXIS,))
         own, metrics, grads = mapped(shared, own, dict(batch))
+        if sending is not None:
+            # Without this XLA reduces the metrics together with what travels, which then waits for the whole step.
+            metrics, added = jax.lax.optimization_barrier((metrics, added))
         tokens = state[SYNC]["tokens"] + jnp.where(metrics["skipped"] > 0, 0.0, metrics["tokens"])
-        sync = {**state[SYNC], "tokens": tokens}
-        return {**shared, **own, "step": state["step"] + 1, SYNC: sync}, combine_metrics(metrics), grads
+        sync, metrics = {"tokens": tokens, "own": added}, combine_metrics(metrics)
+        if sending is not None:
+            metrics["exchanged_bytes"] = jnp.float32(sending.bytes)
+        return {**shared, **own, "step": state["step"] + 1, SYNC: sync}, metrics, grads
 
     return run
 

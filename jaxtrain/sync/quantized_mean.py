@@ -33,6 +33,7 @@ Bits = int | str
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
 SMALLEST = 1024  # values of a tensor that is worth it; smaller ones travel in float32
 FP8 = "fp8"  # 8 bits, of which 4 are an exponent (e4m3): codes are closer near 0
+BITS: dict[str, Bits] = {"none": 0, "int8": 8, "int4": 4, "int2": 2, "fp8": FP8}  # of a value; 0: float32
 HIGHEST: dict[Bits, float] = {8: 127.0, 4: 7.0, 2: 1.5, FP8: 448.0}  # code of the largest value; integers are 1 apart
 
 

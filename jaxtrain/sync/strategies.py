@@ -1,4 +1,4 @@
-"""The built-in strategies: bsp, local_sgd, post_local and diloco."""
+"""The built-in strategies: bsp, local_sgd, post_local, diloco and muloco; others have files of their own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from jaxtrain.sync.compression.compressor import Compressor
 from jaxtrain.sync.compression.make import make_compressor
 from jaxtrain.sync.compression.wire import inner_devices
 from jaxtrain.sync.gossip import Gossip
-from jaxtrain.sync.quantized_mean import FP8, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
+from jaxtrain.sync.outer_optimizer import outer_step
+from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
 from jaxtrain.sync.replica_dim import along, are_finite, spread
 from jaxtrain.sync.stale import Asynchronous, StaleSynchronous
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
+from jaxtrain.sync.streaming import StreamingDiLoCo
 
 Tree = Any
-BITS: dict[str, Bits] = {"none": 0, "int8": 8, "int4": 4, "int2": 2, "fp8": FP8}
 
 
 class BulkSynchronous(Strategy):
@@ -105,7 +106,7 @@ class DiLoCo(Strategy):
         """Takes an outer step, unless no replica is finite: then all go back to the outer parameters."""
         is_any, outer = replicas.weights.sum() > 0, {name: own[name] for name in ("outer", "velocity") if name in own}
         residuals = self._receive(own, replicas) if self._bits else {}
-        moved = self._moved(outer, replicas.average) | residuals
+        moved = outer_step(self.config.outer, outer, replicas.average) | residuals
         own = jax.tree.map(lambda new, old: jnp.where(is_any, new, old), moved, own)
         return own, spread(like(own["outer"], replicas.params), self.replicas)
 
@@ -147,22 +148,16 @@ class DiLoCo(Strategy):
     def _momentum(self) -> float:
         return self.config.outer.momentum
 
-    def _moved(self, own: dict[str, Tree], mean: Tree) -> dict[str, Tree]:
-        """Returns the outer parameters and the velocity after a step."""
-        lr, momentum = self.config.outer.lr, self._momentum
-        if lr == 1 and not momentum:
-            return {"outer": mean}  # copied: x - (x - mean) would be rounded
-        change = jax.tree.map(jnp.subtract, own["outer"], mean)
-        if not momentum:
-            return {"outer": jax.tree.map(lambda x, d: x - lr * d, own["outer"], change)}
-        velocity = jax.tree.map(lambda v, d: momentum * v + d, own["velocity"], change)
-        step = velocity
-        if self.config.outer.nesterov:
-            step = jax.tree.map(lambda v, d: d + momentum * v, velocity, change)
-        return {"outer": jax.tree.map(lambda x, s: x - lr * s, own["outer"], step), "velocity": velocity}
+
+class MuLoCo(DiLoCo):
+    """`muloco`: diloco with Muon as the inner optimizer, and changes in 2 bits with residuals if not configured.
+
+    Therien et al. 2025 (arXiv 2505.23725): the changes of Muon lose less by rounding than those of AdamW.
+    """
 
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "bsp": BulkSynchronous, "local_sgd": LocalSGD, "post_local": PostLocal, "diloco": DiLoCo, "gossip": Gossip,
     "ssp": StaleSynchronous, "asp": Asynchronous,
+    "streaming_diloco": StreamingDiLoCo, "muloco": MuLoCo,
 }  # fmt: skip

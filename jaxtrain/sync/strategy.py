@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -25,10 +25,12 @@ class StepPlan(NamedTuple):
     Attributes:
         is_joint: the replicas reduce their gradients and stay equal; else each takes a step of its own.
         exchange: kind of the exchange after it, compiled for each kind; None: no exchange.
+        send: kind of what travels during the step, in its own program, compiled for each kind; None: nothing.
     """
 
     is_joint: bool = False
     exchange: Hashable | None = None
+    send: Hashable | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +41,19 @@ class Replicas:
         params: parameters, [replicas, ...]. Those of weight 0 may not be finite.
         weights: share of each replica in the tokens since the last exchange, float32 [replicas] of sum 1. A replica
             with parameters that are not finite has 0. All are 0 if there is no other.
+        tokens: of each replica since the last exchange, float32 [replicas]; default: 0.
+        is_present: replicas of which all numbers are finite, bool [replicas]; default: those with a weight.
     """
 
     params: Tree
     weights: jax.Array
+    tokens: Any = 0.0
+    is_present: Any = None
+    _distance: dict[str, jax.Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.is_present is None:
+            object.__setattr__(self, "is_present", self.weights > 0)
 
     @cached_property
     def average(self) -> Tree:
@@ -54,9 +65,16 @@ class Replicas:
         self.__dict__["average"] = average
 
     @property
-    def has_average(self) -> bool:
-        """True if the average was used."""
-        return "average" in self.__dict__
+    def distance(self) -> dict[str, jax.Array]:
+        """`consensus_distance`, if the average was used or the distance from it noted; else nothing."""
+        if "average" in self.__dict__:
+            return {"consensus_distance": distance(self.params, self.average, self.weights > 0)}
+        return self._distance
+
+    def note_distance(self, params: Tree, average: Tree, is_any: jax.Array) -> None:
+        """Keeps how far parts of the parameters, [replicas, ...], are from an average; 0 unless `is_any`."""
+        found = distance(params, average, self.is_present)
+        self._distance["consensus_distance"] = jnp.where(is_any, found, 0.0)
 
 
 def like(tree: Tree, params: Tree) -> Tree:
@@ -135,6 +153,22 @@ class Strategy:
         """Returns whether the own state of another strategy, of the same shapes, can go on: by default always."""
         return True
 
+    def prepare(self, params: Tree, names: Tree) -> None:
+        """Takes the shapes of the parameters and their logical names, before any other method is called.
+
+        Raises:
+            UserError: the strategy does not fit these parameters.
+        """
+
+    def is_settled(self, step: int) -> bool:
+        """Returns whether no round has begun after `step` finished steps: by default if the last one exchanged."""
+        return self.plan(step - 1) != StepPlan()
+
+    @property
+    def round_form(self) -> Hashable:
+        """Options on which a state within a round depends beside its shapes; with others a run begins a new round."""
+        return None
+
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what the strategy adds to the state, for the parameters of step 0, without a replica dim.
 
@@ -200,6 +234,28 @@ class Strategy:
         count = self.replicas
         return own, jax.tree.map(lambda g: (g.sum(0) / count).astype(g.dtype), gradients), {}
 
+    def specs(self, params: Tree) -> dict[str, Tree]:
+        """Returns PartitionSpecs of trees that `init` adds, by name, if they are not to be those that `init` says.
+
+        Args:
+            params: shapes of the parameters, with their shardings.
+        """
+        return {}
+
+    def send(self, kind: Hashable, own: dict[str, Tree], step: jax.Array) -> dict[str, Tree]:
+        """Returns the own state after what travels during a step, independent of the step itself.
+
+        Args:
+            kind: of the plan of the step.
+            own: what `init` added.
+            step: finished steps.
+        """
+        raise NotImplementedError
+
+    def exchanges_mutable(self, kind: Hashable) -> bool:
+        """Returns whether mutable variables are averaged in an exchange of a kind: by default in all."""
+        return True
+
     def agreed(self, own: dict[str, Tree], replicas: Replicas) -> Tree:
         """Returns the parameters that validation and export use, without a replica dim: by default the average."""
         return like(replicas.average, replicas.params)
@@ -213,16 +269,14 @@ class Strategy:
             replicas: parameters and weights before the exchange.
             new: parameters of all replicas after it.
         """
-        if not replicas.has_average:  # which would be sent for the distance alone
-            return {}
-        return {"consensus_distance": distance(replicas.params, replicas.average, replicas.weights > 0)}
+        return replicas.distance  # without the average, which would be sent for the distance alone
 
     def sent_bytes(self, params: Tree, kind: Hashable) -> int:
         """Returns the bytes that each replica sends in an exchange: by default those of a ring all-reduce in float32.
 
         Args:
             params: shapes of the parameters, without a replica dim.
-            kind: of the exchange.
+            kind: of the exchange, or of what travels during a step.
         """
         return 2 * float32_bytes(params) * (self.replicas - 1) // self.replicas
 

@@ -13,13 +13,14 @@ import numpy as np
 
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.added_state import placed_state, replicated
-from jaxtrain.sync.local_step import SHARED, SYNC, split_state
+from jaxtrain.sync.local_step import SHARED, SYNC, Sending, split_state
 from jaxtrain.sync.replica_dim import are_finite, average, choose, key_of_replica, shares, spread, stacked_sharding
-from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, float32_bytes
+from jaxtrain.sync.strategy import Replicas, Strategy, float32_bytes
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 Step = Callable[[State, Mapping[str, jax.Array]], tuple[State, Metrics]]
+SENT = "exchanged_bytes"  # name of a metric
 AGREED = ("params", "ema", "mutable")  # parts with a replica dim that evaluation needs
 
 
@@ -57,6 +58,10 @@ class Synchronizer:
     def spread(self, tree: Any) -> Any:
         """Returns a part of a state without a replica dim as it is in the state of a run."""
         return tree
+
+    def round_bytes(self) -> tuple[int, int]:
+        """Returns what a replica sends in `every` steps, and the most in one of them; not in joint steps."""
+        return 0, 0
 
     def with_checked_steps(self, check: Callable[[Any], Any]) -> Synchronizer:
         """Returns a synchronizer whose compiled steps beside the train step are wrapped by a check."""
@@ -127,13 +132,16 @@ class LooseSynchronizer(Synchronizer):
         one: abstract state without a replica dim, with shardings.
         initial_moments: parameters -> state of the optimizer.
         make_joint: abstract state -> the compiled step of replicas that are equal.
+        make_overlapped: (abstract state, what travels) -> the compiled step of replicas during which it does.
     """
 
     strategy: Strategy
     one: State
     initial_moments: Callable[[Any], Any]
     make_joint: Callable[[State], Step]
+    make_overlapped: Callable[[State, Sending], Step]
     _exchanges: dict[Hashable, Step] = field(default_factory=dict)
+    _overlapped: dict[Hashable, Step] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -194,7 +202,9 @@ class LooseSynchronizer(Synchronizer):
     def step_at(self, step: int, local: Step) -> Step:
         """Returns the programs of the step after `step` finished ones as one function; `local`: the train step."""
         plan = self.strategy.plan(step)
-        run = self._joint if plan.is_joint and self.replicas > 1 else local
+        run = local
+        if self.replicas > 1 and (plan.is_joint or plan.send is not None):
+            run = self._joint if plan.is_joint else self._overlapped_step(plan.send)
         if plan.exchange is None:
             return run
         exchange = self._exchange_program(plan.exchange)
@@ -202,17 +212,29 @@ class LooseSynchronizer(Synchronizer):
         def run_and_exchange(state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Metrics]:
             state, metrics = run(state, batch)
             state, more = exchange(state)
+            if SENT in metrics and SENT in more:
+                more[SENT] = more[SENT] + metrics[SENT]
             return state, metrics | more
 
         return run_and_exchange
 
     def with_checked_steps(self, check: Callable[[Any], Any]) -> Synchronizer:
-        """Returns a synchronizer whose joint step is wrapped by a check."""
-        return replace(self, make_joint=lambda state: check(self.make_joint(state)))
+        """Returns a synchronizer whose other steps are wrapped by a check."""
+        return replace(
+            self, make_joint=lambda state: check(self.make_joint(state)),
+            make_overlapped=lambda state, sending: check(self.make_overlapped(state, sending)),
+        )  # fmt: skip
 
     @cached_property
     def _joint(self) -> Step:
         return self.make_joint(self.abstract(self.one))
+
+    def _overlapped_step(self, kind: Hashable) -> Step:
+        """Returns the compiled step during which something of a kind travels."""
+        if kind not in self._overlapped:
+            send = partial(self.strategy.send, kind)
+            self._overlapped[kind] = self.make_overlapped(self.abstract(self.one), Sending(send, self.sent_bytes(kind)))
+        return self._overlapped[kind]
 
     def _exchange_program(self, kind: Hashable) -> Any:
         """Returns the compiled exchange of a kind: state -> (state, metrics); donates the state."""
@@ -234,15 +256,14 @@ class LooseSynchronizer(Synchronizer):
         params, mutable, sync = state["params"], state.get("mutable"), state[SYNC]
         is_present = are_finite((params, mutable))
         weights = shares(sync["tokens"], is_present)
-        replicas = Replicas(params, weights)
+        replicas = Replicas(params, weights, sync["tokens"], is_present)
         own, new = self.strategy.exchange(sync["own"], replicas, kind)
         state = {**state, "params": new, SYNC: {"tokens": jnp.zeros_like(sync["tokens"]), "own": own}}
-        if mutable is not None:
+        if mutable is not None and self.strategy.exchanges_mutable(kind):
             state["mutable"] = _averaged_floats(mutable, weights)
-        metrics = {
-            "exchanged_bytes": jnp.float32(self.sent_bytes(kind)),
-            "left_out": 1.0 - is_present.astype(jnp.float32),
-        }
+        metrics, sent = {"left_out": 1.0 - is_present.astype(jnp.float32)}, self.sent_bytes(kind)
+        if sent or self.replicas == 1:
+            metrics[SENT] = jnp.float32(sent)
         return self._as_stored(self._healed(state, is_present)), metrics | self.strategy.metrics(replicas, new)
 
     def _healed(self, state: State, is_present: jax.Array) -> State:
@@ -287,7 +308,7 @@ class LooseSynchronizer(Synchronizer):
     def end_round(self, state: State) -> State:
         """Returns the state after an exchange, if replicas have trained since the last one. Donates it."""
         step = int(jax.device_get(state["step"]))
-        is_within = step > 0 and self.strategy.plan(step - 1) == StepPlan()
+        is_within = step > 0 and not self.strategy.is_settled(step)
         return self._exchange_program(self.strategy.early_exchange)(state)[0] if is_within else state
 
     def merge(self, state: State) -> State:
@@ -307,8 +328,19 @@ class LooseSynchronizer(Synchronizer):
 
     def sent_bytes(self, kind: Hashable) -> int:
         """Returns the bytes that a replica sends in an exchange of a kind, mutable variables included."""
-        ring = 2 * float32_bytes(self.one.get("mutable", {})) * (self.replicas - 1) // self.replicas
+        mutable = self.one.get("mutable", {}) if self.strategy.exchanges_mutable(kind) else {}
+        ring = 2 * float32_bytes(mutable) * (self.replicas - 1) // self.replicas
         return self.strategy.sent_bytes(self.one["params"], kind) + ring
+
+    def round_bytes(self) -> tuple[int, int]:
+        """Returns what a replica sends in `every` steps, and the most in one of them; not in joint steps."""
+        config = self.strategy.config
+        first = config.bsp_steps if config.strategy == "post_local" else 0
+        plans = [self.strategy.plan(step) for step in range(first, first + config.every)]
+        steps = [
+            sum(self.sent_bytes(kind) for kind in (plan.send, plan.exchange) if kind is not None) for plan in plans
+        ]
+        return sum(steps), max(steps)
 
 
 def _with_values(state: State, values: Mapping[str, np.ndarray]) -> State:
@@ -329,12 +361,12 @@ def _replicated_array(value: np.ndarray, sharding: jax.sharding.Sharding) -> jax
 
 
 def has_form(before: Synchronizer, after: Synchronizer, one: State) -> bool:
-    """Returns whether a state of one synchronizer is one of another: the same arrays with the same shapes."""
+    """Returns whether a state of one synchronizer is one of another: the same arrays, with one meaning in a round."""
     if not after.strategy.continues(before.strategy):
         return False
     states = [each.abstract(one) for each in (before, after)]
     first, second = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) for state in states)
-    return first == second
+    return first == second and before.strategy.round_form == after.strategy.round_form
 
 
 def restart(before: Synchronizer, after: Synchronizer, state: State) -> State:

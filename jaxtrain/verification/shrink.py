@@ -46,7 +46,12 @@ def shrink(config: Config, devices: int) -> tuple[Config, list[str]]:
 
 def shrink_sync(sync: SyncConfig) -> SyncConfig:
     """Returns section `sync` with rounds of few steps, so that a comparison has several exchanges."""
-    return sync.model_copy(update={"every": min(sync.every, EVERY), "bsp_steps": min(sync.bsp_steps, 1)})
+    rounds: dict[str, Any] = {"every": min(sync.every, EVERY), "bsp_steps": min(sync.bsp_steps, 1)}
+    if sync.strategy == "streaming_diloco":  # of at most two fragments, which travel for one step at most
+        fragments = min(sync.streaming.fragments, 2)
+        streaming = {"fragments": fragments, "tau": min(sync.streaming.tau, 1)}
+        rounds |= {"every": EVERY * fragments, "streaming": sync.streaming.model_copy(update=streaming)}
+    return sync.model_copy(update=rounds)
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ STRATEGIES = {
     "post_local": {"strategy": "post_local", "every": 2, "bsp_steps": 100},
     "diloco": {"strategy": "diloco", "every": 500, "outer": {"lr": 0.7, "momentum": 0.9}},
     "int4": {"strategy": "diloco", "every": 2, "compress": {"deltas": "int4"}},
+    "streaming": {"strategy": "streaming_diloco", "every": 500, "streaming": {"fragments": 2, "tau": 2}},
     "ssp": {"strategy": "ssp", "stale": {"bound": 2}},
     "powersgd": {"strategy": "bsp", "compress": {"gradients": "powersgd"}},
     "gossip": {"strategy": "gossip", "every": 1, "gossip": {"graph": "ring"}},

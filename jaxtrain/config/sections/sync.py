@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from jaxtrain.config.field_types import Bool, Count, NonNegative, NonZeroFraction, PositiveFloat, PositiveInt, Share
+from jaxtrain.config.field_types import (
+    Bool,
+    Count,
+    Fraction,
+    NonNegative,
+    NonZeroFraction,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+)
 from jaxtrain.config.section import Section, key, section
 
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
     "bsp": ("compress",), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"),
-    "diloco": ("every", "outer", "compress"), "gossip": ("every", "gossip"), "ssp": ("stale",), "asp": ("stale",),
+    "diloco": ("every", "outer", "compress"), "streaming_diloco": ("every", "outer", "compress", "streaming"),
+    "muloco": ("every", "outer", "compress"), "gossip": ("every", "gossip"), "ssp": ("stale",), "asp": ("stale",),
 }  # fmt: skip
+AT_OUTER = ("diloco", "streaming_diloco", "muloco")  # those whose result is that of an outer optimizer
 
 
 class OuterConfig(Section):
@@ -47,6 +58,14 @@ class CompressConfig(Section):
         return {key: value for key, value in serialize(self).items() if key not in (*unread, *other)}
 
 
+class StreamingConfig(Section):
+    """Fragments of streaming_diloco, which travel while replicas train on."""
+
+    fragments: PositiveInt = key(4, "parts of the parameters, each exchanged once in `every` steps, one after another")
+    tau: Count = key(1, "steps during which a fragment travels; 0: replicas wait for it")
+    alpha: Fraction = key(0.5, "share of its own values that a replica keeps when a fragment arrives; 0: none")
+
+
 class GossipConfig(Section):
     """Graph over which replicas gossip."""
 
@@ -73,17 +92,29 @@ class SyncConfig(Section):
 
     strategy: str = key(
         "bsp", "`bsp`: every step; `local_sgd`: an average every `every` steps; `post_local`: bsp first; `diloco`: an "
-        "outer optimizer; `gossip`: averages with neighbours; `ssp` and `asp`: gradients that are some updates old, as "
-        "of workers of different speeds; or a user's own `package.module:Class`, or a name that an installed package "
-        "adds"
+        "outer optimizer; `streaming_diloco`: that in fragments, while replicas train on; `muloco`: diloco with Muon, "
+        "in 2 bits; `gossip`: averages with neighbours; `ssp` and `asp`: gradients that are some updates old, as of "
+        "workers of different speeds; or a user's own `package.module:Class`, or a name that an installed package adds"
     )  # fmt: skip
     every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
     bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
-    outer: OuterConfig = section(OuterConfig, "diloco: the outer optimizer")
-    compress: CompressConfig = section(CompressConfig, "bsp, diloco: compression of what is exchanged")
+    outer: OuterConfig = section(OuterConfig, "diloco, streaming_diloco, muloco: the outer optimizer")
+    compress: CompressConfig = section(
+        CompressConfig, "bsp and the same: compression of what is exchanged; by default int2 for muloco"
+    )
+    streaming: StreamingConfig = section(StreamingConfig, "streaming_diloco: fragments, and how they are mixed in")
     gossip: GossipConfig = section(GossipConfig, "gossip: its graph")
     stale: StaleConfig = section(StaleConfig, "ssp and asp: clocks of the workers")
     options: dict[str, Any] = key({}, "keyword arguments of a user's own class")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _two_bits_of_muloco(cls, given: Any) -> Any:
+        """Fills in the default of muloco."""
+        if not isinstance(given, dict) or given.get("strategy") != "muloco":
+            return given
+        compress = given.get("compress", {})
+        return {**given, "compress": {"deltas": "int2", **compress}} if isinstance(compress, dict) else given
 
     @property
     def is_loose(self) -> bool:
