@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.hlo import parse
 from jaxtrain.hlo.collectives import shorten_scope
 from jaxtrain.hlo.memory_traffic import HOST
@@ -22,7 +23,7 @@ from jaxtrain.planning.hardware import calibration, chips, targets
 from jaxtrain.planning.hardware.chips import Chip, Figure
 from jaxtrain.planning.hardware.link_rate import parse_rate
 from jaxtrain.planning.hardware.network import Fabric, SlowLink, axes_crossing_domains
-from jaxtrain.planning.result import Plan
+from jaxtrain.planning.result import Plan, Traffic
 from jaxtrain.sharding.rules import REPLICA_AXIS
 
 MAX_ROWS = 8  # tensors and buffers that a plan names
@@ -68,6 +69,9 @@ def assess(config: Config, report: CompileReport, dcn: str | None = None) -> Pla
     schedule = pipeline_bubble.schedule_table(config.pipeline, report.sizes["pipeline"], config.step.microbatches)
     cost = _add_page_allocation(_step_cost(config, module, fabric, schedule), report)
     traffic = transfers.traffic_rows(module, report, cost, fabric, config.mesh.dcn, schedule)
+    exchange = transfers.exchange_row(report, config.sync.every, fabric, cost.seconds) if chip else None
+    if exchange is not None:
+        traffic = sorted([*traffic, exchange], key=lambda row: (-(row.seconds or 0.0), -row.bytes))
     # Simulated stages that wait leave the cores to the others.
     bubble = pipeline_bubble.bubble_seconds(schedule, cost) if schedule and chip and not report.cpu_rates else 0.0
     compute = exposed = step = None
@@ -89,7 +93,7 @@ def assess(config: Config, report: CompileReport, dcn: str | None = None) -> Pla
         bytes_by={key: cost.by(key, value="bytes") for key in GROUPINGS},
         step_seconds=step, mfu=_utilization(model_flops, step, chip), hfu=_utilization(hardware_flops, step, chip),
         tokens=tokens_of(config), steps=config.steps,
-        notes=tuple(_notes(config, report, chip, cost, schedule)), compile_seconds=report.seconds,
+        notes=tuple(_notes(config, report, chip, cost, schedule, exchange)), compile_seconds=report.seconds,
     )  # fmt: skip
     return advice.with_advice(config, plan)
 
@@ -197,18 +201,14 @@ def _running_computations(module: Module, name: str, seen: set[str]) -> set[str]
 
 
 def _notes(
-    config: Config, report: CompileReport, chip: Chip | None, cost: StepCost, schedule: Table | None
-) -> list[str]:
+    config: Config, report: CompileReport, chip: Chip | None, cost: StepCost, schedule: Table | None,
+    exchange: Traffic | None,
+) -> list[str]:  # fmt: skip
     notes = []
     if config.sync.is_stale:
         notes.append("a step is one update of the server; gradients of all workers are computed, those that push count")
-    elif config.sync.is_loose and any(report.exchange):
-        (size, most), every, name = report.exchange, config.sync.every, config.sync.strategy
-        in_turns = name == "streaming_diloco"
-        what = f"in the exchanges of the fragments of {name}" if in_turns else f"in an exchange of {name}"
-        text = f"{what} a device sends {size / 1e6:.3g} MB, every {every} steps"
-        per_step = f"{size / every / 1e6:.3g} MB a step" + (f", at most {most / 1e6:.3g} MB in one" * in_turns)
-        notes.append(f"{text} ({per_step}); {'their' if in_turns else 'its'} time is not in that of the step")
+    elif config.sync.is_loose and report.exchange[0]:
+        notes.append(_exchange_note(config.sync, report, exchange))
     if names := cost.unknown_kernels:
         notes.append(f"kernels of unknown FLOPs are priced by their memory traffic: {', '.join(names[:4])}")
     if any(one.is_unbounded for one in cost.operations):
@@ -222,3 +222,16 @@ def _notes(
     elif report.cpu_rates:
         notes.append("simulated devices share this host: rates were measured just now, with all of them busy")
     return notes
+
+
+def _exchange_note(sync: SyncConfig, report: CompileReport, exchange: Traffic | None) -> str:
+    """Note on what replicas that agree loosely send, and on its time."""
+    total, most, during, _ = report.exchange
+    in_turns = during > 0
+    what = f"in the exchanges of the fragments of {sync.strategy}" if in_turns else f"in an exchange of {sync.strategy}"
+    text = f"{what} a device sends {total / 1e6:.3g} MB, every {sync.every} steps"
+    per_step = f"{total / sync.every / 1e6:.3g} MB a step" + (f", at most {most / 1e6:.3g} MB in one" * in_turns)
+    its = "their" if in_turns else "its"
+    if exchange is None:
+        return f"{text} ({per_step}); {its} time is not in that of the step"
+    return f"{text} ({per_step}); `exchange` is the mean of a step, as a ring at the rate of the link"

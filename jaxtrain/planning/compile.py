@@ -56,8 +56,8 @@ class CompileReport:
         vocab: rows of the decoder's embedding table.
         user_flops: of a step of a user's own model that counts them.
         cpu_rates: of CPU devices, see `hardware.simulated.measure_rates`.
-        exchange: bytes that a device sends in exchanges of replicas that agree loosely, which are not in the step: in
-            `sync.every` steps, and the most in one of them.
+        exchange: bytes that a device sends in exchanges of replicas that agree loosely, which are not in the step:
+            the fields of `RoundBytes`.
         pod: smaller mesh for which the step was compiled; None if compiled for this one.
         text: of the compiled program; not in `as_dict`.
     """
@@ -77,7 +77,7 @@ class CompileReport:
     vocab: int | None = None
     user_flops: float | None = None
     cpu_rates: dict[str, float] | None = None
-    exchange: tuple[float, float] = (0.0, 0.0)
+    exchange: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
     pod: Layout | None = None
     text: str = ""
 

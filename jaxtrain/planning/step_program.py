@@ -20,6 +20,7 @@ from jaxtrain.planning.hardware import network, simulated, targets
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.rules import DATA_AXIS, LAYERS, dims_without_axes, storage_axes
 from jaxtrain.sharding.sharder import Dims
+from jaxtrain.sync.synchronizer import RoundBytes
 
 
 def abstract_batch(program: Program, example: Mapping[str, Any] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -100,18 +101,14 @@ def user_step_flops(program: Program) -> float | None:
     return None if flops is None else flops.model
 
 
-def exchange_bytes(program: Program) -> tuple[float, float]:
-    """Bytes that a device sends in exchanges of replicas that agree loosely; 0 for `bsp`, whose step has them.
-
-    Returns:
-        those in `sync.every` steps, and the most in one step.
-    """
+def exchange_bytes(program: Program) -> RoundBytes:
+    """Bytes that a device sends in exchanges of replicas that agree loosely; 0 for `bsp`, whose step has them."""
     synchronizer = program.synchronizer
     if synchronizer.replicas is None:
-        return 0.0, 0.0
+        return RoundBytes()
     devices = 1 if program.sharder.mesh is None else program.sharder.mesh.size // synchronizer.replicas
-    whole, most = synchronizer.round_bytes()
-    return whole / devices, most / devices
+    found = synchronizer.round_bytes()
+    return RoundBytes(found.total / devices, found.most / devices, found.during / devices, found.sending)
 
 
 def cpu_rates(devices: Sequence[Any], precision: str) -> dict[str, float] | None:

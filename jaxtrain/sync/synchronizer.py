@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,22 @@ Metrics = dict[str, jax.Array]
 Step = Callable[[State, Mapping[str, jax.Array]], tuple[State, Metrics]]
 SENT = "exchanged_bytes"  # name of a metric
 AGREED = ("params", "ema", "mutable")  # parts with a replica dim that evaluation needs
+
+
+class RoundBytes(NamedTuple):
+    """Bytes that a sender sends in `every` steps beside those of the steps.
+
+    Attributes:
+        total: all of them.
+        most: in the step with most.
+        during: those that travel while a step runs.
+        sending: number of these steps.
+    """
+
+    total: float = 0
+    most: float = 0
+    during: float = 0
+    sending: int = 0
 
 
 class Synchronizer:
@@ -59,9 +75,9 @@ class Synchronizer:
         """Returns a part of a state without a replica dim as it is in the state of a run."""
         return tree
 
-    def round_bytes(self) -> tuple[int, int]:
-        """Returns what a replica sends in `every` steps, and the most in one of them; not in joint steps."""
-        return 0, 0
+    def round_bytes(self) -> RoundBytes:
+        """Returns what a replica sends in `every` steps; not in joint steps."""
+        return RoundBytes()
 
     def with_checked_steps(self, check: Callable[[Any], Any]) -> Synchronizer:
         """Returns a synchronizer whose compiled steps beside the train step are wrapped by a check."""
@@ -332,15 +348,17 @@ class LooseSynchronizer(Synchronizer):
         ring = 2 * float32_bytes(mutable) * (self.replicas - 1) // self.replicas
         return self.strategy.sent_bytes(self.one["params"], kind) + ring
 
-    def round_bytes(self) -> tuple[int, int]:
-        """Returns what a replica sends in `every` steps, and the most in one of them; not in joint steps."""
+    def round_bytes(self) -> RoundBytes:
+        """Returns what a replica sends in `every` steps; not in joint steps."""
         config = self.strategy.config
         first = config.bsp_steps if config.strategy == "post_local" else 0
         plans = [self.strategy.plan(step) for step in range(first, first + config.every)]
+        during = [self.sent_bytes(plan.send) for plan in plans if plan.send is not None]
+        after = [0 if plan.exchange is None else self.sent_bytes(plan.exchange) for plan in plans]
         steps = [
-            sum(self.sent_bytes(kind) for kind in (plan.send, plan.exchange) if kind is not None) for plan in plans
+            size + (self.sent_bytes(plan.send) if plan.send is not None else 0) for size, plan in zip(after, plans)
         ]
-        return sum(steps), max(steps)
+        return RoundBytes(sum(steps), max(steps), sum(during), len(during))
 
 
 def _with_values(state: State, values: Mapping[str, np.ndarray]) -> State:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.errors import UserError
 from jaxtrain.hlo import collectives, parse
-from jaxtrain.planning.cost import overlap, roofline
+from jaxtrain.planning.cost import overlap, roofline, transfers
 from jaxtrain.planning.hardware import network, targets
 from jaxtrain.planning.hardware.calibration import Calibration
 from jaxtrain.planning.hardware.chips import GPUS, TPUS, Chip, Figure, SharedMemory
@@ -348,3 +348,19 @@ def test_rates_of_links(text: str, rate: float):
 def test_no_rates_of_links(text: str):
     with pytest.raises(UserError, match="expected one such as 10Gbit"):
         parse_rate(text)
+
+
+def test_exchanges_are_the_mean_of_a_step_and_hidden_while_steps_compute():
+    fabric = islands("10Gbit")
+    seconds = 16 * 1e6 / 1.25e9
+
+    def row(*exchange: float, compute: float = 1.0):
+        return transfers.exchange_row(SimpleNamespace(exchange=exchange), 10, fabric, compute)  # pyright: ignore
+
+    assert row(0.0, 0.0, 0.0, 0) is None
+    waits = row(1e6, 1e6, 0.0, 0)
+    assert (waits.bytes, waits.hidden) == (1e5, 0.0)
+    assert waits.exposed == pytest.approx(seconds / 10)
+    assert row(1e6, 5e5, 1e6, 2).exposed == pytest.approx(0)
+    # Each of two steps hides 1 ms of its half.
+    assert row(1e6, 5e5, 1e6, 2, compute=1e-3).exposed == pytest.approx((seconds - 2e-3) / 10)

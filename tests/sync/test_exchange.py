@@ -193,6 +193,9 @@ def test_plan_says_what_an_exchange_sends_and_its_search_is_of_bsp(
     expected = "in an exchange of local_sgd a device sends 6.4e-05 MB, every 2 steps (3.2e-05 MB a step)"  # 256 B of 4
     assert note == f"{expected}; its time is not in that of the step"
     assert not any("replica" in row.axes and row.bytes > 96 for row in plan.traffic)
+    slow = next(row for row in jaxtrain.plan(run, "simulate:8", dcn="1Mbit").traffic if row.op == "exchange")
+    assert (slow.axes, slow.network, slow.bytes, slow.hidden) == ("replica", "1Mbit", 32, 0.0)  # 64 B every 2 steps
+    assert slow.seconds == pytest.approx(4 * 64 / (1e6 / 8) / 2)  # of 4 devices that share the link
     with pytest.raises(jaxtrain.UserError, match="the search estimates bsp, not local_sgd; expected bsp"):
         jaxtrain.search(run, target="simulate:8")
     small, _ = shrink(run, 8)

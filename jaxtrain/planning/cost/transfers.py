@@ -14,6 +14,7 @@ from jaxtrain.planning.cost import overlap, pipeline_bubble
 from jaxtrain.planning.cost.roofline import StepCost
 from jaxtrain.planning.hardware.network import CollectiveTime, Fabric
 from jaxtrain.planning.result import Traffic
+from jaxtrain.sharding.rules import REPLICA_AXIS
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,27 @@ def _host_copies(cost: StepCost, fabric: Fabric) -> Iterator[Transfer]:
         if one.host_bytes:
             time = fabric.host_copy_time(one.host_bytes)
             yield Transfer((one.computation, one.name), "host", one.kind, one.runs, one.host_bytes, time, one.kind)
+
+
+def exchange_row(report: CompileReport, every: int, fabric: Fabric, compute: float) -> Traffic | None:
+    """Returns the mean over `every` steps of what replicas that agree loosely send each other, beside their steps.
+
+    What travels during steps is hidden as far as these compute that long.
+
+    Args:
+        report: of the compiled step.
+        every: steps of a round.
+        fabric: network of the target.
+        compute: seconds that a step computes.
+
+    Returns:
+        the row; None if there is no exchange, or its time is unknown.
+    """
+    total, _, during, sending = report.exchange
+    time = fabric.exchange_time(total)
+    if not total or time.seconds is None:
+        return None
+    hidden = sending * min(time.seconds * during / total / sending, compute) if sending else 0.0
+    return Traffic(
+        REPLICA_AXIS, "exchange", time.network, 1, round(total / every), time.seconds / every, hidden / every
+    )
