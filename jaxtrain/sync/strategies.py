@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.compression.compressor import Compressor
 from jaxtrain.sync.compression.make import make_compressor
 from jaxtrain.sync.compression.wire import inner_devices
@@ -105,7 +106,9 @@ class DiLoCo(Strategy):
     def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
         """Takes an outer step, unless no replica is finite: then all go back to the outer parameters."""
         is_any, outer = replicas.weights.sum() > 0, {name: own[name] for name in ("outer", "velocity") if name in own}
-        residuals = self._receive(own, replicas) if self._bits else {}
+        residuals = {name: own[name] for name in ("worker", "server") if name in own}
+        if self._bits and not self._is_of_other_mesh:
+            residuals = self._receive(own, replicas)
         moved = outer_step(self.config.outer, outer, replicas.average) | residuals
         own = jax.tree.map(lambda new, old: jnp.where(is_any, new, old), moved, own)
         return own, spread(like(own["outer"], replicas.params), self.replicas)
@@ -129,6 +132,11 @@ class DiLoCo(Strategy):
     def _bits(self) -> Bits:
         """Bits of a value that is sent; 0: float32. A single replica sends nothing."""
         return BITS[self.config.compress.deltas] if self.replicas > 1 else 0
+
+    @property
+    def _is_of_other_mesh(self) -> bool:
+        """True if the replicas are those of a state that was saved on another mesh, where they cannot swap blocks."""
+        return self.mesh is not None and self.mesh.shape[REPLICA_AXIS] != self.replicas
 
     def _receive(self, own: dict[str, Tree], replicas: Replicas) -> dict[str, Tree]:
         """Sends the changes of the replicas; takes the average that follows from what arrives; returns residuals."""

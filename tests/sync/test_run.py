@@ -17,6 +17,7 @@ from tiny import events, losses, records
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.sync import quantized_mean
+from jaxtrain.sync.outer_optimizer import outer_step
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.run_training import Result
 
@@ -131,6 +132,23 @@ def test_other_replicas_continue_from_what_those_before_agreed_on(
     text = capsys.readouterr().out
     assert "guarantee the config asks for different steps from here on" in text
     assert f"replicas: 2 -> {after['replica']}, which start from what those before agreed on" in text
+
+
+@pytest.mark.parametrize("after", [{"replica": 1, "data": 4, "fsdp": 2}, {"replica": 4, "data": 1, "fsdp": 2}], ids=str)
+def test_a_round_in_few_bits_ends_in_float32_on_another_mesh(
+    tmp_path: Path, after: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_mean, "SMALLEST", 1)
+    sync = DILOCO | {"compress": {"deltas": "int4"}}
+    first, _ = train(config(tmp_path, "run", sync))
+    cut(first.run_dir, 6)
+    state = jax.device_get(CheckpointReader(first.run_dir / "checkpoints").restore(6, first.program.state)[0])
+    own, mean = state["sync"]["own"], jax.tree.map(lambda x: x.mean(0), state["params"])  # of equal numbers of tokens
+    wanted = outer_step(first.program.config.sync.outer, {n: own[n] for n in ("outer", "velocity")}, mean)["outer"]
+    trainer = jaxtrain.Trainer(config(tmp_path, "run", sync, mesh=after), run_dir=first.run_dir, resume=True)
+    for name, now in jax.device_get(trainer.state["params"]).items():
+        np.testing.assert_allclose(now, np.broadcast_to(wanted[name], now.shape), rtol=1e-5, atol=1e-7)
+    assert np.isfinite(trainer.fit().metrics["loss"])
 
 
 def test_bsp_becomes_diloco_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
