@@ -144,6 +144,11 @@ class StreamingDiLoCo(Strategy):
             own, params = self._applied(own, replicas, kind.fragment)
         return own, choose(replicas.is_present, params, spread(like(own["outer"], params), self.replicas))
 
+    @property
+    def keeps_equal_replicas(self) -> bool:
+        """True unless changes are rounded."""
+        return not self._bits
+
     def agreed(self, own: Own, replicas: Replicas) -> Tree:
         """Returns the outer parameters: of each fragment those of its last exchange."""
         return like(own["outer"], replicas.params)

@@ -22,7 +22,7 @@ STRATEGIES = {
     "powersgd": {"strategy": "bsp", "compress": {"gradients": "powersgd"}},
     "gossip": {"strategy": "gossip", "every": 1, "gossip": {"graph": "ring"}},
 }
-EQUAL = ("local_sgd", "post_local", "diloco", "gossip")  # keep equal replicas one
+EQUAL = ("local_sgd", "post_local", "diloco", "streaming", "gossip")  # keep equal replicas one
 
 
 class Grows(jaxtrain.Strategy):
