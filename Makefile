@@ -68,7 +68,7 @@ extras: $(VENV)/.installed-extras
 	$(BIN)/$(PYTEST) --dist loadgroup tests/interop tests/inference/test_generate_command.py tests/inference/test_harness.py \
 		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
 		tests/trackers/test_trackers.py tests/api/test_data.py tests/api/test_data_processes.py \
-		tests/api/test_notebook_kernel.py tests/test_notebooks.py \
+		tests/api/test_notebook_kernel.py tests/test_notebooks.py tests/sync/test_peers.py tests/sync/test_torch_power_sgd.py \
 		"tests/test_examples.py::test_the_quick_form_learns[hugging_face]"
 
 chaos: $(VENV)/.installed-test
