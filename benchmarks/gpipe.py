@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import Config
-from jaxtrain.core.gradients import Batch, GradOutput, split_microbatches
+from jaxtrain.core.gradients import Batch, GradOutput, OfOneBatch, split_microbatches
 from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.step import drop_gradients, train_step
 from jaxtrain.losses.terms import scales, total
@@ -29,7 +29,7 @@ from jaxtrain.sharding.rules import PIPELINE_AXIS
 
 
 @dataclass(frozen=True, eq=False)
-class GPipe:
+class GPipe(OfOneBatch):
     """Computes gradients like `jaxtrain.core.gradients.Gradients`, of models whose layers have no loss terms.
 
     Attributes:

@@ -41,8 +41,24 @@ class GradOutput(NamedTuple):
     tokens: jax.Array | None = None
 
 
+class OfOneBatch:
+    """Gradients that no strategy combines: the hooks of the train step change nothing."""
+
+    def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns what a strategy keeps in a state, and the parameters at which gradients are computed."""
+        return state.get(SYNC), state["params"]
+
+    def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
+        """Returns what a strategy keeps, the gradients of the batch, and metrics."""
+        return sync, grads, {}
+
+    def scale_updates(self, sync: Any, updates: Any) -> Any:
+        """Returns the optimizer's updates as a strategy scales them."""
+        return updates
+
+
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(OfOneBatch):
     """Computes (params, batch, key) -> gradients, loss terms, counts and mutable variables.
 
     Every array of the batch has a leading dim of global_batch rows. Gradients have the dtype and the sharding of the
@@ -72,18 +88,6 @@ class Gradients:
     replica_pipeline: Executor | None = None
     batch_axes: tuple[str, ...] = ()
     is_present: jax.Array | None = None
-
-    def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns what a strategy keeps in a state, and the parameters at which gradients are computed."""
-        return state.get(SYNC), state["params"]
-
-    def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
-        """Returns what a strategy keeps, the gradients of the batch, and metrics."""
-        return sync, grads, {}
-
-    def scale_updates(self, sync: Any, updates: Any) -> Any:
-        """Returns the optimizer's updates as a strategy scales them."""
-        return updates
 
     def __call__(
         self,
