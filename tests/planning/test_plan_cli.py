@@ -47,8 +47,8 @@ class Compiler:
         self.plans, self.asked = list(plans), []
 
     def __call__(
-        self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None, max_devices: int | None = None,
-        dcn: str | None = None,
+        self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None,
+        max_devices: int | None = None, dcn: str | None = None,
     ) -> Plan:  # fmt: skip
         self.asked.append((config, vocab, target))
         self.max_devices, self.dcn = max_devices, dcn

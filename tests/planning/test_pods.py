@@ -219,7 +219,7 @@ def test_a_plan_from_a_pod_says_so(monkeypatch):
 
     monkeypatch.setattr(compile, "compile_report", measured)
     monkeypatch.setattr(compile, "compile_reports", together)
-    monkeypatch.setattr(predict, "assess", lambda config, report: made(8))
+    monkeypatch.setattr(predict, "assess", lambda config, report, dcn: made(8))
     plan = predict.predict(config, None, "h100:8x8", max_devices=16)
     assert asked == [("h100:8x8", "h100:2x8 (data 2 instead of 8)")]
     assert plan.pods == ("h100:2x8 (data 2 instead of 8)",)
@@ -249,7 +249,7 @@ def test_a_step_that_does_not_fit_a_pod_of_equal_shards_does_not_fit(monkeypatch
 
     monkeypatch.setattr(compile, "compile_report", measured)
     monkeypatch.setattr(compile, "compile_reports", together)
-    monkeypatch.setattr(predict, "assess", lambda config, report: made(64))
+    monkeypatch.setattr(predict, "assess", lambda config, report, dcn: made(64))
     plan = predict.predict(configured("hsdp", {"data": 8, "fsdp": 8}, KEYS), None, "h100:8x8", max_devices=32)
     assert (plan.fits, plan.needs, plan.devices, len(plan.pods), len(asked)) == (False, 10**12, 64, 1, 1)
     plan = predict.predict(configured("fsdp", {"fsdp": 64}, KEYS), None, "h100:8x8", max_devices=32)
