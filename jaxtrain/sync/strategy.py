@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.errors import UserError
 from jaxtrain.sync.replica_dim import average, distance, spread
 
 Tree = Any
@@ -249,8 +250,12 @@ class Strategy:
             kind: of the plan of the step.
             own: what `init` added.
             step: finished steps.
+
+        Raises:
+            UserError: `plan` sends something, and the strategy does not say what.
         """
-        raise NotImplementedError
+        message = f"{self.config.strategy} plans to send {kind} during a step; expected a method `send`"
+        raise UserError(f"sync.strategy: {message}")
 
     def exchanges_mutable(self, kind: Hashable) -> bool:
         """Returns whether mutable variables are averaged in an exchange of a kind: by default in all."""

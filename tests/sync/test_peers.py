@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from tiny_net import LAYOUTS, replicas, rows, run
+from torch_pair import run_pair
 
 STEPS = 12
 
@@ -28,13 +27,7 @@ def test_local_steps_are_those_of_torch(layout: str, bsp_steps: int, tmp_path: P
     batches = [rows(step) for step in range(STEPS)]
     data = {name: np.stack([batch[name] for batch in batches]) for name in ("x", "y")}
     np.savez(tmp_path / "given.npz", bsp_steps=bsp_steps, every=4, lr=np.float32(0.1), **start, **data)
-    script = Path(__file__).with_name("torch_post_local.py")
-    processes = [subprocess.Popen([sys.executable, script, str(i), tmp_path]) for i in range(2)]
-    try:
-        assert [process.wait(timeout=240) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    run_pair("torch_post_local.py", tmp_path)
     _, history = run(program, STEPS)
     apart = np.abs(history[bsp_steps]["params"]["a"][0] - history[bsp_steps]["params"]["a"][1]).max()
     assert apart > 1e-3

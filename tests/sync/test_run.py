@@ -42,6 +42,20 @@ def train(run: jaxtrain.Config, **options: Any) -> tuple[Result, str]:
     return jaxtrain.train(run, run_dir=run.run_dir, console=screen, **options), file.getvalue()
 
 
+def resumed_bitwise(folder: Path, sync: dict[str, Any]) -> Result:
+    """An undisturbed run, of which runs that are resumed after 3 and after 6 steps are equal, bit for bit."""
+    whole, _ = train(config(folder, "whole", sync))
+    for step in (3, 6):
+        part, _ = train(config(folder, f"part-{step}", sync))
+        cut(part.run_dir, step)
+        resumed, text = train(config(folder, f"part-{step}", sync), resume=True)
+        assert "losses are bitwise those of an uninterrupted run" in text
+        assert losses(resumed.run_dir) == losses(whole.run_dir)
+        for ours, theirs in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    return whole
+
+
 def cut(run_dir: Path, step: int) -> None:
     """Leaves the run as one that ended after a step."""
     for folder in (run_dir / "checkpoints").iterdir():
@@ -63,16 +77,7 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_same_bit_for_bit(
 ) -> None:
     """After 3 and after 6 of 8 steps, which for diloco are both within a round; what it prints says so."""
     monkeypatch.setattr(quantized_mean, "SMALLEST", 1)
-    whole, _ = train(config(tmp_path, "whole", sync))
-    expected = losses(whole.run_dir)
-    for step in (3, 6):
-        part, _ = train(config(tmp_path, f"part-{step}", sync))
-        cut(part.run_dir, step)
-        resumed, text = train(config(tmp_path, f"part-{step}", sync), resume=True)
-        assert "losses are bitwise those of an uninterrupted run" in text
-        assert losses(resumed.run_dir) == expected
-        for ours, theirs in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+    whole = resumed_bitwise(tmp_path, sync)
     if sync is PACKED:
         assert np.abs(whole.state["sync"]["own"]["worker"]["a"]).max() > 0
     if sync is DILOCO:

@@ -12,8 +12,8 @@ import test_histories
 import tiny_net
 from numpy_histories import FEATURES, INNER_LR, ROWS, STALE, STALE_MOMENTUM, STALE_STEPS
 from test_identities import ADAM, assert_close, assert_equal_bits
-from test_run import config, cut, train
-from tiny import losses, records
+from test_run import config, resumed_bitwise, train
+from tiny import records
 from tiny_net import LAYOUTS, replicas, run
 
 import jaxtrain
@@ -170,15 +170,7 @@ def test_what_is_read_before_a_skipped_step_is_read() -> None:
 
 @pytest.mark.parametrize("sync", [SSP, ASP], ids=["ssp", "asp"])
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, sync: dict[str, Any]) -> None:
-    whole, _ = train(config(tmp_path, "whole", sync))
-    expected = losses(whole.run_dir)
-    for step in (3, 6):
-        part, _ = train(config(tmp_path, f"part-{step}", sync))
-        cut(part.run_dir, step)
-        resumed, text = train(config(tmp_path, f"part-{step}", sync), resume=True)
-        assert "losses are bitwise those of an uninterrupted run" in text
-        assert losses(resumed.run_dir) == expected
-        assert_equal_bits(resumed.state, whole.state)
+    whole = resumed_bitwise(tmp_path, sync)
     read = np.asarray(whole.state["sync"]["own"]["read"]["a"])
     assert np.abs(read[0] - read[1]).max() > 1e-4
     logged = records(whole.run_dir)

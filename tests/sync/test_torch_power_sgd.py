@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import harness
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_compressed_gradients import compressed, gradients, stacked
+from torch_pair import run_pair
 
 pytest.importorskip("torch", reason="the cross-check needs torch")
 STEPS = 5
@@ -43,13 +42,7 @@ def test_means_and_errors_are_those_of_torch(rank: int, tmp_path: Path) -> None:
     q = np.concatenate([_factor(key, factors).reshape(-1) for key in by_shape])
     p_size = sum(shapes[key][0] * min(rank, *shapes[key]) for key in by_shape)
     np.savez(tmp_path / "given.npz", names=order, steps=STEPS, rank=rank, q=q, p_size=p_size, **given)
-    script = Path(__file__).with_name("torch_power_sgd.py")
-    processes = [subprocess.Popen([sys.executable, script, str(i), tmp_path]) for i in range(2)]
-    try:
-        assert [process.wait(timeout=240) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    run_pair("torch_power_sgd.py", tmp_path)
     errors = {name: np.asarray(own["worker"][name]) for name in names}
     for replica in range(2):
         theirs = np.load(tmp_path / f"found-{replica}.npz")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -10,13 +11,12 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.sync.compression.wire import inner_devices
-from jaxtrain.sync.quantized_mean import FP8, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
+from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
 
 Tree = Any
-BITS: dict[str, Bits] = {"int8": 8, "int4": 4, "int2": 2, "fp8": FP8}
 
 
-class Compressor:
+class Compressor(ABC):
     """A mean over replicas of which less travels than the values.
 
     Attributes:
@@ -31,10 +31,11 @@ class Compressor:
         self.config, self.replicas, self.mesh, self.names = config, replicas, mesh, names
         self.inner = inner_devices(mesh)
 
+    @abstractmethod
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what is kept from one mean to the next, such as what was not sent yet, for tensors like `params`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mean(self, own: dict[str, Tree], x: Tree) -> tuple[dict[str, Tree], Tree]:
         """Returns (what is kept, the mean as all replicas receive it, without a replica dim).
 
@@ -42,11 +43,10 @@ class Compressor:
             own: what is kept.
             x: float32 [replicas, ...].
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def sent_bytes(self, params: Tree) -> int:
         """Returns the bytes that each replica sends for a mean of tensors with these shapes."""
-        raise NotImplementedError
 
     def zeros(self, params: Tree) -> Tree:
         """Returns float32 zeros for each replica, [replicas, ...]."""
