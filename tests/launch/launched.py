@@ -57,9 +57,9 @@ def undisturbed(place: Path, steps: int) -> dict[int, float]:
     return losses(place / "runs" / "whole")
 
 
-def environment() -> dict[str, str]:
-    """The test's, without its number of simulated devices, in which the recorded data can be imported."""
-    base = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+def environment(**own: str) -> dict[str, str]:
+    """The test's and `own`, without its number of simulated devices, in which the recorded data can be imported."""
+    base = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"} | own
     return base | {"PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), base.get("PYTHONPATH", "")]))}
 
 
@@ -105,7 +105,7 @@ class Launched:
 
     def start(self, *arguments: str, inside: Sequence[str] = (), **environ: str) -> subprocess.Popen:
         """Starts a supervisor; `inside` begins its command line."""
-        base = environment() | environ
+        base = environment(**environ)
         command = [*inside, sys.executable, "-m", "jaxtrain.cli.main", "launch", *arguments]
         out = open(self.place / f"terminal-{len(self.supervisors)}", "wb")  # noqa: SIM115
         process = subprocess.Popen(command, cwd=self.place, env=base, stdout=out, stderr=subprocess.STDOUT)

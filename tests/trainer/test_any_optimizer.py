@@ -41,11 +41,11 @@ OPTIMIZERS = {
 }
 SMALL_STATE = ("norms", "adafactor", "factored", "sm3")  # less than a number for each parameter
 LAYOUTS = {
-    "ddp": ("layout=ddp", "mesh.data=8"),
-    "zero1": ("layout=zero1", "mesh.data=8"),
-    "zero2": ("layout=zero2", "mesh.data=8"),
-    "zero3": ("layout=zero3", "mesh.data=8"),
-    "3d": ("layout=3d", "mesh={data: 2, fsdp: 2, model: 2}"),
+    "ddp": ("layout=ddp", "mesh.data=-1"),
+    "zero1": ("layout=zero1", "mesh.data=-1"),
+    "zero2": ("layout=zero2", "mesh.data=-1"),
+    "zero3": ("layout=zero3", "mesh.data=-1"),
+    "3d": ("layout=3d", "mesh={data: -1, fsdp: 2, model: 2}"),
 }
 
 
@@ -53,7 +53,7 @@ def config(tmp_path, optimizer, *overrides, steps=STEPS, name="run"):
     base = {
         "name": name, "dir": str(tmp_path / "runs"), "steps": steps, "precision": "fp32",
         "model": {"embed": 32, "layers": 3, "heads": 4, "mlp": 64}, "optimizer": optimizer,
-        "data": {"sequence": 32, "global_batch": 8, "validation_fraction": 0.02, "cache_dir": str(tmp_path / "cache")},
+        "data": {"sequence": 32, "global_batch": 16, "validation_fraction": 0.02, "cache_dir": str(tmp_path / "cache")},
         "schedule": {"name": "constant"}, "eval": {"batches": 1}, "log": {"tensorboard": False},
     }  # fmt: skip
     return jaxtrain.load(None, *overrides, base=base)
@@ -113,9 +113,10 @@ MOVES = {"zero2-3d": ("zero2", "3d"), "3d-zero1": ("3d", "zero1")}
 @pytest.mark.parametrize(("name", "move"), one_in(12, OPTIMIZERS, MOVES))
 def test_resume_on_another_mesh(place, alone, name, move):
     before, after = (LAYOUTS[layout] for layout in MOVES[move])
-    first = config(place, OPTIMIZERS[name], *before, "simulate=8", steps=3, name=f"{name}-{move}")
+    devices = f"simulate={jax.device_count()}"  # `make matrix` has 16
+    first = config(place, OPTIMIZERS[name], *before, devices, steps=3, name=f"{name}-{move}")
     run_dir = jaxtrain.train(first).run_dir
-    second = config(place, OPTIMIZERS[name], *after, "simulate=8", name=f"{name}-{move}")
+    second = config(place, OPTIMIZERS[name], *after, devices, name=f"{name}-{move}")
     result = jaxtrain.train(second, run_dir=run_dir, resume=True)
     np.testing.assert_allclose(losses(result)[:STEPS], alone(name)[0], rtol=1e-4 if name == "kronecker" else 1e-5)
 
