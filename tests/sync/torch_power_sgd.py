@@ -1,4 +1,7 @@
-"""Runs torch's PowerSGD hook on given gradients of one of two processes: RANK FOLDER; see test_torch_power_sgd.py."""
+"""Runs torch's PowerSGD hook, in float64, on given gradients of one of two processes: RANK FOLDER.
+
+See test_torch_power_sgd.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ state = powerSGD_hook.PowerSGDState(
 state.iter = state.start_powerSGD_iter
 means = {}
 for step in range(steps):
-    tensors = [torch.from_numpy(given[f"{name}/{step}"][rank].copy()) for name in names]
+    tensors = [torch.from_numpy(given[f"{name}/{step}"][rank].astype(np.float64)) for name in names]
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -29,8 +32,8 @@ for step in range(steps):
         buffer=lambda flat=flat: flat, index=lambda: 0, gradients=lambda views=views: views, is_last=lambda: True
     )
     if step == 0:  # Q of the first step, in place of a random one
-        q = torch.from_numpy(given["q"].copy())
-        state.q_memory_dict[0], state.p_memory_dict[0] = q, torch.empty(int(given["p_size"]))
+        q = torch.from_numpy(given["q"].astype(np.float64))
+        state.q_memory_dict[0], state.p_memory_dict[0] = q, torch.empty(int(given["p_size"]), dtype=torch.float64)
     powerSGD_hook.powerSGD_hook(state, bucket).wait()
     means |= {f"{name}/{step}": view.numpy().copy() for name, view in zip(names, views, strict=True)}
 errors = state.error_dict[0].numpy()
