@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,12 +28,14 @@ from jaxtrain.core.state import evaluated_parameters, non_trainable
 from jaxtrain.data.objects.iterables import separate
 from jaxtrain.data.objects.open import RowsOf, as_dataset
 from jaxtrain.errors import UserError
+from jaxtrain.io.exit import close_at_exit
 from jaxtrain.trackers.base import Tracker
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer.continuation import Resume
 from jaxtrain.trainer.data.open_objects import keep_place, open_eval_data
 from jaxtrain.trainer.loop import Progress
+from jaxtrain.trainer.metric_values import numbers
 from jaxtrain.trainer.run_training import Result, result_of, run_steps
 from jaxtrain.trainer.setup import new_run_directory, open_trainer
 from jaxtrain.trainer.training_run import TrainingRun
@@ -52,8 +54,11 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the step. Reading them waits for it, so read them now and then in a fast loop."""
-        return {name: float(value) for name, value in jax.device_get(dict(self._on_device)).items()}
+        """The metrics of the step; of one that is for each replica `NAME/INDEX`, where it is not 0.
+
+        Reading them waits for the step, so read them now and then in a fast loop.
+        """
+        return numbers(jax.device_get(dict(self._on_device)))
 
 
 class Trainer:
@@ -195,11 +200,18 @@ class Trainer:
     def steps(self) -> Iterator[Step]:
         """Runs steps in a loop of your own: `for step in trainer.steps(): ...`. Leaving the loop saves the run.
 
+        So does the end of the program, also by an exception.
+
         Between two steps `evaluate`, `save`, `predict`, `gradients`, `state` and `model` are those of that step.
 
         Raises:
             UserError: another such loop of this trainer is not at its end.
         """
+        loop = self._loop()
+        close_at_exit(loop)
+        return loop
+
+    def _loop(self) -> Generator[Step]:
         if self._is_training:
             raise UserError("steps: the trainer is in a loop of `steps` already; expected to leave it first")
         if not self._is_new:
@@ -271,7 +283,7 @@ class Trainer:
 
             self._inspect = cast("Callable[..., Any]", jax.jit(inspect))
         metrics, gradients = self._inspect(self._state(), placed)
-        return {name: float(value) for name, value in jax.device_get(metrics).items()}, gradients
+        return numbers(jax.device_get(metrics)), gradients
 
     def save(self) -> None:
         """Saves the present state, in the background, in a loop of `steps`; `fit` saves by itself.

@@ -199,3 +199,14 @@ def test_a_replica_that_is_not_finite_is_left_out_and_copies_the_others(tmp_path
     for part in ("params", "ema", "opt_state", "sync"):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(result.state[part])))
     np.testing.assert_array_equal(result.state["params"]["a"][0], result.state["params"]["a"][1])
+
+
+def test_a_loop_of_ones_own_reads_what_replicas_log(tmp_path: Path) -> None:
+    trainer = jaxtrain.Trainer(config(tmp_path, "run", LOCAL, steps=8))
+    read = {step.number: step.metrics for step in trainer.steps()}
+    assert [step for step, metrics in read.items() if "exchanged_bytes" in metrics] == [4, 8]
+    assert all(np.isfinite(metrics["loss"]) for metrics in read.values())
+    assert not any(name.startswith("left_out") for metrics in read.values() for name in metrics)
+    metrics, gradients = trainer.gradients()
+    assert np.isfinite(metrics["loss"])
+    assert gradients["a"].shape[0] == 2
