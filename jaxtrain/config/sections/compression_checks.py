@@ -26,6 +26,19 @@ def compression_problems(config: Config) -> Iterator[Found]:
             message = f"{compress.momentum:g} takes the place of the optimizer's; expected optimizer.name=sgd with"
             keys = ("sync.compress.momentum", "optimizer.name", "optimizer.betas")
             yield keys, f"{message} optimizer.betas=[0, ...], or 0"
+    if sync.is_onebit_adam:
+        yield from _onebit_adam_problems(config)
+
+
+def _onebit_adam_problems(config: Config) -> Iterator[Found]:
+    """Yields what keeps the second moment of Adam from being frozen within the run."""
+    name, freeze = config.optimizer.name, config.sync.compress.freeze
+    if name != "adamw":
+        message = f"onebit_adam sends the momentum of Adam, and the optimizer is {name}; expected optimizer.name=adamw"
+        yield ("sync.compress.gradients", "optimizer.name"), f"{message} (Adam with optimizer.weight_decay=0)"
+    if config.epochs is None and freeze >= config.steps:
+        message = f"of {config.steps} steps none comes after the freeze at {freeze}, so that nothing is compressed"
+        yield ("sync.compress.freeze", "steps"), f"{message}; expected less than steps"
 
 
 def compression_notes(config: Config) -> list[str]:
