@@ -46,7 +46,7 @@ class BulkSynchronous(Strategy):
 
     @cached_property
     def phases(self) -> Sequence[tuple[int, Strategy]]:
-        """First steps of another compression: none before the second moment of Adam is frozen."""
+        """First steps of another compression: before the second moment of Adam is frozen, or in a warm-up."""
         return [(end, self._with(compress)) for end, compress in first_phases(self.config.compress)]
 
     def _with(self, compress: CompressConfig) -> BulkSynchronous:

@@ -68,23 +68,29 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     return batch
 
 
+def numpy_gradients(w: np.ndarray, step: int, count: int) -> np.ndarray:
+    """Gradients of each replica of `Linear`; their mean is that of the batch."""
+    x, y, weights = (batch_of(step)[name].astype(np.float64) for name in "xyw")
+    terms = 2 * weights[:, None] * (x @ w - y @ TARGETS) / weights.sum() / 25
+    return np.stack([count * a.T @ b for a, b in zip(np.split(x, count), np.split(terms, count))])
+
+
+def clipped(g: np.ndarray, limit: float) -> np.ndarray:
+    return g * min(1.0, limit / np.linalg.norm(g))
+
+
 def numpy_history(w: np.ndarray, steps: int, count: int) -> list[np.ndarray]:
     """Weights after every step of AdamW that is frozen after `FREEZE` steps."""
     w, m, v = w.astype(np.float64), np.zeros_like(w, np.float64), np.zeros_like(w, np.float64)
     worker, server, found = np.zeros((count, *w.shape)), np.zeros_like(w, np.float64), []
     b1, b2 = BETAS
     for step in range(steps):
-        x, y, weights = (batch_of(step)[name].astype(np.float64) for name in "xyw")
-        terms = 2 * weights[:, None] * (x @ w - y @ TARGETS) / weights.sum() / 25
-        apart = np.stack([count * a.T @ b for a, b in zip(np.split(x, count), np.split(terms, count))])
+        apart = numpy_gradients(w, step, count)
         if step < FREEZE:
-            g = apart.mean(0)
-            g = g * min(1.0, CLIP / np.linalg.norm(g))
+            g = clipped(apart.mean(0), CLIP)
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
         else:
-            limit = CLIP * count**0.5
-            clipped = np.stack([g * min(1.0, limit / np.linalg.norm(g)) for g in apart])
-            total = b1 * m + (1 - b1) * clipped + worker
+            total = b1 * m + (1 - b1) * np.stack([clipped(g, CLIP * count**0.5) for g in apart]) + worker
             sent = np.stack([in_blocks(x) for x in total])
             worker, part = total - sent, sent.mean(0) + server
             m = in_blocks(part)

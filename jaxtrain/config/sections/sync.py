@@ -34,8 +34,9 @@ class OuterConfig(Section):
     nesterov: Bool = key(True, "Nesterov's momentum, as of torch.optim.SGD(nesterov=True)")
 
 
+FIRST_SHARE = 0.25  # of the values, with which the warm-up of topk begins
 GRADIENT_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync.compress` that only one compression of gradients reads
-    "powersgd": ("rank",), "topk": ("share", "momentum"), "onebit_adam": ("freeze",),
+    "powersgd": ("rank",), "topk": ("share", "momentum", "warmup", "clip"), "onebit_adam": ("freeze",),
 }  # fmt: skip
 
 
@@ -53,6 +54,10 @@ class CompressConfig(Section):
     rank: PositiveInt = key(4, "powersgd: rank of a matrix")
     share: NonZeroFraction = key(0.01, "topk: share of the values of a layer that is sent")
     momentum: Share = key(0.0, "topk: momentum of each replica before values are chosen, in place of the optimizer's")
+    warmup: Count = key(0, "topk: first steps, in which the share falls from 25% by factors of 4 to `share`")
+    clip: PositiveFloat | None = key(
+        None, "topk: norm of the gradient above which those of replicas are clipped before values are chosen"
+    )
     freeze: PositiveInt = key(1000, "onebit_adam: first steps, of exact Adam; then its second moment stays as it is")
 
     @model_serializer(mode="wrap")
