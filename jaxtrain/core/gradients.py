@@ -17,6 +17,7 @@ from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
+from jaxtrain.sync.compression.onebit_adam import Momenta
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.replica_dim import average, choose, key_of_replica, shares
 from jaxtrain.sync.strategy import Strategy
@@ -48,7 +49,7 @@ class OfOneBatch:
         """Returns what a strategy keeps in a state, and the parameters at which gradients are computed."""
         return state.get(SYNC), state["params"]
 
-    def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
+    def combine(self, sync: Any, grads: Tree, output: GradOutput, opt_state: Any) -> tuple[Any, Tree, Sums]:
         """Returns what a strategy keeps, the gradients of the batch, and metrics."""
         return sync, grads, {}
 
@@ -284,23 +285,26 @@ class ReplicaGradients:
         model_def: the model on the whole mesh.
         sharder: of the whole mesh.
         strategy: combines the gradients, and may say at which parameters each replica computes them.
+        momenta: of what it combines in place of gradients: first moments of Adam; None: gradients.
     """
 
     one: Gradients
     model_def: ModelDef
     sharder: Sharder
     strategy: Strategy
+    momenta: Momenta | None = None
 
     def read(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns what the strategy keeps, and the `Reading` at which gradients are computed."""
         own, params = self.strategy.read(state[SYNC]["own"], state["params"])
         return {**state[SYNC], "own": own}, Reading(params, self.strategy.present(own))
 
-    def combine(self, sync: Any, grads: Tree, output: GradOutput) -> tuple[Any, Tree, Sums]:
-        """Returns what the strategy keeps, the gradients of the batch, and metrics."""
+    def combine(self, sync: Any, grads: Tree, output: GradOutput, opt_state: Any) -> tuple[Any, Tree, Sums]:
+        """Returns what the strategy keeps, the gradients of the batch, or the momentum, and metrics."""
         assert output.tokens is not None
+        grads, norms = (grads, {}) if self.momenta is None else self.momenta(grads, opt_state)
         own, combined, metrics = self.strategy.combine(sync["own"], grads, output.tokens)
-        return {**sync, "own": own}, combined, metrics
+        return {**sync, "own": own}, combined, metrics | norms
 
     def scale_updates(self, sync: Any, updates: Any) -> Any:
         """Returns the optimizer's updates as the strategy scales them."""

@@ -48,6 +48,7 @@ from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
 from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
+from jaxtrain.sync.compression.onebit_adam import Momenta
 from jaxtrain.sync.local_step import Sending, joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
 from jaxtrain.sync.strategy import Strategy
@@ -69,7 +70,8 @@ class Program:
         state: abstract train state: shapes, dtypes and shardings of what `step` takes.
         one: the same without a replica dim, such as the state of one replica: what evaluation and export need.
         gradients: computes the gradients of a global batch, for equal replicas.
-        step_with_gradients: the step before it is jitted, which also returns its gradients.
+        step_with_gradients: the step before it is jitted, which also returns its gradients; that of all gradients in
+            full where a strategy combines momenta.
         step: (state, batch) -> (state, metrics); donates the state.
         evaluate: (params, batch, other variables) -> (loss terms as (sum, weight), counts or None).
         eval_metrics: (params, batch, other variables) -> users' metrics as {name: (sum, weight)}.
@@ -149,11 +151,14 @@ def build_program(
     joint = _step(config, gradients, tx, rate)
     joint_stacked = joint_step(joint, sharder)
     of_replicas = partial(_replicas_step, config, sharder, define, example, tx, rate)
+    equal_step = partial(_equal_step, config, sharder, define, example, tx, rate, model_def, components, joint)
+    compiled = lambda strategy, state: _compiled(equal_step(strategy), sharder, state)  # noqa: E731
 
     def make_synchronizer(sync: SyncConfig, replicas: int) -> Synchronizer:
         strategy = make_strategy(sync, replicas, sharder.mesh, model_def.names)
         if not strategy.parameters_differ:
-            return GradientSynchronizer(strategy) if strategy.combines_gradients else Synchronizer(strategy)
+            is_plain = not strategy.combines_gradients
+            return Synchronizer(strategy) if is_plain else GradientSynchronizer(strategy, one, compiled)
         check_optimizer(strategy, is_schedule_free(one["opt_state"]))
         strategy.prepare(one["params"], model_def.names)
         return LooseSynchronizer(
@@ -162,11 +167,8 @@ def build_program(
         )  # fmt: skip
 
     synchronizer = make_synchronizer(config.sync, layout.sizes[REPLICA_AXIS])
-    step = joint
-    if synchronizer.strategy.combines_gradients:
-        step = _combined_step(config, sharder, define, example, tx, rate, model_def, synchronizer.strategy)
-    elif (synchronizer.replicas or 1) > 1:
-        step = of_replicas()
+    strategy = synchronizer.strategy
+    step = of_replicas() if (synchronizer.replicas or 1) > 1 else equal_step(strategy)
     state, shardings = synchronizer.abstract(one), jax.tree.map(lambda leaf: leaf.sharding, one)
 
     def init(replace: Callable[[State], State] | None = None) -> State:
@@ -174,7 +176,8 @@ def build_program(
         return synchronizer.start(train_state.init(model_def, tx, parts, config.seed, shardings, values))
 
     return Program(
-        config, layout, sharder, model_def, state, one, gradients, step, _compiled(step, sharder, state),
+        config, layout, sharder, model_def, state, one, gradients, joint if strategy.combines_momenta else step,
+        step=_compiled(step, sharder, state),
         evaluate=jax.jit(_evaluate(config, sharder, define), out_shardings=sharder.sharding(())),
         eval_metrics=_eval_metrics(config, sharder, model_def, components),
         metrics=jax.jit(partial(count_metrics, model_def)),
@@ -192,22 +195,31 @@ def _state_parts(config: Config) -> train_state.StateParts:
 
 
 def _step(config: Config, gradients: Gradients | ReplicaGradients, tx: Any, rate: Any) -> TrainStepWithGradients:
-    """Returns the train step of a config with these gradients."""
+    """Returns the train step of a config with these gradients. Those of momenta are clipped before."""
+    max_norm = config.optimizer.grad_clip_norm
+    if isinstance(gradients, ReplicaGradients) and gradients.momenta is not None:
+        max_norm = None
     nan_steps = tuple(sorted(fault.step for fault in config.debug.faults if fault.kind == "nan"))
     step = train_step(
-        gradients, tx, rate, max_norm=config.optimizer.grad_clip_norm, ema_decay=config.optimizer.ema_decay,
+        gradients, tx, rate, max_norm=max_norm, ema_decay=config.optimizer.ema_decay,
         spike=config.guard.spike, nan_steps=nan_steps,
     )  # fmt: skip
     return with_matmul_precision(step, config.precision)
 
 
-def _combined_step(
+def _equal_step(
     config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None, tx: Any, rate: Any,
-    model_def: ModelDef, strategy: Strategy,
+    model_def: ModelDef, components: Components, joint: TrainStepWithGradients, strategy: Strategy,
 ) -> TrainStepWithGradients:  # fmt: skip
-    """Returns the train step of equal replicas whose gradients a strategy combines."""
+    """Returns the train step of equal replicas: the joint one, or one with what a strategy combines in its place."""
+    if not strategy.combines_gradients:
+        return joint
+    momenta, options = None, config.optimizer
+    if strategy.combines_momenta:
+        tx, rate = _optimizer(config, model_def, components, is_frozen=True)
+        momenta = Momenta(options.betas[0], options.grad_clip_norm, model_def.names)
     apart = _replica_gradients(config, sharder, define, example)
-    return _step(config, ReplicaGradients(apart, model_def, sharder, strategy), tx, rate)
+    return _step(config, ReplicaGradients(apart, model_def, sharder, strategy, momenta), tx, rate)
 
 
 def _replicas_step(
@@ -249,7 +261,7 @@ def _compiled(step: TrainStepWithGradients, sharder: Sharder, state: State, is_o
 
 
 def _optimizer(
-    config: Config, model_def: ModelDef, components: Components
+    config: Config, model_def: ModelDef, components: Components, is_frozen: bool = False
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], jax.Array] | None]:
     """Returns the optimizer, and the learning rate by step unless the optimizer has its own."""
     own = components.optimizer
@@ -257,7 +269,7 @@ def _optimizer(
         own = optax.identity()  # evaluating and generating need none
     rate = None if own else make_schedule(config.optimizer.lr, config.schedule, config.steps)
     bias_rate = None if config.model.moe is None else config.model.moe.bias_update_rate
-    return make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate, own), rate
+    return make_optimizer(config.optimizer, rate, model_def.names, model_def.params, bias_rate, own, is_frozen), rate
 
 
 def model_from_config(

@@ -82,9 +82,9 @@ def train_step(
         if nan_steps:
             is_bad = jnp.isin(state["step"] + 1, jnp.array(nan_steps, jnp.int32))
             grads = jax.tree.map(lambda g: jnp.where(is_bad, jnp.nan, g).astype(g.dtype), grads)
-        sync, grads, sync_metrics = gradients.combine(sync, grads, output)
+        sync, grads, sync_metrics = gradients.combine(sync, grads, output, state["opt_state"])
         clipped, norm = clip_by_global_norm(grads, max_norm, gradients.model_def.names)
-        metrics = _step_metrics(gradients.model_def, output) | sync_metrics | {"grad_norm": norm}
+        metrics = _step_metrics(gradients.model_def, output) | {"grad_norm": norm} | sync_metrics
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(state["step"]), jnp.float32)
         extra = {"value": metrics["loss"], "grad": clipped}

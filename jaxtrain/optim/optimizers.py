@@ -13,6 +13,7 @@ from optax import contrib
 from jaxtrain.config.schema import OptimizerConfig
 from jaxtrain.optim.adafactor import scale_by_adafactor
 from jaxtrain.optim.any_optax import make_by_name, on_stacked_layers
+from jaxtrain.optim.frozen_adam import scale_by_frozen_adam
 from jaxtrain.optim.param_dims import is_matrix, is_selection_bias, map_names, matrix_dims
 from jaxtrain.optim.parameter_groups import assign_groups, scale_groups, weight_decay
 from jaxtrain.optim.schedules import Schedule
@@ -23,7 +24,7 @@ MUON_RMS = 0.2  # RMS of a Muon update, similar to Adam's (Liu et al. 2025, arXi
 
 def make_optimizer(
     cfg: OptimizerConfig, schedule: Schedule | None, names: Any, params: Any, bias_rate: float | None = None,
-    component: optax.GradientTransformation | None = None,
+    component: optax.GradientTransformation | None = None, is_frozen: bool = False,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Returns the optimizer of a config. Its updates are to be added to the parameters.
 
@@ -49,6 +50,7 @@ def make_optimizer(
         params: the same tree of arrays or ShapeDtypeStructs.
         bias_rate: step size of the selection biases of experts, which are updated separately (`optim.selection_bias`).
         component: an optimizer in place of the one that `cfg` names.
+        is_frozen: adamw gets first moments in place of gradients, and its second ones stay (`frozen_adam`).
 
     Raises:
         ValueError: a parameter has not as many names as dims.
@@ -58,14 +60,15 @@ def make_optimizer(
     if bias_rate is not None:
         is_bias = map_names(is_selection_bias, names)
         rest = without_biases(names, is_bias), without_biases(params, is_bias)
-        others = make_optimizer(cfg, schedule, *rest, component=component)
+        others = make_optimizer(cfg, schedule, *rest, component=component, is_frozen=is_frozen)
         return with_selection_biases(others, is_bias, bias_rate)
     assigned = assign_groups(cfg.groups, names)
     if component is not None or not cfg.is_builtin:
         tx = on_stacked_layers(component or make_by_name(cfg, schedule), names, params)
     else:
         decay = weight_decay(cfg, assigned, names)
-        tx = optax.chain(_direction(cfg, names), decay, optax.scale_by_learning_rate(schedule))
+        direction = scale_by_frozen_adam(*cfg.betas, cfg.epsilon) if is_frozen else _direction(cfg, names)
+        tx = optax.chain(direction, decay, optax.scale_by_learning_rate(schedule))
     return scale_groups(with_float32_arithmetic(tx), cfg.groups, assigned)
 
 

@@ -209,6 +209,8 @@ def _notes(
         notes.append("a step is one update of the server; gradients of all workers are computed, those that push count")
     elif config.sync.is_loose and report.exchange[0]:
         notes.append(_exchange_note(config.sync, report, exchange))
+    elif report.phases:
+        notes.append(_phases_note(report.phases))
     if names := cost.unknown_kernels:
         notes.append(f"kernels of unknown FLOPs are priced by their memory traffic: {', '.join(names[:4])}")
     if any(one.is_unbounded for one in cost.operations):
@@ -222,6 +224,16 @@ def _notes(
     elif report.cpu_rates:
         notes.append("simulated devices share this host: rates were measured just now, with all of them busy")
     return notes
+
+
+def _phases_note(phases: Sequence[tuple[int, float]]) -> str:
+    """Note on first steps that send something else than those of which the plan is."""
+    (end, _), (steps, later) = phases[-2:]
+    begins = [0, *(begin for begin, _ in phases)]
+    total = [(after - before) * size for before, (after, size) in zip(begins, phases)]
+    first, mean = sum(total[:-1]) / end, sum(total) / steps
+    text = f"between replicas a device sends {first / 1e6:.3g} MB in each of the first {end} steps in the mean, and"
+    return f"{text} {later / 1e6:.3g} MB in later ones, of which this plan is; in that of all {mean / 1e6:.3g} MB"
 
 
 def _exchange_note(sync: SyncConfig, report: CompileReport, exchange: Traffic | None) -> str:

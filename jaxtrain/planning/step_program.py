@@ -111,6 +111,14 @@ def exchange_bytes(program: Program) -> RoundBytes:
     return RoundBytes(found.total / devices, found.most / devices, found.during / devices, found.sending)
 
 
+def bytes_of_phases(program: Program) -> list[tuple[int, float]]:
+    """Phases of a strategy that begins with another one: (end, bytes that a device sends in a step); else none."""
+    strategy, params, steps = program.synchronizer.strategy, program.one["params"], program.config.steps
+    devices = 1 if program.sharder.mesh is None else program.sharder.mesh.size // strategy.replicas
+    phases = [*strategy.phases, (steps, strategy)] if strategy.combines_gradients and strategy.phases else []
+    return [(min(end, steps), each.sent_bytes(params, None) / devices) for end, each in phases]
+
+
 def cpu_rates(devices: Sequence[Any], precision: str) -> dict[str, float] | None:
     """Measured rates of CPU devices, see `hardware.simulated`; None for other chips."""
     return simulated.measure_rates(devices, POLICIES[precision].compute) if devices[0].platform == "cpu" else None

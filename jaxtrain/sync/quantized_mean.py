@@ -1,4 +1,4 @@
-"""A mean over replicas of which values travel in 8, 4 or 2 bits, with what was lost kept for the next time.
+"""A mean over replicas of which values travel in 8, 4, 2 bits or 1, with what was lost kept for the next time.
 
 As the gradients of ZeRO++ (Wang et al. 2023, arXiv 2306.10209): an all-to-all of quantised parts, a sum in float32, and
 an all-gather of the quantised sum. Both roundings have a residual that is added before the next one (error feedback,
@@ -31,10 +31,11 @@ from jaxtrain.sync.compression.wire import (
 Tree = Any
 Bits = int | str
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
+ONE_BIT_BLOCK = 128, 1024  # least and most values of the last dim of tensors in 1 bit: a row is a block
 SMALLEST = 1024  # values of a tensor that is worth it; smaller ones travel in float32
 FP8 = "fp8"  # 8 bits, of which 4 are an exponent (e4m3): codes are closer near 0
 BITS: dict[str, Bits] = {"none": 0, "int8": 8, "int4": 4, "int2": 2, "fp8": FP8}  # of a value; 0: float32
-HIGHEST: dict[Bits, float] = {8: 127.0, 4: 7.0, 2: 1.5, FP8: 448.0}  # code of the largest value; integers are 1 apart
+HIGHEST: dict[Bits, float] = {8: 127.0, 4: 7.0, 2: 1.5, 1: 0.5, FP8: 448.0}  # largest code; integers are 1 apart
 
 
 class Residuals(NamedTuple):
@@ -52,17 +53,19 @@ class Residuals(NamedTuple):
 def encode(x: jax.Array, bits: Bits) -> tuple[jax.Array, jax.Array]:
     """Quantises blocks by their largest value: the error is at most half the gap between two codes.
 
-    The gap is `scale`; of fp8 it is `scale` times 2^(e - 3) between codes of the exponent e, and 2^-9 around 0.
+    The gap is `scale`; of fp8 it is `scale` times 2^(e - 3) between codes of the exponent e, and 2^-9 around 0. In 1
+    bit only signs are kept, and `scale` is twice the mean of the magnitudes, which stays that of the block.
 
     Args:
         x: blocks, float32 [..., values]; 8 / `bits` divides their number.
-        bits: 8, 4, 2 or "fp8". All but 2 have a code for 0; the four codes of 2 are -1.5, -0.5, 0.5 and 1.5.
+        bits: 8, 4, 2, 1 or "fp8". The four codes of 2 are -1.5, -0.5, 0.5 and 1.5, those of 1 are -0.5 and 0.5; the
+            others have a code for 0.
 
     Returns:
         codes, uint8 [..., values * bits / 8], and scales, float32 [...].
     """
     offset, top = HIGHEST[bits], 2 * HIGHEST[bits]
-    scale = jnp.max(jnp.abs(x), -1) / offset
+    scale = (jnp.mean if bits == 1 else jnp.max)(jnp.abs(x), -1) / offset
     safe = jnp.where(scale > 0, scale, 1.0)[..., None]
     if bits == FP8:
         small = jnp.clip(x / safe, -HIGHEST[FP8], HIGHEST[FP8]).astype(jnp.float8_e4m3fn)
@@ -86,20 +89,21 @@ def decode(codes: jax.Array, scale: jax.Array, bits: Bits) -> jax.Array:
     return values * scale[..., None]
 
 
-def initial_residuals(params: Tree, replicas: int) -> Residuals:
+def initial_residuals(params: Tree, replicas: int, bits: Bits) -> Residuals:
     """Returns residuals of zeros."""
 
     def server(p: Any) -> jax.Array:
-        per, block = _parts(p.shape, replicas) if is_quantized(p) else (1, 1)
+        per, block = _parts(p.shape, replicas, bits) if is_quantized(p, bits) else (1, 1)
         return jnp.zeros((replicas, per, block), jnp.float32)
 
     worker = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
     return Residuals(worker, jax.tree.map(server, params))
 
 
-def is_quantized(p: Any) -> bool:
-    """Returns whether a tensor is large enough to be quantised."""
-    return prod(p.shape) >= SMALLEST
+def is_quantized(p: Any, bits: Bits) -> bool:
+    """Returns whether a tensor is large enough to be quantised; in 1 bit, whether its rows can be blocks, too."""
+    is_large = prod(p.shape) >= SMALLEST
+    return is_large and (bits != 1 or (ONE_BIT_BLOCK[0] <= p.shape[-1] <= ONE_BIT_BLOCK[1] and p.shape[-1] % 8 == 0))
 
 
 def quantized_mean(x: Tree, residuals: Residuals | None, bits: Bits, mesh: Mesh) -> tuple[Tree, Residuals | None]:
@@ -111,15 +115,15 @@ def quantized_mean(x: Tree, residuals: Residuals | None, bits: Bits, mesh: Mesh)
     Args:
         x: values of all replicas, float32 [replicas, ...].
         residuals: of the time before; None: what is lost is lost.
-        bits: 8, 4, 2 or "fp8".
+        bits: 8, 4, 2, 1 or "fp8".
         mesh: with the axis `replica`.
     """
     replicas = mesh.shape[REPLICA_AXIS]
-    zeros = initial_residuals(jax.tree.map(lambda v: v[0], x), replicas) if residuals is None else residuals
+    zeros = initial_residuals(jax.tree.map(lambda v: v[0], x), replicas, bits) if residuals is None else residuals
     leaves, structure = jax.tree.flatten(x)
     worker, server = jax.tree.leaves(zeros.worker), jax.tree.leaves(zeros.server)
     means: list[Any] = [None] * len(leaves)
-    exact = [i for i, v in enumerate(leaves) if not is_quantized(v[0])]
+    exact = [i for i, v in enumerate(leaves) if not is_quantized(v[0], bits)]
     for i, mean in zip(exact, flat_mean([leaves[i] for i in exact], mesh), strict=True):
         means[i] = mean
     for i in range(len(leaves)):
@@ -139,8 +143,8 @@ def _mean_of_parts(
 
     def pack(x: jax.Array, worker: jax.Array, server: jax.Array) -> Any:
         total = x[0] + worker[0]
-        codes, scale = encode(to_blocks(total, replicas), bits)
-        left = total - from_blocks(decode(codes, scale, bits), shape)
+        codes, scale = encode(to_blocks(total, replicas, bits), bits)
+        left = total - from_blocks(decode(codes, scale, bits), shape, bits)
         codes, scale = (pad_to_devices(v, 1, inner)[None] for v in (codes, scale))
         return codes, scale, left[None], pad_to_devices(server, 1, inner)
 
@@ -152,7 +156,7 @@ def _mean_of_parts(
         return *(jax.lax.all_gather(v, REPLICA_AXIS) for v in (codes, scale)), left[None]
 
     def unpack(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        return from_blocks(decode(codes[:, :per], scale[:, :per], bits), shape)
+        return from_blocks(decode(codes[:, :per], scale[:, :per], bits), shape, bits)
 
     codes, scale, worker, server = on_each_replica(mesh, pack)(x, worker, server)
     gathered = PartitionSpec(None, inner_axes(mesh))
@@ -162,17 +166,17 @@ def _mean_of_parts(
     return mean, worker, on_each_replica(mesh, lambda v: v[:, :per])(server)
 
 
-def to_blocks(x: jax.Array, replicas: int) -> jax.Array:
+def to_blocks(x: jax.Array, replicas: int, bits: Bits) -> jax.Array:
     """Returns [...] as [replicas, blocks, values], filled with zeros. Blocks lie along the last dim."""
-    per, block = _parts(x.shape, replicas)
-    width = _row(x.shape[-1])[0] * block
+    per, block = _parts(x.shape, replicas, bits)
+    width = _row(x.shape[-1], bits)[0] * block
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]).reshape(-1, block)
     return jnp.pad(x, [(0, replicas * per - len(x)), (0, 0)]).reshape(replicas, per, block)
 
 
-def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def from_blocks(blocks: jax.Array, shape: tuple[int, ...], bits: Bits) -> jax.Array:
     """Reverses `to_blocks`."""
-    count, block = _row(shape[-1])
+    count, block = _row(shape[-1], bits)
     width = count * block
     rows = blocks.reshape(-1, block)[: prod(shape[:-1]) * width // block]
     return rows.reshape(*shape[:-1], width)[..., : shape[-1]]
@@ -188,20 +192,25 @@ def sent_bytes(params: Tree, bits: Bits, replicas: int, inner: int = 1) -> int:
         inner: devices of a replica, which divide the blocks: some are filled up.
     """
     leaves, width = jax.tree.leaves(params), bits if isinstance(bits, int) else 8
-    exact = [prod(p.shape) for p in leaves if not is_quantized(p)]
+    exact = [prod(p.shape) for p in leaves if not is_quantized(p, bits)]
     total = flat_mean_bytes(exact, replicas, inner)
-    for per, block in (_parts(p.shape, replicas) for p in leaves if is_quantized(p)):
+    for per, block in (_parts(p.shape, replicas, bits) for p in leaves if is_quantized(p, bits)):
         total += 2 * (replicas - 1) * padded(per, inner) * (block * width / 8 + 4)
     return round(total)
 
 
-def _parts(shape: tuple[int, ...], replicas: int) -> tuple[int, int]:
+def _parts(shape: tuple[int, ...], replicas: int, bits: Bits) -> tuple[int, int]:
     """Returns the blocks that each replica sums, and the values of a block."""
-    count, block = _row(shape[-1])
+    count, block = _row(shape[-1], bits)
     return ceil(prod(shape[:-1]) * count / replicas), block
 
 
-def _row(size: int) -> tuple[int, int]:
-    """Returns the blocks of a row, equal ones, and their values: at most `BLOCK`, a multiple of 4, to fill bytes."""
+def _row(size: int, bits: Bits) -> tuple[int, int]:
+    """Returns the blocks of a row, equal ones, and their values: at most `BLOCK`, a multiple of 4, to fill bytes.
+
+    In 1 bit a row is a block: zeros that fill it up would count in its scale, as would what is lost there.
+    """
+    if bits == 1:
+        return 1, size
     count = ceil(size / BLOCK)
     return count, ceil(size / count / 4) * 4

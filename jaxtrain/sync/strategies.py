@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.config.sections.sync import CompressConfig, SyncConfig
 from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.compression.compressor import Compressor
 from jaxtrain.sync.compression.make import make_compressor
+from jaxtrain.sync.compression.phases import first_phases
 from jaxtrain.sync.compression.wire import inner_devices
 from jaxtrain.sync.gossip import Gossip
 from jaxtrain.sync.outer_optimizer import outer_step
@@ -37,10 +38,21 @@ class BulkSynchronous(Strategy):
     def __init__(self, config: SyncConfig, replicas: int, mesh: Mesh | None = None) -> None:
         super().__init__(config, replicas, mesh)
         self.combines_gradients = config.is_compressed and replicas > 1
+        self.combines_momenta = self.combines_gradients and config.is_onebit_adam
 
     def plan(self, step: int) -> StepPlan:
         """Returns the one program of every step."""
         return StepPlan(is_joint=True)
+
+    @cached_property
+    def phases(self) -> Sequence[tuple[int, Strategy]]:
+        """First steps of another compression: before the second moment of Adam is frozen, or in a warm-up."""
+        return [(end, self._with(compress)) for end, compress in first_phases(self.config.compress)]
+
+    def _with(self, compress: CompressConfig) -> BulkSynchronous:
+        other = BulkSynchronous(self.config.model_copy(update={"compress": compress}), self.replicas, self.mesh)
+        other.names = self.names
+        return other
 
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what compression keeps, such as what was not sent yet."""
@@ -53,8 +65,12 @@ class BulkSynchronous(Strategy):
         own, mean = self._compressor.mean(own, jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
         is_finite = are_finite(gradients).all()
         mean = jax.tree.map(lambda x, g: jnp.where(is_finite, x, jnp.nan).astype(g.dtype), mean, gradients)
-        size = self._compressor.sent_bytes(jax.tree.map(lambda g: g[0], gradients))
+        size = self.sent_bytes(jax.tree.map(lambda g: g[0], gradients), None)
         return own, mean, {"exchanged_bytes": jnp.float32(size)}
+
+    def sent_bytes(self, params: Tree, kind: Hashable) -> int:
+        """Returns the bytes that each replica sends in a step: those of a ring all-reduce in float32, or compressed."""
+        return self._compressor.sent_bytes(params) if self.combines_gradients else super().sent_bytes(params, kind)
 
     @cached_property
     def _compressor(self) -> Compressor:
@@ -100,7 +116,7 @@ class DiLoCo(Strategy):
         outer = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         own = {"outer": outer} | ({"velocity": jax.tree.map(jnp.zeros_like, outer)} if self._momentum else {})
         if self._bits and self.config.compress.error_feedback:
-            own |= initial_residuals(params, self.replicas)._asdict()
+            own |= initial_residuals(params, self.replicas, self._bits)._asdict()
         return own
 
     def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:

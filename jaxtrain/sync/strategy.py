@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -93,6 +93,8 @@ class Strategy:
         parameters_differ: replicas may hold different parameters between exchanges; else there are no exchanges.
         combines_gradients: replicas hold the same parameters, each computes gradients of its rows, and `combine` makes
             those of the batch of them. Not with `parameters_differ`.
+        combines_momenta: what it combines are the first moments of Adam that the replicas' gradients would make; the
+            second one is frozen.
         mixes_batches: the rows of replicas may be of different steps, see `data_steps`; refused for iterables.
         min_replicas: replicas that it needs.
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
@@ -104,6 +106,7 @@ class Strategy:
 
     parameters_differ = True
     combines_gradients = False
+    combines_momenta = False
     mixes_batches = False
     min_replicas = 1
     early_exchange: Hashable = "all"
@@ -131,6 +134,18 @@ class Strategy:
     def plan(self, step: int) -> StepPlan:
         """Returns the programs of the step after `step` finished ones: by default an exchange every `sync.every`."""
         return StepPlan(exchange="all" if (step + 1) % self.config.every == 0 else None)
+
+    @property
+    def phases(self) -> Sequence[tuple[int, Strategy]]:
+        """First steps of other strategies with the same own state, (end, strategy): by default none.
+
+        For one that combines gradients. Each has a program of its own.
+        """
+        return ()
+
+    def at(self, step: int) -> Strategy:
+        """Returns the strategy of the step after `step` finished ones."""
+        return next((strategy for end, strategy in self.phases if step < end), self)
 
     def data_steps(self, step: int) -> tuple[int, ...]:
         """Returns the steps of the data order whose rows the replicas train on in a step: by default the step itself.

@@ -112,7 +112,7 @@ class StreamingDiLoCo(Strategy):
         if self._bits and self.config.compress.error_feedback:
             own["worker"], own["server"] = {}, {}
             for path, one in cut.items():
-                turns, server = one.fragments or 1, initial_residuals(one.chunk, self.replicas).server
+                turns, server = one.fragments or 1, initial_residuals(one.chunk, self.replicas, self._bits).server
                 own["worker"][path] = jnp.zeros((self.replicas, turns, *one.layout))
                 own["server"][path] = jnp.zeros((self.replicas, turns, parts.chunks, *server.shape[1:]))
         return own

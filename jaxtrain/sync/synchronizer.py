@@ -96,11 +96,22 @@ class Synchronizer:
         return 0
 
 
+@dataclass(eq=False)
 class GradientSynchronizer(Synchronizer):
     """Replicas that are equal and whose gradients a strategy combines: the state has a part `sync`.
 
     It has `own`, what the strategy adds. All else is as without the part.
+
+    Attributes:
+        strategy: combines the gradients.
+        one: abstract state without the part, with shardings.
+        make_step: (strategy of the first steps, abstract state) -> its compiled train step.
     """
+
+    strategy: Strategy
+    one: State
+    make_step: Callable[[Strategy, State], Step]
+    _steps: dict[Strategy, Step] = field(default_factory=dict)
 
     def abstract(self, one: State) -> State:
         """Returns shapes, dtypes and shardings of the state of a run, from those without the strategy's."""
@@ -115,8 +126,14 @@ class GradientSynchronizer(Synchronizer):
     def step_at(self, step: int, local: Step) -> Step:
         """Returns the train step, which gets the values of the host before it, and leaves those of the next step.
 
-        So what reads the state between steps computes the gradients that the next step computes.
+        So what reads the state between steps computes the gradients that the next step computes. First steps of another
+        strategy have their own program.
         """
+        strategy = self.strategy.at(step)
+        if strategy is not self.strategy:
+            if strategy not in self._steps:
+                self._steps[strategy] = self.make_step(strategy, self.abstract(self.one))
+            local = self._steps[strategy]
         before, after = self.strategy.host_values(step), self.strategy.host_values(step + 1)
         if not before:
             return local
@@ -126,6 +143,10 @@ class GradientSynchronizer(Synchronizer):
             return _with_values(state, after), metrics
 
         return run
+
+    def with_checked_steps(self, check: Callable[[Any], Any]) -> Synchronizer:
+        """Returns a synchronizer whose programs of the first steps are wrapped by a check."""
+        return replace(self, make_step=lambda strategy, state: check(self.make_step(strategy, state)), _steps={})
 
     def merge(self, state: State) -> State:
         """Returns the state without what the strategy adds."""

@@ -45,8 +45,10 @@ def shrink(config: Config, devices: int) -> tuple[Config, list[str]]:
 
 
 def shrink_sync(sync: SyncConfig) -> SyncConfig:
-    """Returns section `sync` with rounds of few steps, so that a comparison has several exchanges."""
+    """Returns section `sync` with few steps in a round and in a first phase: a comparison has several exchanges."""
     rounds: dict[str, Any] = {"every": min(sync.every, EVERY), "bsp_steps": min(sync.bsp_steps, 1)}
+    first = {name: min(getattr(sync.compress, name), EVERY) for name in ("freeze", "warmup")}
+    rounds["compress"] = sync.compress.model_copy(update=first)
     if sync.strategy == "streaming_diloco":  # of at most two fragments, which travel for one step at most
         fragments = min(sync.streaming.fragments, 2)
         streaming = {"fragments": fragments, "tau": min(sync.streaming.tau, 1)}

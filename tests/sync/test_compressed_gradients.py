@@ -87,7 +87,7 @@ def left_over(own: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """What was not applied yet: the mean of the workers' residuals, and the servers'."""
     left = np.asarray(own["worker"][name], np.float64).mean(0)
     if "server" in own and np.prod(shape) >= q.SMALLEST:
-        left = left + np.asarray(q.from_blocks(own["server"][name], shape), np.float64)
+        left = left + np.asarray(q.from_blocks(own["server"][name], shape, 8), np.float64)
     return left
 
 

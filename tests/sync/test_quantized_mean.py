@@ -56,10 +56,10 @@ def test_rounding_is_within_half_a_gap_and_codes_fill_their_bytes(bits: q.Bits) 
 @pytest.mark.parametrize("shape", SHAPES.values())
 def test_blocks_are_of_one_layer_and_come_back(shape: tuple[int, ...]) -> None:
     x = jnp.asarray(RNG.normal(size=shape), jnp.float32)
-    np.testing.assert_array_equal(q.from_blocks(q.to_blocks(x, 4), shape), x)
+    np.testing.assert_array_equal(q.from_blocks(q.to_blocks(x, 4, 8), shape, 8), x)
     if len(shape) == 3:
         layers = np.ones(shape, np.float32) * np.arange(1, shape[0] + 1)[:, None, None]
-        blocks = np.asarray(q.to_blocks(jnp.asarray(layers), 4))
+        blocks = np.asarray(q.to_blocks(jnp.asarray(layers), 4, 8))
         assert all(len(set(block) - {0.0}) <= 1 for block in blocks.reshape(-1, blocks.shape[-1]))
 
 
@@ -68,7 +68,7 @@ def test_blocks_are_of_one_layer_and_come_back(shape: tuple[int, ...]) -> None:
 def test_nothing_is_lost_with_residuals(bits: q.Bits, count: int) -> None:
     """Applied means + mean of the workers' residuals + the servers' = the sum of the true means, at any time."""
     mesh = mesh_of(count)
-    residuals = q.initial_residuals({name: jnp.zeros(shape) for name, shape in SHAPES.items()}, count)
+    residuals = q.initial_residuals({name: jnp.zeros(shape) for name, shape in SHAPES.items()}, count, bits)
     step = jax.jit(lambda x, r: q.quantized_mean(x, r, bits, mesh))
     applied, true = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
     for time in range(1, 7):
@@ -79,7 +79,7 @@ def test_nothing_is_lost_with_residuals(bits: q.Bits, count: int) -> None:
             true[name] += x[name].astype(np.float64).mean(0)
             left = np.asarray(residuals.worker[name], np.float64).mean(0)
             if name != "small":
-                left += np.asarray(q.from_blocks(residuals.server[name], shape), np.float64)
+                left += np.asarray(q.from_blocks(residuals.server[name], shape, bits), np.float64)
             np.testing.assert_allclose(applied[name] + left, true[name], atol=1e-6 * time)
     off = np.abs(applied["matrix"] - true["matrix"]).max()
     assert {8: 1e-3, q.FP8: 1e-3, 4: 1e-2, 2: 0.1}[bits] < off < {8: 0.1, q.FP8: 0.5, 4: 1.0, 2: 6.0}[bits]
@@ -90,7 +90,7 @@ def test_without_residuals_what_is_lost_stays_lost() -> None:
     x = {"matrix": np.full((2, 24, 100), 0.05, np.float32)}
     x["matrix"][:, :, 0] = 1.0  # in 4 bits a code is 1/7: 0.05 is rounded to 0
     sums = []
-    for residuals in (None, q.initial_residuals({"matrix": jnp.zeros((24, 100))}, 2)):
+    for residuals in (None, q.initial_residuals({"matrix": jnp.zeros((24, 100))}, 2, 2)):
         step, total, left = jax.jit(lambda x, r: q.quantized_mean(x, r, 4, mesh)), 0.0, residuals
         for _ in range(20):
             mean, left = step(placed(mesh, x), left)

@@ -42,13 +42,13 @@ def train(run: jaxtrain.Config, **options: Any) -> tuple[Result, str]:
     return jaxtrain.train(run, run_dir=run.run_dir, console=screen, **options), file.getvalue()
 
 
-def resumed_bitwise(folder: Path, sync: dict[str, Any]) -> Result:
+def resumed_bitwise(folder: Path, sync: dict[str, Any], **changes: Any) -> Result:
     """An undisturbed run, of which runs that are resumed after 3 and after 6 steps are equal, bit for bit."""
-    whole, _ = train(config(folder, "whole", sync))
+    whole, _ = train(config(folder, "whole", sync, **changes))
     for step in (3, 6):
-        part, _ = train(config(folder, f"part-{step}", sync))
+        part, _ = train(config(folder, f"part-{step}", sync, **changes))
         cut(part.run_dir, step)
-        resumed, text = train(config(folder, f"part-{step}", sync), resume=True)
+        resumed, text = train(config(folder, f"part-{step}", sync, **changes), resume=True)
         assert "losses are bitwise those of an uninterrupted run" in text
         assert losses(resumed.run_dir) == losses(whole.run_dir)
         for ours, theirs in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):

@@ -20,6 +20,7 @@ STRATEGIES = {
     "streaming": {"strategy": "streaming_diloco", "every": 500, "streaming": {"fragments": 2, "tau": 2}},
     "ssp": {"strategy": "ssp", "stale": {"bound": 2}},
     "powersgd": {"strategy": "bsp", "compress": {"gradients": "powersgd"}},
+    "onebit_adam": {"strategy": "bsp", "compress": {"gradients": "onebit_adam"}},
     "gossip": {"strategy": "gossip", "every": 1, "gossip": {"graph": "ring"}},
 }
 EQUAL = ("local_sgd", "post_local", "diloco", "streaming", "gossip")  # keep equal replicas one

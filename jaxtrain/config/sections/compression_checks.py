@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jaxtrain.config.sections.sync import FIRST_SHARE
+
 if TYPE_CHECKING:
     from jaxtrain.config.schema import Config
 
@@ -26,6 +28,32 @@ def compression_problems(config: Config) -> Iterator[Found]:
             message = f"{compress.momentum:g} takes the place of the optimizer's; expected optimizer.name=sgd with"
             keys = ("sync.compress.momentum", "optimizer.name", "optimizer.betas")
             yield keys, f"{message} optimizer.betas=[0, ...], or 0"
+    if sync.is_compressed and compress.gradients == "topk" and compress.warmup:
+        yield from _warmup_problems(config)
+    if sync.is_onebit_adam:
+        yield from _onebit_adam_problems(config)
+
+
+def _warmup_problems(config: Config) -> Iterator[Found]:
+    """Yields what keeps the warm-up of topk from ending in its share within the run."""
+    warmup, share = config.sync.compress.warmup, config.sync.compress.share
+    if share >= FIRST_SHARE:
+        message = f"the warm-up begins with a share of {FIRST_SHARE}, and that after it is {share:g}; expected warmup=0"
+        yield ("sync.compress.warmup", "sync.compress.share"), f"{message}, or a smaller share"
+    if config.epochs is None and warmup >= config.steps:
+        message = f"of {config.steps} steps none comes after {warmup} of warm-up; expected less than steps"
+        yield ("sync.compress.warmup", "steps"), message
+
+
+def _onebit_adam_problems(config: Config) -> Iterator[Found]:
+    """Yields what keeps the second moment of Adam from being frozen within the run."""
+    name, freeze = config.optimizer.name, config.sync.compress.freeze
+    if name != "adamw":
+        message = f"onebit_adam sends the momentum of Adam, and the optimizer is {name}; expected optimizer.name=adamw"
+        yield ("sync.compress.gradients", "optimizer.name"), f"{message} (Adam with optimizer.weight_decay=0)"
+    if config.epochs is None and freeze >= config.steps:
+        message = f"of {config.steps} steps none comes after the freeze at {freeze}, so that nothing is compressed"
+        yield ("sync.compress.freeze", "steps"), f"{message}; expected less than steps"
 
 
 def compression_notes(config: Config) -> list[str]:

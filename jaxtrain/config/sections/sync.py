@@ -34,26 +34,36 @@ class OuterConfig(Section):
     nesterov: Bool = key(True, "Nesterov's momentum, as of torch.optim.SGD(nesterov=True)")
 
 
+FIRST_SHARE = 0.25  # of the values, with which the warm-up of topk begins
+GRADIENT_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync.compress` that only one compression of gradients reads
+    "powersgd": ("rank",), "topk": ("share", "momentum", "warmup", "clip"), "onebit_adam": ("freeze",),
+}  # fmt: skip
+
+
 class CompressConfig(Section):
     """Compression of what replicas exchange: the gradients of bsp, or the changes of diloco."""
 
     deltas: Literal["none", "int8", "fp8", "int4", "int2"] = key(
         "none", "diloco: changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
     )
-    gradients: Literal["none", "int8", "fp8", "int4", "int2", "powersgd", "topk"] = key(
-        "none", "bsp: gradients over mesh.replica, in such blocks; `powersgd`: of low rank; `topk`: the largest values"
-    )
+    gradients: Literal["none", "int8", "fp8", "int4", "int2", "powersgd", "topk", "onebit_adam"] = key(
+        "none", "bsp: gradients over mesh.replica, in such blocks; `powersgd`: of low rank; `topk`: the largest values;"
+        " `onebit_adam`: signs of the momentum"
+    )  # fmt: skip
     error_feedback: Bool = key(True, "keep what is lost, and add it the next time")
     rank: PositiveInt = key(4, "powersgd: rank of a matrix")
     share: NonZeroFraction = key(0.01, "topk: share of the values of a layer that is sent")
     momentum: Share = key(0.0, "topk: momentum of each replica before values are chosen, in place of the optimizer's")
+    warmup: Count = key(0, "topk: first steps, in which the share falls from 25% by factors of 4 to `share`")
+    clip: PositiveFloat | None = key(
+        None, "topk: norm of the gradient above which those of replicas are clipped before values are chosen"
+    )
+    freeze: PositiveInt = key(1000, "onebit_adam: first steps, of exact Adam; then its second moment stays as it is")
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the keys that the kind of compression does not read."""
-        unread = {"powersgd": ("share", "momentum"), "topk": ("rank",)}.get(
-            self.gradients, ("share", "momentum", "rank")
-        )
+        unread = [key for kind, keys in GRADIENT_KEYS.items() if kind != self.gradients for key in keys]
         other = ("gradients",) if self.gradients == "none" else ("deltas",) if self.deltas == "none" else ()
         return {key: value for key, value in serialize(self).items() if key not in (*unread, *other)}
 
@@ -135,6 +145,11 @@ class SyncConfig(Section):
     def is_compressed(self) -> bool:
         """True if replicas are equal and their gradients travel compressed."""
         return self.strategy == "bsp" and self.compress.gradients != "none"
+
+    @property
+    def is_onebit_adam(self) -> bool:
+        """True if replicas are equal, and after some steps the momentum travels in place of the gradients."""
+        return self.is_compressed and self.compress.gradients == "onebit_adam"
 
     @property
     def is_builtin(self) -> bool:

@@ -58,7 +58,7 @@ class QuantizedBlocks(Compressor):
 
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns residuals of the workers and the servers, with error feedback."""
-        return initial_residuals(params, self.replicas)._asdict() if self.config.error_feedback else {}
+        return initial_residuals(params, self.replicas, self._bits)._asdict() if self.config.error_feedback else {}
 
     def mean(self, own: dict[str, Tree], x: Tree) -> tuple[dict[str, Tree], Tree]:
         """Returns (residuals, mean)."""

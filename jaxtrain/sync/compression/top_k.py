@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.optim.param_dims import is_names, num_stacked_dims
+from jaxtrain.sync.compression.clipping import clip_replicas
 from jaxtrain.sync.compression.compressor import Compressor
 from jaxtrain.sync.compression.wire import (
     SAME,
@@ -30,7 +31,8 @@ class TopK(Compressor):
 
     With the gradient G_i: U_i <- momentum U_i + G_i; V_i <- V_i + U_i; the values of V_i that are sent are those of the
     largest magnitude, a `share` of the layer; the mean has their sum over replicas / replicas; where they were, V_i and
-    U_i become 0 (factor masking). Without momentum U_i is G_i.
+    U_i become 0 (factor masking). Without momentum U_i is G_i. With `clip` G_i is clipped first, see `clip_replicas`.
+    In the warm-up the share is larger, see `first_phases`.
 
     Every device of a replica chooses from the whole layer, which it holds for that moment: XLA's partitioner aborts on
     gathers and scatters of some sharded tensors in code that is manual over some axes.
@@ -43,6 +45,7 @@ class TopK(Compressor):
 
     def mean(self, own: dict[str, Tree], x: Tree) -> tuple[dict[str, Tree], Tree]:
         """Returns (V and U, mean)."""
+        x = clip_replicas(x, self.config.clip, self.names)[0]
         if self.config.momentum:
             x = jax.tree.map(lambda u, g: self.config.momentum * u + g, own["velocity"], x)
         total = jax.tree.map(jnp.add, own["worker"], x) if self.config.error_feedback else x
