@@ -26,13 +26,13 @@ from typing import Any
 
 import common
 
-EVERY, BITS = 100, ("none", "int8", "fp8", "int4", "int2")
+EVERY = 16
 SIZES: dict[str, dict[str, Any]] = {
-    "small": {"model": {"embed": 128, "layers": 5, "mlp": 384, "heads": 4, "kv_heads": 2}, "steps": 4000, "lr": 2e-3},
-    "large": {"model": {"embed": 384, "layers": 6, "mlp": 1024, "heads": 6, "kv_heads": 3}, "steps": 4000, "lr": 1e-3},
-    "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 200, "lr": 4e-3},
+    "small": {"model": {"embed": 128, "layers": 5, "mlp": 384, "heads": 4, "kv_heads": 2}, "steps": 4032, "lr": 2e-3},
+    "large": {"model": {"embed": 384, "layers": 6, "mlp": 1024, "heads": 6, "kv_heads": 3}, "steps": 4032, "lr": 1e-3},
+    "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 224, "lr": 4e-3},
 }
-LARGE = ("bsp", "diloco-2", "streaming-int4-2")  # without a GPU
+LARGE = ("bsp", "diloco-int4-2", "streaming-int4-2")  # without a GPU
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class Way:
     fewer: float = 0.0
 
 
-def diloco(bits: str = "none", **more: Any) -> dict[str, Any]:
-    return {"strategy": "diloco", "every": EVERY, "compress": {"deltas": bits}} | more
+def diloco(bits: str = "none", every: int = 16, **more: Any) -> dict[str, Any]:
+    outer = {"lr": 0.8, "momentum": 0.5}
+    return {"strategy": "diloco", "every": every, "outer": outer, "compress": {"deltas": bits}} | more
 
 
 def streaming(bits: str) -> dict[str, Any]:
-    return diloco(bits, strategy="streaming_diloco", streaming={"fragments": 4, "tau": 2, "alpha": 0.5})
+    fragments = {"fragments": 4, "tau": 2, "alpha": 0.5}
+    return diloco(bits, 56, strategy="streaming_diloco", streaming=fragments)
 
 
 def compressed(gradients: str, **more: Any) -> dict[str, Any]:
@@ -78,16 +80,20 @@ WAYS = {
     "bsp-int2": Way(compressed("int2")),
     "bsp-powersgd-4": Way(compressed("powersgd", rank=4), bar=0.01),
     "bsp-topk-1%": Way(compressed("topk", share=0.01)),
+    "bsp-onebit-adam": Way(compressed("onebit_adam", freeze=800)),
     "local_sgd": Way({"strategy": "local_sgd", "every": EVERY}),
-    "post_local": Way({"strategy": "post_local", "every": EVERY, "bsp_steps": 2 * EVERY}),
-    "diloco-2": Way(diloco(), 2, bar=0.02, fewer=100),
-    "diloco-4": Way(diloco()),
-    "diloco-int4-4": Way(diloco("int4")),
-    "streaming-int4-2": Way(streaming("int4"), 2, bar=0.03, fewer=400),
-    "streaming-4": Way(streaming("none")),
-    "streaming-int4-4": Way(streaming("int4")),
-    "muloco-float32-4": Way(diloco(strategy="muloco"), optimizer="muon"),
-    "muloco-4": Way(diloco("int2", strategy="muloco"), optimizer="muon", compared="muloco-float32-4", bar=0.01),
+    "post_local": Way({"strategy": "post_local", "every": EVERY, "bsp_steps": 448}),
+    "diloco-int4-2": Way(diloco("int4"), 2, lr=0.5, bar=0.02, fewer=100),
+    "diloco-int4-4": Way(diloco("int4"), lr=0.5),
+    "diloco-4": Way(diloco(), lr=0.5),
+    "diloco-112-2": Way(diloco(every=112), 2, lr=0.5),
+    "streaming-int4-2": Way(streaming("int4"), 2, lr=0.5, bar=0.03, fewer=400),
+    "streaming-4": Way(streaming("none"), lr=0.5),
+    "streaming-int4-4": Way(streaming("int4"), lr=0.5),
+    "muloco-float32-4": Way(diloco(every=56, strategy="muloco"), optimizer="muon", lr=0.5),
+    "muloco-4": Way(
+        diloco("int2", 56, strategy="muloco"), optimizer="muon", lr=0.5, compared="muloco-float32-4", bar=0.01
+    ),
     "gossip-ring": Way({"strategy": "gossip", "every": 1, "gossip": {"graph": "ring"}}),
     "gossip-exponential": Way({"strategy": "gossip", "every": 1, "gossip": {"graph": "exponential"}}),
     "gossip-matching": Way({"strategy": "gossip", "every": 1, "gossip": {"graph": "matching"}}),
@@ -204,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return print(json.dumps(train(json.loads(args.child))))
-    sizes, ways = (["quick"], ["bsp", "diloco-2"]) if args.quick else (args.size, args.only or list(WAYS))
+    sizes, ways = (["quick"], ["bsp", "diloco-int4-2"]) if args.quick else (args.size, args.only or list(WAYS))
     runs = json.loads(args.out.read_text())["results"]["runs"] if args.out and args.out.exists() else []
     end = time.monotonic() + 60 * args.minutes
     for size in sizes:

@@ -25,7 +25,7 @@ from jaxtrain.config.schema import (
     PluginConfig,
     ScheduleConfig,
 )
-from jaxtrain.config.sections.compression_checks import compression_notes, compression_problems
+from jaxtrain.config.sections.compression_checks import compresses_over_data, compression_notes, compression_problems
 from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.sections.sync import AT_OUTER, STRATEGY_KEYS, SyncConfig
 from jaxtrain.config.sections.sync_checks import optimizer_problems, streaming_problems
@@ -303,12 +303,13 @@ def round_problems(config: Config) -> Iterator[Conflict]:
 
 def _replica_rules(config: Config) -> Iterator[Conflict]:
     """Checks that replicas, which hold parameters or gradients of their own, split the batch and nothing else."""
+    axis = "data" if compresses_over_data(config) else "replica"
     for name, axes in config.axis_rules.items():
-        if "replica" in axes and (name != "batch" or axes[0] != "replica"):
+        if axis in axes and (name != "batch" or axes[0] != axis):
             expected = "as the first axis of `batch`" if name == "batch" else "only in `batch`, or in no rule"
             own = "parameters" if config.sync.is_loose else "gradients"
             message = f"replicas of sync.strategy {config.sync.strategy} hold {own} of their own"
-            yield Conflict((f"rules.{name}", "sync.strategy"), f"{message}; expected `replica` {expected}")
+            yield Conflict((f"rules.{name}", "sync.strategy"), f"{message}; expected `{axis}` {expected}")
 
 
 def _remat(config: Config) -> Iterator[Conflict]:

@@ -15,7 +15,7 @@ from jaxtrain.models.model_def import NOTHING, ModelDef, NonTrainable, Tree
 from jaxtrain.nn.param import SplitGrad, attach_grad_proxies, float32_grad_proxies, grad_proxy
 from jaxtrain.pipeline.executor import Executor, PipelineStep
 from jaxtrain.pipeline.stage import StepInputs
-from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS, REPLICA_AXIS
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, LAYERS
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.sync.compression.onebit_adam import Momenta
 from jaxtrain.sync.local_step import SYNC
@@ -281,7 +281,7 @@ class ReplicaGradients:
     those of its rows, times the number of replicas.
 
     Attributes:
-        one: gradients of one replica, for code that is manual over the mesh axis `replica`.
+        one: gradients of one replica, for code that is manual over the mesh axis of the replicas.
         model_def: the model on the whole mesh.
         sharder: of the whole mesh.
         strategy: combines the gradients, and may say at which parameters each replica computes them.
@@ -332,10 +332,13 @@ class ReplicaGradients:
             other: variables that are not trained, without a replica dim.
         """
         params, is_present = reading
-        count = dict(self.sharder.mesh.shape)[REPLICA_AXIS] if self.sharder.mesh else 1
+        axis, count = self.strategy.axis, self.strategy.replicas
         keys = jax.vmap(key_of_replica, (None, 0))(jax.random.key_data(key), jnp.arange(count))
         stacked, like = jax.tree.leaves(params)[0], jax.tree.leaves(self.model_def.params)[0]
         has_replica_dim = stacked.ndim > like.ndim
+        if axis == DATA_AXIS:  # ZeRO shards weights over the replicas themselves
+            gather = self.sharder.gather_replicas
+            params = jax.tree.map(gather, params, self.model_def.names, self.model_def.gather_dtypes)
         is_present = jnp.ones((count,), bool) if is_present is None else is_present
 
         def run(
@@ -343,13 +346,13 @@ class ReplicaGradients:
         ) -> Any:
             scale, other = shared
             params = jax.tree.map(lambda p: p[0], params) if has_replica_dim else params
-            part = replace(self.one, batch_axes=(REPLICA_AXIS,), is_present=is_present[0])
+            part = replace(self.one, batch_axes=(axis,), is_present=is_present[0])
             output = part(params, batch, jax.random.wrap_key_data(keys[0]), scale * count, other)
             return jax.tree.map(lambda x: x[None], tuple(output)[:5])
 
-        each = P(REPLICA_AXIS)
+        each = P(axis)
         specs = (each if has_replica_dim else P(), each, each, each, P())
-        mapped = self.sharder.shard_map(run, specs, each, axes=(REPLICA_AXIS,))
+        mapped = self.sharder.shard_map(run, specs, each, axes=(axis,))
         *sums, mutable = mapped(params, dict(batch), keys, is_present, (jnp.float32(loss_scale), other))
         grads, sums, weights, counts = choose(is_present, sums, jax.tree.map(jnp.zeros_like, sums))
         tokens = jnp.max(jnp.stack(list(weights.values())), 0)

@@ -106,7 +106,8 @@ class Program:
     def saved_synchronizer(self, manifest: Mapping[str, Any]) -> Synchronizer:
         """Returns the synchronizer whose state a checkpoint holds, from its manifest."""
         sync = SyncConfig(**manifest.get("config", {}).get("sync", {}))
-        return self.make_synchronizer(sync, manifest.get("mesh", {}).get("replica", 1))
+        sizes = manifest.get("mesh", {})
+        return self.make_synchronizer(sync, sizes.get(sync.replica_axis(sizes), 1))
 
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use, without a replica dim."""
@@ -166,7 +167,7 @@ def build_program(
             lambda state, sending: _compiled(of_replicas(sending), sharder, state, is_overlapped=True),
         )  # fmt: skip
 
-    synchronizer = make_synchronizer(config.sync, layout.sizes[REPLICA_AXIS])
+    synchronizer = make_synchronizer(config.sync, layout.sizes[config.sync.replica_axis(layout.sizes)])
     strategy = synchronizer.strategy
     step = of_replicas() if (synchronizer.replicas or 1) > 1 else equal_step(strategy)
     state, shardings = synchronizer.abstract(one), jax.tree.map(lambda leaf: leaf.sharding, one)
@@ -218,7 +219,7 @@ def _equal_step(
     if strategy.combines_momenta:
         tx, rate = _optimizer(config, model_def, components, is_frozen=True)
         momenta = Momenta(options.betas[0], options.grad_clip_norm, model_def.names)
-    apart = _replica_gradients(config, sharder, define, example)
+    apart = _replica_gradients(config, sharder, define, example, strategy.axis)
     return _step(config, ReplicaGradients(apart, model_def, sharder, strategy, momenta), tx, rate)
 
 
@@ -231,15 +232,16 @@ def _replicas_step(
 
 
 def _replica_gradients(
-    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None
-) -> Gradients:
-    """Returns the gradients of one replica, for code that is manual over the mesh axis `replica`.
+    config: Config, sharder: Sharder, define: DefineModel, example: Mapping[str, Any] | None,
+    axis: str = REPLICA_AXIS,
+) -> Gradients:  # fmt: skip
+    """Returns the gradients of one replica, for code that is manual over the mesh axis of the replicas.
 
     Raises:
         UserError: gradients are compressed, and those of a replica's rows are no part of those of all rows.
     """
-    replica = sharder.without_axis(REPLICA_AXIS)
-    replicas = dict(sharder.mesh.shape)[REPLICA_AXIS] if sharder.mesh else 1
+    replica = sharder.without_axis(axis)
+    replicas = dict(sharder.mesh.shape)[axis] if sharder.mesh else 1
     rows = config.data.global_batch // replicas
     part = config.model_copy(update={"data": config.data.model_copy(update={"global_batch": rows})})
     replica_def, batch = define(part, replica), _microbatch_spec(part, example)

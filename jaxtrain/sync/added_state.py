@@ -8,7 +8,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.errors import UserError, describe_error
-from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.replica_dim import stacked_sharding
 from jaxtrain.sync.strategy import Strategy
 
@@ -25,16 +24,16 @@ def placed_state(strategy: Strategy, params: Tree) -> dict[str, Tree]:
     Raises:
         UserError: its `init` fails, or returns something else than a dict of trees of arrays.
     """
-    replicas = strategy.replicas
+    replicas, axis = strategy.replicas, strategy.axis
 
     def place(leaf: Any, p: Any) -> Any:
         if leaf.shape == p.shape:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding)
         if leaf.shape == (replicas, *p.shape):
             like = jax.ShapeDtypeStruct(p.shape, leaf.dtype, sharding=p.sharding)
-            return stacked_sharding(like, replicas, REPLICA_AXIS)
-        if leaf.ndim > 1 and leaf.shape[0] == replicas and replicas % p.sharding.mesh.shape[REPLICA_AXIS] == 0:
-            spec = PartitionSpec(REPLICA_AXIS)
+            return stacked_sharding(like, replicas, axis)
+        if leaf.ndim > 1 and leaf.shape[0] == replicas and replicas % p.sharding.mesh.shape[axis] == 0:
+            spec = PartitionSpec(axis)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(p.sharding.mesh, spec))
         return replicated(leaf, params)
 

@@ -18,7 +18,7 @@ def make_strategy(config: SyncConfig, replicas: int, mesh: Mesh | None = None, n
 
     Args:
         config: section `sync`.
-        replicas: size of the mesh axis `replica`.
+        replicas: size of the mesh axis of the replicas, see `SyncConfig.replica_axis`.
         mesh: the mesh; None: all is on one device.
         names: logical names of the dims of the parameters.
 

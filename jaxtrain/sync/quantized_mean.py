@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.compression.wire import (
     SAME,
     flat_mean,
@@ -26,6 +25,9 @@ from jaxtrain.sync.compression.wire import (
     on_each_replica,
     pad_to_devices,
     padded,
+    replica_axis,
+    replica_count,
+    stacked,
 )
 
 Tree = Any
@@ -116,9 +118,9 @@ def quantized_mean(x: Tree, residuals: Residuals | None, bits: Bits, mesh: Mesh)
         x: values of all replicas, float32 [replicas, ...].
         residuals: of the time before; None: what is lost is lost.
         bits: 8, 4, 2, 1 or "fp8".
-        mesh: with the axis `replica`.
+        mesh: with the axis `replica`, or `data` if that is 1.
     """
-    replicas = mesh.shape[REPLICA_AXIS]
+    replicas = replica_count(mesh)
     zeros = initial_residuals(jax.tree.map(lambda v: v[0], x), replicas, bits) if residuals is None else residuals
     leaves, structure = jax.tree.flatten(x)
     worker, server = jax.tree.leaves(zeros.worker), jax.tree.leaves(zeros.server)
@@ -137,9 +139,9 @@ def _mean_of_parts(
     x: jax.Array, worker: jax.Array, server: jax.Array, bits: Bits, mesh: Mesh
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the mean of a tensor, and the residuals. Every device of a replica sends a part of the blocks."""
-    replicas, inner, shape = mesh.shape[REPLICA_AXIS], inner_devices(mesh), x.shape[1:]
+    axis, replicas, inner, shape = replica_axis(mesh), replica_count(mesh), inner_devices(mesh), x.shape[1:]
     per = server.shape[1]
-    stacked, parts = PartitionSpec(REPLICA_AXIS, None, inner_axes(mesh)), PartitionSpec(REPLICA_AXIS, inner_axes(mesh))
+    whole, parts = stacked(mesh, None, inner_axes(mesh)), stacked(mesh, inner_axes(mesh))
 
     def pack(x: jax.Array, worker: jax.Array, server: jax.Array) -> Any:
         total = x[0] + worker[0]
@@ -149,18 +151,18 @@ def _mean_of_parts(
         return codes, scale, left[None], pad_to_devices(server, 1, inner)
 
     def swap(codes: jax.Array, scale: jax.Array, server: jax.Array) -> Any:
-        exchange = partial(jax.lax.all_to_all, axis_name=REPLICA_AXIS, split_axis=0, concat_axis=0)
+        exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
         part = decode(exchange(codes[0]), exchange(scale[0]), bits).sum(0) / replicas + server[0]
         codes, scale = encode(part, bits)
         left = part - decode(codes, scale, bits)
-        return *(jax.lax.all_gather(v, REPLICA_AXIS) for v in (codes, scale)), left[None]
+        return *(jax.lax.all_gather(v, axis) for v in (codes, scale)), left[None]
 
     def unpack(codes: jax.Array, scale: jax.Array) -> jax.Array:
         return from_blocks(decode(codes[:, :per], scale[:, :per], bits), shape, bits)
 
     codes, scale, worker, server = on_each_replica(mesh, pack)(x, worker, server)
     gathered = PartitionSpec(None, inner_axes(mesh))
-    send = on_each_device(mesh, swap, (stacked, stacked, parts), (gathered, gathered, parts))
+    send = on_each_device(mesh, swap, (whole, whole, parts), (gathered, gathered, parts))
     codes, scale, server = send(codes, scale, server)
     mean = on_each_replica(mesh, unpack, SAME, SAME)(codes, scale)
     return mean, worker, on_each_replica(mesh, lambda v: v[:, :per])(server)

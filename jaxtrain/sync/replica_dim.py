@@ -69,12 +69,21 @@ def choose(is_first: jax.Array, a: Tree, b: Tree) -> Tree:
 
 
 def stacked_sharding(leaf: Any, replicas: int, axis: str) -> jax.ShapeDtypeStruct:
-    """Returns an abstract array with a replica dim in front, sharded over its mesh axis if that divides it."""
+    """Returns an abstract array with a replica dim in front, sharded over its mesh axis if that divides it.
+
+    Each replica holds its values whole where that axis also shards the array (ZeRO over `data`).
+    """
     sharding = leaf.sharding
     mesh: Mesh = sharding.mesh
     over = axis if replicas % mesh.shape[axis] == 0 else None
-    spec = PartitionSpec(over, *sharding.spec)
+    spec = PartitionSpec(over, *without_axis(sharding.spec, axis))
     return jax.ShapeDtypeStruct((replicas, *leaf.shape), leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """Returns a PartitionSpec in which no dim is sharded over a mesh axis."""
+    dims = ((dim,) if isinstance(dim, str) else dim for dim in spec)
+    return PartitionSpec(*(dim and (tuple(each for each in dim if each != axis) or None) for dim in dims))
 
 
 def along(values: jax.Array, x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.errors import UserError
+from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.replica_dim import average, distance, spread
 
 Tree = Any
@@ -86,7 +87,7 @@ def like(tree: Tree, params: Tree) -> Tree:
 class Strategy:
     """A way in which replicas agree; subclass it for one of your own.
 
-    Replicas are the mesh axis `replica`. Trees of all replicas have a leading replica dim, which is sharded over it;
+    Replicas are a mesh axis, `axis`. Trees of all replicas have a leading replica dim, which is sharded over it;
     inside a replica any layout works. Methods are traced and must be pure functions of their arguments.
 
     Attributes:
@@ -99,8 +100,8 @@ class Strategy:
         min_replicas: replicas that it needs.
         early_exchange: kind of the exchange that ends a round early, when a run continues with other replicas.
         config: section `sync` of the config.
-        replicas: size of the mesh axis `replica`.
-        mesh: the mesh, for a strategy that sends along its axis `replica` itself; None: there is one device.
+        replicas: size of the mesh axis `axis`.
+        mesh: the mesh, for a strategy that sends along that axis itself; None: there is one device.
         names: logical names of the dims of the parameters, a tree of tuples; None if unknown.
     """
 
@@ -116,6 +117,11 @@ class Strategy:
         self.config, self.replicas, self.mesh = config, replicas, mesh
 
     @property
+    def axis(self) -> str:
+        """Mesh axis of the replicas: `replica`; for compressed gradients of a mesh with one replica it is `data`."""
+        return REPLICA_AXIS if self.mesh is None else self.config.replica_axis(self.mesh.shape)
+
+    @property
     def keeps_equal_replicas(self) -> bool:
         """True if replicas that train on equal rows with equal noise go on as one replica would.
 
@@ -128,7 +134,7 @@ class Strategy:
     def replica_mesh(self) -> Mesh:
         """The mesh of several replicas. Raises ValueError without one."""
         if self.mesh is None:
-            raise ValueError(f"{self.config.strategy} sends along the mesh axis `replica`; expected a mesh")
+            raise ValueError(f"{self.config.strategy} sends along the mesh axis `{self.axis}`; expected a mesh")
         return self.mesh
 
     def plan(self, step: int) -> StepPlan:
@@ -189,7 +195,7 @@ class Strategy:
         """Returns what the strategy adds to the state, for the parameters of step 0, without a replica dim.
 
         A tree like the parameters is sharded as they are. If its leaves have a leading dim of the replicas, that is
-        sharded over `replica`. Other arrays are replicated.
+        sharded over `axis`. Other arrays are replicated.
         """
         return {}
 

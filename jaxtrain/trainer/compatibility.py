@@ -12,6 +12,7 @@ import re
 from typing import Any, Literal
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.sync import exchange_axis
 from jaxtrain.io.packages import installed_version
 
 Guarantee = Literal["bitwise", "fp32-tight", "changed"]
@@ -96,8 +97,8 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guaran
             continue
         line = f"config {key}: {_show(before.get(key))} -> {_show(after.get(key))}"
         (changed if _changes_mathematics(key, after) else reasons).append(line)
-    replicas = [(manifest.get("mesh") or {}).get("replica", 1) for manifest in (saved, now)]
     is_loose = any(keys.get("sync.strategy", "bsp") != "bsp" for keys in (before, after))
+    replicas = [_replica_count(manifest.get("mesh") or {}, is_loose) for manifest in (saved, now)]
     has_residuals = any(before.get(f"sync.compress.{part}", "none") != "none" for part in ("deltas", "gradients"))
     if (is_loose or has_residuals) and replicas[0] != replicas[1]:
         lost = ", without what compression had left to send" if has_residuals else ""
@@ -105,6 +106,11 @@ def resume_guarantee(saved: dict[str, Any], now: dict[str, Any]) -> tuple[Guaran
     if changed:
         return "changed", [*changed, *reasons]
     return ("fp32-tight", reasons) if reasons else ("bitwise", [])
+
+
+def _replica_count(sizes: dict[str, int], is_loose: bool) -> int:
+    """Returns the number of replicas that keep something of their own: those of `data` if they compress gradients."""
+    return sizes.get("replica" if is_loose else exchange_axis(sizes), 1)
 
 
 def _changes_mathematics(key: str, after: dict[str, Any]) -> bool:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 from jaxtrain.config import ConfigError, UserError
 from jaxtrain.config.schema import Config, MeshConfig
+from jaxtrain.config.sections.compression_checks import compresses_over_data
 from jaxtrain.core.components import Components
 from jaxtrain.core.placement import placer
 from jaxtrain.core.program import Program, State, build_program
 from jaxtrain.data.replica_rows import ReplicaRows
-from jaxtrain.sharding.rules import REPLICA_AXIS
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, REPLICA_AXIS
 from jaxtrain.verification.candidates import Candidate, candidates, layout_problems
 from jaxtrain.verification.compare import Recording, Verdict, compare_runs
 from jaxtrain.verification.known_faults import injected
@@ -37,21 +38,23 @@ class ReplicaComparison:
     """A small config of several replicas that is compared.
 
     Attributes:
-        config: with `sync` and `mesh.replica`; its other axes are those of no layout.
+        config: with `sync` and several replicas; its other axes are those of no layout.
+        axis: mesh axis of the replicas.
         steps: number of steps, with `EXCHANGES` exchanges.
     """
 
     config: Config
+    axis: str
     steps: int
 
     @property
     def replicas(self) -> int:
         """Number of replicas."""
-        return self.config.mesh.replica
+        return getattr(self.config.mesh, self.axis)
 
     def on(self, inner: Config) -> Config:
         """Returns the config whose replicas have the layout of another one."""
-        mesh = inner.mesh.model_copy(update={REPLICA_AXIS: self.replicas})
+        mesh = inner.mesh.model_copy(update={self.axis: self.replicas})
         data = inner.data.model_copy(update={"global_batch": self.config.data.global_batch})
         return inner.model_copy(update={"mesh": mesh, "data": data, "sync": self.config.sync})
 
@@ -78,13 +81,20 @@ def replica_check(config: Config, small: Config, devices: int) -> ReplicaCompari
     """
     if not (config.sync.is_loose or config.sync.is_compressed):
         return None
+    is_over_data = compresses_over_data(config)  # of many devices two replicas are enough, with a layout inside
     replicas = config.mesh.replica if config.mesh.replica > 1 else 2
     if devices % replicas:
         message = f"{replicas} replicas cannot share {devices} devices"
         raise UserError(f"mesh.replica: {message}; expected --simulate {2 * replicas}, for two devices each")
-    unsharded = {"rules": {}, "zero": 0, "context_parallel": "auto", "mesh": MeshConfig(replica=replicas)}
+    rules, axis = ({BATCH: (DATA_AXIS,)}, DATA_AXIS) if is_over_data else ({}, REPLICA_AXIS)
+    unsharded = {
+        "rules": rules,
+        "zero": 0,
+        "context_parallel": "auto",
+        "mesh": MeshConfig().model_copy(update={axis: replicas}),
+    }
     sync = shrink_sync(config.sync)
-    return ReplicaComparison(small.model_copy(update={**unsharded, "sync": sync}), EXCHANGES * sync.every + 1)
+    return ReplicaComparison(small.model_copy(update={**unsharded, "sync": sync}), axis, EXCHANGES * sync.every + 1)
 
 
 class ReplicaVerifier:
@@ -118,9 +128,12 @@ class ReplicaVerifier:
         """
         inside = len(self._devices) // self._check.replicas
         data = small.data.model_copy(update={"global_batch": small.data.global_batch // self._check.replicas})
-        one = small.model_copy(update={"mesh": small.mesh.model_copy(update={REPLICA_AXIS: 1}), "data": data})
+        mesh = small.mesh.model_copy(update={self._check.axis: 1})
+        one = small.model_copy(update={"mesh": mesh, "data": data})
         found: dict[str, Candidate] = {}
         for candidate in candidates(one, names, inside, **options)[0]:
+            if getattr(candidate.config.mesh, self._check.axis) > 1:
+                continue
             config = self._check.on(candidate.config)
             if candidate.layout not in found and not layout_problems(config, len(self._devices)):
                 found[candidate.layout] = Candidate(f"{config.sync.strategy}: {candidate.layout}", config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import harness
@@ -24,7 +25,10 @@ EMBED, MLP, LAYERS = 32, 48, 2
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {}, "fp8": {}, "int4": {}, "int2": {}, "powersgd": {"rank": 2}, "topk": {"share": 0.05},
 }  # fmt: skip
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+OVER_DATA: dict[str, dict[str, Any]] = {  # changes of a config; there is one replica
+    "data_fsdp": {"mesh": {"fsdp": 2}}, "data_tp": {"mesh": {"model": 2}}, "zero1": {"mesh": {"fsdp": 2}, "zero": 1},
+}  # fmt: skip
+layouts = pytest.mark.parametrize("layout", [*LAYOUTS, *OVER_DATA])
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -65,7 +69,10 @@ def compressed(kind: str, **more: Any) -> dict[str, Any]:
 
 
 def stacked(layout: str, sync: dict[str, Any], count: int = 2, **changes: Any) -> Any:
-    return replicas(count, layout, sync=sync, model={"type": "test_compressed_gradients:Stacked"}, **changes)
+    changes |= {"sync": sync, "model": {"type": "test_compressed_gradients:Stacked"}}
+    if layout in LAYOUTS:
+        return replicas(count, layout, **changes)
+    return tiny_net.program(**{**OVER_DATA[layout], "mesh": {"data": count, **OVER_DATA[layout]["mesh"]}, **changes})
 
 
 def gradients(program: Any, count: int, seed: int) -> Any:
@@ -74,7 +81,7 @@ def gradients(program: Any, count: int, seed: int) -> Any:
 
     def one(p: Any) -> jax.Array:
         value = rng.normal(size=(count, *p.shape)).astype(np.float32)
-        return jax.device_put(value, stacked_sharding(p, count, "replica").sharding)
+        return jax.device_put(value, stacked_sharding(p, count, program.synchronizer.strategy.axis).sharding)
 
     return jax.tree.map(one, program.one["params"])
 
@@ -91,9 +98,10 @@ def left_over(own: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return left
 
 
-@layouts
 @kinds
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    ("count", "layout"), [*itertools.product([2, 4], LAYOUTS), (2, "data_tp"), (4, "data_fsdp"), (4, "zero1")]
+)
 def test_what_was_applied_and_what_is_left_is_the_sum_of_the_true_means(count: int, kind: str, layout: str) -> None:
     program = stacked(layout, compressed(kind), count)
     strategy = program.synchronizer.strategy
@@ -113,7 +121,7 @@ def test_what_was_applied_and_what_is_left_is_the_sum_of_the_true_means(count: i
     assert np.abs(applied["up"] - true["up"]).max() > 1e-3  # large ones do not
 
 
-@layouts
+@pytest.mark.parametrize("layout", [*LAYOUTS, "data_fsdp"])
 def test_with_momentum_the_sum_is_of_velocities(layout: str) -> None:
     """Those of each replica, which become 0 where values were sent."""
     momentum, program = 0.9, stacked(layout, compressed("topk", momentum=0.9), optimizer={"name": "sgd"})
@@ -154,8 +162,11 @@ def test_full_rank_and_all_values_are_bsp(kind: str, layout: str, monkeypatch: A
 def test_all_layouts_of_a_replica_train_alike_and_near_bsp(kind: str) -> None:
     """Numbers that are rounded may be rounded otherwise where a sum has another order."""
     exact = run(stacked("fsdp", {}), 12)[1][-1]["metrics"]["loss"]
-    one, two = (run(stacked(layout, compressed(kind)), 12)[1][-1]["metrics"] for layout in LAYOUTS)
-    assert one["loss"] == pytest.approx(two["loss"], rel=1e-3)
+    one, *others = (
+        run(stacked(layout, compressed(kind)), 12)[1][-1]["metrics"] for layout in ("fsdp", "tp", "data_tp")
+    )
+    for other in others:
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
     assert one["loss"] == pytest.approx(exact, rel={"int2": 0.1, "powersgd": 0.1, "topk": 0.1}.get(kind, 0.02))
     whole = 2 * 4 * (2 * WIDTH * EMBED + 2 * LAYERS * EMBED * MLP) / 2
     assert one["exchanged_bytes"] < whole * {"int8": 0.32, "fp8": 0.32, "int4": 0.2}.get(kind, 0.15)
@@ -169,7 +180,13 @@ def test_the_program_sends_the_bytes_of_the_formula(kind: str, layout: str) -> N
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tiny_net.rows(0).items()}
     step: Any = program.step
     rows = count_collectives(step.lower(program.state, batch).compile().as_text(), dict(program.sharder.mesh.shape))
-    sent = [row for row in rows if "replica" in row.axes]
+    axis = "data" if layout in OVER_DATA else "replica"
+    sent = [row for row in rows if axis in row.axes]
+    if layout == "zero1":  # the weights travel whole, too, once
+        weights = sum(4 * p.size // 2 for p in program.one["params"].values()) * 3 // 4
+        formula_of = program.synchronizer.strategy._compressor.sent_bytes
+        assert 0 <= sum(row.bytes for row in sent) - weights - formula_of(program.one["params"]) / 2 < 64
+        return
     formula = program.synchronizer.strategy._compressor.sent_bytes(program.one["params"])
     numbers = sum(row.bytes for row in sent) - formula / 2  # a replica has two devices
     assert 0 <= numbers < 64, sent
@@ -179,7 +196,7 @@ def test_the_program_sends_the_bytes_of_the_formula(kind: str, layout: str) -> N
         assert sum(row.count for row in large) == 2
 
 
-@layouts
+@pytest.mark.parametrize("layout", [*LAYOUTS, "zero1"])
 @kinds
 def test_gradients_that_are_not_finite_skip_the_step_and_spoil_nothing(kind: str, layout: str) -> None:
     program = stacked(layout, compressed(kind))
@@ -239,6 +256,14 @@ def test_models_whose_rows_depend_on_each_other_are_refused_by_name() -> None:
         (
             {"sync": compressed("int8"), "rules": {"embed": "replica"}},
             "rules.embed: replicas of sync.strategy bsp hold gradients of their own; expected `replica` only in",
+        ),
+        (
+            {"sync": compressed("int8"), "mesh": {"data": -1}, "rules": {"embed": ["data"]}},
+            "rules.embed: replicas of sync.strategy bsp hold gradients of their own; expected `data` only in `batch`",
+        ),
+        (
+            {"sync": compressed("int8"), "mesh": {"data": -1}, "zero": 2},
+            "zero: zero=2 shards over `data` what int8 needs whole on each of its devices; expected at most 1, or",
         ),
     ],
 )

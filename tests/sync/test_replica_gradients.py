@@ -122,14 +122,19 @@ def test_replicas_have_noise_of_their_own() -> None:
         assert (history[0]["metrics"]["apart"] > 1e-3) == differ
 
 
-def test_a_pipeline_inside_a_replica() -> None:
+@pytest.mark.parametrize(
+    ("mesh", "sync"),
+    [({"replica": 2}, MEAN), ({"data": 2}, {"compress": {"gradients": "topk", "share": 1.0}})],
+    ids=["replica", "data"],
+)
+def test_a_pipeline_inside_a_replica(mesh: dict[str, int], sync: dict[str, Any]) -> None:
     """Its stages see one part of the batch; weights are of the whole."""
     model = {"sliding_window": None, "sliding_window_pattern": 1}
     rules = {**harness.RULES, "layers": ["pipeline"]}
     found = []
-    for sync in (MEAN, {}):
-        changes = {"model": model, "sync": sync, "step": {"microbatches": 2}}
-        program = harness.program({"replica": 2, "pipeline": 2}, rules, **changes)
+    for each in (sync, {}):
+        changes = {"model": model, "sync": each, "step": {"microbatches": 2}}
+        program = harness.program({**mesh, "pipeline": 2}, rules, **changes)
         state, metrics = program.step(program.init(), harness.placed(program, 0))
         found.append(jax.device_get((state["params"], {"loss": metrics["loss"]})))
     harness.close_trees(found[1], found[0], 1e-5)

@@ -36,9 +36,9 @@ class Grows(jaxtrain.Strategy):
         return own, jax.tree.map(lambda x: 1.1 * x, new)
 
 
-def verify(sync: dict[str, Any], layouts: list[str], **changes: Any) -> Outcome:
+def verify(sync: dict[str, Any], layouts: list[str], mesh: Any = None, **changes: Any) -> Outcome:
     config = tiny_net.config(
-        mesh={"replica": 2, "fsdp": -1}, layout="fsdp", sync=sync, steps=500,
+        mesh=mesh or {"replica": 2, "fsdp": -1}, layout="fsdp", sync=sync, steps=500,
         data={"type": "tiny_net:Rows", "global_batch": 16, "options": {"weights": "uneven"}}, **changes,
     )  # fmt: skip
     return jaxtrain.verify(config, layouts=layouts)
@@ -58,6 +58,15 @@ def test_strategies_are_equal_on_every_layout(name: str):
     assert all("an exchange sends" in row.collectives for row in rows.values())
     assert any("replicas of one device each" in note for note in outcome.notes)
     assert rows["tp"].candidate.mesh == "replica 2 x fsdp 2 x model 2"
+
+
+def test_gradients_that_travel_over_data_are_equal_on_every_layout():
+    outcome = verify(STRATEGIES["powersgd"], ["ddp", "fsdp", "tp", "zero1"], mesh={"data": -1})
+    assert outcome.is_equal, [row for row in outcome.rows if not row.is_equal]
+    rows = of_strategy(outcome)
+    assert {name: row.candidate.mesh for name, row in rows.items()} == {
+        "fsdp": "data 2 x fsdp 4", "tp": "data 2 x fsdp 2 x model 2"
+    }  # fmt: skip
 
 
 def test_a_strategy_that_does_not_keep_equal_replicas_is_found():

@@ -32,6 +32,9 @@ def compression_problems(config: Config) -> Iterator[Found]:
         yield from _warmup_problems(config)
     if sync.is_onebit_adam:
         yield from _onebit_adam_problems(config)
+    if compresses_over_data(config) and config.zero > 1:
+        message = f"zero={config.zero} shards over `data` what {compress.gradients} needs whole on each of its devices"
+        yield ("zero", "sync.compress.gradients"), f"{message}; expected at most 1, or shards over mesh.fsdp"
 
 
 def _warmup_problems(config: Config) -> Iterator[Found]:
@@ -56,8 +59,15 @@ def _onebit_adam_problems(config: Config) -> Iterator[Found]:
         yield ("sync.compress.freeze", "steps"), f"{message}; expected less than steps"
 
 
+def compresses_over_data(config: Config) -> bool:
+    """Returns whether gradients travel compressed along the mesh axis `data`; a size of -1 counts as several."""
+    mesh = config.mesh
+    sizes = {axis: 2 if size == -1 else size for axis, size in (("replica", mesh.replica), ("data", mesh.data))}
+    return config.sync.replica_axis(sizes) == "data"
+
+
 def compression_notes(config: Config) -> list[str]:
     """Returns a line for a compression without effect."""
-    if config.sync.is_compressed and config.mesh.replica == 1:
-        return ["sync.compress.gradients: one replica sends nothing; mesh.replica > 1 compresses between replicas"]
+    if config.sync.is_compressed and config.mesh.replica == config.mesh.data == 1:
+        return ["sync.compress.gradients: one replica sends nothing; expected mesh.replica or mesh.data > 1"]
     return []

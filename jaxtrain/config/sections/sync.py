@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -26,6 +27,15 @@ STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-
 AT_OUTER = ("diloco", "streaming_diloco", "muloco")  # those whose result is that of an outer optimizer
 
 
+def exchange_axis(sizes: Mapping[str, int]) -> str:
+    """Returns the mesh axis along which compressed values travel: `replica`, or with a single replica `data`.
+
+    Args:
+        sizes: of the mesh axes; one that is missing has 1.
+    """
+    return "replica" if sizes.get("replica", 1) > 1 or sizes.get("data", 1) == 1 else "data"
+
+
 class OuterConfig(Section):
     """Outer optimizer of diloco: SGD on the average change of the replicas."""
 
@@ -47,8 +57,8 @@ class CompressConfig(Section):
         "none", "diloco: changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
     )
     gradients: Literal["none", "int8", "fp8", "int4", "int2", "powersgd", "topk", "onebit_adam"] = key(
-        "none", "bsp: gradients over mesh.replica, in such blocks; `powersgd`: of low rank; `topk`: the largest values;"
-        " `onebit_adam`: signs of the momentum"
+        "none", "bsp: gradients over mesh.replica, or with one replica over mesh.data, in such blocks; `powersgd`: of "
+        "low rank; `topk`: the largest values; `onebit_adam`: signs of the momentum"
     )  # fmt: skip
     error_feedback: Bool = key(True, "keep what is lost, and add it the next time")
     rank: PositiveInt = key(4, "powersgd: rank of a matrix")
@@ -145,6 +155,10 @@ class SyncConfig(Section):
     def is_compressed(self) -> bool:
         """True if replicas are equal and their gradients travel compressed."""
         return self.strategy == "bsp" and self.compress.gradients != "none"
+
+    def replica_axis(self, sizes: Mapping[str, int]) -> str:
+        """Returns the mesh axis whose places are the replicas: `data` only for compressed gradients of one replica."""
+        return exchange_axis(sizes) if self.is_compressed else "replica"
 
     @property
     def is_onebit_adam(self) -> bool:

@@ -22,7 +22,7 @@ class Compressor(ABC):
     Attributes:
         config: section `sync.compress`.
         replicas: number of replicas; that of the mesh, or of a state that is read only.
-        mesh: with the axis `replica`.
+        mesh: its axis `replica` has the replicas, or `data` if that is 1.
         names: logical names of the dims of the tensors.
         inner: devices of a replica.
     """

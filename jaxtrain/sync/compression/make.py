@@ -21,7 +21,7 @@ def make_compressor(config: CompressConfig, replicas: int, mesh: Mesh, names: An
     Args:
         config: section `sync.compress`.
         replicas: number of replicas.
-        mesh: with the axis `replica`.
+        mesh: see `Compressor`.
         names: logical names of the dims of the parameters.
     """
     return OTHERS.get(config.gradients, QuantizedBlocks)(config, replicas, mesh, names)

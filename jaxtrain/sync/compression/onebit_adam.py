@@ -13,7 +13,7 @@ import optax
 from jaxtrain.optim.param_dims import Names, num_stacked_dims
 from jaxtrain.sync.compression.clipping import clip_replicas
 from jaxtrain.sync.compression.compressor import QuantizedBlocks
-from jaxtrain.sync.compression.wire import SAME, STACKED, on_each_replica
+from jaxtrain.sync.compression.wire import SAME, on_each_replica, stacked
 from jaxtrain.sync.quantized_mean import ONE_BIT_BLOCK, Bits
 
 Tree = Any
@@ -65,7 +65,7 @@ class OneBit(QuantizedBlocks):
         params = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
         rows = self._rows(params)
         own, mean = super().mean(self._with_worker(own, rows), self._reshape(x, rows))
-        return self._with_worker(own, params), self._reshape(mean, params, SAME)
+        return self._with_worker(own, params), self._reshape(mean, params, is_stacked=False)
 
     def sent_bytes(self, params: Tree) -> int:
         """Returns the bytes of signs, scales, and what is not quantised."""
@@ -85,8 +85,9 @@ class OneBit(QuantizedBlocks):
     def _with_worker(self, own: dict[str, Tree], shapes: Tree) -> dict[str, Tree]:
         return {**own, "worker": self._reshape(own["worker"], shapes)} if own else {}
 
-    def _reshape(self, tree: Tree, shapes: Tree, spec: Any = STACKED) -> Tree:
+    def _reshape(self, tree: Tree, shapes: Tree, is_stacked: bool = True) -> Tree:
         """Returns tensors in other shapes; within each replica, so that the partitioner sends nothing between them."""
+        spec = stacked(self.mesh) if is_stacked else SAME
 
         def one(v: jax.Array, like: Any) -> jax.Array:
             return v.reshape(*v.shape[: len(spec)], *like.shape)

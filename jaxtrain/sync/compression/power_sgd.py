@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxtrain.optim.param_dims import feature_dims, is_names, matrix_dims, num_stacked_dims
 from jaxtrain.sync.compression.compressor import Compressor
-from jaxtrain.sync.compression.wire import SAME, STACKED, flat_mean, flat_mean_bytes, on_each_replica
+from jaxtrain.sync.compression.wire import SAME, flat_mean, flat_mean_bytes, on_each_replica, stacked
 
 Tree = Any
 LEAST_SAVING = 1.0  # a matrix is compressed if that makes it smaller by more than this factor
@@ -69,7 +69,7 @@ class PowerSGD(Compressor):
         def one(x: jax.Array, factor: jax.Array) -> jax.Array:
             return jnp.einsum(dims, x[0].reshape(sizes[:3]), factor, precision=jax.lax.Precision.HIGHEST)[None]
 
-        return on_each_replica(self.mesh, one, (STACKED, SAME))(x, factor)
+        return on_each_replica(self.mesh, one, (stacked(self.mesh), SAME))(x, factor)
 
     def _outer_product(self, left: jax.Array, right: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Returns P Q^T as a tensor."""

@@ -13,13 +13,13 @@ from jaxtrain.sync.compression.clipping import clip_replicas
 from jaxtrain.sync.compression.compressor import Compressor
 from jaxtrain.sync.compression.wire import (
     SAME,
-    STACKED,
     flat_mean,
     flat_mean_bytes,
     gather_flat,
     on_each_device,
     padded,
     split_flat,
+    stacked,
 )
 
 Tree = Any
@@ -90,7 +90,7 @@ class TopK(Compressor):
             bits = jax.lax.bitcast_convert_type(values, jnp.int32)
             return jnp.stack([bits, indices.astype(jnp.int32)]).reshape(1, -1), *kept
 
-        return on_each_device(self.mesh, take, STACKED, STACKED)(total, velocity)
+        return on_each_device(self.mesh, take, stacked(self.mesh), stacked(self.mesh))(total, velocity)
 
     def _sums(self, sent: jax.Array, sizes: dict[int, Any], shapes: dict[int, Any]) -> dict[int, jax.Array]:
         """Returns the means of tensors from what all replicas sent, summed in their order, so that it is repeatable."""

@@ -1,8 +1,8 @@
-"""Collectives over the mesh axis `replica` in which every device of a replica sends its own part.
+"""Collectives over the mesh axis of the replicas in which every device of a replica sends its own part.
 
-In code that is manual over `replica` alone, every device of a replica would run a collective on the whole array: eight
-devices would send the same eight times. These are manual over all axes, on arrays that are split over the devices of a
-replica first.
+That is `replica`, or `data` of a mesh with one replica. In code that is manual over it alone, every device of a replica
+would run a collective on the whole array: eight devices would send the same eight times. These are manual over all
+axes, on arrays that are split over the devices of a replica first.
 """
 
 from __future__ import annotations
@@ -16,31 +16,54 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.sharding.rules import REPLICA_AXIS
+from jaxtrain.config.sections.sync import exchange_axis
 
-STACKED, SAME = PartitionSpec(REPLICA_AXIS), PartitionSpec()  # a leading replica dim; values that all replicas hold
+SAME = PartitionSpec()  # values that all replicas hold
+
+
+def replica_axis(mesh: Mesh) -> str:
+    """Returns the mesh axis along which these collectives send."""
+    return exchange_axis(mesh.shape)
+
+
+def replica_count(mesh: Mesh) -> int:
+    """Returns the size of that axis."""
+    return mesh.shape[replica_axis(mesh)]
+
+
+def stacked(mesh: Mesh, *inner: Any) -> PartitionSpec:
+    """Returns the PartitionSpec of values with a leading replica dim, and axes of the dims after it."""
+    return PartitionSpec(replica_axis(mesh), *inner)
 
 
 def inner_devices(mesh: Mesh | None) -> int:
     """Returns the number of devices of a replica."""
-    return 1 if mesh is None else mesh.size // mesh.shape[REPLICA_AXIS]
+    return 1 if mesh is None else mesh.size // replica_count(mesh)
 
 
 def inner_axes(mesh: Mesh) -> tuple[str, ...]:
     """Returns the mesh axes within a replica."""
-    return tuple(axis for axis in mesh.axis_names if axis != REPLICA_AXIS)
+    return tuple(axis for axis in mesh.axis_names if axis != replica_axis(mesh))
 
 
-def on_each_replica(mesh: Mesh, body: Callable[..., Any], in_specs: Any = STACKED, out_specs: Any = STACKED) -> Any:
-    """Returns a `shard_map` over `replica` alone, in which the partitioner cannot send anything between replicas."""
-    axes = frozenset({REPLICA_AXIS})
+def on_each_replica(mesh: Mesh, body: Callable[..., Any], in_specs: Any = None, out_specs: Any = None) -> Any:
+    """Returns a `shard_map` over the replicas' axis alone: the partitioner cannot send anything between replicas.
+
+    Args:
+        mesh: the mesh.
+        body: computes with the values of one replica.
+        in_specs: of its arguments; None: they have a leading replica dim.
+        out_specs: of its results, likewise.
+    """
+    each, axes = stacked(mesh), frozenset({replica_axis(mesh)})
+    specs = [each if given is None else given for given in (in_specs, out_specs)]
     return jax.shard_map(
-        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        body, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes, check_vma=False
     )  # fmt: skip
 
 
 def on_each_device(mesh: Mesh, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """Returns a `shard_map` over all axes, for code that sends along `replica`."""
+    """Returns a `shard_map` over all axes, for code that sends along that of the replicas."""
     axes = frozenset(mesh.axis_names)
     return jax.shard_map(
         body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
@@ -68,10 +91,10 @@ def flat_mean(arrays: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
         return pad_to_devices(jnp.concatenate([x.reshape(-1) for x in arrays]), 0, inner)[None]
 
     def mean(flat: jax.Array) -> jax.Array:
-        return jax.lax.psum(flat[0], REPLICA_AXIS) / mesh.shape[REPLICA_AXIS]
+        return jax.lax.psum(flat[0], replica_axis(mesh)) / replica_count(mesh)
 
     packed = on_each_replica(mesh, pack)(list(arrays))
-    flat = on_each_device(mesh, mean, PartitionSpec(REPLICA_AXIS, *spec), spec)(packed)
+    flat = on_each_device(mesh, mean, stacked(mesh, *spec), spec)(packed)
     shapes = [x.shape[1:] for x in arrays]
     return on_each_replica(mesh, lambda flat: split_flat(flat, shapes), SAME, SAME)(flat)
 
@@ -87,9 +110,9 @@ def gather_flat(x: jax.Array, mesh: Mesh) -> jax.Array:
     padded_x = on_each_replica(mesh, partial(pad_to_devices, dim=1, inner=inner_devices(mesh)))(x)
 
     def gather(own: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(own[0], REPLICA_AXIS)
+        return jax.lax.all_gather(own[0], replica_axis(mesh))
 
-    return on_each_device(mesh, gather, PartitionSpec(REPLICA_AXIS, axes), PartitionSpec(None, axes))(padded_x)
+    return on_each_device(mesh, gather, stacked(mesh, axes), PartitionSpec(None, axes))(padded_x)
 
 
 def split_flat(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
