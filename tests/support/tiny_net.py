@@ -16,6 +16,9 @@ from jaxtrain.core.program import Program, build_program
 ROWS, WIDTH, HIDDEN = 16, 4, 8
 RULES = {"batch": ["data", "fsdp"], "embed": "fsdp", "mlp": "model"}
 LAYOUTS = {"fsdp": {"fsdp": 2}, "tp": {"model": 2}}
+OVER_DATA: dict[str, dict[str, Any]] = {  # changes of a config; there is one replica, and gradients travel over `data`
+    "data_fsdp": {"mesh": {"fsdp": 2}}, "data_tp": {"mesh": {"model": 2}}, "zero1": {"mesh": {"fsdp": 2}, "zero": 1},
+}  # fmt: skip
 
 
 def normal(key, shape, dtype=jnp.float32):
@@ -64,8 +67,10 @@ def program(mesh: dict[str, int], example: Any = None, **changes: Any) -> Progra
 
 
 def replicas(count: int, layout: str, **changes: Any) -> Program:
-    """Several replicas, each on a layout."""
-    return program({"replica": count, **LAYOUTS[layout]}, **changes)
+    """Several replicas, each on a layout; or as many places of `data`."""
+    if layout in LAYOUTS:
+        return program({"replica": count, **LAYOUTS[layout]}, **changes)
+    return program(**{**OVER_DATA[layout], "mesh": {"data": count, **OVER_DATA[layout]["mesh"]}, **changes})
 
 
 def with_one_key(program: Program) -> Any:

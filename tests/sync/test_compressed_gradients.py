@@ -13,7 +13,7 @@ import pytest
 import tiny_net
 from flax import nnx
 from test_exchange import problems
-from tiny_net import LAYOUTS, WIDTH, replicas, run
+from tiny_net import LAYOUTS, OVER_DATA, WIDTH, replicas, run
 
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import count_collectives
@@ -24,9 +24,6 @@ from jaxtrain.sync.replica_dim import stacked_sharding
 EMBED, MLP, LAYERS = 32, 48, 2
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {}, "fp8": {}, "int4": {}, "int2": {}, "powersgd": {"rank": 2}, "topk": {"share": 0.05},
-}  # fmt: skip
-OVER_DATA: dict[str, dict[str, Any]] = {  # changes of a config; there is one replica
-    "data_fsdp": {"mesh": {"fsdp": 2}}, "data_tp": {"mesh": {"model": 2}}, "zero1": {"mesh": {"fsdp": 2}, "zero": 1},
 }  # fmt: skip
 layouts = pytest.mark.parametrize("layout", [*LAYOUTS, *OVER_DATA])
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -70,9 +67,7 @@ def compressed(kind: str, **more: Any) -> dict[str, Any]:
 
 def stacked(layout: str, sync: dict[str, Any], count: int = 2, **changes: Any) -> Any:
     changes |= {"sync": sync, "model": {"type": "test_compressed_gradients:Stacked"}}
-    if layout in LAYOUTS:
-        return replicas(count, layout, **changes)
-    return tiny_net.program(**{**OVER_DATA[layout], "mesh": {"data": count, **OVER_DATA[layout]["mesh"]}, **changes})
+    return replicas(count, layout, **changes)
 
 
 def gradients(program: Any, count: int, seed: int) -> Any:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_net
-from test_compressed_gradients import EMBED, LAYERS, MLP, layouts, stacked
+from test_compressed_gradients import EMBED, LAYERS, MLP, stacked
 from test_exchange import problems
 from test_onebit_adam import STACK, batch_of, clipped, numpy_gradients
 from test_run import resumed_bitwise
@@ -21,6 +21,7 @@ from jaxtrain.hlo.collectives import count_collectives
 from jaxtrain.planning.assess import _phases_note
 from jaxtrain.sync.compression.phases import first_phases
 
+layouts = pytest.mark.parametrize("layout", ["fsdp", "tp", "data_fsdp"])
 SHARE, WARMUP, MOMENTUM, CLIP, LR = 0.01, 6, 0.5, 1.6, 0.05
 SHARES = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625]  # of the steps of the warm-up
 SGD = {"name": "sgd", "lr": LR, "betas": [0.0, 0.9], "weight_decay": 0.0, "grad_clip_norm": None}
@@ -88,7 +89,7 @@ def test_each_share_has_a_program_that_sends_its_bytes_and_the_last_is_the_plain
         run: Any = programs[step]
         lowered = run.lower(program.state, batch)
         rows = count_collectives(lowered.compile().as_text(), dict(program.sharder.mesh.shape))
-        sizes.append(sum(row.bytes for row in rows if "replica" in row.axes))
+        sizes.append(sum(row.bytes for row in rows if program.synchronizer.strategy.axis in row.axes))
         values = 2 * LAYERS * ceil(share * EMBED * MLP)
         assert 0 <= sizes[-1] - (8 * values + whole) / 2 < 64  # a replica has two devices, and sends to one other
     exact: Any = plain.step
