@@ -30,7 +30,7 @@ EVERY = 16
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"model": {"embed": 128, "layers": 5, "mlp": 384, "heads": 4, "kv_heads": 2}, "steps": 4032, "lr": 2e-3},
     "large": {"model": {"embed": 384, "layers": 6, "mlp": 1024, "heads": 6, "kv_heads": 3}, "steps": 4032, "lr": 1e-3},
-    "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 224, "lr": 4e-3},
+    "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 112, "lr": 4e-3},
 }
 LARGE = ("bsp", "diloco-int4-2", "streaming-int4-2")  # without a GPU
 
@@ -124,7 +124,12 @@ def config_of(way: Way, size: str, lr: float, folder: str) -> Any:
     config = jaxtrain.load(None, base=base)
     steps = sync_times.steps_of(config)
     every = max(1, steps // 10)
-    more = (f"steps={steps}", f"eval.every={every}", "eval.batches=48", f"checkpoint.every={steps}")
+    more = (
+        f"steps={steps}",
+        f"eval.every={every}",
+        f"eval.batches={4 if size == 'quick' else 48}",
+        f"checkpoint.every={steps}",
+    )
     return jaxtrain.load(None, *more, base=base)
 
 

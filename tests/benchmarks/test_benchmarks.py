@@ -291,3 +291,20 @@ def test_callbacks_counts_processor_time(tmp_path):
     (result,) = quick(tmp_path, "callbacks")["results"]
     assert 0 < result["without_ms"]["median"] < 1000
     assert result["added_ms_95"]["low"] <= result["added_ms"]["median"] <= result["added_ms_95"]["high"]
+
+
+def test_sync_compares_ways_to_agree(tmp_path, monkeypatch):
+    record = quick(tmp_path, "sync")
+    bsp, diloco = record["results"]["table"]["quick"]
+    assert bsp["way"] == "bsp"
+    assert bsp["fewer"] == 1
+    assert diloco["fewer"] > 16
+    assert diloco["wall slow"] < bsp["wall slow"]
+    assert bsp["loss"] < record["results"]["runs"][0]["unigram_entropy"]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sync, figure = module("sync"), module("sync_figure")
+    runs = {run["way"]: run for run in record["results"]["runs"]}
+    for title in figure.AXES:
+        lines = figure.panel(0, title, runs, False, 4.0)
+        assert sum("<polyline" in line for line in lines) == 2
+    assert sync.next_run(record["results"]["runs"], "bsp", "quick") == pytest.approx(runs["bsp"]["lr"] / 2)
