@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_net
 from flax import nnx
+from selection import one_in
 from test_exchange import problems
 from tiny_net import LAYOUTS, OVER_DATA, WIDTH, replicas, run
 
@@ -25,7 +26,8 @@ EMBED, MLP, LAYERS = 32, 48, 2
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {}, "fp8": {}, "int4": {}, "int2": {}, "powersgd": {"rank": 2}, "topk": {"share": 0.05},
 }  # fmt: skip
-layouts = pytest.mark.parametrize("layout", [*LAYOUTS, *OVER_DATA])
+ALL_LAYOUTS = [*LAYOUTS, *OVER_DATA]
+PLACES = [*itertools.product([2, 4], LAYOUTS), (2, "data_tp"), (4, "data_fsdp"), (4, "zero1")]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -93,11 +95,9 @@ def left_over(own: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return left
 
 
-@kinds
-@pytest.mark.parametrize(
-    ("count", "layout"), [*itertools.product([2, 4], LAYOUTS), (2, "data_tp"), (4, "data_fsdp"), (4, "zero1")]
-)
-def test_what_was_applied_and_what_is_left_is_the_sum_of_the_true_means(count: int, kind: str, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "place"), one_in(2, KINDS, PLACES))
+def test_what_was_applied_and_what_is_left_is_the_sum_of_the_true_means(kind: str, place: tuple[int, str]) -> None:
+    count, layout = place
     program = stacked(layout, compressed(kind), count)
     strategy = program.synchronizer.strategy
     own, step = program.init()["sync"]["own"], jax.jit(strategy.combine)
@@ -138,8 +138,7 @@ def test_with_momentum_the_sum_is_of_velocities(layout: str) -> None:
 EXACT = {"powersgd": {"rank": EMBED}, "topk": {"share": 1.0}}
 
 
-@layouts
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(("kind", "layout"), one_in(2, EXACT, ALL_LAYOUTS))
 def test_full_rank_and_all_values_are_bsp(kind: str, layout: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(power_sgd, "LEAST_SAVING", 0.0)
     changes = {"optimizer": {"name": "adamw", "lr": 0.01, "grad_clip_norm": 1.0}, "step": {"microbatches": 2}}
@@ -167,8 +166,7 @@ def test_all_layouts_of_a_replica_train_alike_and_near_bsp(kind: str) -> None:
     assert one["exchanged_bytes"] < whole * {"int8": 0.32, "fp8": 0.32, "int4": 0.2}.get(kind, 0.15)
 
 
-@layouts
-@kinds
+@pytest.mark.parametrize(("kind", "layout"), one_in(2, KINDS, ALL_LAYOUTS))
 def test_the_program_sends_the_bytes_of_the_formula(kind: str, layout: str) -> None:
     """Codes, scales, indices and what travels whole; beside that a few numbers for the metrics."""
     program = stacked(layout, compressed(kind), count=4)
@@ -191,8 +189,7 @@ def test_the_program_sends_the_bytes_of_the_formula(kind: str, layout: str) -> N
         assert sum(row.count for row in large) == 2
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "zero1"])
-@kinds
+@pytest.mark.parametrize(("kind", "layout"), one_in(2, KINDS, [*LAYOUTS, "zero1"]))
 def test_gradients_that_are_not_finite_skip_the_step_and_spoil_nothing(kind: str, layout: str) -> None:
     program = stacked(layout, compressed(kind))
     state, _ = run(program, 2)

@@ -14,6 +14,7 @@ import pytest
 import tiny_net
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from selection import one_in
 from test_compressed_gradients import LAYERS, gradients, host, stacked
 from test_exchange import problems
 from test_run import config, resumed_bitwise
@@ -27,7 +28,8 @@ from jaxtrain.optim.optimizers import make_optimizer
 from jaxtrain.sync import quantized_mean as q
 from jaxtrain.sync.compression.onebit_adam import Momenta
 
-layouts = pytest.mark.parametrize("layout", ["fsdp", "tp", "data_fsdp"])
+LAYOUTS = ["fsdp", "tp", "data_fsdp"]
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
 FREEZE, OUT, LR, DECAY, CLIP, BETAS = 4, 512, 0.02, 0.1, 1.5, (0.9, 0.95)
 ADAM = {"name": "adamw", "lr": LR, "betas": BETAS, "weight_decay": DECAY, "grad_clip_norm": CLIP}
 SPLIT = {"batch": ["replica", "data", "fsdp"]}
@@ -104,8 +106,7 @@ def numpy_history(w: np.ndarray, steps: int, count: int) -> list[np.ndarray]:
     return found
 
 
-@layouts
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "layout"), one_in(2, [2, 4], LAYOUTS))
 def test_a_history_across_the_freeze_is_that_of_numpy(count: int, layout: str) -> None:
     model = {"type": "test_onebit_adam:Linear"}
     program = replicas(count, layout, sync=onebit(), optimizer=ADAM, model=model)
@@ -143,8 +144,7 @@ def test_before_the_freeze_it_is_adam_bit_for_bit_and_then_its_second_moment_sta
     assert len(set(magnitudes[:, 0])) == 2 * LAYERS
 
 
-@layouts
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "layout"), one_in(2, [2, 4], LAYOUTS))
 def test_what_was_applied_and_what_is_left_is_the_sum_of_the_mean_momenta(count: int, layout: str) -> None:
     """Momenta as the step computes them: each replica goes on from the one that was applied last."""
     program = stacked(layout, onebit(), count, optimizer=ADAM)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_net
+from selection import one_in
 from test_compressed_gradients import EMBED, LAYERS, MLP, stacked
 from test_exchange import problems
-from test_onebit_adam import STACK, batch_of, clipped, numpy_gradients
+from test_onebit_adam import LAYOUTS, STACK, batch_of, clipped, numpy_gradients
 from test_run import resumed_bitwise
 from tiny_net import WIDTH, replicas
 
@@ -21,7 +22,6 @@ from jaxtrain.hlo.collectives import count_collectives
 from jaxtrain.planning.assess import _phases_note
 from jaxtrain.sync.compression.phases import first_phases
 
-layouts = pytest.mark.parametrize("layout", ["fsdp", "tp", "data_fsdp"])
 SHARE, WARMUP, MOMENTUM, CLIP, LR = 0.01, 6, 0.5, 1.6, 0.05
 SHARES = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625]  # of the steps of the warm-up
 SGD = {"name": "sgd", "lr": LR, "betas": [0.0, 0.9], "weight_decay": 0.0, "grad_clip_norm": None}
@@ -61,8 +61,7 @@ def numpy_history(w: np.ndarray, steps: int, count: int) -> list[np.ndarray]:
     return found
 
 
-@layouts
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "layout"), one_in(2, [2, 4], LAYOUTS))
 def test_a_history_across_the_warmup_is_that_of_numpy(count: int, layout: str) -> None:
     model, sync = {"type": "test_onebit_adam:Linear"}, topk(momentum=MOMENTUM, clip=CLIP)
     program = replicas(count, layout, sync=sync, optimizer=SGD, model=model)
@@ -77,7 +76,7 @@ def test_a_history_across_the_warmup_is_that_of_numpy(count: int, layout: str) -
     assert min(norms) < CLIP * count**0.5 < max(norms)
 
 
-@layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_share_has_a_program_that_sends_its_bytes_and_the_last_is_the_plain_one(layout: str) -> None:
     program, plain = (stacked(layout, topk(warmup)) for warmup in (WARMUP, 0))
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tiny_net.rows(0).items()}
