@@ -46,8 +46,9 @@ from jaxtrain.pipeline.schedules.files import load_table
 from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import Layout, resolve_layout
-from jaxtrain.sharding.rules import BATCH, DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
+from jaxtrain.sharding.rules import BATCH, DATA_AXIS, FSDP_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 from jaxtrain.sharding.sharder import Sharder
+from jaxtrain.sharding.weight_gather import PLAIN, WeightGather
 from jaxtrain.sync.compression.onebit_adam import Momenta
 from jaxtrain.sync.local_step import Sending, joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
@@ -137,7 +138,7 @@ def build_program(
         UserError: the layout does not fit the devices or the model's tensors.
     """
     layout = resolve_layout(config.layout, config.mesh, config.axis_rules, len(devices))
-    sharder = Sharder(make_mesh(layout, devices), layout.rules, config.zero)
+    sharder = _sharder(config, layout, devices)
 
     def define(config: Config, sharder: Sharder) -> ModelDef:
         return model_from_config(config, sharder, vocab, example, components.model, components.loss)
@@ -394,6 +395,25 @@ def _executor(config: Config, sharder: Sharder, model_def: ModelDef, define: Def
     return Executor(table, sharder, model_def, stage_def, group)
 
 
+def _sharder(config: Config, layout: Layout, devices: Sequence[Any]) -> Sharder:
+    """Returns mesh and rules. Raises UserError if the copies of weights in a node do not divide their shards."""
+    compress, shards, gather = config.sync.compress, layout.sizes[FSDP_AXIS], PLAIN
+    if config.sync.changes_gathers:
+        if compress.secondary and shards % compress.secondary:
+            message = f"{compress.secondary} devices of a node do not divide mesh.fsdp {shards}"
+            raise UserError(f"sync.compress.secondary: {message}; expected a divisor of it")
+        gather = WeightGather(compress.weights != "none", compress.secondary)
+    return Sharder(make_mesh(layout, devices), layout.rules, config.zero, weight_gather=gather)
+
+
+def _check_stack(config: Config, model_def: ModelDef) -> None:
+    """Raises UserError if weights of layers are to travel otherwise and the model has no stack of layers."""
+    if config.sync.changes_gathers and not isinstance(model_def.abstract(), HasStages):
+        name = "weights" if config.sync.compress.weights != "none" else "secondary"
+        message = f"{name} needs stacked layers with the methods embed_inputs, run_layers and head_loss"
+        raise UserError(f"sync.compress.{name}: {message}, and {config.model.type} has none; expected the default")
+
+
 def with_matmul_precision(fn: Callable, precision: str) -> Callable:
     """Returns `fn` with matmuls in the policy's precision: fp32 is neither TF32 on GPUs nor bfloat16 passes on TPUs."""
 
@@ -407,6 +427,7 @@ def with_matmul_precision(fn: Callable, precision: str) -> Callable:
 
 def _check_tensors(config: Config, model_def: ModelDef, devices: int) -> None:
     """Checks the layout on the model's own tensors, which for a user's model are known only now."""
+    _check_stack(config, model_def)
     problems = check_tensors(config, model_def.tensors(), devices)
     if problems:
         raise ConfigError(problems)

@@ -179,7 +179,7 @@ def _gather(variable: Any, value: jax.Array) -> jax.Array:
     """
     full_shape, names = variable.full_shape, variable.names
     if names and value.ndim and full_shape[-value.ndim :] == value.shape:
-        return variable.sharder.gather_weight(value, names[-value.ndim :], variable.gather_dtype)
+        return variable.sharder.gather_weight(value, names[-value.ndim :], variable.gather_dtype, of_layer=True)
     return value.astype(variable.gather_dtype)
 
 

@@ -78,7 +78,7 @@ class Env:
 
     def weight(self, param: nnx.Param) -> jax.Array:
         """Returns the parameter for use: in the compute dtype, gathered over the axes that only store it in shards."""
-        return self.sharder.gather_weight(param.get_value(), param.names, self.policy.compute)
+        return self.sharder.gather_weight(param.get_value(), param.names, self.policy.compute, of_layer=True)
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """Constrains the sharding of `x` by the logical names of its dims."""

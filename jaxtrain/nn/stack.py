@@ -13,12 +13,13 @@ from flax import nnx
 
 from jaxtrain.nn.env import Env
 from jaxtrain.sharding.rules import LAYERS, Names
+from jaxtrain.sharding.weight_gather import SHARDS
 
 # Primitives that are cheaper to recompute than to keep: shardings, gathers, casts, and what fuses into its readers.
 CHEAP = {
     "sharding_constraint", "convert_element_type", "mul", "square", "integer_pow", "rsqrt", "div", "sub", "neg",
     "logistic", "exp", "broadcast_in_dim", "select_n", "eq", "ne", "ge", "gt", "lt", "and", "iota", "split",
-    "concatenate", "stop_gradient", "all_gather",
+    "concatenate", "stop_gradient", "all_gather", "reshape", "bitcast_convert_type",
 }  # fmt: skip
 
 
@@ -131,14 +132,16 @@ def checkpoint_policy(policy: str | tuple[str, ...], offload: tuple[str, ...]) -
     unsharded for every layer, and a norm keeps only its input. `dots` saves matmul outputs without batch dims. A tuple
     saves the values with these `checkpoint_name`s; `attention` is the name of all residuals of the attention kernel,
     with softmax statistics, so that the backward pass does not run it again. The values named in `offload` are kept in
-    pinned host memory.
+    pinned host memory. All of them keep what the backward pass gathers weights from (`sharding.weight_gather`).
     """
     policies = jax.checkpoint_policies
-    named = {"none": _is_saved, "full": None, "dots": policies.dots_with_no_batch_dims_saveable}
-    rule: Any = named[policy] if isinstance(policy, str) else policies.save_only_these_names(*policy)
+    shards = policies.save_only_these_names(SHARDS)
+    dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, shards)
+    named = {"none": _is_saved, "full": shards, "dots": dots}
+    rule: Any = named[policy] if isinstance(policy, str) else policies.save_only_these_names(*policy, SHARDS)
     if offload:
         rule = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[] if isinstance(policy, str) else list(policy),
+            names_which_can_be_saved=[SHARDS] if isinstance(policy, str) else [*policy, SHARDS],
             names_which_can_be_offloaded=list(offload), offload_src="device", offload_dst="pinned_host",
         )  # fmt: skip
     return rule

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.sharding.rules import (
@@ -24,6 +25,7 @@ from jaxtrain.sharding.rules import (
     storage_dims,
     with_implied_rules,
 )
+from jaxtrain.sharding.weight_gather import PLAIN, SHARDS, GatherPlan, WeightGather
 
 Dims = tuple[tuple[str, ...], ...]  # mesh axes of every dim
 
@@ -40,12 +42,14 @@ class Sharder:
         zero: ZeRO stage over the data axis. From 1 on the train state is sharded over it (`storage_dims`), and weights
             are gathered once a step, in stage 3 in every layer.
         manual: axes that an enclosing `jax.shard_map` has split already.
+        weight_gather: how the weights of layers travel.
     """
 
     mesh: Mesh | None = None
     rules: Rules | None = None
     zero: int = 0
     manual: frozenset[str] = frozenset()
+    weight_gather: WeightGather = PLAIN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", with_implied_rules(self.rules or {}, self.zero))
@@ -53,7 +57,7 @@ class Sharder:
     def without_axis(self, axis: str) -> Sharder:
         """Returns the sharder for code inside a `shard_map` over a mesh axis: no rule uses that axis."""
         rules = {name: tuple(a for a in axes if a != axis) for name, axes in (self.rules or {}).items()}
-        return Sharder(self.mesh, rules, self.zero, self.manual | {axis})
+        return replace(self, rules=rules, manual=self.manual | {axis})
 
     @property
     def in_pipeline_stage(self) -> bool:
@@ -144,13 +148,20 @@ class Sharder:
         forward, backward = (tuple(self.dims(names) for names in side) for side in (fwd, bwd))
         return _reshard(self, forward, backward, x.dtype, x)
 
-    def gather_weight(self, w: jax.Array, names: Sequence[str | None], dtype: Any, gather: bool = True) -> jax.Array:
+    def gather_weight(
+        self, w: jax.Array, names: Sequence[str | None], dtype: Any, gather: bool = True, of_layer: bool = False
+    ) -> jax.Array:
         """Returns a parameter for use: cast to `dtype`, and gathered over the storage axes (FSDP) if `gather`.
 
         The cast comes before the gather, so that `dtype` is sent and not float32, also when rematerialisation gathers
-        again. The gradient is reduced straight into the shards of the train state.
+        again. The gradient is reduced straight into the shards of the train state. With `of_layer` it travels as
+        `weight_gather` says.
         """
         rules, sharded = self.rules or {}, self.dims(names)
+        if of_layer and self.mesh is not None:
+            used = dims_without_axes(names, storage_axes(rules, names), rules)
+            if (plan := self.weight_gather.plan(sharded, used, w.shape, self._sizes)) is not None:
+                return _gather(self, plan, self.storage_dims(names, w.shape), jnp.dtype(dtype), w)
         gathered = (dims_without_axes(names, storage_axes(rules, names), rules),) if gather else ()
         return _reshard(self, (sharded, *gathered), (self.storage_dims(names, w.shape),), jnp.dtype(dtype), w)
 
@@ -197,3 +208,32 @@ def _reshard_bwd(sharder, forward, backward, dtype, like, g):
 
 
 _reshard.defvjp(_reshard_fwd, _reshard_bwd)
+
+
+def _gather(sharder: Sharder, plan: GatherPlan, backward: Dims, dtype: Any, w: jax.Array) -> jax.Array:
+    """Returns a weight, gathered by a plan; its cotangent passes straight through, and is constrained to `backward`.
+
+    What rematerialisation keeps and what it repeats is within no `custom_vjp`, where its policy would not see it.
+    """
+    x = jax.lax.stop_gradient(w)
+    x = sharder.constrain_dims(x if plan.block else x.astype(dtype), plan.stored)
+    stored, packed, used = map(_spec, (plan.stored, plan.packed, plan.used))
+    shards = checkpoint_name(sharder.shard_map(plan.pack, stored, packed)(x), SHARDS)
+    return _in_place_of(sharder, backward, w, sharder.shard_map(plan.unpack, packed, used)(shards).astype(dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_place_of(sharder: Sharder, backward: Dims, w: jax.Array, gathered: jax.Array) -> jax.Array:
+    """Returns what was gathered of a weight, whose cotangent is that of the weight."""
+    return gathered
+
+
+def _in_place_of_fwd(sharder, backward, w, gathered):
+    return gathered, jnp.zeros((0,), w.dtype)
+
+
+def _in_place_of_bwd(sharder, backward, like, g):
+    return sharder.constrain_dims(g, backward).astype(like.dtype), None
+
+
+_in_place_of.defvjp(_in_place_of_fwd, _in_place_of_bwd)

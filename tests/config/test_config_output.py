@@ -102,7 +102,7 @@ def test_flat_keys_are_those_of_the_schema() -> None:
     keys -= {key for key in keys if key.startswith("sync.")} - {"sync.strategy"}  # which `bsp` does not read
     assert set(flat) == keys - {"data.sources.0.weight"} | {"data.sources.0.weight.0"}
     assert flat["data.sources.0.path"] == "stdlib"
-    assert len(all_keys()) <= 167
+    assert len(all_keys()) <= 169
     for key in flat:
         assert load(None, f"{key}={yaml.safe_dump(flat[key], default_flow_style=True)}", base={"layout": "ddp"})
 

@@ -32,6 +32,10 @@ def compression_problems(config: Config) -> Iterator[Found]:
         yield from _warmup_problems(config)
     if sync.is_onebit_adam:
         yield from _onebit_adam_problems(config)
+    if sync.changes_gathers and config.model.moe is not None:
+        name = "weights" if compress.weights != "none" else "secondary"
+        message = "weights of experts are not gathered as those of other layers; expected the default, or no experts"
+        yield (f"sync.compress.{name}", "model.moe"), message
     if compresses_over_data(config) and config.zero > 1:
         message = f"zero={config.zero} shards over `data` what {compress.gradients} needs whole on each of its devices"
         yield ("zero", "sync.compress.gradients"), f"{message}; expected at most 1, or shards over mesh.fsdp"
@@ -67,7 +71,10 @@ def compresses_over_data(config: Config) -> bool:
 
 
 def compression_notes(config: Config) -> list[str]:
-    """Returns a line for a compression without effect."""
+    """Returns a line for each compression without effect."""
+    notes = []
     if config.sync.is_compressed and config.mesh.replica == config.mesh.data == 1:
-        return ["sync.compress.gradients: one replica sends nothing; expected mesh.replica or mesh.data > 1"]
-    return []
+        notes.append("sync.compress.gradients: one replica sends nothing; expected mesh.replica or mesh.data > 1")
+    if config.sync.changes_gathers and config.mesh.fsdp == 1 and config.zero < 3:
+        notes.append("sync.compress: no weights are gathered; expected mesh.fsdp > 1 for weights and secondary")
+    return notes

@@ -69,13 +69,20 @@ class CompressConfig(Section):
         None, "topk: norm of the gradient above which those of replicas are clipped before values are chosen"
     )
     freeze: PositiveInt = key(1000, "onebit_adam: first steps, of exact Adam; then its second moment stays as it is")
+    weights: Literal["none", "int8"] = key(
+        "none", "weights of stacked layers that are stored in shards (fsdp), when they are gathered; in such blocks"
+    )
+    secondary: Count = key(
+        0, "devices of mesh.fsdp in a node: they keep a copy of these weights together, which the backward pass gathers"
+    )
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the keys that the kind of compression does not read."""
         unread = [key for kind, keys in GRADIENT_KEYS.items() if kind != self.gradients for key in keys]
         other = ("gradients",) if self.gradients == "none" else ("deltas",) if self.deltas == "none" else ()
-        return {key: value for key, value in serialize(self).items() if key not in (*unread, *other)}
+        default = [name for name in ("weights", "secondary") if getattr(self, name) in ("none", 0)]
+        return {key: value for key, value in serialize(self).items() if key not in (*unread, *other, *default)}
 
 
 class StreamingConfig(Section):
@@ -166,6 +173,11 @@ class SyncConfig(Section):
         return self.is_compressed and self.compress.gradients == "onebit_adam"
 
     @property
+    def changes_gathers(self) -> bool:
+        """True if the weights of layers are gathered in few bits, or from copies in a node."""
+        return "compress" in self._read and (self.compress.weights != "none" or self.compress.secondary > 0)
+
+    @property
     def is_builtin(self) -> bool:
         """True if the strategy is one of ours, not a user's own."""
         return self.strategy in STRATEGY_KEYS
@@ -181,5 +193,6 @@ class SyncConfig(Section):
     @model_serializer(mode="wrap")
     def _keys_of_strategy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the keys that the strategy does not read, and for bsp a section without compression."""
-        unread = [*self.unread(), *(["compress"] if self.strategy == "bsp" and not self.is_compressed else [])]
+        has_none = self.strategy == "bsp" and not (self.is_compressed or self.changes_gathers)
+        unread = [*self.unread(), *(["compress"] if has_none else [])]
         return {key: value for key, value in serialize(self).items() if key not in unread}

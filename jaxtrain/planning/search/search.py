@@ -78,6 +78,9 @@ def search(
     if config.sync.is_compressed:
         text = f"the search estimates gradients in full, not {config.sync.compress.gradients}; expected none"
         raise UserError(f"sync.compress.gradients: {text}")
+    if config.sync.changes_gathers:
+        text = "the search estimates plain gathers of weights; expected weights=none and secondary=0"
+        raise UserError(f"sync.compress: {text}")
     if config.sync.is_loose:
         raise UserError(f"sync.strategy: the search estimates bsp, not {config.sync.strategy}; expected bsp")
     if vocab_size is None and is_decoder(config.model):
