@@ -65,7 +65,7 @@ def check_tensors(config: Config, tensors: Table | None, devices: int | None) ->
         tensors = {path: (shape, _with_shared_kv(names)) for path, (shape, names) in tensors.items()}
     has_tokens = has_token_rows(model, config.data)
     problems = check(config.mesh, rules, tensors, activations(config.data, config.step, has_tokens), devices)
-    problems += _zero(config.zero, config.axis_rules)
+    problems += _zero(config.zero, config.axis_rules) + _compression(config, sizes)
     problems += context_parallel.check(
         config.context_parallel, config.step.attention, config.axis_rules, sizes, heads,
         config.data.sequence if has_tokens else None,
@@ -110,6 +110,16 @@ def _zero(stage: int, rules: Rules) -> list[Problem]:
         return []
     message = f"stage {stage} shards state over the axis `{DATA_AXIS}`, which rules.batch does not have"
     return [Problem("", "zero", f"{message}; expected 0, or `{DATA_AXIS}` in rules.batch")]
+
+
+def _compression(config: Config, sizes: Mapping[str, int | None]) -> list[Problem]:
+    """Checks that ZeRO shards nothing over the axis along which gradients travel compressed; -1 counts as several."""
+    known = {axis: 2 if size is None else size for axis, size in sizes.items()}
+    if config.zero < 2 or config.sync.replica_axis(known) != DATA_AXIS:
+        return []
+    kind = config.sync.compress.gradients
+    message = f"zero={config.zero} shards over `{DATA_AXIS}` what {kind} needs whole on each of its devices"
+    return [Problem("", "zero", f"{message}; expected at most 1, or shards over mesh.fsdp")]
 
 
 def _no_experts(config: Config) -> list[Problem]:

@@ -257,6 +257,10 @@ def test_models_whose_rows_depend_on_each_other_are_refused_by_name() -> None:
             {"sync": compressed("int8"), "mesh": {"data": -1}, "zero": 2},
             "zero: zero=2 shards over `data` what int8 needs whole on each of its devices; expected at most 1, or",
         ),
+        (
+            {"sync": compressed("int8"), "mesh": {"replica": -1, "data": 8}, "zero": 3},
+            "zero: zero=3 shards over `data` what int8 needs whole on each of its devices; expected at most 1, or",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(changes: dict[str, Any], text: str, tmp_path: Any, monkeypatch: Any) -> None:

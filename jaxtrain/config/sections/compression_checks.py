@@ -36,9 +36,6 @@ def compression_problems(config: Config) -> Iterator[Found]:
         name = "weights" if compress.weights != "none" else "secondary"
         message = "weights of experts are not gathered as those of other layers; expected the default, or no experts"
         yield (f"sync.compress.{name}", "model.moe"), message
-    if compresses_over_data(config) and config.zero > 1:
-        message = f"zero={config.zero} shards over `data` what {compress.gradients} needs whole on each of its devices"
-        yield ("zero", "sync.compress.gradients"), f"{message}; expected at most 1, or shards over mesh.fsdp"
 
 
 def _warmup_problems(config: Config) -> Iterator[Found]:
