@@ -53,10 +53,16 @@ def overlapped(platform: str) -> dict[str, Any]:
     """Returns options for a step during which replicas send one another what the step does not depend on.
 
     XLA lets one collective run at a time on GPUs, so that what travels over a slow network would wait for those of the
-    step, and they for it.
+    step, and they for it. It also starts a collective only as long before its result is needed as it takes by its
+    estimate, which knows no slow network.
     """
-    name = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    return {name: OVERLAPPED} if platform in ("gpu", "cuda") and _is_known(name, OVERLAPPED) else {}
+    if platform not in ("gpu", "cuda"):
+        return {}
+    options = {
+        "xla_gpu_experimental_parallel_collective_overlap_limit": OVERLAPPED,
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    }
+    return {name: value for name, value in options.items() if _is_known(name, value)}
 
 
 def as_flags(options: dict[str, Any]) -> str:

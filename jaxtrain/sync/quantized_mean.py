@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.sync.compression.wire import (
@@ -35,6 +36,7 @@ Bits = int | str
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
 ONE_BIT_BLOCK = 128, 1024  # least and most values of the last dim of tensors in 1 bit: a row is a block
 SMALLEST = 1024  # values of a tensor that is worth it; smaller ones travel in float32
+SCALE_BYTES = 4
 FP8 = "fp8"  # 8 bits, of which 4 are an exponent (e4m3): codes are closer near 0
 BITS: dict[str, Bits] = {"none": 0, "int8": 8, "int4": 4, "int2": 2, "fp8": FP8}  # of a value; 0: float32
 HIGHEST: dict[Bits, float] = {8: 127.0, 4: 7.0, 2: 1.5, 1: 0.5, FP8: 448.0}  # largest code; integers are 1 apart
@@ -128,44 +130,73 @@ def quantized_mean(x: Tree, residuals: Residuals | None, bits: Bits, mesh: Mesh)
     exact = [i for i, v in enumerate(leaves) if not is_quantized(v[0], bits)]
     for i, mean in zip(exact, flat_mean([leaves[i] for i in exact], mesh), strict=True):
         means[i] = mean
-    for i in range(len(leaves)):
-        if i not in exact:
-            means[i], worker[i], server[i] = _mean_of_parts(leaves[i], worker[i], server[i], bits, mesh)
+    rounded = [i for i in range(len(leaves)) if i not in exact]
+    if rounded:
+        xs, workers, servers = ([values[i] for i in rounded] for values in (leaves, worker, server))
+        for i, *found in zip(rounded, *_means_of_parts(xs, workers, servers, bits, mesh), strict=True):
+            means[i], worker[i], server[i] = found
     mean, *kept = (jax.tree.unflatten(structure, values) for values in (means, worker, server))
     return mean, None if residuals is None else Residuals(*kept)
 
 
-def _mean_of_parts(
-    x: jax.Array, worker: jax.Array, server: jax.Array, bits: Bits, mesh: Mesh
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the mean of a tensor, and the residuals. Every device of a replica sends a part of the blocks."""
-    axis, replicas, inner, shape = replica_axis(mesh), replica_count(mesh), inner_devices(mesh), x.shape[1:]
-    per = server.shape[1]
+def _means_of_parts(
+    xs: list[jax.Array], workers: list[jax.Array], servers: list[jax.Array], bits: Bits, mesh: Mesh
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Returns the means of tensors, and the residuals.
+
+    All tensors travel together, in one all-to-all and one all-gather. Every device of a replica sends a part of the
+    blocks.
+    """
+    axis, replicas, inner = replica_axis(mesh), replica_count(mesh), inner_devices(mesh)
+    shapes, pers = [x.shape[1:] for x in xs], [server.shape[1] for server in servers]
     whole, parts = stacked(mesh, None, inner_axes(mesh)), stacked(mesh, inner_axes(mesh))
 
     def pack(x: jax.Array, worker: jax.Array, server: jax.Array) -> Any:
         total = x[0] + worker[0]
-        codes, scale = encode(to_blocks(total, replicas, bits), bits)
-        left = total - from_blocks(decode(codes, scale, bits), shape, bits)
-        codes, scale = (pad_to_devices(v, 1, inner)[None] for v in (codes, scale))
-        return codes, scale, left[None], pad_to_devices(server, 1, inner)
+        message = _message(*encode(to_blocks(total, replicas, bits), bits))
+        left = total - from_blocks(_values(message, bits), x.shape[1:], bits)
+        return pad_to_devices(message, 1, inner)[None], left[None], pad_to_devices(server, 1, inner)
 
-    def swap(codes: jax.Array, scale: jax.Array, server: jax.Array) -> Any:
+    def swap(messages: list[jax.Array], servers: list[jax.Array]) -> Any:
         exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
-        part = decode(exchange(codes[0]), exchange(scale[0]), bits).sum(0) / replicas + server[0]
-        codes, scale = encode(part, bits)
-        left = part - decode(codes, scale, bits)
-        return *(jax.lax.all_gather(v, axis) for v in (codes, scale)), left[None]
+        arrived = _together(exchange, [message[0] for message in messages])
+        sums = [_values(each, bits).sum(0) / replicas + server[0] for each, server in zip(arrived, servers)]
+        messages = [_message(*encode(part, bits)) for part in sums]
+        left = [(part - _values(message, bits))[None] for part, message in zip(sums, messages)]
+        gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
+        return _together(gather, [message[None] for message in messages]), left
 
-    def unpack(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        return from_blocks(decode(codes[:, :per], scale[:, :per], bits), shape, bits)
+    def unpack(messages: list[jax.Array]) -> list[jax.Array]:
+        return [
+            from_blocks(_values(message[:, :per], bits), shape, bits)
+            for message, per, shape in zip(messages, pers, shapes)
+        ]
 
-    codes, scale, worker, server = on_each_replica(mesh, pack)(x, worker, server)
-    gathered = PartitionSpec(None, inner_axes(mesh))
-    send = on_each_device(mesh, swap, (whole, whole, parts), (gathered, gathered, parts))
-    codes, scale, server = send(codes, scale, server)
-    mean = on_each_replica(mesh, unpack, SAME, SAME)(codes, scale)
-    return mean, worker, on_each_replica(mesh, lambda v: v[:, :per])(server)
+    on_all = lambda *trees: [list(column) for column in zip(*map(pack, *trees))]  # noqa: E731
+    messages, workers, servers = on_each_replica(mesh, on_all)(xs, workers, servers)
+    send = on_each_device(mesh, swap, (whole, parts), (PartitionSpec(None, inner_axes(mesh)), parts))
+    messages, servers = send(messages, servers)
+    means = on_each_replica(mesh, unpack, SAME, SAME)(messages)
+    cut = lambda servers: [server[:, :per] for server, per in zip(servers, pers)]  # noqa: E731
+    return means, workers, on_each_replica(mesh, cut)(servers)
+
+
+def _together(exchange: Any, messages: list[jax.Array]) -> list[jax.Array]:
+    """Returns what one collective makes of the rows of several arrays, each [rows, blocks, bytes]."""
+    flat = exchange(jnp.concatenate([message.reshape(len(message), -1) for message in messages], 1))
+    ends = np.cumsum([prod(message.shape[1:]) for message in messages])[:-1]
+    return [x.reshape(-1, *like.shape[1:]) for x, like in zip(jnp.split(flat, ends, 1), messages, strict=True)]
+
+
+def _message(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns codes and the bytes of their scales, uint8 [..., bytes]."""
+    return jnp.concatenate([codes, jax.lax.bitcast_convert_type(scale, jnp.uint8)], -1)
+
+
+def _values(message: jax.Array, bits: Bits) -> jax.Array:
+    """Returns the values of a message, float32 [..., values]."""
+    scale = jax.lax.bitcast_convert_type(message[..., -SCALE_BYTES:], jnp.float32)
+    return decode(message[..., :-SCALE_BYTES], scale, bits)
 
 
 def to_blocks(x: jax.Array, replicas: int, bits: Bits) -> jax.Array:

@@ -166,10 +166,25 @@ class StreamingDiLoCo(Strategy):
         return super().sent_bytes(params, kind)
 
     def _chunk_bytes(self, paths: tuple[str, ...]) -> int:
+        """Bytes of a chunk. In float32 each device of a replica sends its shard, and all what they all hold."""
         chunks = {path: self._fragments.parameters[path].chunk for path in paths}
-        others = self._fragments.pack_width + (0 if self._bits else sum(prod(x.shape) for x in chunks.values()))
-        quantized = sent_bytes(chunks, self._bits, self.replicas, inner_devices(self.mesh)) if self._bits else 0
+        inner = inner_devices(self.mesh)
+        others = self._fragments.pack_width * inner
+        if self._bits:
+            quantized = sent_bytes(chunks, self._bits, self.replicas, inner)
+        else:
+            quantized = 0
+            others += sum(prod(x.shape) * inner // self._shards(path) for path, x in chunks.items())
         return quantized + 2 * 4 * others * (self.replicas - 1) // self.replicas
+
+    def _shards(self, path: str) -> int:
+        """Number of different parts of a chunk that the devices of a replica hold."""
+        if self.mesh is None:
+            return 1
+        axes = [
+            axis for dim in self._fragments.chunk_spec(path) for axis in ((dim,) if isinstance(dim, str) else dim or ())
+        ]
+        return prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def _bits(self) -> Bits:
