@@ -113,9 +113,8 @@ def _zero(stage: int, rules: Rules) -> list[Problem]:
 
 
 def _compression(config: Config, sizes: Mapping[str, int | None]) -> list[Problem]:
-    """Checks that ZeRO shards nothing over the axis along which gradients travel compressed; -1 counts as several."""
-    known = {axis: 2 if size is None else size for axis, size in sizes.items()}
-    if config.zero < 2 or config.sync.replica_axis(known) != DATA_AXIS:
+    """Checks that ZeRO shards nothing over the axis along which gradients travel compressed."""
+    if config.zero < 2 or config.sync.replica_axis(sizes) != DATA_AXIS:
         return []
     kind = config.sync.compress.gradients
     message = f"zero={config.zero} shards over `{DATA_AXIS}` what {kind} needs whole on each of its devices"

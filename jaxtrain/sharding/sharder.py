@@ -218,8 +218,8 @@ def _gather(sharder: Sharder, plan: GatherPlan, backward: Dims, dtype: Any, w: j
     x = jax.lax.stop_gradient(w)
     x = sharder.constrain_dims(x if plan.block else x.astype(dtype), plan.stored)
     stored, packed, used = map(_spec, (plan.stored, plan.packed, plan.used))
-    shards = checkpoint_name(sharder.shard_map(plan.pack, stored, packed)(x), SHARDS)
-    return _in_place_of(sharder, backward, w, sharder.shard_map(plan.unpack, packed, used)(shards).astype(dtype))
+    shards = checkpoint_name(sharder.shard_map(plan.before, stored, packed)(x), SHARDS)
+    return _in_place_of(sharder, backward, w, sharder.shard_map(plan.after, packed, used)(shards).astype(dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

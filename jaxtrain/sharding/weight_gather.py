@@ -13,13 +13,13 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.sharding.quantized_blocks import pack, unpack
 from jaxtrain.sharding.rules import FSDP_AXIS, Dims
 
 BLOCK = 128  # most values with one scale
 SMALLEST_BLOCK = 16  # a row that has no blocks of this many values travels as it is
 SMALLEST = 1024  # values of a weight that is worth it
-SCALE_BYTES = 4
-TOP = 127.0  # code of the largest value of a block; that of the smallest is -127
+BITS = 8  # of a value
 SHARDS = "weight_shards"  # `checkpoint_name` of what the backward pass gathers
 
 
@@ -86,48 +86,29 @@ class GatherPlan:
 
     @property
     def packed(self) -> Dims:
-        """Mesh axes of each dim of what `pack` returns."""
+        """Mesh axes of each dim of what `before` returns."""
         stages = (self.axes, ()) if self.inside else (self.axes,)
         return (*self.stored[: self.dim], *stages, *self.stored[self.dim + 1 :], *(((),) if self.block else ()))
 
-    def pack(self, x: jax.Array) -> jax.Array:
+    def before(self, x: jax.Array) -> jax.Array:
         """Returns what a device has to gather from, for the shard of a weight that it stores."""
-        x = encode(x, self.block) if self.block else x
+        x = pack(x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block), BITS) if self.block else x
         if not self.inside:
             return x
         across = [[*range(first, self.shards, self.inside)] for first in range(self.inside)]
         return jax.lax.all_gather(x, self.axes, axis_index_groups=across, axis=self.dim)
 
-    def unpack(self, x: jax.Array) -> jax.Array:
+    def after(self, x: jax.Array) -> jax.Array:
         """Returns a device's part of the weight for use."""
         dim, groups = self.dim, None
         if self.inside:
             dim += 1
             groups = [[*range(first, first + self.inside)] for first in range(0, self.shards, self.inside)]
         x = jax.lax.all_gather(x, self.axes, axis_index_groups=groups, axis=dim)
-        x = decode(x) if self.block else x
+        x = unpack(x, BITS) if self.block else x
         rest = x.shape[dim + 2 : x.ndim - 1 if self.block else x.ndim]  # after the gathered dim, without blocks
         if not self.block:
             return x.reshape(*x.shape[: self.dim], -1, *rest)
         if self.dim == len(self.stored) - 1:
             return x.reshape(*x.shape[: self.dim], -1)
         return x.reshape(*x.shape[: self.dim], -1, *rest[:-1], rest[-1] * self.block)
-
-
-def encode(x: jax.Array, block: int) -> jax.Array:
-    """Quantises rows in blocks: [..., values] -> uint8 [..., blocks, block + 4], codes and the bytes of a scale.
-
-    The scale is the gap between two codes, a 127th of the largest magnitude: the error is at most half of it.
-    """
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
-    scale = jnp.max(jnp.abs(blocks), -1, keepdims=True) / TOP
-    codes = jnp.round(blocks / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
-    scale = jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8)
-    return jnp.concatenate([jax.lax.bitcast_convert_type(codes, jnp.uint8), scale], -1)
-
-
-def decode(packed: jax.Array) -> jax.Array:
-    """Returns the values of blocks, float32 [..., blocks, block]."""
-    codes, scale = jax.lax.split(packed, (packed.shape[-1] - SCALE_BYTES, SCALE_BYTES), axis=packed.ndim - 1)
-    codes = jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
-    return codes * jax.lax.bitcast_convert_type(scale, jnp.float32)[..., None]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtrain.sharding.quantized_blocks import FP8, SCALE_BYTES, Bits, pack, unpack
 from jaxtrain.sync.compression.wire import (
     SAME,
     flat_mean,
@@ -32,14 +33,10 @@ from jaxtrain.sync.compression.wire import (
 )
 
 Tree = Any
-Bits = int | str
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
 ONE_BIT_BLOCK = 128, 1024  # least and most values of the last dim of tensors in 1 bit: a row is a block
 SMALLEST = 1024  # values of a tensor that is worth it; smaller ones travel in float32
-SCALE_BYTES = 4
-FP8 = "fp8"  # 8 bits, of which 4 are an exponent (e4m3): codes are closer near 0
 BITS: dict[str, Bits] = {"none": 0, "int8": 8, "int4": 4, "int2": 2, "fp8": FP8}  # of a value; 0: float32
-HIGHEST: dict[Bits, float] = {8: 127.0, 4: 7.0, 2: 1.5, 1: 0.5, FP8: 448.0}  # largest code; integers are 1 apart
 
 
 class Residuals(NamedTuple):
@@ -52,45 +49,6 @@ class Residuals(NamedTuple):
 
     worker: Tree
     server: Tree
-
-
-def encode(x: jax.Array, bits: Bits) -> tuple[jax.Array, jax.Array]:
-    """Quantises blocks by their largest value: the error is at most half the gap between two codes.
-
-    The gap is `scale`; of fp8 it is `scale` times 2^(e - 3) between codes of the exponent e, and 2^-9 around 0. In 1
-    bit only signs are kept, and `scale` is twice the mean of the magnitudes, which stays that of the block.
-
-    Args:
-        x: blocks, float32 [..., values]; 8 / `bits` divides their number.
-        bits: 8, 4, 2, 1 or "fp8". The four codes of 2 are -1.5, -0.5, 0.5 and 1.5, those of 1 are -0.5 and 0.5; the
-            others have a code for 0.
-
-    Returns:
-        codes, uint8 [..., values * bits / 8], and scales, float32 [...].
-    """
-    offset, top = HIGHEST[bits], 2 * HIGHEST[bits]
-    scale = (jnp.mean if bits == 1 else jnp.max)(jnp.abs(x), -1) / offset
-    safe = jnp.where(scale > 0, scale, 1.0)[..., None]
-    if bits == FP8:
-        small = jnp.clip(x / safe, -HIGHEST[FP8], HIGHEST[FP8]).astype(jnp.float8_e4m3fn)
-        return jax.lax.bitcast_convert_type(small, jnp.uint8), scale
-    assert isinstance(bits, int)
-    codes = jnp.clip(jnp.round(x / safe + offset), 0, top).astype(jnp.uint8)
-    per_byte = 8 // bits
-    parts = codes.reshape(*codes.shape[:-1], -1, per_byte)
-    packed = sum((parts[..., i] << (i * bits) for i in range(per_byte)), jnp.zeros((), jnp.uint8))
-    return packed.astype(jnp.uint8), scale
-
-
-def decode(codes: jax.Array, scale: jax.Array, bits: Bits) -> jax.Array:
-    """Returns the values of codes, float32 [..., values]."""
-    if bits == FP8:
-        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * scale[..., None]
-    assert isinstance(bits, int)
-    per_byte = 8 // bits
-    parts = jnp.stack([(codes >> (i * bits)) & (2**bits - 1) for i in range(per_byte)], -1)
-    values = parts.reshape(*codes.shape[:-1], -1).astype(jnp.float32) - HIGHEST[bits]
-    return values * scale[..., None]
 
 
 def initial_residuals(params: Tree, replicas: int, bits: Bits) -> Residuals:
@@ -151,32 +109,32 @@ def _means_of_parts(
     shapes, pers = [x.shape[1:] for x in xs], [server.shape[1] for server in servers]
     whole, parts = stacked(mesh, None, inner_axes(mesh)), stacked(mesh, inner_axes(mesh))
 
-    def pack(x: jax.Array, worker: jax.Array, server: jax.Array) -> Any:
+    def encoded(x: jax.Array, worker: jax.Array, server: jax.Array) -> Any:
         total = x[0] + worker[0]
-        message = _message(*encode(to_blocks(total, replicas, bits), bits))
-        left = total - from_blocks(_values(message, bits), x.shape[1:], bits)
+        message = pack(to_blocks(total, replicas, bits), bits)
+        left = total - from_blocks(unpack(message, bits), x.shape[1:], bits)
         return pad_to_devices(message, 1, inner)[None], left[None], pad_to_devices(server, 1, inner)
 
     def swap(messages: list[jax.Array], servers: list[jax.Array]) -> Any:
         exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
         arrived = _together(exchange, [message[0] for message in messages])
-        sums = [_values(each, bits).sum(0) / replicas + server[0] for each, server in zip(arrived, servers)]
-        messages = [_message(*encode(part, bits)) for part in sums]
-        left = [(part - _values(message, bits))[None] for part, message in zip(sums, messages)]
+        sums = [unpack(each, bits).sum(0) / replicas + server[0] for each, server in zip(arrived, servers)]
+        messages = [pack(part, bits) for part in sums]
+        left = [(part - unpack(message, bits))[None] for part, message in zip(sums, messages)]
         gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
         return _together(gather, [message[None] for message in messages]), left
 
-    def unpack(messages: list[jax.Array]) -> list[jax.Array]:
+    def decoded(messages: list[jax.Array]) -> list[jax.Array]:
         return [
-            from_blocks(_values(message[:, :per], bits), shape, bits)
+            from_blocks(unpack(message[:, :per], bits), shape, bits)
             for message, per, shape in zip(messages, pers, shapes)
         ]
 
-    on_all = lambda *trees: [list(column) for column in zip(*map(pack, *trees))]  # noqa: E731
+    on_all = lambda *trees: [list(column) for column in zip(*map(encoded, *trees))]  # noqa: E731
     messages, workers, servers = on_each_replica(mesh, on_all)(xs, workers, servers)
     send = on_each_device(mesh, swap, (whole, parts), (PartitionSpec(None, inner_axes(mesh)), parts))
     messages, servers = send(messages, servers)
-    means = on_each_replica(mesh, unpack, SAME, SAME)(messages)
+    means = on_each_replica(mesh, decoded, SAME, SAME)(messages)
     cut = lambda servers: [server[:, :per] for server, per in zip(servers, pers)]  # noqa: E731
     return means, workers, on_each_replica(mesh, cut)(servers)
 
@@ -186,17 +144,6 @@ def _together(exchange: Any, messages: list[jax.Array]) -> list[jax.Array]:
     flat = exchange(jnp.concatenate([message.reshape(len(message), -1) for message in messages], 1))
     ends = np.cumsum([prod(message.shape[1:]) for message in messages])[:-1]
     return [x.reshape(-1, *like.shape[1:]) for x, like in zip(jnp.split(flat, ends, 1), messages, strict=True)]
-
-
-def _message(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns codes and the bytes of their scales, uint8 [..., bytes]."""
-    return jnp.concatenate([codes, jax.lax.bitcast_convert_type(scale, jnp.uint8)], -1)
-
-
-def _values(message: jax.Array, bits: Bits) -> jax.Array:
-    """Returns the values of a message, float32 [..., values]."""
-    scale = jax.lax.bitcast_convert_type(message[..., -SCALE_BYTES:], jnp.float32)
-    return decode(message[..., :-SCALE_BYTES], scale, bits)
 
 
 def to_blocks(x: jax.Array, replicas: int, bits: Bits) -> jax.Array:
@@ -228,7 +175,7 @@ def sent_bytes(params: Tree, bits: Bits, replicas: int, inner: int = 1) -> int:
     exact = [prod(p.shape) for p in leaves if not is_quantized(p, bits)]
     total = flat_mean_bytes(exact, replicas, inner)
     for per, block in (_parts(p.shape, replicas, bits) for p in leaves if is_quantized(p, bits)):
-        total += 2 * (replicas - 1) * padded(per, inner) * (block * width / 8 + 4)
+        total += 2 * (replicas - 1) * padded(per, inner) * (block * width / 8 + SCALE_BYTES)
     return round(total)
 
 

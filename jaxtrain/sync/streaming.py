@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sharding.rules import REPLICA_AXIS
@@ -167,24 +167,16 @@ class StreamingDiLoCo(Strategy):
 
     def _chunk_bytes(self, paths: tuple[str, ...]) -> int:
         """Bytes of a chunk. In float32 each device of a replica sends its shard, and all what they all hold."""
+        if self.replicas == 1:
+            return 0
         chunks = {path: self._fragments.parameters[path].chunk for path in paths}
-        inner = inner_devices(self.mesh)
-        others = self._fragments.pack_width * inner
-        if self._bits:
-            quantized = sent_bytes(chunks, self._bits, self.replicas, inner)
-        else:
-            quantized = 0
-            others += sum(prod(x.shape) * inner // self._shards(path) for path, x in chunks.items())
-        return quantized + 2 * 4 * others * (self.replicas - 1) // self.replicas
-
-    def _shards(self, path: str) -> int:
-        """Number of different parts of a chunk that the devices of a replica hold."""
-        if self.mesh is None:
-            return 1
-        axes = [
-            axis for dim in self._fragments.chunk_spec(path) for axis in ((dim,) if isinstance(dim, str) else dim or ())
-        ]
-        return prod(self.mesh.shape[axis] for axis in axes)
+        mesh, of_device = self.replica_mesh, self._fragments.pack_width
+        inner = inner_devices(mesh)
+        quantized = sent_bytes(chunks, self._bits, self.replicas, inner) if self._bits else 0
+        if not self._bits:
+            shardings = {path: NamedSharding(mesh, self._fragments.chunk_spec(path)) for path in chunks}
+            of_device += sum(prod(shardings[path].shard_shape(x.shape)) for path, x in chunks.items())
+        return quantized + 2 * 4 * of_device * inner * (self.replicas - 1) // self.replicas
 
     @property
     def _bits(self) -> Bits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -13,7 +14,6 @@ import pytest
 import tiny_net
 from flax import nnx
 from selection import one_in
-from test_exchange import problems
 from tiny_net import LAYOUTS, OVER_DATA, WIDTH, replicas, run
 
 from jaxtrain.errors import UserError
@@ -263,6 +263,5 @@ def test_models_whose_rows_depend_on_each_other_are_refused_by_name() -> None:
         ),
     ],
 )
-def test_bad_input_is_refused_in_one_line(changes: dict[str, Any], text: str, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_refused_in_one_line(changes: dict[str, Any], text: str, problems: Callable[..., str]) -> None:
     assert text in problems(**changes)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_net import LAYOUTS, replicas, run
 
 from jaxtrain.hlo.collectives import count_collectives
+from jaxtrain.sharding import quantized_blocks
 from jaxtrain.sync import quantized_mean as q
 
 SHAPES = {"matrix": (24, 100), "stack": (3, 20, 130), "vector": (1030,), "small": (7, 9)}
@@ -39,10 +40,10 @@ def placed(mesh: Mesh, x: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 def test_rounding_is_within_half_a_gap_and_codes_fill_their_bytes(bits: q.Bits) -> None:
     x = RNG.normal(size=(5, 128)).astype(np.float32)
     x[3] = 0
-    codes, scale = q.encode(jnp.asarray(x), bits)
+    codes, scale = quantized_blocks.encode(jnp.asarray(x), bits)
     assert codes.dtype == jnp.uint8
     assert codes.shape == (5, 128 * width(bits) // 8)
-    back, gap = np.asarray(q.decode(codes, scale, bits)), np.asarray(scale)[:, None]
+    back, gap = np.asarray(quantized_blocks.decode(codes, scale, bits)), np.asarray(scale)[:, None]
     if bits == q.FP8:  # 3 bits of mantissa, and an exponent from -6 on
         gap = gap * 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(x / np.where(gap, gap, 1)), 1e-9))), -6) - 3)
     assert np.all(np.abs(back - x) <= gap / 2 * (1 + 1e-5))
@@ -50,7 +51,7 @@ def test_rounding_is_within_half_a_gap_and_codes_fill_their_bytes(bits: q.Bits) 
     np.testing.assert_array_equal(back[3], 0)
     if width(bits) < 8:  # all codes of many values are used
         used = np.unique(np.round(back[:3] / gap[:3], 3))
-        np.testing.assert_allclose(used, np.arange(-q.HIGHEST[bits], q.HIGHEST[bits] + 1))
+        np.testing.assert_allclose(used, np.arange(-quantized_blocks.HIGHEST[bits], quantized_blocks.HIGHEST[bits] + 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values())

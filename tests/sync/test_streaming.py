@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_net
-from test_exchange import problems
 from test_run import config, cut, train
 from tiny import losses, records
 from tiny_net import LAYOUTS, replicas, run
@@ -448,8 +448,7 @@ def test_on_absent_h100_what_travels_is_started_before_the_layers_and_awaited_af
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value["sync"].get("streaming", "muloco")),
 )
-def test_bad_input_is_refused_in_one_line(changes: dict[str, Any], text: str, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_refused_in_one_line(changes: dict[str, Any], text: str, problems: Callable[..., str]) -> None:
     assert text in problems(**changes)
 
 

@@ -62,9 +62,7 @@ def _onebit_adam_problems(config: Config) -> Iterator[Found]:
 
 def compresses_over_data(config: Config) -> bool:
     """Returns whether gradients travel compressed along the mesh axis `data`; a size of -1 counts as several."""
-    mesh = config.mesh
-    sizes = {axis: 2 if size == -1 else size for axis, size in (("replica", mesh.replica), ("data", mesh.data))}
-    return config.sync.replica_axis(sizes) == "data"
+    return config.sync.replica_axis({"replica": config.mesh.replica, "data": config.mesh.data}) == "data"
 
 
 def compression_notes(config: Config) -> list[str]:

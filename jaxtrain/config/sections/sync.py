@@ -27,13 +27,13 @@ STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-
 AT_OUTER = ("diloco", "streaming_diloco", "muloco")  # those whose result is that of an outer optimizer
 
 
-def exchange_axis(sizes: Mapping[str, int]) -> str:
+def exchange_axis(sizes: Mapping[str, int | None]) -> str:
     """Returns the mesh axis along which compressed values travel: `replica`, or with a single replica `data`.
 
     Args:
-        sizes: of the mesh axes; one that is missing has 1.
+        sizes: of the mesh axes; one that is missing has 1, and one that is not known yet (-1, None) counts as several.
     """
-    return "replica" if sizes.get("replica", 1) > 1 or sizes.get("data", 1) == 1 else "data"
+    return "replica" if sizes.get("replica", 1) != 1 or sizes.get("data", 1) == 1 else "data"
 
 
 class OuterConfig(Section):
@@ -163,7 +163,7 @@ class SyncConfig(Section):
         """True if replicas are equal and their gradients travel compressed."""
         return self.strategy == "bsp" and self.compress.gradients != "none"
 
-    def replica_axis(self, sizes: Mapping[str, int]) -> str:
+    def replica_axis(self, sizes: Mapping[str, int | None]) -> str:
         """Returns the mesh axis whose places are the replicas: `data` only for compressed gradients of one replica."""
         return exchange_axis(sizes) if self.is_compressed else "replica"
 
