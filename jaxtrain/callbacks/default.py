@@ -17,6 +17,7 @@ from jaxtrain.callbacks.run_summary import RunSummary
 from jaxtrain.config import Config
 from jaxtrain.config.user_class import make_object
 from jaxtrain.errors import UserError
+from jaxtrain.islands.member import this_island
 
 
 def default_callbacks(
@@ -35,6 +36,8 @@ def default_callbacks(
         UserError: a class that the config names does not exist or fails.
     """
     callbacks: list[Callback] = [HangWatchdog(deadline), RunSummary(verbose), GoodputRecorder(), StragglerDetector()]
+    if config.islands.has_islands:
+        callbacks.insert(0, this_island(config))  # the others see the program that it makes
     callbacks += [RunFolderWatch(), ExchangeMonitor()]
     if profile is not None:
         callbacks.append(Profiler(profile))

@@ -28,6 +28,7 @@ from jaxtrain.config.field_types import (
     one_or_more,
 )
 from jaxtrain.config.section import Section, TextOrSection, key, section
+from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.sections.sync import SyncConfig
 
@@ -347,12 +348,14 @@ class Config(Section):
     callbacks: tuple[PluginConfig, ...] = key((), "users' own callbacks, called between steps")
     guard: GuardConfig = section(GuardConfig, "checks of the run's health")
     sync: SyncConfig = section(SyncConfig, "when replicas agree")
+    islands: IslandsConfig = section(IslandsConfig, "runs of their own that agree through a server")
     debug: DebugConfig = section(DebugConfig, "tests of the training system itself")
 
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits the steps that follow from `epochs`, so that the data tells them when the config is read again."""
-        return {key: value for key, value in serialize(self).items() if self.epochs is None or key != "steps"}
+        """Omits the steps that follow from `epochs`, which the data tells again, and `islands` if there are none."""
+        omitted = {"steps": self.epochs is not None, "islands": not self.islands.has_islands}
+        return {key: value for key, value in serialize(self).items() if not omitted.get(key, False)}
 
     @property
     def has_layout(self) -> bool:

@@ -84,11 +84,12 @@ class Placer:
 
 
 def placer(dataset: Any, program: Program) -> Placer:
-    """Returns the placer of a dataset's batches."""
+    """Returns the placer of a dataset's batches, of the rows of a step unless it has others (`batch_rows`)."""
     config, sharder = program.config, program.sharder
+    rows = getattr(dataset, "batch_rows", config.data.global_batch)
     has_sequence = has_token_rows(config.model, config.data)
     order = row_order(config.context_parallel, config.data.sequence, sharder) if has_sequence else None
-    return Placer(dataset.batch, sharder, config.data.global_batch, has_sequence, order)
+    return Placer(dataset.batch, sharder, rows, has_sequence, order)
 
 
 def row_order(context_parallel: str, sequence: int, sharder: Sharder) -> np.ndarray | None:

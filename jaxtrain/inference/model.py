@@ -30,6 +30,7 @@ from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.optim.any_optax import is_schedule_free
+from jaxtrain.sync.consensus import ConsensusSynchronizer
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
@@ -160,7 +161,8 @@ def load_variables(directory: Path, step: int | None, program: Program) -> tuple
     found, saved = reader.restore(step, {"step": one["step"]}, partial=True)
     wanted = {kind: one[kind] for kind in (*evaluated_kinds(one), "mutable", "step") if kind in one}
     replicas = program.saved_synchronizer(saved)
-    if replicas.strategy.parameters_differ:  # all of them are needed for what they agree on
+    if replicas.strategy.parameters_differ or isinstance(replicas, ConsensusSynchronizer):
+        # what the others hold, or have agreed on, is needed, too
         wanted = replicas.abstract(wanted | {"params": one["params"]})
     done = int(jax.device_get(found["step"]))
     state, saved = reader.restore(done, wanted, partial=True, verify=False)

@@ -1,0 +1,29 @@
+"""Section `islands` of the config: independent runs that agree through a parameter server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtrain.config.field_types import Count, NonNegative, PositiveFloat, PositiveInt
+from jaxtrain.config.section import Section, key
+
+STALE = ("bsp", "ssp", "asp")  # strategies whose islands push gradients
+AT_ROUNDS = ("local_sgd", "diloco")  # strategies whose islands push parameters
+
+
+class IslandsConfig(Section):
+    """Islands: runs of their own, started by `jaxtrain launch islands`, that agree by `sync.strategy`."""
+
+    count: Count = key(0, "islands, each with its rows of the global batch; 0: one run alone")
+    servers: PositiveInt = key(1, "processes that hold the parameters, each an equal share of their bytes")
+    quorum: Count = key(0, "islands that complete a round of diloco or local_sgd; 0: all that are there")
+    grace: NonNegative = key(0.0, "seconds that a round waits for the others when it has its quorum")
+    heartbeat: PositiveFloat = key(5.0, "seconds between signs of life; an island without any for twice that has left")
+    late: Literal["drop", "scale"] = key(
+        "drop", "work of an island that had left: `drop` it, or `scale` it by 1 / (1 + updates since its read)"
+    )
+
+    @property
+    def has_islands(self) -> bool:
+        """True if the run is one of several islands."""
+        return self.count > 0

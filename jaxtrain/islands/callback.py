@@ -1,0 +1,159 @@
+"""A run as an island: its rows, its place among the others, and its part of the exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.callbacks.base import Callback, StateSource, TrainerView
+from jaxtrain.config.schema import OBJECT, Config
+from jaxtrain.config.sections.islands import STALE
+from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.core.program import Program, State
+from jaxtrain.data.objects.iterables import IterableData
+from jaxtrain.errors import DataError, UserError
+from jaxtrain.islands.client import Door, IslandClient
+from jaxtrain.islands.messages import Hello
+from jaxtrain.islands.partition import Spec
+from jaxtrain.islands.rows import IslandRows, WholeBatches
+from jaxtrain.islands.server_rule import learning_rate, rule_of
+from jaxtrain.islands.synchronizer import GradientIsland, IslandSynchronizer, RoundIsland
+from jaxtrain.islands.trees import flatten, name
+
+Connect = Callable[[TrainerView], Door]
+
+
+class IslandCallback(Callback):
+    """Makes a run one of several islands.
+
+    Args:
+        island: its index.
+        connect: opens the door to the coordinator.
+    """
+
+    def __init__(self, island: int, connect: Connect) -> None:
+        self._island, self._connect = island, connect
+        self._client: IslandClient | None = None
+        self._synchronizer: IslandSynchronizer | None = None
+
+    def program_config(self, config: Config, run_dir: Path) -> Config:
+        """Returns the config of a run alone on the island's rows."""
+        return island_config(config)
+
+    def setup(self, trainer: TrainerView) -> None:
+        """Gives the run the rows and the programs of the island, and joins the others."""
+        if isinstance(trainer.data, IterableData):
+            expected = "expected data with `batch(step, rows)`, or arrays"
+            raise DataError(
+                f"islands: {trainer.data.name} is read in order, and each island reads its rows; {expected}"
+            )
+        if jax.process_count() > 1:
+            raise UserError(f"islands: island {self._island} has {jax.process_count()} processes; expected one")
+        config, program = trainer.config, trainer.program
+        rows = program.config.data.global_batch
+        trainer.data = IslandRows(trainer.data, self._island, rows)
+        for prefix, held_out in trainer.eval_sets.items():
+            trainer.eval_sets[prefix] = WholeBatches(held_out, config.data.global_batch)
+        trainer.meter.tokens = trainer.meter.tokens * rows // config.data.global_batch
+        facts = {"version": trainer.manifest["versions"]["jaxtrain"], "data": str(trainer.manifest["data"])}
+        island = open_island(config, program, self._island, self._connect(trainer), facts)
+        self._synchronizer, self._client, before = island, island.client, program.init
+        trainer.program = replace(
+            program, state=island.abstract(program.one), init=lambda *args: island.start(before(*args)),
+            synchronizer=island,
+        )  # fmt: skip
+        self._client.join()
+        trainer.ticker.add(self._client.beat)
+
+    def find_state(self, trainer: TrainerView, newer_than: int) -> StateSource | None:
+        """Returns what the others agree on, if they are further than the newest checkpoint of the island."""
+        client, island = self._client, self._synchronizer
+        assert client is not None
+        assert island is not None
+        if not client.has_values or client.clock <= max(newer_than, 0):
+            return None
+
+        def load(abstract: State) -> State:
+            state = trainer.program.init()
+            state = island.with_values(state, client.read())
+            return {**state, "step": jax.device_put(jnp.int32(client.clock), state["step"].sharding)}
+
+        return StateSource(client.clock, trainer.manifest, "the other islands", load)
+
+    def rewind(self, trainer: TrainerView, state: State, step: int) -> tuple[State, int] | None:
+        """Takes an island that was left behind to the step of the others."""
+        island = self._synchronizer
+        if island is None or island.behind is None:
+            return None
+        target, island.behind = min(island.behind, trainer.config.steps - 1), None
+        if target <= step:
+            return None
+        trainer.trackers.event("warning", step=step, text=f"the other islands are at step {target}: continues there")
+        return {**state, "step": jax.device_put(jnp.int32(target), state["step"].sharding)}, target
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        """Says goodbye, so that the others do not wait."""
+        self.close(trainer)
+
+    def close(self, trainer: TrainerView) -> None:
+        """Says goodbye."""
+        if self._client is not None:
+            self._client.leave()
+
+
+def island_config(config: Config) -> Config:
+    """Returns the config of a run alone on an island's rows. It has no optimizer if the servers get gradients.
+
+    Raises:
+        UserError: the islands do not divide the batch.
+    """
+    rows, count = config.data.global_batch, config.islands.count
+    if rows % count:
+        raise UserError(f"data.global_batch: {rows} rows for {count} islands; expected a multiple of islands.count")
+    data = config.data.model_copy(update={"global_batch": rows // count})
+    changes: dict[str, Any] = {"data": data, "sync": SyncConfig()}
+    if config.sync.strategy in STALE:
+        changes["optimizer"] = config.optimizer.model_copy(update={"name": OBJECT})
+    return config.model_copy(update=changes)
+
+
+def open_island(
+    config: Config, program: Program, index: int, door: Door, facts: Mapping[str, str] = MappingProxyType({})
+) -> IslandSynchronizer:
+    """Returns what the host of an island runs in a step.
+
+    Args:
+        config: of the run.
+        program: of its `island_config`.
+        index: of the island.
+        door: to the coordinator.
+        facts: what it must have in common with the others, beside what the config says.
+    """
+    specs = tensors(config, program)
+    described = {
+        "sync": str(config.sync.model_dump(mode="json")),
+        "islands": str(config.islands.model_dump(mode="json")),
+        "seed": str(config.seed),
+        "global_batch": str(config.data.global_batch),
+        "model": str([(name(path), spec.shape, str(spec.dtype)) for path, spec in specs.items()]),
+    }
+    client = IslandClient(door, Hello(index, {**facts, **described}, specs, rule_of(config, program)))
+    if config.sync.strategy in STALE:
+        return GradientIsland(program, client, learning_rate(config, program.components))
+    return RoundIsland(program, client, config.sync.every)
+
+
+def tensors(config: Config, program: Program) -> dict[Any, Spec]:
+    """Returns the tensors that the servers hold: parameters, and in rounds mutable variables with fractions."""
+    found = flatten({"params": program.one["params"]})
+    names = flatten({"params": program.model_def.names})
+    if config.sync.strategy not in STALE and "mutable" in program.one:
+        mutable = flatten({"mutable": program.one["mutable"]})
+        found |= {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    return {path: Spec(tuple(x.shape), x.dtype, tuple(names.get(path, ()))) for path, x in found.items()}

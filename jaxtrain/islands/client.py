@@ -1,0 +1,171 @@
+"""An island's side: it joins, pushes and reads, and joins anew when the others went on without it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxtrain.islands.messages import Hello, Pulled, Push, SessionOverError, Welcome
+from jaxtrain.islands.partition import Parts
+from jaxtrain.islands.pieces import pieces_of
+from jaxtrain.islands.trees import Path
+
+Arrays = Mapping[Path, jax.Array]
+
+
+class Door(Protocol):
+    """Calls of the coordinator, and values on their way. Raises LostServerError if they are gone for good."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Returns what a method of the coordinator returns, or raises what it raises."""
+        ...
+
+    def put(self, value: Any) -> Any:
+        """Returns a reference to a value that others can read."""
+        ...
+
+    def get(self, refs: list[Any]) -> list[Any]:
+        """Returns the values of references."""
+        ...
+
+
+class Arrived(NamedTuple):
+    """What an island reads.
+
+    Attributes:
+        values: (what it holds, its values) of each server.
+        clock: steps after which the island goes on; not its own if it was left behind.
+        nbytes: that it has sent.
+        metrics: of the update.
+    """
+
+    values: list[tuple[Parts, Mapping[Path, np.ndarray]]]
+    clock: int
+    nbytes: int
+    metrics: dict[str, float]
+
+
+class IslandClient:
+    """Speaks for an island. `beat` may be called from another thread.
+
+    Args:
+        door: to the coordinator.
+        hello: says who the island is, and what it trains.
+    """
+
+    def __init__(self, door: Door, hello: Hello) -> None:
+        self._door, self._hello = door, hello
+        self._welcome: Welcome | None = None
+        self._version = 0  # of the last read
+        self._lock = threading.Lock()
+        self.waited = 0.0  # seconds, in all
+
+    @property
+    def index(self) -> int:
+        """Index of the island."""
+        return self._hello.island
+
+    def join(self) -> int:
+        """Joins the others. Returns the steps after which they are, 0 at the start of the run.
+
+        Raises:
+            RefusedError: the island does not fit the others.
+        """
+        welcome = self._door.call("join", self._hello)
+        with self._lock:
+            self._welcome = welcome
+        self._version = welcome.version
+        return welcome.clock
+
+    @property
+    def clock(self) -> int:
+        """Steps after which the others were when the island joined."""
+        return self._joined.clock
+
+    @property
+    def has_values(self) -> bool:
+        """True if the servers had parameters when the island joined."""
+        return self._joined.given is not None
+
+    def read(self, initial: Callable[[], Arrays] | None = None) -> Arrived:
+        """Returns what the servers hold.
+
+        Args:
+            initial: makes the values that they begin with if they hold nothing yet.
+        """
+        welcome, given = self._joined, self._joined.given
+        if given is None:
+            assert initial is not None
+            refs, _ = self._put(initial())
+            given = self._door.call("begin", self.index, welcome.session, refs)
+        return self._arrived(Pulled(given, welcome.version, welcome.clock, {}), 0)
+
+    def exchange(self, arrays: Arrays, clock: int, tokens: float, loss: float | None = None) -> Arrived:
+        """Pushes arrays and returns what the island goes on with. Waits for it, as long as the policy says.
+
+        Args:
+            arrays: parameters or gradients.
+            clock: steps of the island.
+            tokens: that it has trained on since the last exchange.
+            loss: of its last step.
+        """
+        refs, nbytes = self._put(arrays)
+        push, version = Push(clock, tokens, refs, nbytes, loss), self._version
+        try:
+            self._door.call("push", self.index, self._joined.session, push)
+        except SessionOverError:
+            self.join()
+            if not self.has_values:  # the servers have lost all: the island's values are the newest
+                return self.read(lambda: arrays)
+            self._door.call("push_late", self.index, self._joined.session, push, version)
+        return self._wait(nbytes)
+
+    def beat(self) -> None:
+        """Gives a sign of life."""
+        with self._lock:
+            welcome = self._welcome
+        if welcome is not None:
+            try:
+                self._door.call("heartbeat", self.index, welcome.session)
+            except SessionOverError:  # the next exchange joins anew
+                return
+
+    def leave(self) -> None:
+        """Says goodbye."""
+        if self._welcome is not None:
+            try:
+                self._door.call("leave", self.index, self._welcome.session)
+            except SessionOverError:
+                return
+
+    @property
+    def _joined(self) -> Welcome:
+        assert self._welcome is not None
+        return self._welcome
+
+    def _wait(self, nbytes: int) -> Arrived:
+        begin, pulled = time.monotonic(), None
+        try:
+            while pulled is None:
+                pulled = self._door.call("pull", self.index, self._joined.session)
+        except SessionOverError:
+            self.join()
+            return self.read()._replace(nbytes=nbytes)
+        finally:
+            self.waited += time.monotonic() - begin
+        return self._arrived(pulled, nbytes)
+
+    def _put(self, arrays: Arrays) -> tuple[list[Any], int]:
+        found = [pieces_of(arrays, parts) for parts in self._joined.parts]
+        nbytes = sum(piece.values.nbytes for each in found for pieces in each.values() for piece in pieces)
+        return [self._door.put(each) for each in found], nbytes
+
+    def _arrived(self, pulled: Pulled, nbytes: int) -> Arrived:
+        self._version = pulled.version
+        values = list(zip(self._joined.parts, self._door.get(pulled.given)))
+        return Arrived(values, pulled.clock, nbytes, pulled.metrics)

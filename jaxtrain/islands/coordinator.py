@@ -1,0 +1,342 @@
+"""The coordinator of a parameter server: who takes part, which pushes make an update, and who may read.
+
+All decisions are made here, one after the other; the servers compute. A push counts when every server holds it, so an
+island that fails in the middle of one leaves nothing behind, and one that was acknowledged is in the next update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from jaxtrain.config.sections.islands import IslandsConfig
+from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, SessionOverError, Welcome
+from jaxtrain.islands.partition import Parts
+from jaxtrain.islands.policies import Policy, PushId
+from jaxtrain.islands.rules import Header
+
+SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
+LONGEST_WAIT = 2.0  # seconds of one call that waits
+
+
+class Held(NamedTuple):
+    """A push that all servers hold.
+
+    Attributes:
+        refs: references to its values, one for each server.
+        is_finite: all its numbers are finite.
+    """
+
+    refs: list[Any]
+    is_finite: bool
+
+
+class Servers(Protocol):
+    """The processes that hold the parameters.
+
+    Attributes:
+        parts: what each holds.
+        given: references to what islands read, one for each.
+    """
+
+    parts: list[Parts]
+    given: list[Any]
+
+    async def open(self, hello: Hello) -> None:
+        """Starts the servers for the tensors and the rule of the first island."""
+        ...
+
+    async def begin(self, refs: list[Any]) -> None:
+        """Takes the initial values."""
+        ...
+
+    async def hold(self, refs: list[Any]) -> Held:
+        """Takes a push, which then no longer depends on the island."""
+        ...
+
+    async def update(self, header: Header, pushes: list[Held]) -> None:
+        """Makes an update of pushes."""
+        ...
+
+    async def save(self, record: Mapping[str, Any]) -> None:
+        """Saves what the servers hold, with a record of the coordinator."""
+        ...
+
+    async def load(self) -> Mapping[str, Any] | None:
+        """Returns the record of the newest save, once the servers hold what it has; None without one."""
+        ...
+
+
+@dataclass
+class Member:
+    """An island that takes part.
+
+    Attributes:
+        session: number of its stay.
+        seen: time of its last message.
+        read_at: version of its last read.
+        released: it may read.
+        waits_since: time since which it waits to read; None: it computes.
+        totals: for the status: tokens, bytes, steps, seconds waited, loss, late and dropped pushes.
+    """
+
+    session: int
+    seen: float
+    read_at: int = 0
+    released: bool = False
+    waits_since: float | None = None
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def count(self, **values: float) -> None:
+        """Adds to the totals."""
+        for name, value in values.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
+
+class Coordinator:
+    """State and decisions; every method is called in one thread.
+
+    Args:
+        config: section `islands`.
+        policy: when pushes become an update.
+        servers: compute it.
+        save_every: steps of the slowest island between saves; None: only at the end.
+        log: takes a record of each event.
+        now: clock, seconds.
+    """
+
+    def __init__(
+        self, config: IslandsConfig, policy: Policy, servers: Servers, save_every: int | None,
+        log: Callable[[dict[str, Any]], None], now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.config, self.policy, self.servers = config, policy, servers
+        self.members: dict[int, Member] = {}
+        self.version = 0
+        self.clock = 0  # of the newest update: steps of the island that is furthest
+        self._save_every, self._log, self._now = save_every, log, now
+        self._first: Hello | None = None
+        self._has_values = False
+        self._saved_at = 0
+        self._sessions = 0
+        self._progress = 0.0  # steps of all islands over their number
+        self._numbers = 0  # of pushes
+        self._pushes: dict[PushId, tuple[Push, Held, float]] = {}  # push, where it is held, its scale
+        self._metrics: dict[str, float] = {}
+        self._past: dict[int, Member] = {}
+        self._changed = asyncio.Condition()
+        self._lock = asyncio.Lock()  # of updates
+
+    async def join(self, hello: Hello) -> Welcome:
+        """Lets an island take part. Raises RefusedError if it does not fit the others."""
+        if not 0 <= hello.island < self.config.count:
+            raise RefusedError(f"island {hello.island}: expected a number below islands.count={self.config.count}")
+        async with self._lock:
+            if self._first is None:
+                await self.servers.open(hello)
+                self._first = hello
+                await self._load()
+            hello.check(self._first)
+            self._leave(hello.island, "joins again")
+            self._sessions += 1
+            member = self._past.pop(hello.island, None) or Member(0, 0.0)
+            member.session, member.seen, member.read_at = self._sessions, self._now(), self.version
+            member.released, member.waits_since = False, None
+            self.members[hello.island] = member
+            clock = self._clock_of_joiner()
+            if self._has_values:
+                self.policy.join(hello.island, clock)
+            self._log({"event": "join", "island": hello.island, "clock": clock, "version": self.version})
+            given = list(self.servers.given) if self._has_values else None
+            return Welcome(member.session, clock, self.servers.parts, given, self.version)
+
+    def _clock_of_joiner(self) -> int:
+        """Returns the clock of the slowest island; without any that of the last update."""
+        return min(self.policy.completed.values(), default=self.clock)
+
+    async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
+        """Takes the initial values of an island, unless another one was faster. Returns what all begin with."""
+        member = self._member(island, session)
+        async with self._lock:
+            if not self._has_values:
+                await self.servers.begin(refs)
+                self._has_values = True
+            self.policy.join(island, self._clock_of_joiner())
+            member.seen = self._now()
+        return list(self.servers.given)
+
+    async def heartbeat(self, island: int, session: int) -> None:
+        """Takes a sign of life. Raises SessionOverError if the island has to join anew."""
+        self._member(island, session)
+
+    async def push(self, island: int, session: int, push: Push) -> bool:
+        """Takes a push; when this returns, it is part of the next update that is due. Returns whether it counts.
+
+        Raises:
+            SessionOverError: the island has left; its work is not part of an update, see `push_late`.
+        """
+        member = self._member(island, session)
+        if member.read_at < self.version and not self.policy.merges_stale:
+            return await self.push_late(island, session, push, member.read_at)
+        await self._take(island, session, push, 1.0)
+        return True
+
+    async def push_late(self, island: int, session: int, push: Push, version: int) -> bool:
+        """Takes a push of an island that the others did not wait for, as `islands.late` says.
+
+        Args:
+            island: its index.
+            session: of an island that had left, the new one.
+            push: what it has computed.
+            version: that it had read for it.
+        """
+        member = self._member(island, session)
+        counts = self.config.late == "scale" and version <= self.version
+        member.count(late=1, dropped=0 if counts else 1)
+        self._log({"event": "late", "island": island, "clock": push.clock, "version": version, "counts": counts})
+        if counts:
+            member.read_at = version
+            await self._take(island, session, push, 1.0 / (1 + self.version - version))
+            return True
+        self.policy.skip(island, max(self.clock, push.clock) if self.policy.merges_stale else self.clock)
+        member.released, member.waits_since = True, self._now()
+        return False
+
+    async def _take(self, island: int, session: int, push: Push, scale: float) -> None:
+        held = await self.servers.hold(push.refs)
+        member = self._member(island, session)
+        before = self.policy.completed.get(island, push.clock - 1)
+        slowest = min(self.policy.completed.values(), default=before)
+        member.waits_since, member.released = self._now(), False
+        member.count(tokens=push.tokens, sent_bytes=push.nbytes, pushes=1)
+        member.totals |= {} if push.loss is None else {"loss": push.loss}
+        self._log({
+            "event": "push", "island": island, "clock": push.clock, "ahead": before - slowest,
+            "staleness": self.version - member.read_at, "tokens": push.tokens, "bytes": push.nbytes, "loss": push.loss,
+            "scale": scale, "is_finite": held.is_finite, "version": self.version,
+        })  # fmt: skip
+        self._numbers += 1
+        self._pushes[island, self._numbers] = push, held, scale
+        self.policy.push(island, self._numbers, push.clock)
+        await self._advance()
+
+    async def pull(self, island: int, session: int) -> Pulled | None:
+        """Returns what an island reads, once it may; None after `LONGEST_WAIT`, to be asked again."""
+        member = self._member(island, session)
+        deadline = self._now() + LONGEST_WAIT
+        while not member.released:
+            remaining = deadline - self._now()
+            if remaining <= 0:
+                return None
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+                except TimeoutError:
+                    return None
+            self._member(island, session)
+        if member.waits_since is not None:
+            member.count(waited=self._now() - member.waits_since)
+        member.waits_since, member.read_at = None, self.version
+        clock = self.policy.completed.get(island, self.clock)
+        return Pulled(list(self.servers.given), self.version, clock, dict(self._metrics))
+
+    async def leave(self, island: int, session: int) -> None:
+        """Ends the stay of an island; the others go on without it."""
+        self._member(island, session)
+        self._leave(island, "leaves")
+        await self._advance()
+
+    async def check_silence(self) -> None:
+        """Lets those go that have given no sign of life, and makes updates that time makes due."""
+        limit = self._now() - SILENCE * self.config.heartbeat
+        for island in [each for each, member in self.members.items() if member.seen < limit]:
+            self._leave(island, "is silent")
+        await self._advance()
+
+    def _leave(self, island: int, why: str) -> None:
+        if (member := self.members.pop(island, None)) is not None:
+            self._past[island] = member
+            self.policy.leave(island)
+            self._log({"event": "leave", "island": island, "reason": why, "version": self.version})
+
+    def _member(self, island: int, session: int) -> Member:
+        member = self.members.get(island)
+        if member is None or member.session != session:
+            raise SessionOverError(f"island {island} has left; expected that it joins again")
+        member.seen = self._now()
+        return member
+
+    async def _advance(self) -> None:
+        """Makes the updates that are due, and tells the islands that may read."""
+        async with self._lock:
+            while (due := self.policy.next(self._now())) is not None:
+                sessions = {island: self.members[island].session for island in due.readers}
+                if due.pushes:
+                    await self._update(due.pushes)
+                for island, session in sessions.items():
+                    if (member := self.members.get(island)) is not None and member.session == session:
+                        member.released = True
+                if due.pushes:
+                    await self._save_if_due()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _update(self, numbers: list[PushId]) -> None:
+        chosen = [self._pushes.pop(number) for number in numbers]
+        islands = tuple(island for island, _ in numbers)
+        finite = tuple(held.is_finite for _, held, _ in chosen)
+        present = max(len(self.policy.completed.keys() | set(islands)), 1)
+        share = len(chosen) / present
+        header = Header(
+            islands, tuple(push.tokens for push, _, _ in chosen), tuple(scale for _, _, scale in chosen),
+            step=int(self._progress + 1e-6), share=share, is_finite=finite,
+        )  # fmt: skip
+        await self.servers.update(header, [held for _, held, _ in chosen])
+        self.version += 1
+        self._progress += share
+        self.clock = max(self.clock, *(push.clock for push, _, _ in chosen))
+        self._metrics = {"pushing": float(len(islands)), "left_out": float(len(finite) - sum(finite))}
+        self._log({"event": "update", "version": self.version, "islands": islands, "share": share,
+                   "step": header.step})  # fmt: skip
+
+    async def _save_if_due(self) -> None:
+        slowest = min(self.policy.completed.values(), default=self.clock)
+        if self._save_every is not None and slowest - self._saved_at >= self._save_every:
+            await self._save(slowest)
+
+    async def _save(self, slowest: int) -> None:
+        self._saved_at = slowest
+        record = {"version": self.version, "clock": slowest, "progress": self._progress}
+        try:
+            await self.servers.save(record)
+            self._log({"event": "save", **record})
+        except OSError as error:  # such as a full disk: the islands go on, and the next save is tried
+            self._log({"event": "save failed", **record, "reason": str(error)})
+
+    async def finish(self) -> None:
+        """Saves the last state."""
+        async with self._lock:
+            if self._has_values:
+                await self._save(min(self.policy.completed.values(), default=self.clock))
+
+    async def _load(self) -> None:
+        record = await self.servers.load()
+        if record is not None:
+            self.version, self.clock, self._progress = int(record["version"]), int(record["clock"]), record["progress"]
+            self._has_values, self._saved_at = True, self.clock
+            self._log({"event": "load", **record})
+
+    def status(self) -> dict[str, Any]:
+        """Returns what `jaxtrain islands status` shows."""
+        now = self._now()
+        islands = {
+            str(island): {
+                "clock": self.policy.completed.get(island, 0), "seen": now - member.seen,
+                "staleness": self.version - member.read_at, "waits": member.waits_since is not None,
+                "is_there": island in self.members, **member.totals,
+            }
+            for island, member in sorted((self._past | self.members).items())
+        }  # fmt: skip
+        return {"version": self.version, "clock": self.clock, "islands": islands}

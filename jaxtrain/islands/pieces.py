@@ -1,0 +1,101 @@
+"""Values of device arrays on their way: each shard is a piece, so that no tensor is whole on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain.islands.partition import Part, Parts, Spec
+from jaxtrain.islands.trees import Flat, Path
+
+
+class Piece(NamedTuple):
+    """A block of a tensor.
+
+    Attributes:
+        start: its first index in each dim.
+        values: the block.
+    """
+
+    start: tuple[int, ...]
+    values: np.ndarray
+
+
+def pieces_of(arrays: Mapping[Path, jax.Array], parts: Parts) -> dict[Path, list[Piece]]:
+    """Returns what one server gets of device arrays: the shards of this process that meet its parts, each once."""
+    return {path: _pieces(arrays[path], part) for path, part in parts.items()}
+
+
+def _pieces(array: jax.Array, part: Part) -> list[Piece]:
+    found: list[Piece] = []
+    for shard in array.addressable_shards:
+        if shard.replica_id != 0:
+            continue
+        start = tuple(index.indices(size)[0] for index, size in zip(shard.index, array.shape))
+        if part.start is None or part.stop is None:
+            found.append(Piece(start, np.asarray(shard.data)))
+            continue
+        first, stop = max(start[0], part.start), min(start[0] + shard.data.shape[0], part.stop)
+        if first < stop:
+            values = np.asarray(shard.data)[first - start[0] : stop - start[0]]
+            found.append(Piece((first - part.start, *start[1:]), values))
+    return found
+
+
+def assemble(pieces: Mapping[Path, Sequence[Piece]], specs: Mapping[Path, Spec]) -> Flat:
+    """Returns the tensors, or parts of them, that pieces make up; one that is whole is not copied.
+
+    Raises:
+        ValueError: a tensor is missing, of another shape, or has holes.
+    """
+    return {path: _assemble(path, pieces.get(path, ()), spec) for path, spec in specs.items()}
+
+
+def _assemble(path: Path, pieces: Sequence[Piece], spec: Spec) -> np.ndarray:
+    if len(pieces) == 1 and pieces[0].values.shape == spec.shape:
+        return pieces[0].values
+    whole, filled = np.empty(spec.shape, spec.dtype), 0
+    for start, values in pieces:
+        block = tuple(slice(first, first + size) for first, size in zip(start, values.shape))
+        if values.ndim != whole.ndim or whole[block].shape != values.shape:
+            raise ValueError(f"{path}: a piece {values.shape} at {start}; expected one of {spec.shape}")
+        whole[block] = values
+        filled += values.size
+    if filled != whole.size:
+        raise ValueError(f"{path}: pieces of {filled} values; expected {whole.size}")
+    return whole
+
+
+def place(parts: Sequence[tuple[Part, np.ndarray]], like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a device array of the values of servers; each device gets its shard alone.
+
+    Args:
+        parts: what each server holds of the tensor, in the order of its layers.
+        like: shape, dtype and sharding of the array.
+    """
+    whole = parts[0][0].start is None
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        if whole or not index:
+            return np.asarray(parts[0][1][index], like.dtype)
+        first, stop, _ = index[0].indices(like.shape[0])
+        blocks = [
+            values[(slice(max(first - part.start, 0), max(stop - part.start, 0)), *index[1:])]
+            for part, values in parts if part.start is not None and part.start < stop and first < (part.stop or 0)
+        ]  # fmt: skip
+        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return np.asarray(block, like.dtype)
+
+    return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+
+def place_tree(given: Sequence[tuple[Parts, Mapping[Path, np.ndarray]]], like: Mapping[Path, Any]) -> Flat:
+    """Returns device arrays of what servers gave: (what each holds, its values) of every server."""
+    placed: Flat = {}
+    for path, leaf in like.items():
+        found: list[Any] = [(parts[path], values[path]) for parts, values in given if path in parts]
+        placed[path] = place(sorted(found, key=lambda each: each[0].start or 0), leaf)
+    return placed

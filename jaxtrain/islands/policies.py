@@ -1,0 +1,159 @@
+"""When pushes become an update of the server, and which islands may read after it. Plain logic, without clocks.
+
+`StalePolicy` is the rule of `sync.clocks` for islands whose clocks are real: an island reads, computes an iteration and
+pushes it; it may begin iteration c if c is at most `bound` ahead of the number that the slowest island has completed.
+Pushes that no read separates are one update. `RoundPolicy` waits for all islands that are there, or for a quorum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+PushId = tuple[int, int]  # island, number of the push: in this order they are summed
+
+
+class Due(NamedTuple):
+    """What happens next.
+
+    Attributes:
+        pushes: those that are one update; none: only reads are due.
+        readers: islands that may read after it.
+    """
+
+    pushes: list[PushId]
+    readers: list[int]
+
+
+class Policy(Protocol):
+    """Decides about the islands that are there.
+
+    Attributes:
+        completed: clock of each island that is there: the number of steps that it has pushed.
+        merges_stale: pushes count that were computed from earlier parameters than the newest ones.
+    """
+
+    completed: dict[int, int]
+    merges_stale: bool
+
+    def join(self, island: int, clock: int) -> None:
+        """Adds an island that has read the parameters and begins step `clock`."""
+        ...
+
+    def leave(self, island: int) -> None:
+        """Removes an island. Its last push stays part of the next update, because it was acknowledged."""
+        ...
+
+    def push(self, island: int, number: int, clock: int) -> None:
+        """Takes the push of an island after `clock` steps. It waits for its read."""
+        ...
+
+    def skip(self, island: int, clock: int) -> None:
+        """Moves the clock of an island whose push does not count."""
+        ...
+
+    def next(self, now: float) -> Due | None:
+        """Returns the next update and its readers, who then compute; None if nothing is due."""
+        ...
+
+
+class StalePolicy:
+    """`asp` without a bound, `ssp`, and `bsp` with a bound of 0."""
+
+    merges_stale = True
+
+    def __init__(self, bound: int | None) -> None:
+        self.completed: dict[int, int] = {}
+        self._bound = bound
+        self._pending: set[PushId] = set()
+        self._waiting: set[int] = set()
+
+    def join(self, island: int, clock: int) -> None:
+        """Adds an island."""
+        self.completed[island] = clock
+
+    def leave(self, island: int) -> None:
+        """Removes an island; the others do not wait for it."""
+        self.completed.pop(island, None)
+        self._waiting.discard(island)
+
+    def push(self, island: int, number: int, clock: int) -> None:
+        """Takes a push."""
+        self.completed[island] = clock
+        self._pending.add((island, number))
+        self._waiting.add(island)
+
+    def skip(self, island: int, clock: int) -> None:
+        """Moves the clock of an island."""
+        self.completed[island] = clock
+
+    def next(self, now: float) -> Due | None:
+        """Returns all pushes, if an island may read."""
+        slowest = min(self.completed.values(), default=0)
+        readers = [w for w in self._waiting if self._bound is None or self.completed[w] <= slowest + self._bound]
+        if not readers and not (self._pending and not self.completed):  # the last one has left its push
+            return None
+        due = Due(sorted(self._pending), sorted(readers))
+        self._waiting -= set(readers)
+        self._pending = set()
+        return due
+
+
+class RoundPolicy:
+    """Rounds of `local_sgd` and `diloco`: an update has a push of each island that is there, or of a quorum.
+
+    Args:
+        quorum: islands that complete a round; 0: all.
+        grace: seconds that it waits for the others then.
+    """
+
+    merges_stale = False
+
+    def __init__(self, quorum: int, grace: float) -> None:
+        self.completed: dict[int, int] = {}
+        self._quorum, self._grace = quorum, grace
+        self._pushed: set[PushId] = set()
+        self._quorum_at: float | None = None
+
+    def join(self, island: int, clock: int) -> None:
+        """Adds an island, for which the rounds wait from now on."""
+        self.completed[island] = clock
+
+    def leave(self, island: int) -> None:
+        """Removes an island; the round does not wait for it."""
+        self.completed.pop(island, None)
+
+    def push(self, island: int, number: int, clock: int) -> None:
+        """Takes a push of the round."""
+        self.completed[island] = clock
+        self._pushed.add((island, number))
+
+    def skip(self, island: int, clock: int) -> None:
+        """Moves the clock of an island."""
+        self.completed[island] = clock
+
+    def next(self, now: float) -> Due | None:
+        """Returns the pushes of a round that is complete."""
+        islands = {island for island, _ in self._pushed}
+        if not islands:
+            return None
+        if 0 < self._quorum <= len(islands) and self._quorum_at is None:
+            self._quorum_at = now
+        is_over = self._quorum_at is not None and now >= self._quorum_at + self._grace
+        if not is_over and not islands >= self.completed.keys():
+            return None
+        due = Due(sorted(self._pushed), sorted(islands & self.completed.keys()))
+        self._pushed, self._quorum_at = set(), None
+        return due
+
+
+def make_policy(strategy: str, bound: int, quorum: int, grace: float) -> Policy:
+    """Returns the policy of a strategy.
+
+    Args:
+        strategy: `bsp`, `ssp`, `asp`, or one of rounds.
+        bound: of `ssp`.
+        quorum: of rounds.
+        grace: of rounds.
+    """
+    bounds = {"bsp": 0, "ssp": bound, "asp": None}
+    return StalePolicy(bounds[strategy]) if strategy in bounds else RoundPolicy(quorum, grace)

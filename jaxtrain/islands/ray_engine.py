@@ -1,0 +1,194 @@
+"""Ray under the islands: a cluster on this machine, the coordinator as an actor, and the door of an island to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import exceptions
+
+from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.islands import IslandsConfig
+from jaxtrain.errors import TrainingError
+from jaxtrain.io.atomic import write_atomic
+from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
+from jaxtrain.islands.coordinator import Coordinator
+from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
+from jaxtrain.islands.policies import make_policy
+from jaxtrain.islands.ray_servers import ENVIRONMENT, RayServers
+
+NAME = "coordinator"
+LOG, STATUS = "pushes.jsonl", "status.json"
+CALL_TIMEOUT = 300.0  # seconds of a call that waits for nobody: it copies or updates all parameters at most
+RESTART_WAIT = 60.0  # seconds that islands wait for a coordinator that Ray starts again
+TOKEN = "RAY_AUTH_TOKEN"
+QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+
+
+class LostServerError(TrainingError):
+    """The server is gone. One line."""
+
+
+class CoordinatorActor:
+    """The coordinator as an actor.
+
+    Args:
+        islands: section `islands`.
+        strategy: `sync.strategy`.
+        bound: of `ssp`.
+        save_every: steps between saves.
+        folder: of the server in the folder of the run.
+    """
+
+    def __init__(self, islands: IslandsConfig, strategy: str, bound: int, save_every: int | None, folder: str) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = AppendedFile(self._folder / LOG)
+        policy = make_policy(strategy, bound, islands.quorum, islands.grace)
+        servers = RayServers(islands.servers, self._folder)
+        self._coordinator = Coordinator(islands, policy, servers, save_every, self._log)
+        self._period = min(islands.heartbeat / 2, 1.0)
+        self._watch: Any = None
+
+    def _log(self, record: dict[str, Any]) -> None:
+        with contextlib.suppress(PostponedError):
+            self._file.append(encode_record({"time": time.time(), **record}))
+
+    async def join(self, hello: Hello) -> Welcome:
+        """See `Coordinator`."""
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._watch_over())
+        return await self._coordinator.join(hello)
+
+    async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
+        """See `Coordinator`."""
+        return await self._coordinator.begin(island, session, refs)
+
+    async def heartbeat(self, island: int, session: int) -> None:
+        """See `Coordinator`."""
+        await self._coordinator.heartbeat(island, session)
+
+    async def push(self, island: int, session: int, push: Push) -> bool:
+        """See `Coordinator`."""
+        return await self._coordinator.push(island, session, push)
+
+    async def push_late(self, island: int, session: int, push: Push, version: int) -> bool:
+        """See `Coordinator`."""
+        return await self._coordinator.push_late(island, session, push, version)
+
+    async def pull(self, island: int, session: int) -> Pulled | None:
+        """See `Coordinator`."""
+        return await self._coordinator.pull(island, session)
+
+    async def leave(self, island: int, session: int) -> None:
+        """See `Coordinator`."""
+        await self._coordinator.leave(island, session)
+
+    async def finish(self) -> None:
+        """Saves the last state."""
+        await self._coordinator.finish()
+        self._write_status()
+
+    async def pid(self) -> int:
+        """Returns the number of the process."""
+        return os.getpid()
+
+    def _write_status(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the coordinator
+            write_atomic(self._folder / STATUS, json.dumps({"time": time.time(), **self._coordinator.status()}))
+
+    async def _watch_over(self) -> None:
+        while True:
+            await asyncio.sleep(self._period)
+            await self._coordinator.check_silence()
+            self._write_status()
+
+
+@contextlib.contextmanager
+def cluster(namespace: str, address: str | None, memory: int) -> Iterator[str]:
+    """Yields the address of a Ray cluster: an existing one, or one on this machine that ends with the block.
+
+    Args:
+        namespace: of the run.
+        address: of an existing cluster.
+        memory: bytes of the store of a cluster that is started.
+    """
+    options: dict[str, Any] = {"namespace": namespace, **QUIET}
+    if address is None:
+        options |= {"include_dashboard": False, "num_cpus": 4, "num_gpus": 0, "object_store_memory": memory}
+        options["_node_ip_address"] = "127.0.0.1"
+    else:
+        options["address"] = address
+    ray.init(**options)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+def start_coordinator(config: Config, folder: Path) -> Any:
+    """Starts the coordinator of a run, or finds it. Returns its handle."""
+    make: Any = ray.remote(CoordinatorActor)
+    options = make.options(
+        name=NAME, get_if_exists=True, num_cpus=0, max_restarts=-1, max_concurrency=1000, runtime_env=ENVIRONMENT
+    )
+    actor = options.remote(
+        config.islands, config.sync.strategy, config.sync.stale.bound, config.checkpoint.every, str(folder)
+    )
+    ray.get(actor.pid.remote(), timeout=CALL_TIMEOUT)
+    return actor
+
+
+class RayDoor:
+    """Door of an island.
+
+    Args:
+        address: of the Ray cluster.
+        namespace: of the run.
+    """
+
+    def __init__(self, address: str, namespace: str) -> None:
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, namespace=namespace, **QUIET)
+            self._actor = ray.get_actor(NAME, namespace)
+        except (ConnectionError, ValueError, exceptions.RayError, RuntimeError) as error:
+            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            message = f"islands: no server of this run at {address} ({line})"
+            raise LostServerError(f"{message}; expected `jaxtrain launch islands` there") from None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Returns what a method of the coordinator returns. Waits for one that is started again."""
+        deadline = time.monotonic() + RESTART_WAIT
+        while True:
+            try:
+                return ray.get(getattr(self._actor, method).remote(*args), timeout=CALL_TIMEOUT)
+            except exceptions.RayTaskError as error:
+                raise error.cause from None
+            except (exceptions.RayActorError, exceptions.GetTimeoutError) as error:
+                if time.monotonic() > deadline:
+                    name = type(error).__name__
+                    raise LostServerError(f"islands: the server does not answer ({name})") from None
+                time.sleep(0.2)
+
+    def put(self, value: Any) -> Any:
+        """Puts a value into Ray's store."""
+        return ray.put(value)
+
+    def get(self, refs: list[Any]) -> list[Any]:
+        """Reads values from Ray's store, without copying those that are on this machine."""
+        return ray.get(refs, timeout=CALL_TIMEOUT)
+
+
+def finish(coordinator: Any) -> None:
+    """Saves what the servers hold, at the end of a run."""
+    with contextlib.suppress(exceptions.RayError):  # one that is gone has saved before
+        ray.get(coordinator.finish.remote(), timeout=CALL_TIMEOUT)

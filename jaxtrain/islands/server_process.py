@@ -1,0 +1,112 @@
+"""What a server computes for the part of the parameters that it holds. Pure functions of what it is given.
+
+The state of a server is no attribute but a value that goes in and out, so that it outlives the process: the coordinator
+keeps it in the store of the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path as File
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.io.atomic import open_atomic
+from jaxtrain.islands.partition import Spec
+from jaxtrain.islands.pieces import Piece, assemble
+from jaxtrain.islands.rules import Header, Rule, is_finite, weighted_mean
+from jaxtrain.islands.trees import Flat, Path, nest
+
+ServerState = dict[str, Any]  # `rule`: of the rule; `mutable`: averages of mutable variables
+Values = tuple[ServerState, Flat, int]  # the state, what islands read, and the bytes of that
+
+
+class ServerProcess:
+    """Computes for one server.
+
+    Args:
+        rule: what it makes of pushes.
+        specs: tensors, or parts of them, that it holds.
+    """
+
+    def __init__(self, rule: Rule, specs: Mapping[Path, Spec]) -> None:
+        self._rule, self._specs = rule, specs
+        self._names = _params(nest({path: spec.names for path, spec in specs.items()}))
+
+    def pid(self) -> int:
+        """Returns the number of the process."""
+        return os.getpid()
+
+    def hold(self, pieces: Mapping[Path, list[Piece]]) -> tuple[Flat, bool]:
+        """Returns the tensors of a push, and True if all numbers are finite.
+
+        Raises:
+            ValueError: pieces are missing.
+        """
+        flat = assemble(pieces, self._specs)
+        return flat, is_finite(flat)
+
+    def begin(self, flat: Flat) -> Values:
+        """Returns the state at the start of a run with these values."""
+        tree = nest(flat)
+        state = {"rule": self._rule.init(_params(tree), self._names), "mutable": tree.get("mutable", {})}
+        return self._values(state)
+
+    def square(self, header: Header, *pushes: Flat) -> float | None:
+        """Returns the part of this server in the square of the norm that an update depends on; None if on none."""
+        return self._rule.square([_params(nest(flat)) for flat in pushes], header, self._names)
+
+    def update(self, state: ServerState, header: Header, *pushes: Flat) -> Values:
+        """Returns the state after an update by pushes."""
+        if not any(header.is_finite):
+            return self._values(state)
+        trees = [nest(flat) for flat in pushes]
+        rule = self._rule.update(state["rule"], [_params(tree) for tree in trees], header, self._names)
+        mean = weighted_mean([tree.get("mutable", {}) for tree in trees], header.weights())
+        mutable = jax.tree.map(lambda new, old: new.astype(old.dtype), mean, state["mutable"])
+        return self._values({"rule": rule, "mutable": mutable})
+
+    def save(self, state: ServerState, file: str) -> None:
+        """Writes the state into a file. Raises OSError if the disk refuses it."""
+        leaves = jax.tree.leaves(state)
+        with open_atomic(File(file)) as opened:
+            np.savez(opened, allow_pickle=False, **{str(i): _raw(leaf) for i, leaf in enumerate(leaves)})
+
+    def load(self, file: str) -> Values:
+        """Returns the state of a file. Raises ValueError if it is not of these tensors."""
+        leaves, structure = jax.tree.flatten(self._abstract())
+        with np.load(file, allow_pickle=False) as found:
+            if len(found.files) != len(leaves):
+                raise ValueError(f"{file}: {len(found.files)} arrays; expected {len(leaves)}")
+            raw = [found[str(i)] for i in range(len(leaves))]
+        values = [x.view(leaf.dtype).reshape(leaf.shape) for x, leaf in zip(raw, leaves)]
+        return self._values(jax.tree.unflatten(structure, values))
+
+    def _abstract(self) -> ServerState:
+        tree = nest({path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in self._specs.items()})
+        rule = jax.eval_shape(lambda params: self._rule.init(params, self._names), _params(tree))
+        return {"rule": rule, "mutable": tree.get("mutable", {})}
+
+    def _values(self, state: ServerState) -> Values:
+        state = jax.tree.map(np.asarray, state)
+        tree = {"params": state["rule"]["params"], "mutable": state["mutable"]}
+        given = {path: _at(tree, path) for path in self._specs}
+        return state, given, sum(value.nbytes for value in given.values())
+
+
+def _params(tree: Mapping[str, Any]) -> Any:
+    return tree.get("params", {})
+
+
+def _at(tree: Any, path: Path) -> np.ndarray:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _raw(leaf: Any) -> np.ndarray:
+    """Returns the bytes of an array, which may have a dtype that NumPy does not know."""
+    return np.frombuffer(np.ascontiguousarray(leaf).tobytes(), np.uint8)

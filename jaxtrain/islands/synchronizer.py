@@ -1,0 +1,201 @@
+"""What the host of an island runs in a step: the step of its own, then a push and a read if one is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.core.program import Program
+from jaxtrain.islands.client import Arrived, IslandClient
+from jaxtrain.islands.pieces import place_tree
+from jaxtrain.islands.trees import Flat, flatten, nest
+from jaxtrain.optim.optimizers import ema_update
+from jaxtrain.sync.consensus import ConsensusSynchronizer
+from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
+
+Batch = Mapping[str, jax.Array]
+
+
+class IslandSynchronizer(Synchronizer):
+    """What the islands of all strategies share.
+
+    Args:
+        form: of the state.
+        program: the island's program, of a run alone.
+        client: speaks for the island.
+
+    Attributes:
+        behind: steps after which the island has to go on, because the others went on without it; None: it is with them.
+    """
+
+    def __init__(self, form: Synchronizer, program: Program, client: IslandClient) -> None:
+        super().__init__(form.strategy)
+        self.program, self.client, self.one = program, client, program.one
+        self.abstract, self.start, self.merge, self.agreed = form.abstract, form.start, form.merge, form.agreed
+        self.behind: int | None = None
+        self._has_begun = False
+
+    def begun(self, state: State, step: int) -> State:
+        """Returns the state of the first step: with the values of the servers, or they begin with those of it.
+
+        Args:
+            state: of the run.
+            step: finished steps.
+        """
+        if self._has_begun:
+            return state
+        self._has_begun = True
+        arrived = self.client.read(lambda: self.initial(state))
+        return self.with_values(state, arrived) if self.reads_first(step) else state
+
+    def reads_first(self, step: int) -> bool:
+        """Returns whether a run that begins after some steps continues from the values of the servers."""
+        raise NotImplementedError
+
+    def initial(self, state: State) -> Flat:
+        """Returns the values that the servers begin with if they hold none."""
+        raise NotImplementedError
+
+    @property
+    def _one(self) -> State:
+        return self.program.one
+
+    def with_values(self, state: State, arrived: Arrived) -> State:
+        """Returns a state with the values of the servers."""
+        raise NotImplementedError
+
+    def _placed(self, arrived: Arrived, like: State) -> State:
+        return nest(place_tree(arrived.values, flatten(like)))
+
+    def _note(self, arrived: Arrived, clock: int) -> Metrics:
+        """Notes if the island was left behind. Returns metrics of the exchange."""
+        self.behind = arrived.clock if arrived.clock > clock else None
+        return {SENT: jnp.float32(arrived.nbytes)} | {name: jnp.float32(x) for name, x in arrived.metrics.items()}
+
+
+class GradientIsland(IslandSynchronizer):
+    """`bsp`, `ssp` and `asp`: the island computes gradients, and the servers make the update.
+
+    The state of the island is that of one run without moments. Moving averages of parameters are of those that it
+    reads; mutable variables are its own.
+
+    Args:
+        rate: learning rate by step, for the log; None: the optimizer has its own.
+    """
+
+    def __init__(self, program: Program, client: IslandClient, rate: Callable[[Any], Any] | None) -> None:
+        super().__init__(program.synchronizer, program, client)
+        self._rate = rate
+
+    def reads_first(self, step: int) -> bool:
+        """Returns True: the parameters are those of the servers."""
+        return True
+
+    def initial(self, state: State) -> Flat:
+        """Returns the parameters."""
+        return flatten({"params": state["params"]})
+
+    def step_at(self, step: int, local: Step) -> Step:
+        """Returns the gradients of a step, their push and the read after it, as one function."""
+
+        def run(state: State, batch: Batch) -> tuple[State, Metrics]:
+            state = self.begun(state, step)
+            kept, metrics, grads = self._compute(state, dict(batch))
+            tokens, loss = (float(metrics[name]) for name in ("tokens", "loss"))
+            arrived = self.client.exchange(flatten({"params": grads}), step + 1, tokens, loss)
+            new = self.with_values({**state, **kept}, arrived)
+            more = {} if self._rate is None else {"lr": jnp.float32(self._rate(step))}
+            return new, metrics | more | self._note(arrived, step + 1)
+
+        return run
+
+    def with_values(self, state: State, arrived: Arrived) -> State:
+        """Returns a state with the parameters of the servers."""
+        state = {**state, **self._placed(arrived, {"params": self.one["params"]})}
+        if "ema" in state:
+            state["ema"] = self._average(state["ema"], state["params"])
+        return state
+
+    @cached_property
+    def _average(self) -> Callable[[Any, Any], Any]:
+        decay = self.program.config.optimizer.ema_decay or 0.0
+        return jax.jit(lambda ema, params: ema_update(ema, params, decay), donate_argnums=0)
+
+    @cached_property
+    def _compute(self) -> Callable[[State, Any], tuple[State, Metrics, Any]]:
+        def compute(state: State, batch: Any) -> tuple[State, Metrics, Any]:
+            new, metrics, grads = self.program.step_with_gradients(state, batch)
+            kept = {name: tree for name, tree in new.items() if name not in ("params", "opt_state", "ema", "frozen")}
+            return kept, metrics, grads
+
+        return jax.jit(compute)
+
+
+class RoundIsland(IslandSynchronizer):
+    """`local_sgd` and `diloco`: the island trains alone, and all continue from what the servers make of its parameters.
+
+    Args:
+        every: steps between exchanges.
+    """
+
+    def __init__(self, program: Program, client: IslandClient, every: int) -> None:
+        super().__init__(ConsensusSynchronizer(program.synchronizer.strategy, program.one), program, client)
+        self._every = every
+
+    def reads_first(self, step: int) -> bool:
+        """Returns True at step 0; later the island is within a round."""
+        return step == 0
+
+    def initial(self, state: State) -> Flat:
+        """Returns what was agreed on, and mutable variables."""
+        return self.pushed({**state, "params": state[SYNC]["agreed"]})
+
+    def pushed(self, state: State) -> Flat:
+        """Returns parameters and mutable variables with fractions, which all are averaged."""
+        mutable = flatten({"mutable": state.get("mutable", {})})
+        floats = {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        return flatten({"params": state["params"]}) | floats
+
+    def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
+        tokens = float(state[SYNC]["tokens"])
+        values = self.pushed(state)
+        is_finite = bool(self._is_finite(list(values.values())))
+        arrived = self.client.exchange(values, clock, tokens, loss)
+        if not is_finite:
+            state = self._healed(state)
+        return self.with_values(state, arrived), self._note(arrived, clock)
+
+    def with_values(self, state: State, arrived: Arrived) -> State:
+        """Returns a state that continues from the values of the servers."""
+        like = self.pushed(self.one)
+        placed = nest(place_tree(arrived.values, like))
+        again = nest(place_tree(arrived.values, flatten({"params": self.one["params"]})))
+        tokens = jax.device_put(np.float32(0), self.abstract(self.one)[SYNC]["tokens"].sharding)
+        new = {**state, "params": placed["params"], SYNC: {"tokens": tokens, "agreed": again["params"]}}
+        if "mutable" in placed:
+            new["mutable"] = nest(flatten(state["mutable"]) | flatten(placed["mutable"]))
+        return new
+
+    @cached_property
+    def _count(self) -> Callable[..., jax.Array]:
+        def count(before: jax.Array, skipped: jax.Array, tokens: jax.Array) -> jax.Array:
+            return before + jnp.where(skipped > 0, 0.0, tokens)
+
+        return jax.jit(count)
+
+    @cached_property
+    def _is_finite(self) -> Callable[[Any], jax.Array]:
+        return jax.jit(lambda values: jnp.stack([jnp.isfinite(x).all() for x in values]).all())
+
+    def _healed(self, state: State) -> State:
+        """Returns a state with initial moments in place of those that are not finite."""
+        fresh = self.program.init()
+        names = [name for name in ("opt_state", "ema") if name in state]
+        heal = jax.jit(lambda x, y: jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(a), a, b.astype(a.dtype)), x, y))
+        return {**state, **{name: heal(state[name], fresh[name]) for name in names}}

@@ -1,0 +1,265 @@
+"""Islands on this machine: a Ray cluster with the coordinator and its servers, and a process for each island.
+
+An island that fails is started again and joins the others. Nothing outlives this process: the kernel kills the islands,
+and Ray's processes end with the one that started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from jaxtrain.config import Config
+from jaxtrain.config.run_dir import absolute, create_directory, free_directory, saved_config, write_config
+from jaxtrain.core.resolve import resolve
+from jaxtrain.errors import UserError
+from jaxtrain.exit_codes import OK, SAVED, USAGE
+from jaxtrain.io.authenticated import new_secret
+from jaxtrain.io.packages import import_optional
+from jaxtrain.islands.member import environment
+from jaxtrain.launch.exit_reasons import describe_exit, is_clean_exit, shell_exit_code
+from jaxtrain.launch.worker_logs import Terminal
+from jaxtrain.trainer.continuation import can_continue
+
+ISLAND, SERVER, OUTPUT = "island-{}", "server", "output.log"
+POLL = 0.2  # seconds between looks at the islands
+SHOWN_EVERY = 10.0  # seconds between lines on their progress
+STORE_BYTES = 2 << 30  # of Ray's store, at most; it holds a few copies of what the servers hold
+TOKEN_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+
+
+@dataclass(frozen=True)
+class IslandsOptions:
+    """Options of `jaxtrain launch islands`.
+
+    Attributes:
+        source: config, or the folder of a run of islands.
+        overrides: `key=value`.
+        count: islands in all.
+        here: those of this machine.
+        address: of an existing Ray cluster; None: one is started.
+        max_restarts: of an island.
+        stop_timeout: seconds that islands have to save.
+        continues: the run in DIR/NAME, if there is one of the same config.
+    """
+
+    source: str
+    overrides: tuple[str, ...]
+    count: int
+    here: tuple[int, ...]
+    address: str | None = None
+    max_restarts: int = 5
+    stop_timeout: float = 300.0
+    continues: bool = True
+
+
+@dataclass
+class IslandProcess:
+    """Process of an island.
+
+    Attributes:
+        index: of the island.
+        folder: of its run.
+        restarts: in a row.
+        code: exit code of the last one; None: it runs.
+    """
+
+    index: int
+    folder: Path
+    env: Mapping[str, str]
+    restarts: int = 0
+    code: int | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _output: IO[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Starts the process; all it prints goes to a file of its folder."""
+        self._output = (self.folder / OUTPUT).open("ab")
+        command = [sys.executable, "-m", "jaxtrain.cli.worker", str(os.getpid()), str(self.folder)]
+        self._process = subprocess.Popen(
+            command, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, stdout=self._output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self.code = None
+
+    def poll(self) -> int | None:
+        """Returns the exit code of a process that has ended since the last call; else None."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return None
+        assert self._output is not None
+        self._output.close()
+        self._process, self.code = None, code
+        return code
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, if the process runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    @property
+    def is_running(self) -> bool:
+        """True until `poll` has returned its exit code."""
+        return self._process is not None
+
+    def reason(self) -> str:
+        """Returns the last line of its output that jaxtrain has printed as an error, or an empty text."""
+        with (self.folder / OUTPUT).open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - (1 << 16), 0))
+            lines = file.read().decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.startswith("jaxtrain: ")), "")
+
+
+def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
+    """Trains until all islands have ended. Returns the exit code.
+
+    Raises:
+        UserError: bad input; nothing was started.
+    """
+    import_optional("ray", "jaxtrain launch islands", "islands")
+    config, directory = open_run(options)
+    if options.address is None:  # the processes of this cluster, and no others, know the token
+        os.environ |= {TOKEN_MODE: "token", TOKEN: os.environ.get(TOKEN) or new_secret()}
+    from jaxtrain.islands.ray_engine import cluster, finish, start_coordinator
+
+    run = f"{directory.name}-{abs(hash(str(directory))) % 10**8}"
+    terminal.show(f"launch  {directory}")
+    with cluster(run, options.address, STORE_BYTES) as address:
+        coordinator = start_coordinator(config, directory / SERVER)
+        islands = [
+            IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run))
+            for index in options.here
+        ]
+        with _Signals() as signals:
+            code = _watch(islands, options, signals, directory, terminal)
+        finish(coordinator)
+    if code == SAVED:
+        terminal.show(f"next  jaxtrain launch islands {directory}")
+    return code
+
+
+def open_run(options: IslandsOptions) -> tuple[Config, Path]:
+    """Returns the config and the folder of a run, new or continued, with the configs of its islands.
+
+    Raises:
+        UserError: bad input, or DIR/NAME holds the run of another config.
+    """
+    existing = Path(options.source) if Path(options.source).is_dir() else None
+    overrides = (*options.overrides, *([f"islands.count={options.count}"] if options.count else []))
+    source = saved_config(existing) if existing else options.source
+    config, _ = resolve(source, *overrides)
+    if not config.islands.has_islands:
+        raise UserError("launch: --islands: expected their number")
+    if existing is not None:
+        directory = existing
+    elif options.continues and can_continue(config, config.run_dir):
+        directory = config.run_dir
+    else:
+        directory = free_directory(config)
+    directory = directory.absolute()
+    for index in options.here or range(config.islands.count):
+        folder = directory / ISLAND.format(index)
+        create_directory(folder)
+        write_config(folder, config.model_copy(update={"dir": str(directory), "name": folder.name}))
+    write_config(directory, absolute(config))
+    return config, directory
+
+
+def _watch(
+    islands: Sequence[IslandProcess], options: IslandsOptions, signals: _Signals, directory: Path, terminal: Terminal
+) -> int:
+    """Starts the islands, and those that fail again, until all have ended."""
+    for island in islands:
+        island.start()
+    shown, stop_at = time.monotonic(), None
+    while any(island.is_running for island in islands):
+        time.sleep(POLL)
+        if signals.received and stop_at is None:
+            stop_at = time.monotonic() + options.stop_timeout
+            terminal.show(f"launch  {signals.received}: the islands save and stop")
+            for island in islands:
+                island.signal(signal.SIGTERM)
+        elif stop_at is not None and time.monotonic() > stop_at:
+            for island in islands:
+                island.signal(signal.SIGKILL)
+        for island in islands:
+            if (code := island.poll()) is not None:
+                _ended(island, code, options, stop_at is not None, terminal)
+        if time.monotonic() - shown > SHOWN_EVERY:
+            shown = time.monotonic()
+            with contextlib.suppress(OSError, ValueError):
+                terminal.show(summary(json.loads((directory / SERVER / "status.json").read_text())))
+    failed = [island.code for island in islands if island.code not in (OK, SAVED)]
+    if failed:
+        return shell_exit_code(failed[0] or 1)
+    return SAVED if any(island.code == SAVED for island in islands) else OK
+
+
+def _ended(island: IslandProcess, code: int, options: IslandsOptions, is_stopping: bool, terminal: Terminal) -> None:
+    """Shows how an island has ended, and starts it again if it failed."""
+    if not is_clean_exit(code):
+        reason = island.reason()
+        terminal.show(f"launch  island {island.index} {describe_exit(code)}" + (f": {reason}" if reason else ""))
+        if code != USAGE and not is_stopping and island.restarts < options.max_restarts:
+            island.restarts += 1
+            terminal.show(f"launch  island {island.index} starts again ({island.restarts} of {options.max_restarts})")
+            island.start()
+
+
+def summary(status: Mapping[str, Any]) -> str:
+    """Returns one line on all islands: their steps and losses."""
+    parts = [
+        f"{index}: step {island['clock']}"
+        + (f" loss {island['loss']:.4f}" if "loss" in island else "")
+        + ("" if island["is_there"] else " (gone)")
+        for index, island in status["islands"].items()
+    ]
+    return f"islands  {'  '.join(parts)}  updates {status['version']}"
+
+
+class _Signals:
+    """SIGTERM, SIGINT and SIGHUP as a wish to stop. A second one ends the process."""
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+def parse_here(text: str | None, count: int) -> tuple[int, ...]:
+    """Returns the islands of this machine from a text such as `0,1`; default: all.
+
+    Raises:
+        UserError: not numbers below the count.
+    """
+    if text is None:
+        return tuple(range(count))
+    found = text.split(",")
+    if not all(part.isdecimal() and int(part) < count for part in found):
+        raise UserError(f"launch: --here {text}: expected numbers below {count}, such as 0,1")
+    return tuple(int(part) for part in found)
+
+
