@@ -215,6 +215,15 @@ def test_peers_come_back(tmp_path):
     assert min(row[name] for name in ("stall", "copy", "restore", "disk")) > 0
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
+def test_islands_transport_moves_the_same_values(tmp_path):
+    rows = quick(tmp_path, "islands_transport")["results"]
+    ways = ["ray", "ray_copied", "transfer"]
+    assert [(row["processes"], row["way"]) for row in rows] == [(k, way) for k in ("plain", "actors") for way in ways]
+    assert all(0 < row["fastest"] <= row["seconds"]["median"] for row in rows)
+    assert not any(row["aliased"] for row in rows if row["way"] != "ray")
+
+
 def test_rank_agreement(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     accuracy = module("plan_accuracy")
