@@ -67,7 +67,8 @@ def _resume(parser: Parser) -> None:
 
 def _launch(parser: Parser) -> None:
     add = parser.add_argument
-    add("where", choices=("local", "node"), help="local: start all processes here; node: start those of this node")
+    add("where", choices=("local", "node", "islands"),
+        help="local: start all processes here; node: start those of this node; islands: runs that agree by a server")  # fmt: skip
     add("config", nargs="?", help="YAML file, or RUN_DIR to resume; or a command after `--`, as -- python train.py")
     parser.set_defaults(command=())
     _add_common(parser, "overrides")
@@ -94,8 +95,16 @@ def _launch(parser: Parser) -> None:
     add("--coordinator", metavar="HOST:PORT", help="node: address of node 0 (JAXTRAIN_COORDINATOR; else as above)")
     add("--store", metavar="URL",
         help="node: etcd://HOST:PORT,..., in place of --coordinator: any node may lead (JAXTRAIN_STORE)")  # fmt: skip
+    add("--islands", type=int, metavar="N", help="islands: their number (default: islands.count)")
+    add("--here", metavar="I,J", help="islands: those of this machine (default: all)")
+    add("--address", metavar="HOST:PORT", help="islands: a Ray cluster that is there (default: one is started here)")
     add("--host", metavar="HOST",
         help="node: address of this node for other nodes (default: as node 0 sees it; JAXTRAIN_HOST)")  # fmt: skip
+
+
+def _islands(parser: Parser) -> None:
+    parser.add_argument("action", choices=("status",), help="status: clock, staleness and bytes of every island")
+    parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
 
 
 def _eval(parser: Parser) -> None:
@@ -249,6 +258,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train", "train from a config", _train),
     "resume": Command("resume", "resume a run from its newest good checkpoint", _resume),
     "launch": Command("launch", "train in several processes and restart when some are lost", _launch),
+    "islands": Command("islands", "print the status of a run of islands", _islands),
     "eval": Command("evaluate", "print the validation metrics or the task scores of a checkpoint", _eval),
     "generate": Command("generate", "generate text from a checkpoint or a Hugging Face model", _generate),
     "import": Command("import_hf", "create a run from a Hugging Face model", _import),

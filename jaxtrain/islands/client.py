@@ -70,13 +70,16 @@ class IslandClient:
         """Index of the island."""
         return self._hello.island
 
-    def join(self) -> int:
+    def join(self, clock: int = 0) -> int:
         """Joins the others. Returns the steps after which they are, 0 at the start of the run.
+
+        Args:
+            clock: steps of the island, for servers that have lost all.
 
         Raises:
             RefusedError: the island does not fit the others.
         """
-        welcome = self._door.call("join", self._hello)
+        welcome = self._door.call("join", self._hello, clock)
         with self._lock:
             self._welcome = welcome
         self._version = welcome.version
@@ -105,11 +108,14 @@ class IslandClient:
             given = self._door.call("begin", self.index, welcome.session, refs)
         return self._arrived(Pulled(given, welcome.version, welcome.clock, {}), 0)
 
-    def exchange(self, arrays: Arrays, clock: int, tokens: float, loss: float | None = None) -> Arrived:
+    def exchange(
+        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
+    ) -> Arrived:
         """Pushes arrays and returns what the island goes on with. Waits for it, as long as the policy says.
 
         Args:
             arrays: parameters or gradients.
+            initial: makes the values that servers begin with which have lost all.
             clock: steps of the island.
             tokens: that it has trained on since the last exchange.
             loss: of its last step.
@@ -119,11 +125,11 @@ class IslandClient:
         try:
             self._door.call("push", self.index, self._joined.session, push)
         except SessionOverError:
-            self.join()
-            if not self.has_values:  # the servers have lost all: the island's values are the newest
-                return self.read(lambda: arrays)
+            self.join(clock)
+            if not self.has_values:
+                return self.read(initial)._replace(clock=clock)
             self._door.call("push_late", self.index, self._joined.session, push, version)
-        return self._wait(nbytes)
+        return self._wait(initial, clock, nbytes)
 
     def beat(self) -> None:
         """Gives a sign of life."""
@@ -148,14 +154,14 @@ class IslandClient:
         assert self._welcome is not None
         return self._welcome
 
-    def _wait(self, nbytes: int) -> Arrived:
+    def _wait(self, initial: Callable[[], Arrays], clock: int, nbytes: int) -> Arrived:
         begin, pulled = time.monotonic(), None
         try:
             while pulled is None:
                 pulled = self._door.call("pull", self.index, self._joined.session)
         except SessionOverError:
-            self.join()
-            return self.read()._replace(nbytes=nbytes)
+            self.join(clock)
+            return self.read(initial)._replace(nbytes=nbytes)
         finally:
             self.waited += time.monotonic() - begin
         return self._arrived(pulled, nbytes)

@@ -77,6 +77,7 @@ class Member:
     Attributes:
         session: number of its stay.
         seen: time of its last message.
+        joined: time at which it joined.
         read_at: version of its last read.
         released: it may read.
         waits_since: time since which it waits to read; None: it computes.
@@ -85,6 +86,7 @@ class Member:
 
     session: int
     seen: float
+    joined: float = 0.0
     read_at: int = 0
     released: bool = False
     waits_since: float | None = None
@@ -129,8 +131,16 @@ class Coordinator:
         self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()  # of updates
 
-    async def join(self, hello: Hello) -> Welcome:
-        """Lets an island take part. Raises RefusedError if it does not fit the others."""
+    async def join(self, hello: Hello, clock: int = 0) -> Welcome:
+        """Lets an island take part.
+
+        Args:
+            hello: who it is.
+            clock: its steps, which servers that hold nothing begin with.
+
+        Raises:
+            RefusedError: it does not fit the others.
+        """
         if not 0 <= hello.island < self.config.count:
             raise RefusedError(f"island {hello.island}: expected a number below islands.count={self.config.count}")
         async with self._lock:
@@ -143,11 +153,13 @@ class Coordinator:
             self._sessions += 1
             member = self._past.pop(hello.island, None) or Member(0, 0.0)
             member.session, member.seen, member.read_at = self._sessions, self._now(), self.version
-            member.released, member.waits_since = False, None
+            member.joined, member.released, member.waits_since = self._now(), False, None
             self.members[hello.island] = member
-            clock = self._clock_of_joiner()
             if self._has_values:
+                clock = self._clock_of_joiner()
                 self.policy.join(hello.island, clock)
+            else:
+                self.clock = max(self.clock, clock)
             self._log({"event": "join", "island": hello.island, "clock": clock, "version": self.version})
             given = list(self.servers.given) if self._has_values else None
             return Welcome(member.session, clock, self.servers.parts, given, self.version)
@@ -258,6 +270,7 @@ class Coordinator:
     def _leave(self, island: int, why: str) -> None:
         if (member := self.members.pop(island, None)) is not None:
             self._past[island] = member
+            member.count(seconds=self._now() - member.joined)
             self.policy.leave(island)
             self._log({"event": "leave", "island": island, "reason": why, "version": self.version})
 
@@ -331,12 +344,17 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """Returns what `jaxtrain islands status` shows."""
         now = self._now()
+        everyone = sorted((self._past | self.members).items())
         islands = {
             str(island): {
                 "clock": self.policy.completed.get(island, 0), "seen": now - member.seen,
                 "staleness": self.version - member.read_at, "waits": member.waits_since is not None,
-                "is_there": island in self.members, **member.totals,
+                **member.totals, "is_there": island in self.members, "seconds": self._seconds(island, member),
             }
-            for island, member in sorted((self._past | self.members).items())
+            for island, member in everyone
         }  # fmt: skip
         return {"version": self.version, "clock": self.clock, "islands": islands}
+
+    def _seconds(self, island: int, member: Member) -> float:
+        """Returns the seconds for which an island was there."""
+        return member.totals.get("seconds", 0.0) + (self._now() - member.joined if island in self.members else 0.0)

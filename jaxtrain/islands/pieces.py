@@ -78,7 +78,7 @@ def place(parts: Sequence[tuple[Part, np.ndarray]], like: jax.ShapeDtypeStruct) 
     """
     whole = parts[0][0].start is None
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         if whole or not index:
             return np.asarray(parts[0][1][index], like.dtype)
         first, stop, _ = index[0].indices(like.shape[0])

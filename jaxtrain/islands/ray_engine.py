@@ -62,11 +62,11 @@ class CoordinatorActor:
         with contextlib.suppress(PostponedError):
             self._file.append(encode_record({"time": time.time(), **record}))
 
-    async def join(self, hello: Hello) -> Welcome:
+    async def join(self, hello: Hello, clock: int) -> Welcome:
         """See `Coordinator`."""
         if self._watch is None:
             self._watch = asyncio.ensure_future(self._watch_over())
-        return await self._coordinator.join(hello)
+        return await self._coordinator.join(hello, clock)
 
     async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
         """See `Coordinator`."""

@@ -108,7 +108,8 @@ class GradientIsland(IslandSynchronizer):
             state = self.begun(state, step)
             kept, metrics, grads = self._compute(state, dict(batch))
             tokens, loss = (float(metrics[name]) for name in ("tokens", "loss"))
-            arrived = self.client.exchange(flatten({"params": grads}), step + 1, tokens, loss)
+            pushed, before = flatten({"params": grads}), state
+            arrived = self.client.exchange(pushed, lambda: self.initial(before), step + 1, tokens, loss)
             new = self.with_values({**state, **kept}, arrived)
             more = {} if self._rate is None else {"lr": jnp.float32(self._rate(step))}
             return new, metrics | more | self._note(arrived, step + 1)
@@ -148,6 +149,23 @@ class RoundIsland(IslandSynchronizer):
         super().__init__(ConsensusSynchronizer(program.synchronizer.strategy, program.one), program, client)
         self._every = every
 
+    def step_at(self, step: int, local: Step) -> Step:
+        """Returns a step of the island, and an exchange after the last one of a round, as one function."""
+        is_last = (step + 1) % self._every == 0
+
+        def run(state: State, batch: Batch) -> tuple[State, Metrics]:
+            state = self.begun(state, step)
+            sync = state[SYNC]
+            new, metrics = local(self.merge(state), batch)
+            tokens = self._count(sync["tokens"], metrics["skipped"], metrics["tokens"])
+            state = {**new, SYNC: {"tokens": tokens, "agreed": sync["agreed"]}}
+            if not is_last:
+                return state, metrics
+            state, more = self._exchange(state, step + 1, float(metrics["loss"]))
+            return state, metrics | more
+
+        return run
+
     def reads_first(self, step: int) -> bool:
         """Returns True at step 0; later the island is within a round."""
         return step == 0
@@ -163,10 +181,11 @@ class RoundIsland(IslandSynchronizer):
         return flatten({"params": state["params"]}) | floats
 
     def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
+        """Returns the state after an exchange, and metrics of it."""
         tokens = float(state[SYNC]["tokens"])
         values = self.pushed(state)
         is_finite = bool(self._is_finite(list(values.values())))
-        arrived = self.client.exchange(values, clock, tokens, loss)
+        arrived = self.client.exchange(values, lambda: self.initial(state), clock, tokens, loss)
         if not is_finite:
             state = self._healed(state)
         return self.with_values(state, arrived), self._note(arrived, clock)

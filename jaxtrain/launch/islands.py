@@ -6,6 +6,7 @@ and Ray's processes end with the one that started them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
+
+import xxhash
 
 from jaxtrain.config import Config
 from jaxtrain.config.run_dir import absolute, create_directory, free_directory, saved_config, write_config
@@ -35,6 +38,7 @@ ISLAND, SERVER, OUTPUT = "island-{}", "server", "output.log"
 POLL = 0.2  # seconds between looks at the islands
 SHOWN_EVERY = 10.0  # seconds between lines on their progress
 STORE_BYTES = 2 << 30  # of Ray's store, at most; it holds a few copies of what the servers hold
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the switch by which Ray listens on 127.0.0.1 alone
 TOKEN_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
@@ -45,8 +49,8 @@ class IslandsOptions:
     Attributes:
         source: config, or the folder of a run of islands.
         overrides: `key=value`.
-        count: islands in all.
-        here: those of this machine.
+        count: islands in all; None: as the config says.
+        here: those of this machine; None: all.
         address: of an existing Ray cluster; None: one is started.
         max_restarts: of an island.
         stop_timeout: seconds that islands have to save.
@@ -55,8 +59,8 @@ class IslandsOptions:
 
     source: str
     overrides: tuple[str, ...]
-    count: int
-    here: tuple[int, ...]
+    count: int | None
+    here: tuple[int, ...] | None
     address: str | None = None
     max_restarts: int = 5
     stop_timeout: float = 300.0
@@ -125,19 +129,18 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     Raises:
         UserError: bad input; nothing was started.
     """
-    import_optional("ray", "jaxtrain launch islands", "islands")
-    config, directory = open_run(options)
+    config, directory, here = open_run(options)
     if options.address is None:  # the processes of this cluster, and no others, know the token
-        os.environ |= {TOKEN_MODE: "token", TOKEN: os.environ.get(TOKEN) or new_secret()}
+        os.environ |= LOOPBACK | {TOKEN_MODE: "token", TOKEN: os.environ.get(TOKEN) or new_secret()}
+    import_optional("ray", "jaxtrain launch islands", "islands")  # which reads these when it is imported
     from jaxtrain.islands.ray_engine import cluster, finish, start_coordinator
 
-    run = f"{directory.name}-{abs(hash(str(directory))) % 10**8}"
+    run = f"{directory.name}-{xxhash.xxh32_hexdigest(str(directory).encode())}"
     terminal.show(f"launch  {directory}")
     with cluster(run, options.address, STORE_BYTES) as address:
         coordinator = start_coordinator(config, directory / SERVER)
         islands = [
-            IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run))
-            for index in options.here
+            IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run)) for index in here
         ]
         with _Signals() as signals:
             code = _watch(islands, options, signals, directory, terminal)
@@ -147,14 +150,14 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     return code
 
 
-def open_run(options: IslandsOptions) -> tuple[Config, Path]:
-    """Returns the config and the folder of a run, new or continued, with the configs of its islands.
+def open_run(options: IslandsOptions) -> tuple[Config, Path, tuple[int, ...]]:
+    """Returns the config and the folder of a run, new or continued, with the configs of its islands here.
 
     Raises:
         UserError: bad input, or DIR/NAME holds the run of another config.
     """
     existing = Path(options.source) if Path(options.source).is_dir() else None
-    overrides = (*options.overrides, *([f"islands.count={options.count}"] if options.count else []))
+    overrides = (*options.overrides, *([f"islands.count={options.count}"] if options.count is not None else []))
     source = saved_config(existing) if existing else options.source
     config, _ = resolve(source, *overrides)
     if not config.islands.has_islands:
@@ -166,12 +169,15 @@ def open_run(options: IslandsOptions) -> tuple[Config, Path]:
     else:
         directory = free_directory(config)
     directory = directory.absolute()
-    for index in options.here or range(config.islands.count):
+    here = tuple(range(config.islands.count)) if options.here is None else options.here
+    if max(here) >= config.islands.count:
+        raise UserError(f"launch: --here {max(here)}: expected an index below islands.count={config.islands.count}")
+    for index in here:
         folder = directory / ISLAND.format(index)
         create_directory(folder)
         write_config(folder, config.model_copy(update={"dir": str(directory), "name": folder.name}))
     write_config(directory, absolute(config))
-    return config, directory
+    return config, directory, here
 
 
 def _watch(
@@ -249,17 +255,16 @@ class _Signals:
         self.received = signal.Signals(number).name
 
 
-def parse_here(text: str | None, count: int) -> tuple[int, ...]:
-    """Returns the islands of this machine from a text such as `0,1`; default: all.
-
-    Raises:
-        UserError: not numbers below the count.
-    """
-    if text is None:
-        return tuple(range(count))
-    found = text.split(",")
-    if not all(part.isdecimal() and int(part) < count for part in found):
-        raise UserError(f"launch: --here {text}: expected numbers below {count}, such as 0,1")
-    return tuple(int(part) for part in found)
-
-
+def parse_islands(args: argparse.Namespace) -> IslandsOptions:
+    """Returns the options of arguments. Raises UserError for a wrong one."""
+    if args.config is None or args.command:
+        raise UserError("launch: expected a config, or the folder of a run of islands")
+    if args.islands is not None and args.islands < 1:
+        raise UserError(f"launch: --islands {args.islands}: expected at least 1")
+    here = None if args.here is None else args.here.split(",")
+    if here is not None and not all(part.isdecimal() for part in here):
+        raise UserError(f"launch: --here {args.here}: expected indices of islands, such as 0,1")
+    return IslandsOptions(
+        args.config, tuple(args.overrides), args.islands, None if here is None else tuple(map(int, here)), args.address,
+        args.max_restarts, args.stop_timeout, continues=args.resume != "never",
+    )  # fmt: skip
