@@ -67,8 +67,8 @@ def _resume(parser: Parser) -> None:
 
 def _launch(parser: Parser) -> None:
     add = parser.add_argument
-    add("where", choices=("local", "node", "islands"),
-        help="local: start all processes here; node: start those of this node; islands: runs that agree by a server")  # fmt: skip
+    kinds = "local: start all processes here; node: start those of this node; islands: runs that agree by a server"
+    add("where", choices=("local", "node", "islands"), help=kinds)
     add("config", nargs="?", help="YAML file, or RUN_DIR to resume; or a command after `--`, as -- python train.py")
     parser.set_defaults(command=())
     _add_common(parser, "overrides")
