@@ -26,6 +26,7 @@ from jaxtrain.config.schema import (
     ScheduleConfig,
 )
 from jaxtrain.config.sections.compression_checks import compresses_over_data, compression_notes, compression_problems
+from jaxtrain.config.sections.islands_checks import island_problems
 from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.config.sections.sync import AT_OUTER, STRATEGY_KEYS, SyncConfig
 from jaxtrain.config.sections.sync_checks import optimizer_problems, streaming_problems
@@ -276,16 +277,15 @@ def _sync(config: Config) -> Iterator[Conflict]:
         hint = names_hint(sync.strategy, "strategies", names)
         yield Conflict((key,), f"{message}; found {format_value(sync.strategy)}{hint}")
         return
-    if sync.strategy in ("local_sgd", "post_local") and config.mesh.replica == 1:
+    if sync.strategy in ("local_sgd", "post_local") and config.mesh.replica == 1 and not config.islands.has_islands:
         message = f"{sync.strategy} averages several replicas; expected mesh.replica > 1, or diloco, which works with 1"
         yield Conflict((key, "mesh.replica"), message)
     if sync.strategy == "post_local" and sync.bsp_steps == 0:
         yield Conflict(("sync.bsp_steps", key), "post_local begins with bsp; expected at least 1, or local_sgd")
     found = [*streaming_problems(sync, divisors), *optimizer_problems(sync, config.optimizer.name)]
-    yield from (Conflict(*each) for each in found)
+    yield from (Conflict(*each) for each in (*found, *island_problems(config), *compression_problems(config)))
     if config.epochs is None:
         yield from round_problems(config)
-    yield from (Conflict(keys, message) for keys, message in compression_problems(config))
     if sync.is_loose or sync.is_compressed:
         yield from _replica_rules(config)
 

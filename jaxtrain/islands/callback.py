@@ -22,7 +22,7 @@ from jaxtrain.islands.client import Door, IslandClient
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.rows import IslandRows, WholeBatches
-from jaxtrain.islands.server_rule import learning_rate, rule_of
+from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
 from jaxtrain.islands.synchronizer import GradientIsland, IslandSynchronizer, RoundIsland
 from jaxtrain.islands.trees import flatten, name
 

@@ -35,7 +35,7 @@ class Door(Protocol):
 
 
 class Arrived(NamedTuple):
-    """What an island reads.
+    """Values that an island reads.
 
     Attributes:
         values: (what it holds, its values) of each server.

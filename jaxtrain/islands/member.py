@@ -10,19 +10,7 @@ from jaxtrain.config import Config
 from jaxtrain.errors import UserError
 from jaxtrain.io.packages import import_optional
 from jaxtrain.islands.client import Door
-
-ISLAND, ADDRESS, RUN = "JAXTRAIN_ISLAND", "JAXTRAIN_ISLANDS_ADDRESS", "JAXTRAIN_ISLANDS_RUN"
-
-
-def environment(island: int, address: str, run: str) -> dict[str, str]:
-    """Returns the environment of an island.
-
-    Args:
-        island: its index.
-        address: of the Ray cluster.
-        run: name of the run there.
-    """
-    return {ISLAND: str(island), ADDRESS: address, RUN: run}
+from jaxtrain.islands.environment import ADDRESS, ISLAND, RUN
 
 
 def this_island(config: Config, environ: Mapping[str, str] = os.environ) -> Callback:

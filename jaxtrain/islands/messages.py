@@ -1,4 +1,4 @@
-"""What islands and the coordinator of their server tell one another."""
+"""Messages between islands and the coordinator of their server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.errors import UserError
 from jaxtrain.islands.partition import Parts, Spec
-from jaxtrain.islands.rules import Rule
+from jaxtrain.islands.server.rules import Rule
 from jaxtrain.islands.trees import Path
 
 
@@ -65,7 +65,7 @@ class Welcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Push:
-    """What an island has computed.
+    """Values that an island has computed.
 
     Attributes:
         clock: its steps.
@@ -83,7 +83,7 @@ class Push:
 
 
 class Pulled(NamedTuple):
-    """What an island reads.
+    """Values that an island reads.
 
     Attributes:
         given: references to what the servers hold, one each.

@@ -1,4 +1,4 @@
-"""Which server holds which part of the parameters: equal shares of their bytes, in whole tensors and whole layers."""
+"""Parts of the parameters that each server holds: equal shares of their bytes, in whole tensors and whole layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of bytes."""
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 

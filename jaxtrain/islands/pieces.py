@@ -12,7 +12,7 @@ from jaxtrain.islands.partition import Part, Parts, Spec
 from jaxtrain.islands.trees import Flat, Path
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A block of a tensor.
 
     Attributes:
@@ -24,28 +24,28 @@ class Piece(NamedTuple):
     values: np.ndarray
 
 
-def pieces_of(arrays: Mapping[Path, jax.Array], parts: Parts) -> dict[Path, list[Piece]]:
+def pieces_of(arrays: Mapping[Path, jax.Array], parts: Parts) -> dict[Path, list[TensorPiece]]:
     """Returns what one server gets of device arrays: the shards of this process that meet its parts, each once."""
     return {path: _pieces(arrays[path], part) for path, part in parts.items()}
 
 
-def _pieces(array: jax.Array, part: Part) -> list[Piece]:
-    found: list[Piece] = []
+def _pieces(array: jax.Array, part: Part) -> list[TensorPiece]:
+    found: list[TensorPiece] = []
     for shard in array.addressable_shards:
         if shard.replica_id != 0:
             continue
         start = tuple(index.indices(size)[0] for index, size in zip(shard.index, array.shape))
         if part.start is None or part.stop is None:
-            found.append(Piece(start, np.asarray(shard.data)))
+            found.append(TensorPiece(start, np.asarray(shard.data)))
             continue
         first, stop = max(start[0], part.start), min(start[0] + shard.data.shape[0], part.stop)
         if first < stop:
             values = np.asarray(shard.data)[first - start[0] : stop - start[0]]
-            found.append(Piece((first - part.start, *start[1:]), values))
+            found.append(TensorPiece((first - part.start, *start[1:]), values))
     return found
 
 
-def assemble(pieces: Mapping[Path, Sequence[Piece]], specs: Mapping[Path, Spec]) -> Flat:
+def assemble(pieces: Mapping[Path, Sequence[TensorPiece]], specs: Mapping[Path, Spec]) -> Flat:
     """Returns the tensors, or parts of them, that pieces make up; one that is whole is not copied.
 
     Raises:
@@ -54,7 +54,7 @@ def assemble(pieces: Mapping[Path, Sequence[Piece]], specs: Mapping[Path, Spec])
     return {path: _assemble(path, pieces.get(path, ()), spec) for path, spec in specs.items()}
 
 
-def _assemble(path: Path, pieces: Sequence[Piece], spec: Spec) -> np.ndarray:
+def _assemble(path: Path, pieces: Sequence[TensorPiece], spec: Spec) -> np.ndarray:
     if len(pieces) == 1 and pieces[0].values.shape == spec.shape:
         return pieces[0].values
     whole, filled = np.empty(spec.shape, spec.dtype), 0

@@ -20,10 +20,10 @@ from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.errors import TrainingError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
-from jaxtrain.islands.coordinator import Coordinator
 from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
-from jaxtrain.islands.policies import make_policy
-from jaxtrain.islands.ray_servers import ENVIRONMENT, RayServers
+from jaxtrain.islands.server.coordinator import Coordinator
+from jaxtrain.islands.server.policies import make_policy
+from jaxtrain.islands.server.ray_servers import ENVIRONMENT, RayServers
 
 NAME = "coordinator"
 LOG, STATUS = "pushes.jsonl", "status.json"

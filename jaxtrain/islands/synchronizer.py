@@ -1,4 +1,4 @@
-"""What the host of an island runs in a step: the step of its own, then a push and a read if one is due."""
+"""Programs that the host of an island runs in a step: the step of its own, then a push and a read if one is due."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.core.island_state import ConsensusSynchronizer
 from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived, IslandClient
 from jaxtrain.islands.pieces import place_tree
 from jaxtrain.islands.trees import Flat, flatten, nest
 from jaxtrain.optim.optimizers import ema_update
-from jaxtrain.sync.consensus import ConsensusSynchronizer
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
 
@@ -23,7 +23,7 @@ Batch = Mapping[str, jax.Array]
 
 
 class IslandSynchronizer(Synchronizer):
-    """What the islands of all strategies share.
+    """Base of the islands of all strategies.
 
     Args:
         form: of the state.

@@ -17,13 +17,13 @@ from jaxtrain.config.schema import Config
 from jaxtrain.core.placement import Placer
 from jaxtrain.core.program import Program, build_program
 from jaxtrain.islands.callback import island_config, open_island
-from jaxtrain.islands.coordinator import Coordinator, Held
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Parts, partition
-from jaxtrain.islands.policies import make_policy
 from jaxtrain.islands.rows import IslandRows
-from jaxtrain.islands.rules import Header
-from jaxtrain.islands.server_process import ServerProcess
+from jaxtrain.islands.server.coordinator import Coordinator, Held
+from jaxtrain.islands.server.policies import make_policy
+from jaxtrain.islands.server.process import ServerProcess
+from jaxtrain.islands.server.rules import Header
 
 
 class LocalServers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from jaxtrain.exit_codes import SAVED
-from jaxtrain.launch.islands import launch_islands, parse_islands
+from jaxtrain.launch.islands.options import parse_islands
+from jaxtrain.launch.islands.run import launch_islands
 from jaxtrain.launch.options import parse_options, resume_command
 from jaxtrain.launch.supervisor import supervise
 from jaxtrain.launch.worker_logs import Terminal

@@ -1,4 +1,4 @@
-"""What a server makes of pushes: an optimizer's update by gradients, or an exchange of a strategy. Pure functions.
+"""Updates by pushes: those of an optimizer by gradients, or an exchange of a strategy. Pure functions.
 
 The state of a server is a dict of trees: `params`, what the islands read, and what the rule adds. Pushes are trees of
 NumPy arrays in the order of the islands, in which they are summed, so that the result does not depend on their arrival.
@@ -26,7 +26,7 @@ State = dict[str, Tree]
 
 
 class Header(NamedTuple):
-    """What the coordinator says of the pushes of an update.
+    """Facts about the pushes of an update, from the coordinator.
 
     Attributes:
         islands: who pushed, ascending.

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, SessionOverError, Welcome
 from jaxtrain.islands.partition import Parts
-from jaxtrain.islands.policies import Policy, PushId
-from jaxtrain.islands.rules import Header
+from jaxtrain.islands.server.policies import PushId, UpdatePolicy
+from jaxtrain.islands.server.rules import Header
 
 SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
 LONGEST_WAIT = 2.0  # seconds of one call that waits
@@ -111,7 +111,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, config: IslandsConfig, policy: Policy, servers: Servers, save_every: int | None,
+        self, config: IslandsConfig, policy: UpdatePolicy, servers: Servers, save_every: int | None,
         log: Callable[[dict[str, Any]], None], now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.config, self.policy, self.servers = config, policy, servers

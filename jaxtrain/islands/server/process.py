@@ -1,4 +1,4 @@
-"""What a server computes for the part of the parameters that it holds. Pure functions of what it is given.
+"""Computation of one server, for the part of the parameters that it holds. Pure functions of what it is given.
 
 The state of a server is no attribute but a value that goes in and out, so that it outlives the process: the coordinator
 keeps it in the store of the engine.
@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxtrain.io.atomic import open_atomic
 from jaxtrain.islands.partition import Spec
-from jaxtrain.islands.pieces import Piece, assemble
-from jaxtrain.islands.rules import Header, Rule, is_finite, weighted_mean
+from jaxtrain.islands.pieces import TensorPiece, assemble
+from jaxtrain.islands.server.rules import Header, Rule, is_finite, weighted_mean
 from jaxtrain.islands.trees import Flat, Path, nest
 
 ServerState = dict[str, Any]  # `rule`: of the rule; `mutable`: averages of mutable variables
@@ -40,7 +40,7 @@ class ServerProcess:
         """Returns the number of the process."""
         return os.getpid()
 
-    def hold(self, pieces: Mapping[Path, list[Piece]]) -> tuple[Flat, bool]:
+    def hold(self, pieces: Mapping[Path, list[TensorPiece]]) -> tuple[Flat, bool]:
         """Returns the tensors of a push, and True if all numbers are finite.
 
         Raises:

@@ -6,7 +6,6 @@ and Ray's processes end with the one that started them.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,8 +28,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.exit_codes import OK, SAVED, USAGE
 from jaxtrain.io.authenticated import new_secret
 from jaxtrain.io.packages import import_optional
-from jaxtrain.islands.member import environment
+from jaxtrain.islands.environment import environment
 from jaxtrain.launch.exit_reasons import describe_exit, is_clean_exit, shell_exit_code
+from jaxtrain.launch.islands.options import IslandsOptions
 from jaxtrain.launch.worker_logs import Terminal
 from jaxtrain.trainer.continuation import can_continue
 
@@ -40,31 +40,6 @@ SHOWN_EVERY = 10.0  # seconds between lines on their progress
 STORE_BYTES = 2 << 30  # of Ray's store, at most; it holds a few copies of what the servers hold
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the switch by which Ray listens on 127.0.0.1 alone
 TOKEN_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
-
-
-@dataclass(frozen=True)
-class IslandsOptions:
-    """Options of `jaxtrain launch islands`.
-
-    Attributes:
-        source: config, or the folder of a run of islands.
-        overrides: `key=value`.
-        count: islands in all; None: as the config says.
-        here: those of this machine; None: all.
-        address: of an existing Ray cluster; None: one is started.
-        max_restarts: of an island.
-        stop_timeout: seconds that islands have to save.
-        continues: the run in DIR/NAME, if there is one of the same config.
-    """
-
-    source: str
-    overrides: tuple[str, ...]
-    count: int | None
-    here: tuple[int, ...] | None
-    address: str | None = None
-    max_restarts: int = 5
-    stop_timeout: float = 300.0
-    continues: bool = True
 
 
 @dataclass
@@ -142,7 +117,7 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
         islands = [
             IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run)) for index in here
         ]
-        with _Signals() as signals:
+        with StopRequest() as signals:
             code = _watch(islands, options, signals, directory, terminal)
         finish(coordinator)
     if code == SAVED:
@@ -181,7 +156,7 @@ def open_run(options: IslandsOptions) -> tuple[Config, Path, tuple[int, ...]]:
 
 
 def _watch(
-    islands: Sequence[IslandProcess], options: IslandsOptions, signals: _Signals, directory: Path, terminal: Terminal
+    islands: Sequence[IslandProcess], options: IslandsOptions, signals: StopRequest, directory: Path, terminal: Terminal
 ) -> int:
     """Starts the islands, and those that fail again, until all have ended."""
     for island in islands:
@@ -232,14 +207,14 @@ def summary(status: Mapping[str, Any]) -> str:
     return f"islands  {'  '.join(parts)}  updates {status['version']}"
 
 
-class _Signals:
+class StopRequest:
     """SIGTERM, SIGINT and SIGHUP as a wish to stop. A second one ends the process."""
 
     def __init__(self) -> None:
         self.received = ""
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:
                 self._before[number] = signal.signal(number, self._take)
@@ -253,18 +228,3 @@ class _Signals:
         if self.received:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
-
-
-def parse_islands(args: argparse.Namespace) -> IslandsOptions:
-    """Returns the options of arguments. Raises UserError for a wrong one."""
-    if args.config is None or args.command:
-        raise UserError("launch: expected a config, or the folder of a run of islands")
-    if args.islands is not None and args.islands < 1:
-        raise UserError(f"launch: --islands {args.islands}: expected at least 1")
-    here = None if args.here is None else args.here.split(",")
-    if here is not None and not all(part.isdecimal() for part in here):
-        raise UserError(f"launch: --here {args.here}: expected indices of islands, such as 0,1")
-    return IslandsOptions(
-        args.config, tuple(args.overrides), args.islands, None if here is None else tuple(map(int, here)), args.address,
-        args.max_restarts, args.stop_timeout, continues=args.resume != "never",
-    )  # fmt: skip

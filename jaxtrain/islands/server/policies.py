@@ -1,4 +1,4 @@
-"""When pushes become an update of the server, and which islands may read after it. Plain logic, without clocks.
+"""Rules by which pushes become an update, and islands may read after it. Plain logic, without clocks.
 
 `StalePolicy` is the rule of `sync.clocks` for islands whose clocks are real: an island reads, computes an iteration and
 pushes it; it may begin iteration c if c is at most `bound` ahead of the number that the slowest island has completed.
@@ -13,7 +13,7 @@ PushId = tuple[int, int]  # island, number of the push: in this order they are s
 
 
 class Due(NamedTuple):
-    """What happens next.
+    """The next update.
 
     Attributes:
         pushes: those that are one update; none: only reads are due.
@@ -24,7 +24,7 @@ class Due(NamedTuple):
     readers: list[int]
 
 
-class Policy(Protocol):
+class UpdatePolicy(Protocol):
     """Decides about the islands that are there.
 
     Attributes:
@@ -146,7 +146,7 @@ class RoundPolicy:
         return due
 
 
-def make_policy(strategy: str, bound: int, quorum: int, grace: float) -> Policy:
+def make_policy(strategy: str, bound: int, quorum: int, grace: float) -> UpdatePolicy:
     """Returns the policy of a strategy.
 
     Args:

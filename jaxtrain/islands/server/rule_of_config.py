@@ -12,7 +12,7 @@ from jaxtrain.config.sections.islands import STALE
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.core.components import Components
 from jaxtrain.core.program import Program
-from jaxtrain.islands.rules import ExchangeRule, GradientRule, Rule
+from jaxtrain.islands.server.rules import ExchangeRule, GradientRule, Rule
 from jaxtrain.optim.optimizers import make_optimizer
 from jaxtrain.optim.schedules import Schedule, make_schedule
 

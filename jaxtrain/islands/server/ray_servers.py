@@ -15,11 +15,11 @@ from typing import Any
 import ray
 
 from jaxtrain.io.atomic import write_atomic
-from jaxtrain.islands.coordinator import Held
 from jaxtrain.islands.messages import Hello, RefusedError
 from jaxtrain.islands.partition import Parts, partition
-from jaxtrain.islands.rules import Header
-from jaxtrain.islands.server_process import ServerProcess
+from jaxtrain.islands.server.coordinator import Held
+from jaxtrain.islands.server.process import ServerProcess
+from jaxtrain.islands.server.rules import Header
 
 RECORD = "newest.json"
 ENVIRONMENT = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}}

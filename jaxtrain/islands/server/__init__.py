@@ -1,0 +1,1 @@
+"""The parameter server: its coordinator decides, its processes compute."""

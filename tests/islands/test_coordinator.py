@@ -1,0 +1,198 @@
+"""Islands that join late, leave, fall silent, come back with old work, or do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny_net
+from local_islands import LocalServer, Rows, island_program
+
+from jaxtrain.core.placement import Placer
+from jaxtrain.islands.callback import open_island
+from jaxtrain.islands.messages import RefusedError, SessionOverError
+from jaxtrain.islands.rows import IslandRows
+from jaxtrain.islands.synchronizer import IslandSynchronizer
+
+LOCAL = {"strategy": "local_sgd", "every": 2}
+ASP = {"strategy": "asp"}
+SGD = {"name": "sgd", "lr": 0.05, "betas": [0.0, 0.9], "weight_decay": 0.0, "grad_clip_norm": None}
+
+
+class Time:
+    """A clock that tests move."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class OneIsland:
+    """An island whose steps a test takes one by one."""
+
+    def __init__(self, server: LocalServer, config: Any, index: int) -> None:
+        program = island_program(config, {}, index)
+        self.island: IslandSynchronizer = open_island(config, program, index, server.door)
+        self.clock = self.island.client.join()
+        self.program = replace(program, synchronizer=self.island)
+        rows = program.config.data.global_batch
+        self.place = Placer(IslandRows(Rows(), index, rows).batch, program.sharder, rows, False)
+        self.state = self.island.start(program.init())
+
+    def step(self, count: int = 1) -> dict[str, float]:
+        for _ in range(count):
+            self.state, metrics = self.program.step_at(self.clock)(self.state, self.place(self.clock))
+            self.clock += 1
+        return {name: float(value) for name, value in metrics.items()}
+
+    @property
+    def params(self) -> Any:
+        return jax.device_get(self.state["params"])
+
+
+def config(sync: dict[str, Any], count: int = 2, **islands: Any) -> Any:
+    return tiny_net.config(sync=sync, islands={"count": count, "heartbeat": 5.0, **islands}, optimizer=SGD)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def asynchronous(time: Time) -> Iterator[tuple[Any, LocalServer]]:
+    run = config(ASP)
+    with LocalServer(run, time) as server:
+        yield run, server
+
+
+def test_an_island_that_is_alone_does_not_wait_for_those_that_never_came(time: Time) -> None:
+    run = config(LOCAL)
+    with LocalServer(run, time) as server:
+        first = OneIsland(server, run, 0)
+        first.step(4)
+        assert server.coordinator.version == 2
+
+
+def test_a_late_island_begins_with_the_parameters_and_the_step_of_the_others(asynchronous: Any) -> None:
+    run, server = asynchronous
+    first = OneIsland(server, run, 0)
+    first.step(6)
+    late = OneIsland(server, run, 1)
+    assert late.clock == 6
+    late.state = late.island.begun(late.state, late.clock)
+    for name, expected in first.params.items():
+        np.testing.assert_array_equal(late.params[name], expected)
+    late.step()
+    assert server.coordinator.version == 7
+
+
+def test_a_silent_island_has_left_and_its_late_work_is_dropped_and_counted(time: Time) -> None:
+    run = config(LOCAL)
+    with LocalServer(run, time) as server:
+        first, second = OneIsland(server, run, 0), OneIsland(server, run, 1)
+        first.state, second.state = first.island.begun(first.state, 0), second.island.begun(second.state, 0)
+        second.step(1)
+        time.now = 11.0
+        first.island.client.beat()
+        server.door.call("check_silence")
+        assert sorted(server.coordinator.members) == [0]
+        first.step(6)  # three rounds alone
+        second.step(1)  # its round is over long since
+        assert second.island.behind == 6
+        for name, expected in first.params.items():
+            np.testing.assert_array_equal(second.params[name], expected)
+        status = server.coordinator.status()["islands"]["1"]
+        assert (status["late"], status["dropped"]) == (1, 1)
+        assert [record["counts"] for record in server.log if record["event"] == "late"] == [False]
+        second.clock = second.island.behind
+        assert sorted(server.coordinator.members) == [0, 1]  # and is waited for again
+
+
+def test_late_work_may_be_scaled_down(time: Time) -> None:
+    run = config(ASP, late="scale")
+    with LocalServer(run, time) as server:
+        first, second = OneIsland(server, run, 0), OneIsland(server, run, 1)
+        first.step(1)
+        second.step(1)
+        time.now = 11.0
+        first.island.client.beat()
+        server.door.call("check_silence")
+        first.step(2)  # two updates since the read of the second one
+        before = first.params
+        gradients = jax.jit(lambda s, b: second.program.step_with_gradients(s, b)[2])(second.state, second.place(1))
+        second.step(1)
+        assert [push["scale"] for push in server.pushes()][-1] == pytest.approx(1 / 3)
+        for name, after in second.params.items():  # half: one of two islands
+            expected = before[name] - 0.05 * np.asarray(gradients[name]) / 3 / 2
+            np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_message_of_an_earlier_stay_has_no_effect(asynchronous: Any) -> None:
+    run, server = asynchronous
+    first = OneIsland(server, run, 0)
+    first.step(1)
+    session = server.coordinator.members[0].session
+    OneIsland(server, run, 0)  # started again
+    for method, arguments in (("heartbeat", ()), ("pull", ()), ("leave", ())):
+        with pytest.raises(SessionOverError):
+            server.door.call(method, 0, session, *arguments)
+    assert sorted(server.coordinator.members) == [0]
+
+
+def test_a_push_that_is_not_finite_is_left_out_and_the_island_goes_on(time: Time) -> None:
+    run = config(LOCAL)
+    with LocalServer(run, time) as server:
+        islands = [OneIsland(server, run, index) for index in range(2)]
+        for each in islands:
+            each.state = each.island.begun(each.state, 0)
+        islands[1].state["params"]["a"] = islands[1].state["params"]["a"] * np.nan
+        islands[0].island.client.leave()  # so that the test's one thread need not wait for it
+        before = jax.device_get(islands[1].state["sync"]["agreed"])
+        metrics = islands[1].step(2)
+        assert metrics["left_out"] == 1
+        for name, expected in before.items():
+            np.testing.assert_array_equal(islands[1].params[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"options": {"noise": 0.5}}}, None),
+        ({"optimizer": {"lr": 0.1}}, None),
+        ({"seed": 3}, "island 1: its seed is 3; expected 0, as island 0 has"),
+        ({"sync": {"strategy": "local_sgd", "every": 3}}, "island 1: its sync is"),
+        ({"data": {"global_batch": 8}}, "island 1: its global_batch is 8; expected 16"),
+    ],
+)  # fmt: skip
+def test_an_island_that_trains_something_else_is_refused_in_one_line(
+    time: Time, changes: dict[str, Any], message: str | None
+) -> None:
+    run = config(LOCAL)
+    with LocalServer(run, time) as server:
+        OneIsland(server, run, 0)
+        base = {"sync": LOCAL, "islands": {"count": 2, "heartbeat": 5.0}}
+        other = tiny_net.config(**(base | changes))
+        program = island_program(other, {}, 1)
+        island = open_island(other, program, 1, server.door)
+        if message is None:
+            island.client.join()
+            return
+        with pytest.raises(RefusedError) as found:
+            island.client.join()
+        assert str(found.value).startswith(message)
+        assert "\n" not in str(found.value)
+        assert sorted(server.coordinator.members) == [0]
+
+
+def test_an_index_outside_of_the_count_is_refused(time: Time) -> None:
+    run = config(LOCAL)
+    with LocalServer(run, time) as server:
+        wrong = open_island(run, island_program(run, {}, 0), 7, server.door)
+        with pytest.raises(RefusedError, match=r"island 7: expected a number below islands\.count=2"):
+            wrong.client.join()
