@@ -69,6 +69,7 @@ extras: $(VENV)/.installed-extras
 		tests/data/test_source_formats.py tests/data/test_remote.py tests/checkpoint/test_durable.py \
 		tests/trackers/test_trackers.py tests/api/test_data.py tests/api/test_data_processes.py \
 		tests/api/test_notebook_kernel.py tests/test_notebooks.py tests/sync/test_peers.py tests/sync/test_torch_power_sgd.py \
+		tests/islands/test_launch_islands.py \
 		"tests/test_examples.py::test_the_quick_form_learns[hugging_face]"
 
 chaos: $(VENV)/.installed-test
@@ -109,7 +110,7 @@ $(VENV)/.installed-test: $(VENV)/.installed pyproject.toml $(LOCK)
 
 $(VENV)/.installed-extras: $(VENV)/.installed-test pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) \
-		-e '.[test,notebooks,peer,lm-eval,hf,arrayrecord,s3-test,loaders-test,wandb,mlflow]'
+		-e '.[test,notebooks,peer,islands,lm-eval,hf,arrayrecord,s3-test,loaders-test,wandb,mlflow]'
 	touch $@
 
 # Without the lock, and past the upper bounds of pyproject.toml.

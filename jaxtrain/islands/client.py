@@ -108,6 +108,19 @@ class IslandClient:
             given = self._door.call("begin", self.index, welcome.session, refs)
         return self._arrived(Pulled(given, welcome.version, welcome.clock, {}), 0)
 
+    def start(self, clock: int, initial: Callable[[], Arrays]) -> Arrived:
+        """Returns what an island that begins after some steps reads: waits if it is too far ahead of the others.
+
+        Args:
+            clock: its steps.
+            initial: as in `read`.
+        """
+        arrived = self.read(initial)
+        if clock <= self.clock:
+            return arrived
+        self._door.call("start", self.index, self._joined.session, clock)
+        return self._wait(initial, clock, 0)
+
     def exchange(
         self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
     ) -> Arrived:

@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from jaxtrain.islands.server.ray_servers import ENVIRONMENT, RayServers
 NAME = "coordinator"
 LOG, STATUS = "pushes.jsonl", "status.json"
 CALL_TIMEOUT = 300.0  # seconds of a call that waits for nobody: it copies or updates all parameters at most
+CONNECT_TIMEOUT = 60.0  # seconds to connect to a cluster
 RESTART_WAIT = 60.0  # seconds that islands wait for a coordinator that Ray starts again
 TOKEN = "RAY_AUTH_TOKEN"
 QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
@@ -87,6 +90,10 @@ class CoordinatorActor:
     async def pull(self, island: int, session: int) -> Pulled | None:
         """See `Coordinator`."""
         return await self._coordinator.pull(island, session)
+
+    async def start(self, island: int, session: int, clock: int) -> None:
+        """See `Coordinator`."""
+        await self._coordinator.start(island, session, clock)
 
     async def leave(self, island: int, session: int) -> None:
         """See `Coordinator`."""
@@ -153,17 +160,38 @@ class RayDoor:
     Args:
         address: of the Ray cluster.
         namespace: of the run.
+        timeout: seconds to connect.
+
+    Raises:
+        LostServerError: no cluster, or no coordinator of the run there.
     """
 
-    def __init__(self, address: str, namespace: str) -> None:
+    def __init__(self, address: str, namespace: str, timeout: float = CONNECT_TIMEOUT) -> None:
+        self._actor: Any = None
+        self._problem: Exception | None = None
+        try:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout).close()  # Ray itself tries for minutes
+            # A thread that still waits then does not keep the process, which ends with the error.
+            with_ray = threading.Thread(target=self._connect, args=(address, namespace), daemon=True)
+            with_ray.start()
+            with_ray.join(timeout)
+            if self._problem is not None:
+                raise self._problem
+            if self._actor is None:
+                raise TimeoutError(f"no answer in {timeout:g} s")
+        except (OSError, ValueError, exceptions.RayError, RuntimeError) as error:
+            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            message = f"islands: no server of this run at {address} ({line})"
+            raise LostServerError(f"{message}; expected `jaxtrain launch islands` there") from None
+
+    def _connect(self, address: str, namespace: str) -> None:
         try:
             if not ray.is_initialized():
                 ray.init(address=address, namespace=namespace, **QUIET)
             self._actor = ray.get_actor(NAME, namespace)
-        except (ConnectionError, ValueError, exceptions.RayError, RuntimeError) as error:
-            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            message = f"islands: no server of this run at {address} ({line})"
-            raise LostServerError(f"{message}; expected `jaxtrain launch islands` there") from None
+        except Exception as error:
+            self._problem = error
 
     def call(self, method: str, *args: Any) -> Any:
         """Returns what a method of the coordinator returns. Waits for one that is started again."""

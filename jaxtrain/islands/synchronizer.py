@@ -51,7 +51,7 @@ class IslandSynchronizer(Synchronizer):
         if self._has_begun:
             return state
         self._has_begun = True
-        arrived = self.client.read(lambda: self.initial(state))
+        arrived = self.client.start(step, lambda: self.initial(state))
         return self.with_values(state, arrived) if self.reads_first(step) else state
 
     def reads_first(self, step: int) -> bool:

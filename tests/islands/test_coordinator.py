@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from time import sleep
 from typing import Any
 
 import jax
@@ -90,6 +92,26 @@ def test_a_late_island_begins_with_the_parameters_and_the_step_of_the_others(asy
         np.testing.assert_array_equal(late.params[name], expected)
     late.step()
     assert server.coordinator.version == 7
+
+
+def test_an_island_that_begins_further_than_the_bound_waits(time: Time) -> None:
+    """One whose own checkpoint is ahead of the others."""
+    run = config({"strategy": "ssp", "stale": {"bound": 2}})
+    with LocalServer(run, time) as server, ThreadPoolExecutor(1) as pool:
+        first, ahead = OneIsland(server, run, 0), OneIsland(server, run, 1)
+        first.step(1)
+        ahead.clock = 5
+        waiting = pool.submit(ahead.step)
+        first.step(1)
+        sleep(0.5)
+        early = [push["island"] for push in server.pushes()]
+        while not waiting.done():  # at 3 completed steps it may begin the one after 5
+            first.step(1)
+        assert waiting.exception() is None
+        assert early == [0, 0]
+        pushed = next(push for push in server.pushes() if push["island"] == 1)
+        assert pushed["clock"] == 6
+        assert pushed["ahead"] <= 2
 
 
 def test_a_silent_island_has_left_and_its_late_work_is_dropped_and_counted(time: Time) -> None:

@@ -78,6 +78,7 @@ class Member:
         session: number of its stay.
         seen: time of its last message.
         joined: time at which it joined.
+        clock: its steps when it left.
         read_at: version of its last read.
         released: it may read.
         waits_since: time since which it waits to read; None: it computes.
@@ -87,6 +88,7 @@ class Member:
     session: int
     seen: float
     joined: float = 0.0
+    clock: int = 0
     read_at: int = 0
     released: bool = False
     waits_since: float | None = None
@@ -212,9 +214,18 @@ class Coordinator:
             member.read_at = version
             await self._take(island, session, push, 1.0 / (1 + self.version - version))
             return True
-        self.policy.skip(island, max(self.clock, push.clock) if self.policy.merges_stale else self.clock)
-        member.released, member.waits_since = True, self._now()
+        own = push.clock if self.policy.merges_stale else self.clock
+        await self._let_wait(island, member, max(own, self.policy.completed.get(island, 0)))
         return False
+
+    async def start(self, island: int, session: int, clock: int) -> None:
+        """Lets an island wait that begins further than the others, at its own checkpoint, until it may."""
+        await self._let_wait(island, self._member(island, session), clock)
+
+    async def _let_wait(self, island: int, member: Member, clock: int) -> None:
+        member.released, member.waits_since = False, self._now()
+        self.policy.wait(island, clock)
+        await self._advance()
 
     async def _take(self, island: int, session: int, push: Push, scale: float) -> None:
         held = await self.servers.hold(push.refs)
@@ -271,6 +282,7 @@ class Coordinator:
         if (member := self.members.pop(island, None)) is not None:
             self._past[island] = member
             member.count(seconds=self._now() - member.joined)
+            member.clock = self.policy.completed.get(island, member.clock)
             self.policy.leave(island)
             self._log({"event": "leave", "island": island, "reason": why, "version": self.version})
 
@@ -343,18 +355,15 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Returns what `jaxtrain islands status` shows."""
-        now = self._now()
         everyone = sorted((self._past | self.members).items())
-        islands = {
-            str(island): {
-                "clock": self.policy.completed.get(island, 0), "seen": now - member.seen,
-                "staleness": self.version - member.read_at, "waits": member.waits_since is not None,
-                **member.totals, "is_there": island in self.members, "seconds": self._seconds(island, member),
-            }
-            for island, member in everyone
-        }  # fmt: skip
+        islands = {str(island): self._described(island, member) for island, member in everyone}
         return {"version": self.version, "clock": self.clock, "islands": islands}
 
-    def _seconds(self, island: int, member: Member) -> float:
-        """Returns the seconds for which an island was there."""
-        return member.totals.get("seconds", 0.0) + (self._now() - member.joined if island in self.members else 0.0)
+    def _described(self, island: int, member: Member) -> dict[str, Any]:
+        is_there, now = island in self.members, self._now()
+        return {
+            **member.totals, "clock": self.policy.completed.get(island, member.clock), "is_there": is_there,
+            "staleness": self.version - member.read_at, "waits": member.waits_since is not None,
+            "seen": now - member.seen,
+            "seconds": member.totals.get("seconds", 0.0) + (now - member.joined if is_there else 0.0),
+        }  # fmt: skip

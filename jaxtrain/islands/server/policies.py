@@ -47,8 +47,8 @@ class UpdatePolicy(Protocol):
         """Takes the push of an island after `clock` steps. It waits for its read."""
         ...
 
-    def skip(self, island: int, clock: int) -> None:
-        """Moves the clock of an island whose push does not count."""
+    def wait(self, island: int, clock: int) -> None:
+        """Lets an island that has pushed nothing wait for its read after `clock` steps."""
         ...
 
     def next(self, now: float) -> Due | None:
@@ -82,9 +82,10 @@ class StalePolicy:
         self._pending.add((island, number))
         self._waiting.add(island)
 
-    def skip(self, island: int, clock: int) -> None:
-        """Moves the clock of an island."""
+    def wait(self, island: int, clock: int) -> None:
+        """Lets an island wait until it may begin iteration `clock`."""
         self.completed[island] = clock
+        self._waiting.add(island)
 
     def next(self, now: float) -> Due | None:
         """Returns all pushes, if an island may read."""
@@ -112,6 +113,7 @@ class RoundPolicy:
         self.completed: dict[int, int] = {}
         self._quorum, self._grace = quorum, grace
         self._pushed: set[PushId] = set()
+        self._returned: set[int] = set()
         self._quorum_at: float | None = None
 
     def join(self, island: int, clock: int) -> None:
@@ -121,18 +123,23 @@ class RoundPolicy:
     def leave(self, island: int) -> None:
         """Removes an island; the round does not wait for it."""
         self.completed.pop(island, None)
+        self._returned.discard(island)
 
     def push(self, island: int, number: int, clock: int) -> None:
         """Takes a push of the round."""
         self.completed[island] = clock
         self._pushed.add((island, number))
 
-    def skip(self, island: int, clock: int) -> None:
-        """Moves the clock of an island."""
+    def wait(self, island: int, clock: int) -> None:
+        """Lets an island read at once."""
         self.completed[island] = clock
+        self._returned.add(island)
 
     def next(self, now: float) -> Due | None:
         """Returns the pushes of a round that is complete."""
+        if self._returned:
+            readers, self._returned = sorted(self._returned), set()
+            return Due([], readers)
         islands = {island for island, _ in self._pushed}
         if not islands:
             return None

@@ -43,7 +43,7 @@ class RayServers:
 
     async def open(self, hello: Hello) -> None:
         """Starts the actors."""
-        self.parts = partition(hello.specs, self._count)
+        self.parts, self._actors = partition(hello.specs, self._count), []
         # A repeated call gives the same values, because they are functions of what they are given.
         make: Any = ray.remote(ServerProcess)
         options = make.options(num_cpus=0, max_restarts=-1, max_task_retries=-1, runtime_env=ENVIRONMENT)

@@ -1,0 +1,185 @@
+"""`jaxtrain launch islands` on a Ray cluster: a whole run, killed processes, a stop and the same command again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxtrain.islands.status import read_status, status_table
+
+pytest.importorskip("ray", reason="islands on a cluster need Ray")
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+
+CONFIG = """
+name: run
+dir: {dir}
+steps: 24
+simulate: 2
+layout: fsdp
+mesh: {{fsdp: 2, data: 1}}
+precision: fp32
+model: {{embed: 32, layers: 2, mlp: 64, heads: 2}}
+data: {{sources: [{{path: {text}}}], sequence: 32, global_batch: 8, validation_fraction: 0, cache_dir: {dir}/cache}}
+optimizer: {{lr: 3.0e-3}}
+eval: {{every: null}}
+checkpoint: {{every: 12}}
+log: {{tensorboard: false, sample_tokens: 0}}
+"""
+
+
+class Launched:
+    """A launcher in a session of its own."""
+
+    def __init__(self, folder: Path, *overrides: str, islands: int = 2) -> None:
+        self.run, config = folder / "run", folder / "config.yaml"
+        text = folder / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        config.write_text(CONFIG.format(dir=folder, text=text))
+        command = [sys.executable, "-m", "jaxtrain.cli.main", "launch", "islands", "--islands", str(islands), str(config)]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        self.process = subprocess.Popen(
+            [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def finish(self, timeout: float = 300) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
+
+    def log(self) -> list[dict[str, Any]]:
+        try:
+            return [json.loads(line) for line in (self.run / "server/pushes.jsonl").read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], timeout: float = 200) -> None:
+        end = time.monotonic() + timeout
+        while not condition(self.log()):
+            assert self.process.poll() is None, self.finish()
+            assert time.monotonic() < end, self.log()[-20:]
+            time.sleep(0.2)
+
+    def children(self, name: str) -> list[int]:
+        """Processes below the launcher whose command line has a text."""
+        found, parents = [], {self.process.pid}
+        lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        rows = [line.split(None, 2) for line in lines.splitlines()[1:]]
+        while True:
+            below = {int(pid) for pid, parent, *_ in rows if int(parent) in parents} - parents
+            if not below:
+                break
+            parents |= below
+        for pid, _, *arguments in rows:
+            if int(pid) in parents and arguments and name in arguments[0]:
+                found.append(int(pid))
+        return found
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(*overrides: str, **options: Any) -> Launched:
+        started.append(Launched(tmp_path, *overrides, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait()
+
+
+def losses(run: Path, island: int) -> dict[int, float]:
+    lines = (run / f"island-{island}/metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
+
+
+def test_a_run_of_rounds_has_a_status_and_leaves_nothing_behind(launch: Callable[..., Launched]) -> None:
+    launched = launch("sync.strategy=diloco", "sync.every=4", "islands.servers=2")
+    launched.wait_for(lambda log: any(record["event"] == "update" for record in log))
+    below = [pid for name in ("raylet", "cli.worker") for pid in launched.children(name)]
+    assert len(below) >= 3
+    code, output = launched.finish()
+    assert code == 0, output
+    updates = [record for record in launched.log() if record["event"] == "update"]
+    assert [record["islands"] for record in updates] == [[0, 1]] * 6
+    assert sorted(losses(launched.run, 0)) == list(range(1, 25))
+    assert min(losses(launched.run, 1).values()) < 0.8 * losses(launched.run, 1)[1]
+    table = status_table(read_status(launched.run))
+    assert "updates 6, step 24" in table
+    assert [line.split()[:2] for line in table.splitlines()[2:]] == [["0", "24"], ["1", "24"]]
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_killed_island_and_a_killed_server_lose_nothing(launch: Callable[..., Launched]) -> None:
+    """The bound holds in all of it, and every push that was acknowledged is in an update."""
+    launched = launch("sync.strategy=ssp", "sync.stale.bound=2", "steps=150", "islands.heartbeat=1")
+    launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 20)
+    os.kill(launched.children("ServerProcess")[0], signal.SIGKILL)
+    seen = len(launched.log())
+    launched.wait_for(lambda log: len(log) > seen + 20)
+    island = next(pid for pid in launched.children("cli.worker") if "island-1" in _arguments(pid))
+    os.kill(island, signal.SIGKILL)
+    code, output = launched.finish()
+    assert code == 0, output
+    assert "island 1 was killed by signal 9" in output
+    log = launched.log()
+    pushes = [record for record in log if record["event"] == "push"]
+    merged = sum(len(record["islands"]) for record in log if record["event"] == "update")
+    assert merged == len(pushes)
+    assert max(record["ahead"] for record in pushes) <= 2
+    versions = [record["version"] for record in log if record["event"] == "update"]
+    assert versions == list(range(1, len(versions) + 1))  # no update was lost with the server
+    assert [record["island"] for record in log if record["event"] == "join"] == [*range(2), 1] or (
+        sorted(record["island"] for record in log if record["event"] == "join") == [0, 1, 1]
+    )
+    assert max(losses(launched.run, 1)) == 150
+
+
+def _arguments(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def test_a_stopped_run_goes_on_by_the_same_command(launch: Callable[..., Launched]) -> None:
+    launched = launch("sync.strategy=diloco", "sync.every=4", "steps=400")
+    launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 3)
+    launched.process.send_signal(signal.SIGINT)
+    code, output = launched.finish()
+    assert code == 75, output
+    assert f"next  jaxtrain launch islands {launched.run}" in output
+    before = launched.log()[-1]
+    assert before["event"] == "save"
+    again = launch("sync.strategy=diloco", "sync.every=4", "steps=400")
+    again.wait_for(lambda log: sum(record["event"] == "update" for record in log) > before["version"] + 3)
+    loads = [record for record in again.log() if record["event"] == "load"]
+    assert [record["version"] for record in loads] == [before["version"]]
+    again.process.send_signal(signal.SIGTERM)
+    assert again.finish()[0] == 75
+    steps = sorted(losses(launched.run, 0))
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+def test_an_address_that_is_no_cluster_is_one_line() -> None:
+    """A port that nobody listens on, and one whose owner never answers."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port in (1, silent.getsockname()[1]):
+            code = f"from jaxtrain.islands.ray_engine import RayDoor; RayDoor('127.0.0.1:{port}', 'run', timeout=5)"
+            begin = time.monotonic()
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+            assert time.monotonic() - begin < 60
+            last = [line for line in done.stderr.splitlines() if "LostServerError" in line][-1]
+            assert f"islands: no server of this run at 127.0.0.1:{port} (" in last
+            assert last.endswith("); expected `jaxtrain launch islands` there")
