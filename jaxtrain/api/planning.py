@@ -34,7 +34,8 @@ def plan(
         slices: number of TPU slices.
         hlo: file to which the text of the compiled program is written.
         whole: never extrapolate from smaller pods.
-        dcn: rate at which a replica sends to the others, such as `10Gbit`; default: the network of the target.
+        dcn: rate at which a replica sends to the others, or an island to its server, such as `10Gbit`; default: the
+            network of the target.
         keys: sections or keys of the config; `model` and `loss` may be a class and a function that can be imported,
             because other processes compile.
 
@@ -71,6 +72,9 @@ def search(
         UserError: a bad config or target, or no legal layout.
     """
     loaded = load_config(config, *overrides, paths=False, checks=())  # its mesh is for this machine, not the target
+    if count := loaded.islands.count:
+        expected = "expected islands.count=0, and the rows of one island as data.global_batch"
+        raise UserError(f"islands.count: a search is of one program, and there are {count} islands; {expected}")
     return rank_layouts(loaded, decoder_vocabulary(loaded), str(targets.parse(target, slices)), **options)
 
 

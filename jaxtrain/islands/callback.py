@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.callbacks.base import Callback, StateSource, TrainerView
-from jaxtrain.config.schema import OBJECT, Config
+from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.island_config import island_config
 from jaxtrain.config.sections.islands import STALE
-from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.core.program import Program, State
 from jaxtrain.data.objects.iterables import IterableData
 from jaxtrain.errors import DataError, UserError
@@ -105,22 +105,6 @@ class IslandCallback(Callback):
         """Says goodbye."""
         if self._client is not None:
             self._client.leave()
-
-
-def island_config(config: Config) -> Config:
-    """Returns the config of a run alone on an island's rows. It has no optimizer if the servers get gradients.
-
-    Raises:
-        UserError: the islands do not divide the batch.
-    """
-    rows, count = config.data.global_batch, config.islands.count
-    if rows % count:
-        raise UserError(f"data.global_batch: {rows} rows for {count} islands; expected a multiple of islands.count")
-    data = config.data.model_copy(update={"global_batch": rows // count})
-    changes: dict[str, Any] = {"data": data, "sync": SyncConfig()}
-    if config.sync.strategy in STALE:
-        changes["optimizer"] = config.optimizer.model_copy(update={"name": OBJECT})
-    return config.model_copy(update=changes)
 
 
 def open_island(

@@ -86,6 +86,7 @@ def assess(config: Config, report: CompileReport, dcn: str | None = None) -> Pla
         crosses=axes_crossing_domains(report.positions, report.sizes),
         **_memory(report, chip, memory.attention_workspace(module)),
         buffers=tuple(largest_buffers(module)), tensors=tuple(report.tensors[:MAX_ROWS]), traffic=tuple(traffic),
+        tree_bytes=report.tree_bytes,
         flops_model=model_flops, flops_hardware=hardware_flops, flops_compiled=cost.flops(),
         compute_seconds=compute, exposed_seconds=exposed, bubble_seconds=bubble,
         seconds_by={key: cost.by(key) for key in GROUPINGS} if chip else {},

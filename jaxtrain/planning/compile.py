@@ -58,6 +58,7 @@ class CompileReport:
         cpu_rates: of CPU devices, see `hardware.simulated.measure_rates`.
         exchange: bytes that a device sends in exchanges of replicas that agree loosely, which are not in the step:
             the fields of `RoundBytes`.
+        tree_bytes: bytes of trees that islands push or read, see `step_program.tree_bytes`.
         phases: of a run whose first steps send something else: (end, bytes that a device sends in a step).
         pod: smaller mesh for which the step was compiled; None if compiled for this one.
         text: of the compiled program; not in `as_dict`.
@@ -79,6 +80,7 @@ class CompileReport:
     user_flops: float | None = None
     cpu_rates: dict[str, float] | None = None
     exchange: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+    tree_bytes: dict[str, int] = field(default_factory=dict)
     phases: list[tuple[int, float]] = field(default_factory=list)
     pod: Layout | None = None
     text: str = ""
@@ -297,8 +299,8 @@ def report_program(
         positions=step_program.device_positions(program, target), device_kind=device_kind,
         recomputes_logits=step_program.recomputes_logits(program), vocab=step_program.embedding_rows(program),
         user_flops=step_program.user_step_flops(program), cpu_rates=cpu_rates,
-        exchange=step_program.exchange_bytes(program), phases=step_program.bytes_of_phases(program), pod=layout,
-        text=text,
+        exchange=step_program.exchange_bytes(program), tree_bytes=step_program.tree_bytes(program),
+        phases=step_program.bytes_of_phases(program), pod=layout, text=text,
     )  # fmt: skip
 
 

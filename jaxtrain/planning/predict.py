@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.island_config import program_config
 from jaxtrain.core.resolve import with_layout
-from jaxtrain.planning import advice, compile, pods
+from jaxtrain.planning import advice, compile, islands, pods
 from jaxtrain.planning.assess import assess, tokens_of
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.pods import Pod
@@ -38,7 +39,7 @@ def predict(
     model's code crashes gives a plan that was not compiled. Both have the reason.
 
     Args:
-        config: to plan.
+        config: to plan; of islands the plan is that of one, see `islands`.
         vocab: vocabulary size of the tokenizer; None for `model.vocab`.
         target: as `targets.parse` takes it.
         slices: number of TPU slices.
@@ -46,7 +47,7 @@ def predict(
         timeout: seconds to compile in.
         max_devices: number of devices above which smaller pods are compiled instead, if possible
             (`pods.smaller_pods`); None: never.
-        dcn: rate of the link between replicas, see `assess`.
+        dcn: rate of the link between replicas, see `assess`, or of the link of an island.
 
     Returns:
         the plan, also if the config does not fit or does not compile.
@@ -55,6 +56,9 @@ def predict(
         UserError: an unknown target, a package that is not installed, or a layout that does not fit.
     """
     config = with_layout(config, paths=False)
+    if config.islands.has_islands:
+        options = {"slices": slices, "hlo": hlo, "timeout": timeout, "max_devices": max_devices}
+        return islands.with_islands(config, predict(program_config(config), vocab, target, **options), dcn)
     parsed, deadline = targets.parse(target, slices), time.monotonic() + timeout
     smaller, notes = () if max_devices is None else pods.smaller_pods(config, parsed, max_devices), ()
     try:

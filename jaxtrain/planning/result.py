@@ -54,9 +54,68 @@ class Advice:
     why: str
 
 
+@dataclass(frozen=True)
+class PricedStrategy:
+    """Bytes and times of islands with one strategy. Seconds are None if the rate of the link or the step is unknown.
+
+    Args:
+        name: such as `ssp` or `diloco, every 64`.
+        keys: of the config that select it, as typed.
+        every: steps from one exchange to the next.
+        sent, received: bytes of an island in an exchange.
+        sent_a_step, received_a_step: their means over steps.
+        server_bytes: in an exchange of all islands, both ways through the link of a server.
+        exchange_seconds: for which an island waits in an exchange.
+        wait_seconds: for which it waits in a step, in the mean.
+        step_seconds: of a step with its wait.
+        wait_share: part of that which is the wait.
+        tokens_per_second: of all islands.
+    """
+
+    name: str
+    keys: str
+    every: int
+    sent: int
+    received: int
+    sent_a_step: float
+    received_a_step: float
+    server_bytes: float
+    exchange_seconds: float | None = None
+    wait_seconds: float | None = None
+    step_seconds: float | None = None
+    wait_share: float | None = None
+    tokens_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class IslandsPlan:
+    """Exchanges of islands with their servers, see `planning.islands`.
+
+    Args:
+        count, servers: as in the config.
+        link: its name or rate, as given.
+        rate: bytes/s of a link, one way; None if unknown.
+        own: the strategy of the config.
+        choices: strategies to choose from, the least loose one first.
+        chosen: keys of the one to choose; empty if the times are unknown.
+        why: in a line.
+    """
+
+    count: int
+    servers: int
+    link: str
+    rate: float | None
+    own: PricedStrategy
+    choices: tuple[PricedStrategy, ...]
+    chosen: str
+    why: str
+
+
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
     """Prediction of one step of a config on a target. Bytes, FLOPs and seconds are of one device and one step.
+
+    The plan of islands is that of one island; its steps are as long as the strategy of the config makes them.
 
     Args:
         target: as `targets.parse` takes it.
@@ -83,13 +142,15 @@ class Plan(Displayed):
         seconds_by: compute seconds by (`phase`, `part` and `kind`) of `jaxtrain.planning.cost.roofline`.
         flops_by, bytes_by: FLOPs, and bytes of device memory read and written, by the same.
         step_seconds, tokens_per_second, mfu, hfu: predictions; rates are of all devices.
-        tokens: of a global batch.
+        tokens: of a global batch; of the rows of one island.
         steps: of the run.
         bottleneck: largest part of the step time, in a sentence.
         advice: the most useful changes.
         notes: assumptions of this plan.
         pods: smaller pods that were compiled and from which this plan is extrapolated; else empty.
         compile_seconds: for tracing and compiling.
+        tree_bytes: of whole trees, of all devices together: `gradients`, `params`, and `mutable` variables.
+        islands: what islands and their server send each other; None: there are none.
     """
 
     target: str
@@ -126,6 +187,8 @@ class Plan(Displayed):
     notes: tuple[str, ...] = ()
     pods: tuple[str, ...] = ()
     compile_seconds: float = 0.0
+    tree_bytes: dict[str, int] = field(default_factory=dict)
+    islands: IslandsPlan | None = None
 
     @property
     def can_run(self) -> bool:

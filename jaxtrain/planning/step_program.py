@@ -74,6 +74,24 @@ def weight_and_gradient_bytes(program: Program) -> dict[str, int]:
     return out
 
 
+def tree_bytes(program: Program) -> dict[str, int]:
+    """Bytes of whole trees, of all devices together, that islands push or read.
+
+    Returns:
+        `gradients`: of a step, float32 if they are accumulated or scaled. `params`: the parameters. `mutable`: mutable
+        variables with fractions.
+    """
+    one, gradients = program.one, program.gradients
+    is_float32 = not gradients.is_one_pass or "scaling" in one
+
+    def count(tree: Any, itemsize: int | None = None) -> int:
+        return sum(leaf.size * (itemsize or leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
+
+    fractions = [leaf for leaf in jax.tree.leaves(one.get("mutable", {})) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    params = one["params"]
+    return {"gradients": count(params, 4 if is_float32 else None), "params": count(params), "mutable": count(fractions)}
+
+
 def device_positions(program: Program, target: str) -> list[network.DevicePosition]:
     """Positions of the devices of the mesh on a target."""
     mesh = program.sharder.mesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.island_config import program_config
 from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.data.dataset import open_dataset
@@ -29,10 +30,12 @@ def config_for_target(source: ConfigSource, *overrides: str, target: Target, **k
 
     Raises:
         ConfigError: with every problem, one line each.
+        UserError: the islands do not divide the batch.
     """
 
     def check(config: Config) -> list[Problem]:
-        on_target = config.model_copy(update={"simulate": None})  # the target decides which devices there are
+        # The target decides which devices there are: those of one island.
+        on_target = program_config(config).model_copy(update={"simulate": None})
         problems = check_layout(on_target, target.devices, decoder_vocabulary(config))
         if not problems and (problem := compile.dcn_problem(config.mesh.dcn, target)):
             problems.append(Problem("", "mesh.dcn", problem.removeprefix("mesh.dcn: ")))

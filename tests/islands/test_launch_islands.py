@@ -45,7 +45,16 @@ class Launched:
         text = folder / "text.txt"
         text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
         config.write_text(CONFIG.format(dir=folder, text=text))
-        command = [sys.executable, "-m", "jaxtrain.cli.main", "launch", "islands", "--islands", str(islands), str(config)]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxtrain.cli.main",
+            "launch",
+            "islands",
+            "--islands",
+            str(islands),
+            str(config),
+        ]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.process = subprocess.Popen(
             [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
@@ -178,7 +187,9 @@ def test_an_address_that_is_no_cluster_is_one_line() -> None:
         for port in (1, silent.getsockname()[1]):
             code = f"from jaxtrain.islands.ray_engine import RayDoor; RayDoor('127.0.0.1:{port}', 'run', timeout=5)"
             begin = time.monotonic()
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+            )
             assert time.monotonic() - begin < 60
             last = [line for line in done.stderr.splitlines() if "LostServerError" in line][-1]
             assert f"islands: no server of this run at 127.0.0.1:{port} (" in last

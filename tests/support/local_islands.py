@@ -14,9 +14,10 @@ import jax
 import tiny_net
 
 from jaxtrain.config.schema import Config
+from jaxtrain.config.sections.island_config import island_config
 from jaxtrain.core.placement import Placer
 from jaxtrain.core.program import Program, build_program
-from jaxtrain.islands.callback import island_config, open_island
+from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Parts, partition
 from jaxtrain.islands.rows import IslandRows

@@ -65,6 +65,8 @@ def _step(a: Plan, b: Plan) -> Iterator[DiffRow]:
     yield DiffRow("step", "tokens/s", "tokens/s", a.tokens_per_second, b.tokens_per_second)
     if a.devices != b.devices:
         yield DiffRow("step", "tokens/s a device", "tokens/s", per_device(a), per_device(b))
+    together = (plan.islands and plan.islands.own.tokens_per_second for plan in (a, b))
+    yield DiffRow("step", "tokens/s of all islands", "tokens/s", *together)
     yield DiffRow("step", "MFU", "share", a.mfu, b.mfu)
     yield DiffRow("step", "HFU", "share", a.hfu, b.hfu)
     yield DiffRow("step", "run", "days", a.days, b.days)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtrain.io import html
 from jaxtrain.io.figure import as_html
-from jaxtrain.planning.report import plots, values
+from jaxtrain.planning.report import island_values, plots, values
 from jaxtrain.planning.result import Plan
 
 COLOURS = {
@@ -23,7 +23,8 @@ def page(plan: Plan, name: str) -> str:
         plan: to show.
         name: name of the config.
     """
-    return html.render("planning/report/page.html", COLOURS, plan=plan, name=name, plots=plots, values=values)
+    modules = {"plots": plots, "values": values, "island_values": island_values}
+    return html.render("planning/report/page.html", COLOURS, plan=plan, name=name, **modules)
 
 
 @as_html.register

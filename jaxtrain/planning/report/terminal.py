@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.io.figure import as_text, plain_text
-from jaxtrain.planning.report import values
+from jaxtrain.planning.report import island_values, values
 from jaxtrain.planning.result import Plan
 
 WIDE = 120  # columns from which tables are side by side
@@ -34,7 +34,7 @@ def report(plan: Plan, title: str, width: int) -> RenderableType:
         width: columns of the terminal.
     """
     parts = [_headline(plan, title), _memory(plan), _largest(plan, width), _traffic(plan, width), _times(plan, width)]
-    parts += [_conclusion(plan), _assumptions(plan)]
+    parts += [_islands(plan), _conclusion(plan), _assumptions(plan)]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts[:-1] if part), *filter(None, parts[-1:]))
 
 
@@ -156,6 +156,19 @@ def _times(plan: Plan, width: int) -> RenderableType | None:
         split.add_row(Text(f"computing by {name}", style="dim"), ", ".join(shares))
     flops = section("FLOPs", "of a device and step", _facts(values.flops_facts(plan)))
     return _side_by_side(width, section("time", note, table, split), flops)
+
+
+def _islands(plan: Plan) -> RenderableType | None:
+    if (islands := plan.islands) is None:
+        return None
+    titles, rows = island_values.choice_cells(islands)
+    table = plain_table(*titles, right=titles[1:], gap=1)
+    table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(*row)
+    choice = Text.assemble(("choose", "bold"), f"  {island_values.choice_text(islands)}")
+    facts = _facts(island_values.islands_facts(islands))
+    return section("islands", island_values.islands_note(islands), facts, Text(), table, choice)
 
 
 def _conclusion(plan: Plan) -> RenderableType:

@@ -145,7 +145,7 @@ def why_no_time(plan: Plan) -> str:
 
 def headline(plan: Plan) -> list[PlanFact]:
     """Step time, throughput, utilization, and cost of the run."""
-    step_note = why_no_time(plan) or f"{plan.tokens:,} tokens a step"
+    step_note = why_no_time(plan) or f"{plan.tokens:,} tokens a step{' of an island' if plan.islands else ''}"
     run = f"{plan.steps:,} steps, {format_count(plan.steps * plan.tokens)} tokens"
     facts = [PlanFact("step time", format_seconds(plan.step_seconds), step_note)]
     rate, hours = plan.tokens_per_second, plan.device_hours or 0.0
@@ -154,9 +154,14 @@ def headline(plan: Plan) -> list[PlanFact]:
     mfu_note = "" if plan.hfu is None else f"{plan.hfu:.1%} with recomputation (HFU)"
     if plan.mfu is None:
         mfu_note = "the FLOPs of this model are unknown"
+    together = []
+    if plan.islands and plan.islands.own.tokens_per_second is not None:
+        count, own = plan.islands.count, plan.islands.own
+        together = [PlanFact("islands", f"{own.tokens_per_second:,.0f}", f"tokens/s of {count} islands together")]
     return [
         *facts,
         PlanFact("tokens/s", f"{rate:,.0f}", f"{rate / max(1, plan.devices):,.0f} a device"),
+        *together,
         PlanFact("MFU", format_percent(plan.mfu), mfu_note),
         PlanFact("run", format_days(plan.days or 0.0), f"{hours:,.{0 if hours >= 10 else 2}f} device-hours for {run}"),
     ]
