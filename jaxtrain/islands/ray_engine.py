@@ -25,7 +25,7 @@ from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
 from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
 from jaxtrain.islands.server.coordinator import Coordinator
 from jaxtrain.islands.server.policies import make_policy
-from jaxtrain.islands.server.ray_servers import ENVIRONMENT, RayServers
+from jaxtrain.islands.server.ray_servers import ENVIRONMENT, ON_HEAD, RayServers
 
 NAME = "coordinator"
 LOG, STATUS = "pushes.jsonl", "status.json"
@@ -60,6 +60,7 @@ class CoordinatorActor:
         self._coordinator = Coordinator(islands, policy, servers, save_every, self._log)
         self._period = min(islands.heartbeat / 2, 1.0)
         self._watch: Any = None
+        self._launchers: set[str] = set()
 
     def _log(self, record: dict[str, Any]) -> None:
         with contextlib.suppress(PostponedError):
@@ -99,10 +100,16 @@ class CoordinatorActor:
         """See `Coordinator`."""
         await self._coordinator.leave(island, session)
 
-    async def finish(self) -> None:
-        """Saves the last state."""
+    async def enter(self, launcher: str) -> None:
+        """Notes a launcher that has islands of the run."""
+        self._launchers.add(launcher)
+
+    async def finish(self, launcher: str) -> bool:
+        """Saves the last state. Returns True if nobody else has islands of the run."""
         await self._coordinator.finish()
         self._write_status()
+        self._launchers.discard(launcher)
+        return not self._launchers and not self._coordinator.members
 
     async def pid(self) -> int:
         """Returns the number of the process."""
@@ -141,16 +148,25 @@ def cluster(namespace: str, address: str | None, memory: int) -> Iterator[str]:
         ray.shutdown()
 
 
-def start_coordinator(config: Config, folder: Path) -> Any:
-    """Starts the coordinator of a run, or finds it. Returns its handle."""
+def start_coordinator(config: Config, folder: Path, launcher: str) -> Any:
+    """Starts the coordinator of a run, or finds it. Returns its handle.
+
+    It outlives the launcher that has started it, because others may have islands too: the last one ends it.
+
+    Args:
+        config: of the run.
+        folder: of the server.
+        launcher: name of the process that asks.
+    """
     make: Any = ray.remote(CoordinatorActor)
     options = make.options(
-        name=NAME, get_if_exists=True, num_cpus=0, max_restarts=-1, max_concurrency=1000, runtime_env=ENVIRONMENT
-    )
+        name=NAME, get_if_exists=True, lifetime="detached", num_cpus=0, resources=ON_HEAD, max_restarts=-1,
+        max_concurrency=1000, runtime_env=ENVIRONMENT,
+    )  # fmt: skip
     actor = options.remote(
         config.islands, config.sync.strategy, config.sync.stale.bound, config.checkpoint.every, str(folder)
     )
-    ray.get(actor.pid.remote(), timeout=CALL_TIMEOUT)
+    ray.get(actor.enter.remote(launcher), timeout=CALL_TIMEOUT)
     return actor
 
 
@@ -216,7 +232,8 @@ class RayDoor:
         return ray.get(refs, timeout=CALL_TIMEOUT)
 
 
-def finish(coordinator: Any) -> None:
-    """Saves what the servers hold, at the end of a run."""
+def finish(coordinator: Any, launcher: str) -> None:
+    """Saves what the servers hold, when the islands of a launcher have ended; the last one ends the servers."""
     with contextlib.suppress(exceptions.RayError):  # one that is gone has saved before
-        ray.get(coordinator.finish.remote(), timeout=CALL_TIMEOUT)
+        if ray.get(coordinator.finish.remote(launcher), timeout=CALL_TIMEOUT):
+            ray.kill(coordinator)

@@ -23,6 +23,8 @@ from jaxtrain.islands.server.rules import Header
 
 RECORD = "newest.json"
 ENVIRONMENT = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}}
+# On the head node, so that a node of an island that fails takes nothing of the others with it.
+ON_HEAD = {"node:__internal_head__": 0.001}
 
 
 class RayServers:
@@ -46,7 +48,9 @@ class RayServers:
         self.parts, self._actors = partition(hello.specs, self._count), []
         # A repeated call gives the same values, because they are functions of what they are given.
         make: Any = ray.remote(ServerProcess)
-        options = make.options(num_cpus=0, max_restarts=-1, max_task_retries=-1, runtime_env=ENVIRONMENT)
+        options = make.options(
+            num_cpus=0, resources=ON_HEAD, max_restarts=-1, max_task_retries=-1, runtime_env=ENVIRONMENT
+        )
         for parts in self.parts:
             specs = {path: part.spec(hello.specs[path]) for path, part in parts.items()}
             self._actors.append(options.remote(hello.rule, specs))

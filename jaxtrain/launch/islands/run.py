@@ -113,13 +113,14 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     run = f"{directory.name}-{xxhash.xxh32_hexdigest(str(directory).encode())}"
     terminal.show(f"launch  {directory}")
     with cluster(run, options.address, STORE_BYTES) as address:
-        coordinator = start_coordinator(config, directory / SERVER)
+        launcher = new_secret()
+        coordinator = start_coordinator(config, directory / SERVER, launcher)
         islands = [
             IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run)) for index in here
         ]
         with StopRequest() as signals:
             code = _watch(islands, options, signals, directory, terminal)
-        finish(coordinator)
+        finish(coordinator, launcher)
     if code == SAVED:
         terminal.show(f"next  jaxtrain launch islands {directory}")
     return code

@@ -1,0 +1,106 @@
+"""Figures and tables of benchmarks/islands.py against sums by hand, and its configs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jaxtrain.core.resolve import resolve
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("islands_benchmark", BENCHMARKS / "islands.py")
+    assert spec
+    assert spec.loader
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "islands_benchmark", made)
+    spec.loader.exec_module(made)
+    return made
+
+
+def sample(time: float, sent: int, waited: float) -> dict[str, Any]:
+    """A sample of two islands, both alike."""
+    head = {"coordinator": time, "servers": 2 * time, "ray": 3 * time}
+    return {"time": time, "links": [(sent, 2 * sent)] * 2, "head": head, "waited": {0: waited, 1: waited}}
+
+
+def seen(bench: ModuleType) -> Any:
+    """Island 0 does a step at 10, 12, .. 18, and is validated for a second at 14; island 1 a second later each."""
+    steps = [{n: 8.0 + 2 * n + late for n in range(1, 6)} for late in (0.0, 1.0)]
+    validations = [
+        [
+            {"time": 15.0, "step": 3, "loss": 3.0, "seconds": 1.0},
+            {"time": 19.0, "step": 5, "loss": 2.0, "seconds": 1.0},
+        ],
+        [],
+    ]
+    samples = [sample(0.0, 0, 0.0), sample(11.0, 100, 1.0), sample(18.0, 800, 4.5), sample(30.0, 900, 9.0)]
+    exchanged = [dict.fromkeys(own, 80.0) for own in steps]
+    pushed = [(at - 0.5, 80) for own in steps for at in own.values()]
+    return bench.Seen(steps, validations, samples, exchanged, pushed)
+
+
+def test_figures_are_of_the_time_in_which_all_train(bench):
+    run = bench.Run("links", "bsp", 5, 2, mbit=8.0)
+    found = run.key | bench.figures(run, seen(bench))
+    assert found["seconds"] == 6.0  # 11 to 18, without a second of validation
+    assert found["steps_done"] == [4, 3]
+    assert found["tokens_per_second"] == pytest.approx(7 * bench.ROWS * bench.SEQUENCE / 6)
+    assert found["waited"] == [0.5, 0.5]
+    assert (found["sent_bytes"], found["received_bytes"]) == (1400, 2800)
+    assert found["exchanged_bytes"] == 7 * 80
+    assert found["pushed_bytes"] == 7 * 80
+    assert found["head_seconds"] == {"coordinator": 7, "servers": 14, "ray": 21}
+    (row,) = bench.link_rows([found])
+    assert row["link busy"] == pytest.approx(2100 / 1e6 / 7)
+    (row,) = bench.scale_rows([found])
+    assert row["servers cpu s/GB"] == pytest.approx(14 / (560 / 1e9))
+
+
+def test_curves_leave_validations_out(bench):
+    assert bench.curve(seen(bench)) == [(3.0, 3, 3.0), (6.0, 5, 2.0)]
+
+
+@pytest.mark.parametrize(("loss", "seconds"), [(3.0, 3.0), (2.5, 4.5), (2.0, 6.0), (1.9, None), (4.0, 3.0)])
+def test_time_to_a_loss_is_between_validations(bench, loss, seconds):
+    assert bench.time_to([(3.0, 3, 3.0), (6.0, 5, 2.0)], loss) == seconds
+
+
+def test_tables_compare_what_all_reach(bench):
+    run = bench.Run("loss", "bsp", 5, 2)
+    first = run.key | bench.figures(run, seen(bench))
+    other = {**first, "way": "asp", "curve": [(1.0, 3, 2.6), (2.0, 5, 2.4)]}
+    rows = bench.tables([first, other])["loss"]
+    assert [row["to loss"] for row in rows] == [2.4, 2.4]
+    assert [row["seconds"] for row in rows] == pytest.approx([4.8, 2.0])
+
+
+def test_slow_island_is_compared_with_even_ones(bench):
+    run = bench.Run("slow", "bsp", 5, 2, pace=(0.2, 0.2))
+    even = run.key | bench.figures(run, seen(bench))
+    uneven = replace(run, pace=(0.2, 0.6)).key | {k: v for k, v in even.items() if k != "pace"}
+    uneven = {**uneven, "pace": [0.2, 0.6], "tokens_per_second": even["tokens_per_second"] / 4}
+    (row,) = bench.tables([even, uneven])["slow"]
+    assert row["left"] == 0.25
+    assert row["step s of slow"] == 2.0
+
+
+def test_runs_are_configs_that_load(bench, tmp_path, monkeypatch):
+    runs = [run for part in bench.PARTS for run in bench.runs_of(part, 200.0, quick=False)]
+    assert len({str(run.key) for run in runs}) == len(runs)
+    for run in runs:
+        config, _ = resolve(str(bench.config_of(run, tmp_path)))
+        assert config.islands.count == run.islands
+        assert config.sync.strategy == run.way
+        assert config.data.global_batch % run.islands == 0
+        assert run.steps % run.every == 0
