@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxtrain.config.schema import Config
 from jaxtrain.sync.clocks import random_durations
-from jaxtrain.sync.gossip import Gossip
-from jaxtrain.sync.gossip_graphs import messages_of, round_number
+from jaxtrain.sync.gossip.graphs import messages_of, round_number
+from jaxtrain.sync.gossip.strategy import Gossip
 from jaxtrain.sync.stale import Asynchronous, StaleSynchronous
 from jaxtrain.sync.strategy import float32_bytes
 

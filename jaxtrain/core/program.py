@@ -20,7 +20,6 @@ from jaxtrain.core.batch_spec import batch_spec
 from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.gradients import Gradients, ReplicaGradients
 from jaxtrain.core.initial_weights import replace_weights
-from jaxtrain.core.island_state import ConsensusSynchronizer
 from jaxtrain.core.layout_check import check_tensors
 from jaxtrain.core.step import (
     Metrics,
@@ -52,6 +51,7 @@ from jaxtrain.sharding.rules import BATCH, DATA_AXIS, FSDP_AXIS, PIPELINE_AXIS, 
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.sharding.weight_gather import PLAIN, WeightGather
 from jaxtrain.sync.compression.onebit_adam import Momenta
+from jaxtrain.sync.island_state import ConsensusSynchronizer
 from jaxtrain.sync.local_step import Sending, joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
 from jaxtrain.sync.strategy import Strategy

@@ -17,7 +17,6 @@ from jaxtrain.config.sections.model import ModelConfig
 from jaxtrain.core.batch_spec import example_row
 from jaxtrain.core.components import NO_COMPONENTS, Components
 from jaxtrain.core.evaluation import validate
-from jaxtrain.core.island_state import ConsensusSynchronizer
 from jaxtrain.core.program import Program, State, build_program, model_from_config
 from jaxtrain.core.resolve import resolve
 from jaxtrain.core.state import all_parameters, evaluated_kinds, evaluated_parameters, non_trainable
@@ -31,6 +30,7 @@ from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.optim.any_optax import is_schedule_free
+from jaxtrain.sync.island_state import ConsensusSynchronizer
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 

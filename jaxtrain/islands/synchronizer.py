@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.core.island_state import ConsensusSynchronizer
 from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived, IslandClient
 from jaxtrain.islands.pieces import place_tree
 from jaxtrain.islands.trees import Flat, flatten, nest
 from jaxtrain.optim.optimizers import ema_update
+from jaxtrain.sync.island_state import ConsensusSynchronizer
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
 

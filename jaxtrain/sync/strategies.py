@@ -16,7 +16,7 @@ from jaxtrain.sync.compression.compressor import Compressor
 from jaxtrain.sync.compression.make import make_compressor
 from jaxtrain.sync.compression.phases import first_phases
 from jaxtrain.sync.compression.wire import inner_devices
-from jaxtrain.sync.gossip import Gossip
+from jaxtrain.sync.gossip.strategy import Gossip
 from jaxtrain.sync.outer_optimizer import outer_step
 from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
 from jaxtrain.sync.replica_dim import along, are_finite, spread

@@ -16,7 +16,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config.sections.sync import SyncConfig
-from jaxtrain.sync.gossip import Gossip
+from jaxtrain.sync.gossip.strategy import Gossip
 from jaxtrain.sync.stale import StaleSynchronous
 from jaxtrain.sync.strategies import LocalSGD
 from jaxtrain.sync.strategy import StepPlan, Strategy

@@ -156,7 +156,7 @@ def test_a_plan_has_the_wait_in_its_step_and_its_bytes_in_the_communication():
 
 
 def test_the_choices_of_a_plan():
-    plan = island_plan("sync.strategy=local_sgd", "sync.every=100", "mesh.replica=2", "steps=1000")
+    plan = island_plan("sync.strategy=local_sgd", "sync.every=100", "steps=1000")
     assert plan.islands is not None
     assert (plan.islands.own.name, plan.islands.own.sent) == ("local_sgd, every 100", 125 * MB)
     names = ["bsp", "ssp", *(f"diloco, every {every}" for every in (16, 64, 100, 256))]

@@ -20,8 +20,8 @@ from tiny_net import LAYOUTS, replicas, run
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.errors import UserError
 from jaxtrain.hlo.collectives import count_collectives
-from jaxtrain.sync.gossip import Gossip
-from jaxtrain.sync.gossip_graphs import messages_of, mixing_matrix, round_number, rounds
+from jaxtrain.sync.gossip.graphs import messages_of, mixing_matrix, round_number, rounds
+from jaxtrain.sync.gossip.strategy import Gossip
 from jaxtrain.sync.strategy import Replicas
 
 # Replica 0 hears of all others through one path alone, and some send to three, others to one.

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sharding.rules import REPLICA_AXIS
-from jaxtrain.sync.gossip_graphs import Edge, Messages, check_edges, messages_of, round_number
+from jaxtrain.sync.gossip.graphs import Edge, Messages, check_edges, messages_of, round_number
 from jaxtrain.sync.replica_dim import along, average, spread
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, float32_bytes
 

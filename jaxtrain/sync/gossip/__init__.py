@@ -1,0 +1,1 @@
+"""Gossip: replicas that average with some others, over a graph."""
