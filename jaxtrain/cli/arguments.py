@@ -258,7 +258,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train", "train from a config", _train),
     "resume": Command("resume", "resume a run from its newest good checkpoint", _resume),
     "launch": Command("launch", "train in several processes and restart when some are lost", _launch),
-    "islands": Command("islands", "print the status of a run of islands", _islands),
+    "islands": Command("islands.status", "print the status of a run of islands", _islands),
     "eval": Command("evaluate", "print the validation metrics or the task scores of a checkpoint", _eval),
     "generate": Command("generate", "generate text from a checkpoint or a Hugging Face model", _generate),
     "import": Command("import_hf", "create a run from a Hugging Face model", _import),
