@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxtrain.islands.server.ray_servers import ENVIRONMENT, ON_HEAD, RayServers
 NAME = "coordinator"
 LOG, STATUS = "pushes.jsonl", "status.json"
 CALL_TIMEOUT = 300.0  # seconds of a call that waits for nobody: it copies or updates all parameters at most
+LAUNCHER_SILENCE = 60.0  # seconds without islands and without a sign of a launcher
 CONNECT_TIMEOUT = 60.0  # seconds to connect to a cluster
 RESTART_WAIT = 60.0  # seconds that islands wait for a coordinator that Ray starts again
 TOKEN = "RAY_AUTH_TOKEN"
@@ -49,10 +50,13 @@ class CoordinatorActor:
         bound: of `ssp`.
         save_every: steps between saves.
         folder: of the server in the folder of the run.
+        silence: seconds without islands and without a sign of a launcher after which the servers end.
     """
 
-    def __init__(self, islands: IslandsConfig, strategy: str, bound: int, save_every: int | None, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(
+        self, islands: IslandsConfig, strategy: str, bound: int, save_every: int | None, folder: str, silence: float
+    ) -> None:
+        self._folder, self._silence = Path(folder), silence
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendedFile(self._folder / LOG)
         policy = make_policy(strategy, bound, islands.quorum, islands.grace)
@@ -61,6 +65,7 @@ class CoordinatorActor:
         self._period = min(islands.heartbeat / 2, 1.0)
         self._watch: Any = None
         self._launchers: set[str] = set()
+        self._last_sign = 0.0  # time of the last message of a launcher
 
     def _log(self, record: dict[str, Any]) -> None:
         with contextlib.suppress(PostponedError):
@@ -68,8 +73,6 @@ class CoordinatorActor:
 
     async def join(self, hello: Hello, clock: int) -> Welcome:
         """See `Coordinator`."""
-        if self._watch is None:
-            self._watch = asyncio.ensure_future(self._watch_over())
         return await self._coordinator.join(hello, clock)
 
     async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
@@ -101,8 +104,11 @@ class CoordinatorActor:
         await self._coordinator.leave(island, session)
 
     async def enter(self, launcher: str) -> None:
-        """Notes a launcher that has islands of the run."""
+        """Takes a sign of life of a launcher that has islands of the run."""
         self._launchers.add(launcher)
+        self._last_sign = time.monotonic()
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self._watch_over())
 
     async def finish(self, launcher: str) -> bool:
         """Saves the last state. Returns True if nobody else has islands of the run."""
@@ -124,6 +130,49 @@ class CoordinatorActor:
             await asyncio.sleep(self._period)
             await self._coordinator.check_silence()
             self._write_status()
+            if not self._coordinator.members and time.monotonic() - self._last_sign > self._silence:
+                await self._coordinator.finish()  # all launchers were killed, on a cluster that stays
+                ray.kill(ray.get_runtime_context().current_actor)
+
+
+def connect(address: str, namespace: str, timeout: float, find: Callable[[], Any] = lambda: None) -> Any:
+    """Connects this process to a Ray cluster, and returns what is found there.
+
+    Args:
+        address: HOST:PORT.
+        namespace: of the run.
+        timeout: seconds to connect.
+        find: looks for something in the cluster; raises ValueError without it.
+
+    Raises:
+        LostServerError: no cluster there, or nothing is found.
+    """
+    found: list[Any] = []
+
+    def attempt() -> None:
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, namespace=namespace, **QUIET)
+            found.append(find())
+        except Exception as error:
+            found.append(error)
+
+    try:
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout).close()  # Ray itself tries for minutes
+        # A thread that still waits does not keep the process, which ends with the error.
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if not found:
+            raise TimeoutError(f"no answer in {timeout:g} s")
+        if isinstance(found[0], Exception):
+            raise found[0]
+    except (OSError, ValueError, exceptions.RayError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = f"islands: no server of this run at {address} ({line})"
+        raise LostServerError(f"{message}; expected `jaxtrain launch islands` there") from None
+    return found[0]
 
 
 @contextlib.contextmanager
@@ -134,21 +183,24 @@ def cluster(namespace: str, address: str | None, memory: int) -> Iterator[str]:
         namespace: of the run.
         address: of an existing cluster.
         memory: bytes of the store of a cluster that is started.
+
+    Raises:
+        LostServerError: no cluster at the address.
     """
-    options: dict[str, Any] = {"namespace": namespace, **QUIET}
     if address is None:
-        options |= {"include_dashboard": False, "num_cpus": 4, "num_gpus": 0, "object_store_memory": memory}
-        options["_node_ip_address"] = "127.0.0.1"
+        ray.init(
+            namespace=namespace, include_dashboard=False, num_cpus=4, num_gpus=0, object_store_memory=memory,
+            _node_ip_address="127.0.0.1", **QUIET,
+        )  # fmt: skip
     else:
-        options["address"] = address
-    ray.init(**options)
+        connect(address, namespace, CONNECT_TIMEOUT)
     try:
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
 
 
-def start_coordinator(config: Config, folder: Path, launcher: str) -> Any:
+def start_coordinator(config: Config, folder: Path, launcher: str, silence: float = LAUNCHER_SILENCE) -> Any:
     """Starts the coordinator of a run, or finds it. Returns its handle.
 
     It outlives the launcher that has started it, because others may have islands too: the last one ends it.
@@ -157,6 +209,7 @@ def start_coordinator(config: Config, folder: Path, launcher: str) -> Any:
         config: of the run.
         folder: of the server.
         launcher: name of the process that asks.
+        silence: see `CoordinatorActor`.
     """
     make: Any = ray.remote(CoordinatorActor)
     options = make.options(
@@ -164,7 +217,7 @@ def start_coordinator(config: Config, folder: Path, launcher: str) -> Any:
         max_concurrency=1000, runtime_env=ENVIRONMENT,
     )  # fmt: skip
     actor = options.remote(
-        config.islands, config.sync.strategy, config.sync.stale.bound, config.checkpoint.every, str(folder)
+        config.islands, config.sync.strategy, config.sync.stale.bound, config.checkpoint.every, str(folder), silence
     )
     ray.get(actor.enter.remote(launcher), timeout=CALL_TIMEOUT)
     return actor
@@ -183,31 +236,7 @@ class RayDoor:
     """
 
     def __init__(self, address: str, namespace: str, timeout: float = CONNECT_TIMEOUT) -> None:
-        self._actor: Any = None
-        self._problem: Exception | None = None
-        try:
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), timeout).close()  # Ray itself tries for minutes
-            # A thread that still waits then does not keep the process, which ends with the error.
-            with_ray = threading.Thread(target=self._connect, args=(address, namespace), daemon=True)
-            with_ray.start()
-            with_ray.join(timeout)
-            if self._problem is not None:
-                raise self._problem
-            if self._actor is None:
-                raise TimeoutError(f"no answer in {timeout:g} s")
-        except (OSError, ValueError, exceptions.RayError, RuntimeError) as error:
-            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            message = f"islands: no server of this run at {address} ({line})"
-            raise LostServerError(f"{message}; expected `jaxtrain launch islands` there") from None
-
-    def _connect(self, address: str, namespace: str) -> None:
-        try:
-            if not ray.is_initialized():
-                ray.init(address=address, namespace=namespace, **QUIET)
-            self._actor = ray.get_actor(NAME, namespace)
-        except Exception as error:
-            self._problem = error
+        self._actor = connect(address, namespace, timeout, lambda: ray.get_actor(NAME, namespace))
 
     def call(self, method: str, *args: Any) -> Any:
         """Returns what a method of the coordinator returns. Waits for one that is started again."""

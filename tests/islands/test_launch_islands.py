@@ -194,3 +194,14 @@ def test_an_address_that_is_no_cluster_is_one_line() -> None:
             last = [line for line in done.stderr.splitlines() if "LostServerError" in line][-1]
             assert f"islands: no server of this run at 127.0.0.1:{port} (" in last
             assert last.endswith("); expected `jaxtrain launch islands` there")
+
+
+def test_servers_on_a_cluster_that_stays_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """The coordinator gives up its place after a while, and a new launcher gets a new one."""
+    script = Path(__file__).parents[1] / "support/abandoned_coordinator.py"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ended, and started anew"

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -108,22 +109,32 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     if options.address is None:  # the processes of this cluster, and no others, know the token
         os.environ |= LOOPBACK | {TOKEN_MODE: "token", TOKEN: os.environ.get(TOKEN) or new_secret()}
     import_optional("ray", "jaxtrain launch islands", "islands")  # which reads these when it is imported
-    from jaxtrain.islands.ray_engine import cluster, finish, start_coordinator
+    from jaxtrain.islands.ray_engine import LostServerError, cluster, finish, start_coordinator
 
     run = f"{directory.name}-{xxhash.xxh32_hexdigest(str(directory).encode())}"
     terminal.show(f"launch  {directory}")
-    with cluster(run, options.address, STORE_BYTES) as address:
-        launcher = new_secret()
+    launcher = new_secret()
+    with one_line_of(LostServerError), cluster(run, options.address, STORE_BYTES) as address:
         coordinator = start_coordinator(config, directory / SERVER, launcher)
         islands = [
             IslandProcess(index, directory / ISLAND.format(index), environment(index, address, run)) for index in here
         ]
         with StopRequest() as signals:
-            code = _watch(islands, options, signals, directory, terminal)
+            alive = partial(coordinator.enter.remote, launcher)
+            code = _watch(islands, options, signals, alive, directory, terminal)
         finish(coordinator, launcher)
     if code == SAVED:
         terminal.show(f"next  jaxtrain launch islands {directory}")
     return code
+
+
+@contextlib.contextmanager
+def one_line_of(kind: type[Exception]) -> Iterator[None]:
+    """Makes a UserError of errors of a kind."""
+    try:
+        yield
+    except kind as error:
+        raise UserError(str(error)) from None
 
 
 def open_run(options: IslandsOptions) -> tuple[Config, Path, tuple[int, ...]]:
@@ -157,8 +168,9 @@ def open_run(options: IslandsOptions) -> tuple[Config, Path, tuple[int, ...]]:
 
 
 def _watch(
-    islands: Sequence[IslandProcess], options: IslandsOptions, signals: StopRequest, directory: Path, terminal: Terminal
-) -> int:
+    islands: Sequence[IslandProcess], options: IslandsOptions, signals: StopRequest, alive: Callable[[], Any],
+    directory: Path, terminal: Terminal,
+) -> int:  # fmt: skip
     """Starts the islands, and those that fail again, until all have ended."""
     for island in islands:
         island.start()
@@ -178,6 +190,7 @@ def _watch(
                 _ended(island, code, options, stop_at is not None, terminal)
         if time.monotonic() - shown > SHOWN_EVERY:
             shown = time.monotonic()
+            alive()
             with contextlib.suppress(OSError, ValueError):
                 terminal.show(summary(json.loads((directory / SERVER / "status.json").read_text())))
     failed = [island.code for island in islands if island.code not in (OK, SAVED)]
