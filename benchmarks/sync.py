@@ -28,8 +28,8 @@ import common
 
 EVERY = 16
 SIZES: dict[str, dict[str, Any]] = {
-    "small": {"model": {"embed": 128, "layers": 5, "mlp": 384, "heads": 4, "kv_heads": 2}, "steps": 4032, "lr": 2e-3},
-    "large": {"model": {"embed": 384, "layers": 6, "mlp": 1024, "heads": 6, "kv_heads": 3}, "steps": 4032, "lr": 1e-3},
+    "small": {"model": {"embed": 128, "layers": 4, "mlp": 512, "heads": 4, "kv_heads": 2}, "steps": 4032, "lr": 2e-3},
+    "large": {"model": {"embed": 384, "layers": 8, "mlp": 672, "heads": 6, "kv_heads": 3}, "steps": 4032, "lr": 1e-3},
     "quick": {"model": {"embed": 32, "layers": 4, "mlp": 64, "heads": 2}, "steps": 112, "lr": 4e-3},
 }
 LARGE = ("bsp", "diloco-int4-2", "streaming-int4-2")  # without a GPU
@@ -64,7 +64,7 @@ def diloco(bits: str = "none", every: int = 16, **more: Any) -> dict[str, Any]:
 
 
 def streaming(bits: str) -> dict[str, Any]:
-    fragments = {"fragments": 4, "tau": 2, "alpha": 0.5}
+    fragments = {"fragments": 4, "tau": 2, "alpha": 0.0}  # of as many layers each: shorter ones are filled up
     return diloco(bits, 56, strategy="streaming_diloco", streaming=fragments)
 
 
