@@ -25,6 +25,7 @@ from jaxtrain.islands.rows import IslandRows, WholeBatches
 from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
 from jaxtrain.islands.synchronizer import GradientIsland, IslandSynchronizer, RoundIsland
 from jaxtrain.islands.trees import flatten, name
+from jaxtrain.optim.optimizers import ema_init
 
 Connect = Callable[[TrainerView], Door]
 
@@ -82,6 +83,8 @@ class IslandCallback(Callback):
         def load(abstract: State) -> State:
             state = trainer.program.init()
             state = island.with_values(state, client.read())
+            if "ema" in state:
+                state["ema"] = jax.jit(ema_init)(state["params"])
             return {**state, "step": jax.device_put(jnp.int32(client.clock), state["step"].sharding)}
 
         return StateSource(client.clock, trainer.manifest, "the other islands", load)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from jaxtrain.errors import TrainingError
 from jaxtrain.islands.messages import Hello, Pulled, Push, SessionOverError, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.pieces import pieces_of
@@ -149,18 +151,14 @@ class IslandClient:
         with self._lock:
             welcome = self._welcome
         if welcome is not None:
-            try:
+            with suppress(SessionOverError, TrainingError):  # which the next exchange meets, too
                 self._door.call("heartbeat", self.index, welcome.session)
-            except SessionOverError:  # the next exchange joins anew
-                return
 
     def leave(self) -> None:
         """Says goodbye."""
         if self._welcome is not None:
-            try:
+            with suppress(SessionOverError, TrainingError):  # the others have noticed before
                 self._door.call("leave", self.index, self._welcome.session)
-            except SessionOverError:
-                return
 
     @property
     def _joined(self) -> Welcome:

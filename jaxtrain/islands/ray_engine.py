@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray import exceptions
-
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.errors import TrainingError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
+from jaxtrain.io.packages import import_optional
 from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
 from jaxtrain.islands.server.coordinator import Coordinator
 from jaxtrain.islands.server.policies import make_policy
 from jaxtrain.islands.server.ray_servers import ENVIRONMENT, ON_HEAD, RayServers
 
+ray = import_optional("ray", "an island", "islands")
+exceptions = ray.exceptions
 NAME = "coordinator"
 LOG, STATUS = "pushes.jsonl", "status.json"
 CALL_TIMEOUT = 300.0  # seconds of a call that waits for nobody: it copies or updates all parameters at most

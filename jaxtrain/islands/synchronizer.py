@@ -62,10 +62,6 @@ class IslandSynchronizer(Synchronizer):
         """Returns the values that the servers begin with if they hold none."""
         raise NotImplementedError
 
-    @property
-    def _one(self) -> State:
-        return self.program.one
-
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state with the values of the servers."""
         raise NotImplementedError
@@ -111,6 +107,8 @@ class GradientIsland(IslandSynchronizer):
             pushed, before = flatten({"params": grads}), state
             arrived = self.client.exchange(pushed, lambda: self.initial(before), step + 1, tokens, loss)
             new = self.with_values({**state, **kept}, arrived)
+            if "ema" in new:
+                new["ema"] = self._average(new["ema"], new["params"])
             more = {} if self._rate is None else {"lr": jnp.float32(self._rate(step))}
             return new, metrics | more | self._note(arrived, step + 1)
 
@@ -118,10 +116,7 @@ class GradientIsland(IslandSynchronizer):
 
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state with the parameters of the servers."""
-        state = {**state, **self._placed(arrived, {"params": self.one["params"]})}
-        if "ema" in state:
-            state["ema"] = self._average(state["ema"], state["params"])
-        return state
+        return {**state, **self._placed(arrived, {"params": self.one["params"]})}
 
     @cached_property
     def _average(self) -> Callable[[Any, Any], Any]:

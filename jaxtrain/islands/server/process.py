@@ -73,15 +73,15 @@ class ServerProcess:
         """Writes the state into a file. Raises OSError if the disk refuses it."""
         leaves = jax.tree.leaves(state)
         with open_atomic(File(file)) as opened:
-            np.savez(opened, allow_pickle=False, **{str(i): _raw(leaf) for i, leaf in enumerate(leaves)})
+            np.savez(opened, *map(_raw, leaves))
 
     def load(self, file: str) -> Values:
         """Returns the state of a file. Raises ValueError if it is not of these tensors."""
         leaves, structure = jax.tree.flatten(self._abstract())
-        with np.load(file, allow_pickle=False) as found:
+        with np.load(file) as found:
             if len(found.files) != len(leaves):
                 raise ValueError(f"{file}: {len(found.files)} arrays; expected {len(leaves)}")
-            raw = [found[str(i)] for i in range(len(leaves))]
+            raw = [found[f"arr_{i}"] for i in range(len(leaves))]
         values = [x.view(leaf.dtype).reshape(leaf.shape) for x, leaf in zip(raw, leaves)]
         return self._values(jax.tree.unflatten(structure, values))
 

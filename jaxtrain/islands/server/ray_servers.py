@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from jaxtrain.io.atomic import write_atomic
+from jaxtrain.io.packages import import_optional
 from jaxtrain.islands.messages import Hello, RefusedError
 from jaxtrain.islands.partition import Parts, partition
 from jaxtrain.islands.server.coordinator import Held
 from jaxtrain.islands.server.process import ServerProcess
 from jaxtrain.islands.server.rules import Header
 
+ray = import_optional("ray", "a server of islands", "islands")
 RECORD = "newest.json"
 ENVIRONMENT = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}}
 # On the head node, so that a node of an island that fails takes nothing of the others with it.

@@ -1,0 +1,50 @@
+"""A server's state in a file: of every dtype, and refused if it is of other tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.islands.partition import Spec
+from jaxtrain.islands.server.process import ServerProcess
+from jaxtrain.islands.server.rules import ExchangeRule, Header
+
+SPECS = {
+    ("params", "w"): Spec((4, 2), jnp.float32, ("embed", "mlp")),
+    ("params", "scale"): Spec((3,), jnp.bfloat16, ("embed",)),
+    ("mutable", "mean"): Spec((2,), jnp.float32),
+}
+RULE = ExchangeRule(SyncConfig(strategy="diloco"))
+
+
+def values(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    return {path: rng.normal(size=spec.shape).astype(spec.dtype) for path, spec in SPECS.items()}
+
+
+def test_a_state_that_was_saved_goes_on_as_the_one_that_was_not(tmp_path: Path) -> None:
+    server, file = ServerProcess(RULE, SPECS), str(tmp_path / "state.npz")
+    header = Header((0, 1), (3.0, 5.0), (1.0, 1.0), 0, 1.0, (True, True))
+    state, *_ = server.begin(values(0))
+    state, *_ = server.update(state, header, values(1), values(2))
+    server.save(state, file)
+    loaded, given, nbytes = ServerProcess(RULE, SPECS).load(file)
+    assert nbytes == 4 * 8 + 2 * 3 + 4 * 2
+    after, again = (ServerProcess(RULE, SPECS).update(each, header, values(3), values(4)) for each in (state, loaded))
+    for path, spec in SPECS.items():
+        assert given[path].dtype == spec.dtype
+        np.testing.assert_array_equal(after[1][path], again[1][path])
+    mean = (3 * values(3)["mutable", "mean"] + 5 * values(4)["mutable", "mean"]) / 8
+    np.testing.assert_allclose(after[1]["mutable", "mean"], mean, rtol=1e-6)
+
+
+def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    server, file = ServerProcess(RULE, SPECS), str(tmp_path / "state.npz")
+    server.save(server.begin(values(0))[0], file)
+    fewer = {path: spec for path, spec in SPECS.items() if path[0] == "params"}
+    with pytest.raises(ValueError, match="arrays; expected"):
+        ServerProcess(RULE, fewer).load(file)
