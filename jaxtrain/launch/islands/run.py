@@ -105,12 +105,12 @@ def launch_islands(options: IslandsOptions, terminal: Terminal) -> int:
     Raises:
         UserError: bad input; nothing was started.
     """
-    config, directory, here = open_run(options)
     if options.address is None:  # the processes of this cluster, and no others, know the token
         os.environ |= LOOPBACK | {TOKEN_MODE: "token", TOKEN: os.environ.get(TOKEN) or new_secret()}
     import_optional("ray", "jaxtrain launch islands", "islands")  # which reads these when it is imported
     from jaxtrain.islands.ray_engine import LostServerError, cluster, finish, start_coordinator
 
+    config, directory, here = open_run(options)
     run = f"{directory.name}-{xxhash.xxh32_hexdigest(str(directory).encode())}"
     terminal.show(f"launch  {directory}")
     launcher = new_secret()
