@@ -86,7 +86,7 @@ def test_a_lease_outlives_a_clock_that_is_set_and_the_next_job_begins(clock: Wro
 @pytest.mark.matrix
 def test_a_run_is_the_undisturbed_one_under_a_clock_that_is_set(tmp_path: Path, clock: WrongClock, launched):
     """JAX's coordination service tells heartbeats by this clock: it ends a generation, and the next one goes on."""
-    steps = 20
+    steps = 40  # the service needs some seconds to see that the clock was set
     expected = undisturbed(tmp_path, steps)
     job = launched(steps, delay=0.1)
     local = job.start("local", "--processes=2", "--devices-per-process=2", job.config, **clock.environ)
