@@ -24,7 +24,7 @@ from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.rows import IslandRows, WholeBatches
 from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
 from jaxtrain.islands.synchronizer import GradientIsland, IslandSynchronizer, RoundIsland
-from jaxtrain.islands.trees import flatten, name
+from jaxtrain.islands.trees import flatten_dict, name
 from jaxtrain.optim.optimizers import ema_init
 
 Connect = Callable[[TrainerView], Door]
@@ -138,9 +138,9 @@ def open_island(
 
 def tensors(config: Config, program: Program) -> dict[Any, Spec]:
     """Returns the tensors that the servers hold: parameters, and in rounds mutable variables with fractions."""
-    found = flatten({"params": program.one["params"]})
-    names = flatten({"params": program.model_def.names})
+    found = flatten_dict({"params": program.one["params"]})
+    names = flatten_dict({"params": program.model_def.names})
     if config.sync.strategy not in STALE and "mutable" in program.one:
-        mutable = flatten({"mutable": program.one["mutable"]})
+        mutable = flatten_dict({"mutable": program.one["mutable"]})
         found |= {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     return {path: Spec(tuple(x.shape), x.dtype, tuple(names.get(path, ()))) for path, x in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived, IslandClient
 from jaxtrain.islands.pieces import place_tree
-from jaxtrain.islands.trees import Flat, flatten, nest
+from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
 from jaxtrain.optim.optimizers import ema_update
 from jaxtrain.sync.island_state import ConsensusSynchronizer
 from jaxtrain.sync.local_step import SYNC
@@ -22,7 +23,7 @@ from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
 Batch = Mapping[str, jax.Array]
 
 
-class IslandSynchronizer(Synchronizer):
+class IslandSynchronizer(Synchronizer, ABC):
     """Base of the islands of all strategies.
 
     Args:
@@ -54,20 +55,20 @@ class IslandSynchronizer(Synchronizer):
         arrived = self.client.start(step, lambda: self.initial(state))
         return self.with_values(state, arrived) if self.reads_first(step) else state
 
+    @abstractmethod
     def reads_first(self, step: int) -> bool:
         """Returns whether a run that begins after some steps continues from the values of the servers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def initial(self, state: State) -> Flat:
         """Returns the values that the servers begin with if they hold none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state with the values of the servers."""
-        raise NotImplementedError
 
     def _placed(self, arrived: Arrived, like: State) -> State:
-        return nest(place_tree(arrived.values, flatten(like)))
+        return unflatten_dict(place_tree(arrived.values, flatten_dict(like)))
 
     def _note(self, arrived: Arrived, clock: int) -> Metrics:
         """Notes if the island was left behind. Returns metrics of the exchange."""
@@ -95,7 +96,7 @@ class GradientIsland(IslandSynchronizer):
 
     def initial(self, state: State) -> Flat:
         """Returns the parameters."""
-        return flatten({"params": state["params"]})
+        return flatten_dict({"params": state["params"]})
 
     def step_at(self, step: int, local: Step) -> Step:
         """Returns the gradients of a step, their push and the read after it, as one function."""
@@ -104,7 +105,7 @@ class GradientIsland(IslandSynchronizer):
             state = self.begun(state, step)
             kept, metrics, grads = self._compute(state, dict(batch))
             tokens, loss = (float(metrics[name]) for name in ("tokens", "loss"))
-            pushed, before = flatten({"params": grads}), state
+            pushed, before = flatten_dict({"params": grads}), state
             arrived = self.client.exchange(pushed, lambda: self.initial(before), step + 1, tokens, loss)
             new = self.with_values({**state, **kept}, arrived)
             if "ema" in new:
@@ -171,9 +172,9 @@ class RoundIsland(IslandSynchronizer):
 
     def pushed(self, state: State) -> Flat:
         """Returns parameters and mutable variables with fractions, which all are averaged."""
-        mutable = flatten({"mutable": state.get("mutable", {})})
+        mutable = flatten_dict({"mutable": state.get("mutable", {})})
         floats = {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        return flatten({"params": state["params"]}) | floats
+        return flatten_dict({"params": state["params"]}) | floats
 
     def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
         """Returns the state after an exchange, and metrics of it."""
@@ -188,12 +189,12 @@ class RoundIsland(IslandSynchronizer):
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state that continues from the values of the servers."""
         like = self.pushed(self.one)
-        placed = nest(place_tree(arrived.values, like))
-        again = nest(place_tree(arrived.values, flatten({"params": self.one["params"]})))
+        placed = unflatten_dict(place_tree(arrived.values, like))
+        again = unflatten_dict(place_tree(arrived.values, flatten_dict({"params": self.one["params"]})))
         tokens = jax.device_put(np.float32(0), self.abstract(self.one)[SYNC]["tokens"].sharding)
         new = {**state, "params": placed["params"], SYNC: {"tokens": tokens, "agreed": again["params"]}}
         if "mutable" in placed:
-            new["mutable"] = nest(flatten(state["mutable"]) | flatten(placed["mutable"]))
+            new["mutable"] = unflatten_dict(flatten_dict(state["mutable"]) | flatten_dict(placed["mutable"]))
         return new
 
     @cached_property

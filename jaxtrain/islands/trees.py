@@ -1,32 +1,17 @@
-"""Nested dicts of arrays as flat dicts by path."""
+"""Paths of arrays in nested dicts: flax's functions, with types that say what islands give them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from flax import traverse_util
 
 Path = tuple[Any, ...]
 Flat = dict[Path, Any]
 
-
-def flatten(tree: Mapping[Any, Any], prefix: Path = ()) -> Flat:
-    """Returns {path: leaf} in the order of JAX: sorted by key."""
-    found: Flat = {}
-    for key in sorted(tree, key=lambda key: (str(type(key)), key)):
-        value = tree[key]
-        found |= flatten(value, (*prefix, key)) if isinstance(value, Mapping) else {(*prefix, key): value}
-    return found
-
-
-def nest(flat: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Reverses `flatten`."""
-    tree: dict[Any, Any] = {}
-    for path, value in flat.items():
-        inner = tree
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
-    return tree
+flatten_dict = cast("Callable[[Mapping[Any, Any]], Flat]", traverse_util.flatten_dict)
+unflatten_dict = cast("Callable[[Mapping[Path, Any]], dict[Any, Any]]", traverse_util.unflatten_dict)
 
 
 def name(path: Path) -> str:

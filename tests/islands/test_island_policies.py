@@ -91,16 +91,13 @@ def test_the_rule_is_that_of_the_one_program(bound: int | None) -> None:
             (worker, iteration), (1 + random.Random(f"{worker} {iteration}").random()) / speeds[worker]
         )
 
+    class OfDurations(Simulation):
+        def begin(self, island: int, now: float) -> None:
+            super().begin(island, now)
+            self.ends[island] = now + duration(island, self.policy.completed[island])
+
     clocks = Clocks(workers, bound, duration)
-    simulation = Simulation(StalePolicy(bound), speeds, 10**6, 0)
-    simulation.ends = {worker: duration(worker, 0) for worker in range(workers)}
-    begin = simulation.begin
-
-    def begin_after(island: int, now: float) -> None:
-        begin(island, now)
-        simulation.ends[island] = now + duration(island, simulation.policy.completed[island])
-
-    simulation.begin = begin_after  # type: ignore[method-assign]
+    simulation = OfDurations(StalePolicy(bound), speeds, 10**6, 0)
     while len(simulation.updates) < 60:
         simulation.push_next()
     for number, islands in enumerate(simulation.updates[:60]):

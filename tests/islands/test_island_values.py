@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.islands.partition import Part, Spec, partition
 from jaxtrain.islands.pieces import TensorPiece, assemble, pieces_of, place_tree
-from jaxtrain.islands.trees import flatten, nest
 
 SPECS = {
     ("params", "embed"): Spec((64, 16), jnp.float32, ("vocab", "embed")),
@@ -87,9 +86,3 @@ def test_pieces_with_holes_or_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="pieces of 0 values"):
         assemble({}, spec)
     assert Part(1, 3).spec(Spec((4, 2), np.float32)).shape == (2, 2)
-
-
-def test_trees_are_flat_and_nested_again_in_the_order_of_jax() -> None:
-    tree = {"b": {"x": 1, "a": 2}, "a": 3}
-    assert list(flatten(tree).values()) == jax.tree.leaves(tree)
-    assert nest(flatten(tree)) == tree

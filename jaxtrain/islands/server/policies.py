@@ -7,7 +7,8 @@ Pushes that no read separates are one update. `RoundPolicy` waits for all island
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 PushId = tuple[int, int]  # island, number of the push: in this order they are summed
 
@@ -24,7 +25,7 @@ class Due(NamedTuple):
     readers: list[int]
 
 
-class UpdatePolicy(Protocol):
+class UpdatePolicy(ABC):
     """Decides about the islands that are there.
 
     Attributes:
@@ -32,74 +33,64 @@ class UpdatePolicy(Protocol):
         merges_stale: pushes count that were computed from earlier parameters than the newest ones.
     """
 
-    completed: dict[int, int]
     merges_stale: bool
+
+    def __init__(self) -> None:
+        self.completed: dict[int, int] = {}
+        self._pushed: set[PushId] = set()  # since the last update
+        self._waiting: set[int] = set()  # for a read
 
     def join(self, island: int, clock: int) -> None:
         """Adds an island that has read the parameters and begins step `clock`."""
-        ...
+        self.completed[island] = clock
 
     def leave(self, island: int) -> None:
-        """Removes an island. Its last push stays part of the next update, because it was acknowledged."""
-        ...
+        """Removes an island; the others do not wait for it. Its last push still counts: it was acknowledged."""
+        self.completed.pop(island, None)
+        self._waiting.discard(island)
 
     def push(self, island: int, number: int, clock: int) -> None:
         """Takes the push of an island after `clock` steps. It waits for its read."""
-        ...
+        self.completed[island] = clock
+        self._pushed.add((island, number))
 
     def wait(self, island: int, clock: int) -> None:
         """Lets an island that has pushed nothing wait for its read after `clock` steps."""
-        ...
+        self.completed[island] = clock
+        self._waiting.add(island)
 
+    @abstractmethod
     def next(self, now: float) -> Due | None:
         """Returns the next update and its readers, who then compute; None if nothing is due."""
-        ...
 
 
-class StalePolicy:
+class StalePolicy(UpdatePolicy):
     """`asp` without a bound, `ssp`, and `bsp` with a bound of 0."""
 
     merges_stale = True
 
     def __init__(self, bound: int | None) -> None:
-        self.completed: dict[int, int] = {}
+        super().__init__()
         self._bound = bound
-        self._pending: set[PushId] = set()
-        self._waiting: set[int] = set()
-
-    def join(self, island: int, clock: int) -> None:
-        """Adds an island."""
-        self.completed[island] = clock
-
-    def leave(self, island: int) -> None:
-        """Removes an island; the others do not wait for it."""
-        self.completed.pop(island, None)
-        self._waiting.discard(island)
 
     def push(self, island: int, number: int, clock: int) -> None:
-        """Takes a push."""
-        self.completed[island] = clock
-        self._pending.add((island, number))
-        self._waiting.add(island)
-
-    def wait(self, island: int, clock: int) -> None:
-        """Lets an island wait until it may begin iteration `clock`."""
-        self.completed[island] = clock
+        """Takes the push of an island, which waits until it may begin iteration `clock`."""
+        super().push(island, number, clock)
         self._waiting.add(island)
 
     def next(self, now: float) -> Due | None:
         """Returns all pushes, if an island may read."""
         slowest = min(self.completed.values(), default=0)
         readers = [w for w in self._waiting if self._bound is None or self.completed[w] <= slowest + self._bound]
-        if not readers and not (self._pending and not self.completed):  # the last one has left its push
+        if not readers and not (self._pushed and not self.completed):  # the last one has left its push
             return None
-        due = Due(sorted(self._pending), sorted(readers))
+        due = Due(sorted(self._pushed), sorted(readers))
         self._waiting -= set(readers)
-        self._pending = set()
+        self._pushed = set()
         return due
 
 
-class RoundPolicy:
+class RoundPolicy(UpdatePolicy):
     """Rounds of `local_sgd` and `diloco`: an update has a push of each island that is there, or of a quorum.
 
     Args:
@@ -110,35 +101,14 @@ class RoundPolicy:
     merges_stale = False
 
     def __init__(self, quorum: int, grace: float) -> None:
-        self.completed: dict[int, int] = {}
+        super().__init__()
         self._quorum, self._grace = quorum, grace
-        self._pushed: set[PushId] = set()
-        self._returned: set[int] = set()
         self._quorum_at: float | None = None
 
-    def join(self, island: int, clock: int) -> None:
-        """Adds an island, for which the rounds wait from now on."""
-        self.completed[island] = clock
-
-    def leave(self, island: int) -> None:
-        """Removes an island; the round does not wait for it."""
-        self.completed.pop(island, None)
-        self._returned.discard(island)
-
-    def push(self, island: int, number: int, clock: int) -> None:
-        """Takes a push of the round."""
-        self.completed[island] = clock
-        self._pushed.add((island, number))
-
-    def wait(self, island: int, clock: int) -> None:
-        """Lets an island read at once."""
-        self.completed[island] = clock
-        self._returned.add(island)
-
     def next(self, now: float) -> Due | None:
-        """Returns the pushes of a round that is complete."""
-        if self._returned:
-            readers, self._returned = sorted(self._returned), set()
+        """Returns those that have pushed nothing, at once; else the pushes of a round that is complete."""
+        if self._waiting:
+            readers, self._waiting = sorted(self._waiting), set()
             return Due([], readers)
         islands = {island for island, _ in self._pushed}
         if not islands:

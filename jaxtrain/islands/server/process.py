@@ -18,7 +18,7 @@ from jaxtrain.io.atomic import open_atomic
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.pieces import TensorPiece, assemble
 from jaxtrain.islands.server.rules import Header, Rule, is_finite, weighted_mean
-from jaxtrain.islands.trees import Flat, Path, nest
+from jaxtrain.islands.trees import Flat, Path, flatten_dict, unflatten_dict
 
 ServerState = dict[str, Any]  # `rule`: of the rule; `mutable`: averages of mutable variables
 Values = tuple[ServerState, Flat, int]  # the state, what islands read, and the bytes of that
@@ -34,7 +34,7 @@ class ServerProcess:
 
     def __init__(self, rule: Rule, specs: Mapping[Path, Spec]) -> None:
         self._rule, self._specs = rule, specs
-        self._names = _params(nest({path: spec.names for path, spec in specs.items()}))
+        self._names = _params(unflatten_dict({path: spec.names for path, spec in specs.items()}))
 
     def pid(self) -> int:
         """Returns the number of the process."""
@@ -51,19 +51,19 @@ class ServerProcess:
 
     def begin(self, flat: Flat) -> Values:
         """Returns the state at the start of a run with these values."""
-        tree = nest(flat)
+        tree = unflatten_dict(flat)
         state = {"rule": self._rule.init(_params(tree), self._names), "mutable": tree.get("mutable", {})}
         return self._values(state)
 
     def square(self, header: Header, *pushes: Flat) -> float | None:
         """Returns the part of this server in the square of the norm that an update depends on; None if on none."""
-        return self._rule.square([_params(nest(flat)) for flat in pushes], header, self._names)
+        return self._rule.square([_params(unflatten_dict(flat)) for flat in pushes], header, self._names)
 
     def update(self, state: ServerState, header: Header, *pushes: Flat) -> Values:
         """Returns the state after an update by pushes."""
         if not any(header.is_finite):
             return self._values(state)
-        trees = [nest(flat) for flat in pushes]
+        trees = [unflatten_dict(flat) for flat in pushes]
         rule = self._rule.update(state["rule"], [_params(tree) for tree in trees], header, self._names)
         mean = weighted_mean([tree.get("mutable", {}) for tree in trees], header.weights())
         mutable = jax.tree.map(lambda new, old: new.astype(old.dtype), mean, state["mutable"])
@@ -86,25 +86,22 @@ class ServerProcess:
         return self._values(jax.tree.unflatten(structure, values))
 
     def _abstract(self) -> ServerState:
-        tree = nest({path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in self._specs.items()})
+        tree = unflatten_dict(
+            {path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in self._specs.items()}
+        )
         rule = jax.eval_shape(lambda params: self._rule.init(params, self._names), _params(tree))
         return {"rule": rule, "mutable": tree.get("mutable", {})}
 
     def _values(self, state: ServerState) -> Values:
         state = jax.tree.map(np.asarray, state)
         tree = {"params": state["rule"]["params"], "mutable": state["mutable"]}
-        given = {path: _at(tree, path) for path in self._specs}
+        flat = flatten_dict(tree)
+        given = {path: flat[path] for path in self._specs}
         return state, given, sum(value.nbytes for value in given.values())
 
 
 def _params(tree: Mapping[str, Any]) -> Any:
     return tree.get("params", {})
-
-
-def _at(tree: Any, path: Path) -> np.ndarray:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 def _raw(leaf: Any) -> np.ndarray:
