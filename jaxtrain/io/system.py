@@ -1,4 +1,4 @@
-"""CPU cores, and the lifetime of child processes."""
+"""CPU cores, time since the boot, and the lifetime of child processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,3 +29,16 @@ def exit_with_parent(parent: int) -> None:
 def available_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def boot_time() -> float:
+    """Returns seconds of a clock that nobody sets, and that goes on while the machine is suspended, if it has one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def boot_id() -> str:
+    """Returns a name of this machine since its boot, within which `boot_time` can be compared; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

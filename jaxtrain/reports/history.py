@@ -51,6 +51,8 @@ class Attempt:
         cause: why it ended, in words; empty for the last attempt if unknown.
         generation: number of its generation, if known.
         processes: number of processes, if known.
+        boot: name of the boot of its machine; empty if unknown.
+        uptime: seconds of that machine when the attempt began, and until which `seconds` counts.
     """
 
     began: float
@@ -65,6 +67,8 @@ class Attempt:
     cause: str
     generation: int | None = None
     processes: int | None = None
+    boot: str = ""
+    uptime: tuple[float, float] = (0.0, 0.0)
 
     @property
     def is_finished(self) -> bool:
@@ -207,6 +211,7 @@ def _attempt(span: Sequence[Event], following: Sequence[Event], launched: Sequen
     ended = max(_timestamp(event) for event in span)
     began = min(_timestamp(begin), _timestamp(records[0]) - age) if records else _timestamp(begin)
     counted = _timestamp(last) if records else began
+    began_up = (_number(records[0].get("uptime")) or 0.0) - age if records else 0.0
     until = _timestamp(following[0]) if following else ended + SILENT
     reason = next((str(event.get("reason")) for event in reversed(span) if event.get("kind") == "stop"), None)
     ends, number = [e for e in launched if e.get("kind") == "end"], _int(begin.get("generation"))
@@ -218,7 +223,8 @@ def _attempt(span: Sequence[Event], following: Sequence[Event], launched: Sequen
     return Attempt(
         began, ended, counted, _int(begin.get("step")) or 0, max(steps, default=0), elapsed, seconds, reason,
         str(last.get("phase", "init")), _cause(span, reason, ends, bool(following)),
-        _int(ends[0].get("generation")) if ends else None, _int(begin.get("processes")),
+        _int(ends[0].get("generation")) if ends else None, _int(begin.get("processes")), str(last.get("boot", "")),
+        (began_up, _number(last.get("uptime")) or 0.0),
     )  # fmt: skip
 
 
@@ -245,13 +251,24 @@ def _bucket_seconds(attempts: Sequence[Attempt]) -> tuple[dict[str, float], floa
     """Returns (seconds of all buckets, their sum).
 
     Time that no ledger has, from the first start on, is `down`; not so between a finished run and its extension. The
-    ledgers count by a clock that is never set; only between them Unix times are compared.
+    ledgers count by a clock that is never set, and so does the time between two attempts on one machine; Unix times are
+    compared from one machine to another.
     """
     seconds = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in BUCKETS}
-    until = [before.ended if before.is_finished else after.began for before, after in pairwise(attempts)]
-    pairs = zip(attempts, [*until, attempts[-1].ended])
-    seconds[DOWN] = sum(max(0.0, end - attempt.counted) for attempt, end in pairs)
+    gaps = [uncounted_seconds(before, after) for before, after in pairwise(attempts)]
+    seconds[DOWN] = sum(gaps) + max(0.0, attempts[-1].ended - attempts[-1].counted)
     return seconds, sum(seconds.values())
+
+
+def uncounted_seconds(before: Attempt, after: Attempt) -> float:
+    """Returns the seconds between two attempts that no ledger has."""
+    if before.is_finished:
+        gap = before.ended - before.counted
+    elif before.boot and before.boot == after.boot:
+        gap = after.uptime[0] - before.uptime[1]
+    else:
+        gap = after.began - before.counted
+    return max(0.0, gap)
 
 
 def _state(attempt: Attempt, now: float) -> str:

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from jaxtrain.errors import escape_unprintable
-from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds
+from jaxtrain.reports.history import ALL_BUCKETS, Attempt, RunHistory, format_seconds, uncounted_seconds
 from jaxtrain.trackers.console import count, event_line, number, own_metrics, percent
 
 MAX_ROWS = 20  # of a table; the newest are kept
@@ -71,7 +71,7 @@ def attempts(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:
     """Returns (start time, steps, duration, training share, downtime after it, cause of the end) of the newest."""
     rows = []
     for attempt, after in zip(run.attempts, [*run.attempts[1:], None]):
-        down = "" if after is None or attempt.is_finished else format_seconds(max(0.0, after.began - attempt.counted))
+        down = "" if after is None or attempt.is_finished else format_seconds(uncounted_seconds(attempt, after))
         share = percent(attempt.seconds["compute"] / attempt.elapsed) if attempt.elapsed else "-"
         lived = format_seconds(attempt.elapsed)
         rows.append((format_time(attempt.began), step_range(attempt), lived, share, down, attempt.cause or run.state))

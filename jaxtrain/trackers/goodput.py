@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from jaxtrain.io.system import boot_id, boot_time
+
 # Validation has a bucket of its own: in `compute`, a run that validates more would look better, and validation would
 # count in the step time, from which the watchdog derives its deadline.
 BUCKETS = {
@@ -136,14 +138,15 @@ class LedgerWriter:
     """Writes a ledger to the run's events from time to time.
 
     Each record covers the process so far: `elapsed`, `seconds` of the buckets that are not 0, `phase`, `step` and
-    `reached`. A killed process loses a fiftieth of its time at most, but 1 s to 30 s.
+    `reached`. `boot` and `uptime` say when it was by a clock that nobody sets. A killed process loses a fiftieth of its
+    time at most, but 1 s to 30 s.
     """
 
     SHARE, LEAST, MOST = 1 / 50, 1.0, 30.0
 
     def __init__(self, ledger: GoodputLedger, write: Callable[..., None]):
         """`write(kind, **fields)` writes an event."""
-        self._ledger, self._write, self._due = ledger, write, 0.0
+        self._ledger, self._write, self._due, self._boot = ledger, write, 0.0, boot_id()
 
     def __call__(self) -> None:
         """Writes a record if it is due."""
@@ -156,7 +159,7 @@ class LedgerWriter:
         nonzero = {bucket: round(value, 3) for bucket, value in seconds.items() if value}
         self._write(
             "ledger", step=snapshot.step, phase=snapshot.bucket, reached=self._ledger.furthest_step,
-            elapsed=round(elapsed, 3), seconds=nonzero,
+            elapsed=round(elapsed, 3), seconds=nonzero, boot=self._boot, uptime=round(boot_time(), 3),
         )  # fmt: skip
         self._due = elapsed + min(max(elapsed * self.SHARE, self.LEAST), self.MOST)
 
@@ -166,6 +169,6 @@ def process_age() -> float:
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begun = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), since boot
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
-    except (OSError, AttributeError, IndexError, ValueError):
+        return max(0.0, boot_time() - begun)
+    except (OSError, IndexError, ValueError):
         return 0.0

@@ -38,8 +38,12 @@ class Folder:
             }
             self._append("metrics.jsonl", {**record, "step_time": 0.1, "data_wait": 0.01, "mfu": 0.4, **fields})
 
-    def ledger(self, at: float, step: int, phase: str = "compute", **seconds: float) -> None:
-        self.event(at, "ledger", step=step, phase=phase, reached=step, elapsed=sum(seconds.values()), seconds=seconds)
+    def ledger(
+        self, at: float, step: int, phase: str = "compute", boot: str = "", uptime: float = 0.0, **seconds: float
+    ) -> None:
+        elapsed = sum(seconds.values())
+        machine = {"boot": boot, "uptime": uptime} if boot else {}
+        self.event(at, "ledger", step=step, phase=phase, reached=step, elapsed=elapsed, seconds=seconds, **machine)
 
     def broken(self, name: str) -> None:
         with (self.path / name).open("a") as file:

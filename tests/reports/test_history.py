@@ -58,6 +58,20 @@ def test_a_clock_that_is_set_amid_an_attempt_costs_no_time(tmp_path):
     assert [row[4] for row in tables.attempts(run)] == ["10 s", "25 s", ""]
 
 
+def test_a_clock_that_is_set_between_two_attempts_on_one_machine_costs_no_time(tmp_path):
+    """Set by an hour after the last record of a killed process; the machine's own seconds tell."""
+    folder, hour = Folder(tmp_path), 3600
+    folder.event(10, "start", step=0, name="run", steps=9)
+    folder.ledger(10, 0, "init", init=10.0, boot="a", uptime=1010.0)
+    folder.ledger(100, 5, init=10.0, compute=90.0, boot="a", uptime=1100.0)
+    folder.event(hour + 130, "resume", step=4, name="run", steps=9)
+    folder.ledger(hour + 140, 4, "compile", init=20.0, compile=10.0, boot="a", uptime=1140.0)
+    assert read_history(tmp_path).seconds["down"] == pytest.approx(10)
+    folder.event(hour + 200, "resume", step=4, name="run", steps=9)  # elsewhere, or after a reboot
+    folder.ledger(hour + 205, 4, "compile", init=5.0, boot="b", uptime=7.0)
+    assert read_history(tmp_path).seconds["down"] == pytest.approx(10 + 60)
+
+
 def test_how_each_life_ended(tmp_path):
     three_attempts(tmp_path)
     run = read_history(tmp_path)

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from jaxtrain.distributed.etcd import SCHEME, open_etcd
 from jaxtrain.distributed.job_store import JobStore, job_prefix
 from jaxtrain.distributed.store_types import StoreError
+from jaxtrain.io.system import boot_time
 from jaxtrain.launch.leadership.link import Address
 from jaxtrain.launch.leadership.state import LeaderState
 
@@ -148,8 +148,3 @@ def campaign(
                         return LeaderLease(jobs, revision, lease, seconds, begun)
                 jobs.store.revoke_lease(lease)
     return None
-
-
-def boot_time() -> float:
-    """Returns seconds of a clock that goes on while the machine is suspended, if it has one."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
