@@ -59,7 +59,7 @@ class CoordinatorActor:
         self._folder, self._silence = Path(folder), silence
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendedFile(self._folder / LOG)
-        policy = make_policy(strategy, bound, islands.quorum, islands.grace)
+        policy = make_policy(strategy, bound, islands)
         servers = RayServers(islands.servers, self._folder)
         self._coordinator = Coordinator(islands, policy, servers, save_every, self._log)
         self._period = min(islands.heartbeat / 2, 1.0)

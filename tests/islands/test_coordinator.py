@@ -18,6 +18,7 @@ from jaxtrain.core.placement import Placer
 from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.messages import RefusedError, SessionOverError
 from jaxtrain.islands.rows import IslandRows
+from jaxtrain.islands.server.coordinator import START_WAIT
 from jaxtrain.islands.synchronizer import IslandSynchronizer
 
 LOCAL = {"strategy": "local_sgd", "every": 2}
@@ -73,11 +74,33 @@ def asynchronous(time: Time) -> Iterator[tuple[Any, LocalServer]]:
         yield run, server
 
 
-def test_an_island_that_is_alone_does_not_wait_for_those_that_never_came(time: Time) -> None:
-    run = config(LOCAL)
-    with LocalServer(run, time) as server:
+@pytest.mark.parametrize("sync", [LOCAL, {"strategy": "bsp"}])
+def test_the_first_update_waits_for_all_islands(time: Time, sync: dict[str, Any]) -> None:
+    """One that is faster to start does not train alone."""
+    run = config(sync)
+    with LocalServer(run, time) as server, ThreadPoolExecutor(1) as pool:
         first = OneIsland(server, run, 0)
-        first.step(4)
+        trained = pool.submit(first.step, 2)
+        sleep(0.5)
+        assert server.coordinator.version == 0
+        second = OneIsland(server, run, 1)
+        assert second.clock == 0
+        second.step(2)
+        trained.result(60)
+        updates = [record["islands"] for record in server.log if record["event"] == "update"]
+        assert set(updates) == {(0, 1)}
+
+
+def test_an_island_that_is_alone_waits_a_while_for_those_that_never_come(time: Time) -> None:
+    run = config(LOCAL, heartbeat=START_WAIT)
+    with LocalServer(run, time) as server, ThreadPoolExecutor(1) as pool:
+        first = OneIsland(server, run, 0)
+        trained = pool.submit(first.step, 4)
+        sleep(0.2)
+        assert server.coordinator.version == 0
+        time.now += START_WAIT
+        server.door.call("check_silence")
+        trained.result(60)
         assert server.coordinator.version == 2
 
 
@@ -99,10 +122,9 @@ def test_an_island_that_begins_further_than_the_bound_waits(time: Time) -> None:
     run = config({"strategy": "ssp", "stale": {"bound": 2}})
     with LocalServer(run, time) as server, ThreadPoolExecutor(1) as pool:
         first, ahead = OneIsland(server, run, 0), OneIsland(server, run, 1)
-        first.step(1)
         ahead.clock = 5
         waiting = pool.submit(ahead.step)
-        first.step(1)
+        first.step(2)
         sleep(0.5)
         early = [push["island"] for push in server.pushes()]
         first.step(2)  # at 3 completed steps the other may begin the one after 5, and at 4 the next one

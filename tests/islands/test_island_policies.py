@@ -62,7 +62,7 @@ class Simulation:
 @pytest.mark.parametrize("seed", range(8))
 def test_no_island_begins_further_ahead_than_the_bound(bound: int, seed: int) -> None:
     speeds = [random.Random(seed).uniform(0.2, 2) for _ in range(4)]
-    simulation = Simulation(StalePolicy(bound), speeds, 40, seed)
+    simulation = Simulation(StalePolicy(bound, len(speeds)), speeds, 40, seed)
     simulation.run()
     assert max(clock - slowest for _, clock, slowest in simulation.begun) <= bound
     assert sum(map(len, simulation.updates)) == 4 * 40  # every push is in one update
@@ -73,7 +73,7 @@ def test_no_island_begins_further_ahead_than_the_bound(bound: int, seed: int) ->
 
 
 def test_without_a_bound_nobody_waits() -> None:
-    simulation = Simulation(StalePolicy(None), [0.1, 1, 1], 30, 0)
+    simulation = Simulation(StalePolicy(None, 3), [0.1, 1, 1], 30, 0)
     simulation.run()
     assert simulation.updates.count((0,)) == 30
     assert all(len(update) == 1 for update in simulation.updates)
@@ -97,7 +97,7 @@ def test_the_rule_is_that_of_the_one_program(bound: int | None) -> None:
             self.ends[island] = now + duration(island, self.policy.completed[island])
 
     clocks = Clocks(workers, bound, duration)
-    simulation = OfDurations(StalePolicy(bound), speeds, 10**6, 0)
+    simulation = OfDurations(StalePolicy(bound, len(speeds)), speeds, 10**6, 0)
     while len(simulation.updates) < 60:
         simulation.push_next()
     for number, islands in enumerate(simulation.updates[:60]):
@@ -106,7 +106,7 @@ def test_the_rule_is_that_of_the_one_program(bound: int | None) -> None:
 
 
 def test_those_that_leave_are_not_waited_for_and_their_push_counts() -> None:
-    policy = StalePolicy(0)
+    policy = StalePolicy(0, 2)
     for island in range(3):
         policy.join(island, 5)
     policy.push(0, 1, 6)
@@ -119,7 +119,7 @@ def test_those_that_leave_are_not_waited_for_and_their_push_counts() -> None:
 
 
 def test_a_round_waits_for_all_or_for_its_quorum_and_a_grace() -> None:
-    policy = RoundPolicy(0, 0.0)
+    policy = RoundPolicy(0, 0.0, 3)
     for island in range(3):
         policy.join(island, 0)
     policy.push(2, 1, 4)
@@ -127,7 +127,7 @@ def test_a_round_waits_for_all_or_for_its_quorum_and_a_grace() -> None:
     assert policy.next(1.0) is None
     policy.push(1, 3, 4)
     assert policy.next(1.0) == Due([(0, 2), (1, 3), (2, 1)], [0, 1, 2])
-    policy = RoundPolicy(2, 3.0)
+    policy = RoundPolicy(2, 3.0, 3)
     for island in range(3):
         policy.join(island, 0)
     policy.push(2, 1, 4)

@@ -96,7 +96,7 @@ class LocalServer:
     def __init__(self, config: Config, now: Callable[[], float] = time.monotonic) -> None:
         islands, sync = config.islands, config.sync
         self.log: list[dict[str, Any]] = []
-        policy = make_policy(sync.strategy, sync.stale.bound, islands.quorum, islands.grace)
+        policy = make_policy(sync.strategy, sync.stale.bound, islands)
         self.servers = LocalServers(islands.servers)
         self.coordinator = Coordinator(islands, policy, self.servers, None, self.log.append, now)
         self._loop = asyncio.new_event_loop()

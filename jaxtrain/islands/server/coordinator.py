@@ -20,6 +20,7 @@ from jaxtrain.islands.server.rules import Header
 
 SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
 LONGEST_WAIT = 2.0  # seconds of one call that waits
+START_WAIT = 120.0  # seconds after the first island is there that the first update waits for the others
 
 
 class Held(NamedTuple):
@@ -123,6 +124,8 @@ class Coordinator:
         self._save_every, self._log, self._now = save_every, log, now
         self._first: Hello | None = None
         self._has_values = False
+        self._arrived: set[int] = set()  # islands that were ever there
+        self._starts_by: float | None = None  # the first update waits no longer; None: nobody is there
         self._saved_at = 0
         self._sessions = 0
         self._progress = 0.0  # steps of all islands over their number
@@ -158,17 +161,28 @@ class Coordinator:
             member.joined, member.released, member.waits_since = self._now(), False, None
             self.members[hello.island] = member
             if self._has_values:
-                clock = self._clock_of_joiner()
-                self.policy.join(hello.island, clock)
+                clock = self._arrive(hello.island)
             else:
                 self.clock = max(self.clock, clock)
             self._log({"event": "join", "island": hello.island, "clock": clock, "version": self.version})
             given = list(self.servers.given) if self._has_values else None
             return Welcome(member.session, clock, self.servers.parts, given, self.version)
 
-    def _clock_of_joiner(self) -> int:
-        """Returns the clock of the slowest island; without any that of the last update."""
-        return min(self.policy.completed.values(), default=self.clock)
+    def _arrive(self, island: int) -> int:
+        """Adds an island to the policy, at the clock of the slowest, before the first update at that of the start."""
+        completed = self.policy.completed.values() if self._has_started() else ()
+        clock = min(completed, default=self.clock)
+        self.policy.join(island, clock)
+        self._arrived.add(island)
+        if self._starts_by is None:
+            self._starts_by = self._now() + START_WAIT
+        return clock
+
+    def _has_started(self) -> bool:
+        """Returns whether updates may be made: islands do not start at one moment, and none goes off alone."""
+        if len(self._arrived) >= self.policy.first_needs:
+            return True
+        return self._starts_by is not None and self._now() >= self._starts_by
 
     async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
         """Takes the initial values of an island, unless another one was faster. Returns what all begin with."""
@@ -177,7 +191,7 @@ class Coordinator:
             if not self._has_values:
                 await self.servers.begin(refs)
                 self._has_values = True
-            self.policy.join(island, self._clock_of_joiner())
+            self._arrive(island)
             member.seen = self._now()
         return list(self.servers.given)
 
@@ -296,7 +310,7 @@ class Coordinator:
     async def _advance(self) -> None:
         """Makes the updates that are due, and tells the islands that may read."""
         async with self._lock:
-            while (due := self.policy.next(self._now())) is not None:
+            while self._has_started() and (due := self.policy.next(self._now())) is not None:
                 sessions = {island: self.members[island].session for island in due.readers}
                 if due.pushes:
                     await self._update(due.pushes)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from jaxtrain.config.sections.islands import IslandsConfig
+
 PushId = tuple[int, int]  # island, number of the push: in this order they are summed
 
 
@@ -31,9 +33,11 @@ class UpdatePolicy(ABC):
     Attributes:
         completed: clock of each island that is there: the number of steps that it has pushed.
         merges_stale: pushes count that were computed from earlier parameters than the newest ones.
+        first_needs: islands that must be there before the first update.
     """
 
     merges_stale: bool
+    first_needs: int
 
     def __init__(self) -> None:
         self.completed: dict[int, int] = {}
@@ -69,9 +73,9 @@ class StalePolicy(UpdatePolicy):
 
     merges_stale = True
 
-    def __init__(self, bound: int | None) -> None:
+    def __init__(self, bound: int | None, islands: int) -> None:
         super().__init__()
-        self._bound = bound
+        self._bound, self.first_needs = bound, 1 if bound is None else islands
 
     def push(self, island: int, number: int, clock: int) -> None:
         """Takes the push of an island, which waits until it may begin iteration `clock`."""
@@ -94,15 +98,16 @@ class RoundPolicy(UpdatePolicy):
     """Rounds of `local_sgd` and `diloco`: an update has a push of each island that is there, or of a quorum.
 
     Args:
-        quorum: islands that complete a round; 0: all.
+        quorum: islands that complete a round; 0: all that are there.
         grace: seconds that it waits for the others then.
+        islands: of the run.
     """
 
     merges_stale = False
 
-    def __init__(self, quorum: int, grace: float) -> None:
+    def __init__(self, quorum: int, grace: float, islands: int) -> None:
         super().__init__()
-        self._quorum, self._grace = quorum, grace
+        self._quorum, self._grace, self.first_needs = quorum, grace, quorum or islands
         self._quorum_at: float | None = None
 
     def next(self, now: float) -> Due | None:
@@ -123,14 +128,15 @@ class RoundPolicy(UpdatePolicy):
         return due
 
 
-def make_policy(strategy: str, bound: int, quorum: int, grace: float) -> UpdatePolicy:
+def make_policy(strategy: str, bound: int, islands: IslandsConfig) -> UpdatePolicy:
     """Returns the policy of a strategy.
 
     Args:
         strategy: `bsp`, `ssp`, `asp`, or one of rounds.
         bound: of `ssp`.
-        quorum: of rounds.
-        grace: of rounds.
+        islands: section `islands`.
     """
     bounds = {"bsp": 0, "ssp": bound, "asp": None}
-    return StalePolicy(bounds[strategy]) if strategy in bounds else RoundPolicy(quorum, grace)
+    if strategy in bounds:
+        return StalePolicy(bounds[strategy], islands.count)
+    return RoundPolicy(islands.quorum, islands.grace, islands.count)
