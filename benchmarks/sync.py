@@ -78,7 +78,8 @@ WAYS = {
     "bsp-fp8": Way(compressed("fp8")),
     "bsp-int4": Way(compressed("int4")),
     "bsp-int2": Way(compressed("int2")),
-    "bsp-powersgd-4": Way(compressed("powersgd", rank=4), bar=0.01),
+    "bsp-powersgd-4": Way(compressed("powersgd", rank=4, warmup=1000), bar=0.01),  # as torch's hook
+    "bsp-powersgd-4-cold": Way(compressed("powersgd", rank=4)),
     "bsp-topk-1%": Way(compressed("topk", share=0.01)),
     "bsp-onebit-adam": Way(compressed("onebit_adam", freeze=800)),
     "local_sgd": Way({"strategy": "local_sgd", "every": EVERY}),

@@ -28,7 +28,7 @@ def compression_problems(config: Config) -> Iterator[Found]:
             message = f"{compress.momentum:g} takes the place of the optimizer's; expected optimizer.name=sgd with"
             keys = ("sync.compress.momentum", "optimizer.name", "optimizer.betas")
             yield keys, f"{message} optimizer.betas=[0, ...], or 0"
-    if sync.is_compressed and compress.gradients == "topk" and compress.warmup:
+    if sync.is_compressed and compress.gradients in ("topk", "powersgd") and compress.warmup:
         yield from _warmup_problems(config)
     if sync.is_onebit_adam:
         yield from _onebit_adam_problems(config)
@@ -39,9 +39,9 @@ def compression_problems(config: Config) -> Iterator[Found]:
 
 
 def _warmup_problems(config: Config) -> Iterator[Found]:
-    """Yields what keeps the warm-up of topk from ending in its share within the run."""
+    """Yields what keeps the warm-up from ending, that of topk in its share, within the run."""
     warmup, share = config.sync.compress.warmup, config.sync.compress.share
-    if share >= FIRST_SHARE:
+    if config.sync.compress.gradients == "topk" and share >= FIRST_SHARE:
         message = f"the warm-up begins with a share of {FIRST_SHARE}, and that after it is {share:g}; expected warmup=0"
         yield ("sync.compress.warmup", "sync.compress.share"), f"{message}, or a smaller share"
     if config.epochs is None and warmup >= config.steps:

@@ -45,8 +45,8 @@ class OuterConfig(Section):
 
 
 FIRST_SHARE = 0.25  # of the values, with which the warm-up of topk begins
-GRADIENT_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync.compress` that only one compression of gradients reads
-    "powersgd": ("rank",), "topk": ("share", "momentum", "warmup", "clip"), "onebit_adam": ("freeze",),
+GRADIENT_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync.compress` that only some compressions of gradients read
+    "powersgd": ("rank", "warmup"), "topk": ("share", "momentum", "warmup", "clip"), "onebit_adam": ("freeze",),
 }  # fmt: skip
 
 
@@ -64,7 +64,9 @@ class CompressConfig(Section):
     rank: PositiveInt = key(4, "powersgd: rank of a matrix")
     share: NonZeroFraction = key(0.01, "topk: share of the values of a layer that is sent")
     momentum: Share = key(0.0, "topk: momentum of each replica before values are chosen, in place of the optimizer's")
-    warmup: Count = key(0, "topk: first steps, in which the share falls from 25% by factors of 4 to `share`")
+    warmup: Count = key(
+        0, "first steps; topk: in which the share falls from 25% by factors of 4 to `share`; powersgd: in float32"
+    )
     clip: PositiveFloat | None = key(
         None, "topk: norm of the gradient above which those of replicas are clipped before values are chosen"
     )
@@ -79,7 +81,8 @@ class CompressConfig(Section):
     @model_serializer(mode="wrap")
     def _read_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits the keys that the kind of compression does not read."""
-        unread = [key for kind, keys in GRADIENT_KEYS.items() if kind != self.gradients for key in keys]
+        read = GRADIENT_KEYS.get(self.gradients, ())
+        unread = [key for keys in GRADIENT_KEYS.values() for key in keys if key not in read]
         other = ("gradients",) if self.gradients == "none" else ("deltas",) if self.deltas == "none" else ()
         default = [name for name in ("weights", "secondary") if getattr(self, name) in ("none", 0)]
         return {key: value for key, value in serialize(self).items() if key not in (*unread, *other, *default)}

@@ -8,13 +8,16 @@ from jaxtrain.config.sections.sync import FIRST_SHARE, CompressConfig
 def first_phases(config: CompressConfig) -> list[tuple[int, CompressConfig]]:
     """Returns (end, compression) of the steps before those of the config itself.
 
-    Those of `onebit_adam` before its freeze send gradients in full. In the warm-up of `topk` the share is 1/4, 1/16,
-    1/64 and so on, each for as many steps, as long as it is larger than that of the config.
+    Those of `onebit_adam` before its freeze, and those of the warm-up of `powersgd`, send gradients in full. In the
+    warm-up of `topk` the share is 1/4, 1/16, 1/64 and so on, each for as many steps, as long as it is larger than that
+    of the config.
     """
     if config.gradients == "onebit_adam":
         return [(config.freeze, CompressConfig())]
-    if config.gradients != "topk" or not config.warmup:
+    if config.gradients not in ("topk", "powersgd") or not config.warmup:
         return []
+    if config.gradients == "powersgd":
+        return [(config.warmup, CompressConfig())]
     shares = [FIRST_SHARE]
     while shares[-1] * FIRST_SHARE > config.share:
         shares.append(shares[-1] * FIRST_SHARE)
