@@ -108,9 +108,10 @@ class Network:
 
     def _sent(self, step: int) -> tuple[float, float, float]:
         """Bytes of gradients, of what travels during the step, and of the exchange after it."""
-        if not self._strategy.parameters_differ:
-            is_compressed = self._strategy.combines_gradients
-            return (self._strategy.sent_bytes(self._params, None) if is_compressed else self.gradient_bytes), 0.0, 0.0
+        strategy = self._strategy.at(step)
+        if not strategy.parameters_differ:
+            is_compressed = strategy.combines_gradients
+            return (strategy.sent_bytes(self._params, None) if is_compressed else self.gradient_bytes), 0.0, 0.0
         plan, sent = self._strategy.plan(step), self._synchronizer.sent_bytes
         if plan.is_joint:
             return self.gradient_bytes, 0.0, 0.0

@@ -59,6 +59,18 @@ def test_all_wait_for_the_slowest_in_every_step_of_bsp(times: ModuleType):
     assert network(times, Bsp(SyncConfig(), 2)).wall_times([1, 2, 4], 10) == [13, 25, 52]
 
 
+def test_first_steps_of_another_compression_send_their_bytes(times: ModuleType):
+
+    class Compressed(Bsp):
+        phases = ((3, Bsp(SyncConfig(), 2)),)
+        combines_gradients = True
+
+        def sent_bytes(self, params: Any, kind: Any) -> int:
+            return 7
+
+    assert network(times, Compressed(SyncConfig(), 2)).sent_bytes([3, 5]) == [3 * 400, 3 * 400 + 2 * 7]
+
+
 def test_replicas_wait_at_exchanges_alone(times: ModuleType):
     own = network(times, LocalSGD(SyncConfig(strategy="local_sgd", every=2), 2))
     assert own.wall_times([1, 2, 3, 4], 10) == [3, 14, 16, 30]
