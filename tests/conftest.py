@@ -4,11 +4,14 @@ On a machine with a GPU, JAXTRAIN_TEST_PLATFORMS=cuda,cpu also runs what needs o
 `make matrix`.
 """
 
+import ctypes
+import gc
 import os
 import signal
 import uuid
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,8 @@ def own_core(worker: str, workers: int) -> None:
         os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
 
+MOST_RESIDENT = 2 << 30  # bytes
+
 xla_options.prepare()
 own_core(os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
@@ -43,6 +48,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     number, sample = config.getoption("--one-in"), config.getoption("--sample")
     items[:] = [item for item in items if zlib.crc32(f"{sample} {item.nodeid}".encode()) % number == 0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_memory() -> Iterator[None]:
+    """JAX keeps what it has traced and compiled, with all that it refers to: by thousands of tests more than a machine
+    has, whose kernel then kills a process. From some size on that is dropped after each file."""
+    yield
+    if resident_bytes() > MOST_RESIDENT:
+        import jax  # after the environment above is set
+
+        jax.clear_caches()
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+            libc.malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the kernel does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 @pytest.fixture
