@@ -23,7 +23,7 @@ from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.rows import IslandRows, WholeBatches
 from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
-from jaxtrain.islands.synchronizer import GradientIsland, IslandSynchronizer, RoundIsland
+from jaxtrain.islands.synchronizer import ChangeIsland, GradientIsland, IslandSynchronizer, RoundIsland
 from jaxtrain.islands.trees import flatten_dict, name
 from jaxtrain.optim.optimizers import ema_init
 
@@ -133,7 +133,8 @@ def open_island(
     client = IslandClient(door, Hello(index, {**facts, **described}, specs, rule_of(config, program)))
     if config.sync.strategy in STALE:
         return GradientIsland(program, client, learning_rate(config, program.components))
-    return RoundIsland(program, client, config.sync.every)
+    form = ChangeIsland if config.sync.strategy == "async_diloco" else RoundIsland
+    return form(program, client, config.sync.every)
 
 
 def tensors(config: Config, program: Program) -> dict[Any, Spec]:

@@ -57,7 +57,7 @@ def assemble(pieces: Mapping[Path, Sequence[TensorPiece]], specs: Mapping[Path, 
 def _assemble(path: Path, pieces: Sequence[TensorPiece], spec: Spec) -> np.ndarray:
     if len(pieces) == 1 and pieces[0].values.shape == spec.shape:
         return pieces[0].values
-    whole, filled = np.empty(spec.shape, spec.dtype), 0
+    whole, filled = np.empty(spec.shape, pieces[0].values.dtype if pieces else spec.dtype), 0
     for start, values in pieces:
         block = tuple(slice(first, first + size) for first, size in zip(start, values.shape))
         if values.ndim != whole.ndim or whole[block].shape != values.shape:

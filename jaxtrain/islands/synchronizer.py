@@ -176,10 +176,14 @@ class RoundIsland(IslandSynchronizer):
         floats = {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         return flatten_dict({"params": state["params"]}) | floats
 
+    def outgoing(self, state: State) -> Flat:
+        """Returns what an exchange sends: parameters, and mutable variables."""
+        return self.pushed(state)
+
     def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
         """Returns the state after an exchange, and metrics of it."""
         tokens = float(state[SYNC]["tokens"])
-        values = self.pushed(state)
+        values = self.outgoing(state)
         is_finite = bool(self._is_finite(list(values.values())))
         arrived = self.client.exchange(values, lambda: self.initial(state), clock, tokens, loss)
         if not is_finite:
@@ -214,3 +218,18 @@ class RoundIsland(IslandSynchronizer):
         names = [name for name in ("opt_state", "ema") if name in state]
         heal = jax.jit(lambda x, y: jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(a), a, b.astype(a.dtype)), x, y))
         return {**state, **{name: heal(state[name], fresh[name]) for name in names}}
+
+
+class ChangeIsland(RoundIsland):
+    """`async_diloco`: the island pushes how far it has come from what it read, which others have updated since."""
+
+    def outgoing(self, state: State) -> Flat:
+        """Returns the parameters that it read less its own, float32, and mutable variables."""
+        return self.pushed(state) | flatten_dict({"params": self._change(state[SYNC]["agreed"], state["params"])})
+
+    @cached_property
+    def _change(self) -> Callable[[Any, Any], Any]:
+        def change(agreed: Any, params: Any) -> Any:
+            return jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), agreed, params)
+
+        return jax.jit(change)

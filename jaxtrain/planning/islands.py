@@ -7,8 +7,8 @@ all push and read, M (P + R) / S bytes.
 
 - All at the same time (`bsp`, `ssp` with bound 0, `local_sgd`, `diloco`): the servers receive all pushes, then all
   read. An exchange takes max(1, M / S) (P + R) / r, and a step waits for one H-th of that.
-- Each at another time (`ssp`, `asp`): the links of the servers carry reads of some while others push or compute. A step
-  takes max(C + (P + R) / r, M P / (S r), M R / (S r)), and waits for what that is longer than C.
+- Each at another time (`ssp`, `asp`, `async_diloco`): the links of the servers carry reads of some while others push or
+  compute. H steps take max(H C + (P + R) / r, M P / (S r), M R / (S r)), and wait for what that is longer than H C.
 
 Islands are of one speed, so none waits for a slower one. Latency and the time of the servers' updates are not counted.
 """
@@ -35,7 +35,8 @@ SMALL_WAIT = 0.1  # part of a step that may be waiting
 BATCH = "data.global_batch="
 ASSUMED = (
     "each server is on a machine of its own, whose link has the rate of an island's, both ways at once",
-    "islands are of one speed; latency and the servers' updates take no time; ssp and asp push at different times",
+    "islands are of one speed; latency and the servers' updates take no time",
+    "islands of ssp, asp and async_diloco push at different times",
     "all strategies are priced with the step of this one",
 )
 
@@ -90,7 +91,7 @@ def price(
     elif seconds is None:
         return priced
     else:
-        exchange = max(total / rate, count * max(sent, received) / (servers * rate) - seconds)
+        exchange = max(total / rate, count * max(sent, received) / (servers * rate) - every * seconds)
     wait = exchange / every
     priced = replace(priced, exchange_seconds=exchange, wait_seconds=wait)
     if not seconds:
@@ -130,11 +131,11 @@ def _priced(config: Config, plan: Plan, rate: float | None) -> list[PricedStrate
         name, keys = strategy, f"sync.strategy={strategy}"
         if not is_stale:
             name, keys = f"{strategy}, every {every}", f"{keys} sync.every={every}"
-            if strategy == "diloco" and config.steps % every:  # an exchange follows the last step
+            if strategy != "local_sgd" and config.steps % every:  # an exchange follows the last step
                 keys += f" steps={ceil(config.steps / every) * every}"
         rounds = sizes["params"] + sizes["mutable"]
         sent, received = (sizes["gradients"], sizes["params"]) if is_stale else (rounds, rounds)
-        is_lockstep = strategy not in ("ssp", "asp") or (strategy == "ssp" and sync.stale.bound == 0)
+        is_lockstep = strategy not in ("ssp", "asp", "async_diloco") or (strategy == "ssp" and sync.stale.bound == 0)
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, rate=rate,
             seconds=plan.step_seconds, tokens=plan.tokens,

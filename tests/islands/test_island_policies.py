@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxtrain.islands.server.policies import Due, RoundPolicy, StalePolicy
+from jaxtrain.islands.server.policies import Due, PartialRoundPolicy, RoundPolicy, StalePolicy
 from jaxtrain.sync.clocks import Clocks
 
 
@@ -137,3 +137,23 @@ def test_a_round_waits_for_all_or_for_its_quorum_and_a_grace() -> None:
     assert policy.next(3.9) is None
     assert policy.next(4.0) == Due([(0, 2), (2, 1)], [0, 2])
     assert policy.next(9.0) is None
+
+
+def test_a_partial_round_takes_what_there_is_however_old() -> None:
+    policy = PartialRoundPolicy(0, 0.0)
+    for island in range(3):
+        policy.join(island, 0)
+    policy.push(2, 1, 4)
+    assert policy.next(0.0) == Due([(2, 1)], [2])
+    policy.push(2, 2, 8)
+    policy.push(0, 3, 4)
+    assert policy.next(0.0) == Due([(0, 3), (2, 2)], [0, 2])
+    assert policy.merges_stale
+    policy = PartialRoundPolicy(2, 1.0)
+    for island in range(3):
+        policy.join(island, 0)
+    policy.push(2, 1, 4)
+    assert policy.next(5.0) is None
+    policy.push(1, 2, 4)
+    assert policy.next(6.0) is None
+    assert policy.next(7.0) == Due([(1, 2), (2, 1)], [1, 2])

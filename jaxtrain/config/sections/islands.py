@@ -8,7 +8,8 @@ from jaxtrain.config.field_types import Count, NonNegative, PositiveFloat, Posit
 from jaxtrain.config.section import Section, key
 
 STALE = ("bsp", "ssp", "asp")  # strategies whose islands push gradients
-AT_ROUNDS = ("local_sgd", "diloco")  # strategies whose islands push parameters
+AT_ROUNDS = ("local_sgd", "diloco", "async_diloco")  # strategies whose islands train alone for some steps
+AMONG_ISLANDS = ("async_diloco",)  # strategies that replicas of one program do not have
 
 
 class IslandsConfig(Section):
@@ -16,7 +17,7 @@ class IslandsConfig(Section):
 
     count: Count = key(0, "islands, each with its rows of the global batch; 0: one run alone")
     servers: PositiveInt = key(1, "processes that hold the parameters, each an equal share of their bytes")
-    quorum: Count = key(0, "islands that complete a round of diloco or local_sgd; 0: all that are there")
+    quorum: Count = key(0, "islands that complete a round; 0: all that are there, for async_diloco one")
     grace: NonNegative = key(0.0, "seconds that a round waits for the others when it has its quorum")
     heartbeat: PositiveFloat = key(5.0, "seconds between signs of life; an island without any for twice that has left")
     late: Literal["drop", "scale"] = key(

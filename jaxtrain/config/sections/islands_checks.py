@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.islands import AT_ROUNDS, STALE
+from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, STALE
 from jaxtrain.config.sections.sync_checks import KeysAndMessage
 from jaxtrain.errors import join_words
 
@@ -15,6 +15,9 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
     islands, sync, rows = config.islands, config.sync, config.data.global_batch
     count = islands.count
     if not islands.has_islands:
+        if sync.strategy in AMONG_ISLANDS:
+            message = f"{sync.strategy} is for islands (`jaxtrain launch islands`); expected diloco"
+            yield ("sync.strategy", "islands.count"), message
         return
     if sync.strategy not in (*STALE, *AT_ROUNDS):
         message = f"{sync.strategy} is for replicas of one program; islands agree by"

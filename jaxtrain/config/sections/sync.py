@@ -22,9 +22,10 @@ from jaxtrain.config.section import Section, key, section
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
     "bsp": ("compress",), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"),
     "diloco": ("every", "outer", "compress"), "streaming_diloco": ("every", "outer", "compress", "streaming"),
-    "muloco": ("every", "outer", "compress"), "gossip": ("every", "gossip"), "ssp": ("stale",), "asp": ("stale",),
+    "muloco": ("every", "outer", "compress"), "async_diloco": ("every", "outer"), "gossip": ("every", "gossip"),
+    "ssp": ("stale",), "asp": ("stale",),
 }  # fmt: skip
-AT_OUTER = ("diloco", "streaming_diloco", "muloco")  # those whose result is that of an outer optimizer
+AT_OUTER = ("diloco", "streaming_diloco", "muloco", "async_diloco")  # those whose result is that of an outer optimizer
 
 
 def exchange_axis(sizes: Mapping[str, int | None]) -> str:
@@ -123,12 +124,13 @@ class SyncConfig(Section):
     strategy: str = key(
         "bsp", "`bsp`: every step; `local_sgd`: an average every `every` steps; `post_local`: bsp first; `diloco`: an "
         "outer optimizer; `streaming_diloco`: that in fragments, while replicas train on; `muloco`: diloco with Muon, "
-        "in 2 bits; `gossip`: averages with neighbours; `ssp` and `asp`: gradients that are some updates old, as of "
-        "workers of different speeds; or a user's own `package.module:Class`, or a name that an installed package adds"
+        "in 2 bits; `async_diloco`: diloco of islands that do not wait for one another; `gossip`: averages with "
+        "neighbours; `ssp` and `asp`: gradients that are some updates old, as of workers of different speeds; or a "
+        "user's own `package.module:Class`, or a name that an installed package adds"
     )  # fmt: skip
     every: PositiveInt = key(100, "steps between exchanges; not read by bsp")
     bsp_steps: Count = key(0, "post_local: steps of bsp before the first local one")
-    outer: OuterConfig = section(OuterConfig, "diloco, streaming_diloco, muloco: the outer optimizer")
+    outer: OuterConfig = section(OuterConfig, "all with `loco` in their name: the outer optimizer")
     compress: CompressConfig = section(
         CompressConfig, "bsp and the same: compression of what is exchanged; by default int2 for muloco"
     )

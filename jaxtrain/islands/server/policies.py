@@ -2,7 +2,8 @@
 
 `StalePolicy` is the rule of `sync.clocks` for islands whose clocks are real: an island reads, computes an iteration and
 pushes it; it may begin iteration c if c is at most `bound` ahead of the number that the slowest island has completed.
-Pushes that no read separates are one update. `RoundPolicy` waits for all islands that are there, or for a quorum.
+Pushes that no read separates are one update. `RoundPolicy` waits for all islands that are there, or for a quorum;
+`PartialRoundPolicy` takes what there is, however old.
 """
 
 from __future__ import annotations
@@ -128,15 +129,31 @@ class RoundPolicy(UpdatePolicy):
         return due
 
 
+class PartialRoundPolicy(RoundPolicy):
+    """Updates of `async_diloco`: of a quorum, and of those that come within its grace; the others keep training.
+
+    Args:
+        quorum: islands that make an update; 0: one.
+        grace: seconds that it waits for others then.
+    """
+
+    merges_stale = True
+
+    def __init__(self, quorum: int, grace: float) -> None:
+        super().__init__(quorum or 1, grace, 1)
+
+
 def make_policy(strategy: str, bound: int, islands: IslandsConfig) -> UpdatePolicy:
     """Returns the policy of a strategy.
 
     Args:
-        strategy: `bsp`, `ssp`, `asp`, or one of rounds.
+        strategy: one of islands.
         bound: of `ssp`.
         islands: section `islands`.
     """
     bounds = {"bsp": 0, "ssp": bound, "asp": None}
     if strategy in bounds:
         return StalePolicy(bounds[strategy], islands.count)
+    if strategy == "async_diloco":
+        return PartialRoundPolicy(islands.quorum, islands.grace)
     return RoundPolicy(islands.quorum, islands.grace, islands.count)

@@ -66,7 +66,8 @@ class ServerProcess:
         trees = [unflatten_dict(flat) for flat in pushes]
         rule = self._rule.update(state["rule"], [_params(tree) for tree in trees], header, self._names)
         mean = weighted_mean([tree.get("mutable", {}) for tree in trees], header.weights())
-        mutable = jax.tree.map(lambda new, old: new.astype(old.dtype), mean, state["mutable"])
+        share = np.float32(self._rule.share(header))
+        mutable = jax.tree.map(lambda new, old: _between(old, new, share), mean, state["mutable"])
         return self._values({"rule": rule, "mutable": mutable})
 
     def save(self, state: ServerState, file: str) -> None:
@@ -102,6 +103,11 @@ class ServerProcess:
 
 def _params(tree: Mapping[str, Any]) -> Any:
     return tree.get("params", {})
+
+
+def _between(old: np.ndarray, new: np.ndarray, share: np.float32) -> np.ndarray:
+    """Returns `new` for a share of 1, less of the way from `old` for a smaller one."""
+    return (new if share == 1 else old + share * (new - old)).astype(old.dtype)
 
 
 def _raw(leaf: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ from jaxtrain.config.sections.islands import STALE
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.core.components import Components
 from jaxtrain.core.program import Program
+from jaxtrain.islands.server.delayed_nesterov import DelayedNesterovRule
 from jaxtrain.islands.server.rules import ExchangeRule, GradientRule, Rule
 from jaxtrain.optim.optimizers import make_optimizer
 from jaxtrain.optim.schedules import Schedule, make_schedule
@@ -52,6 +53,8 @@ def rule_of(config: Config, program: Program) -> Rule:
         rate = learning_rate(config, program.components)
         optimizer = ServerOptimizer(config.optimizer, rate, bias_rate, program.components.optimizer)
         return GradientRule(optimizer, config.optimizer.grad_clip_norm)
+    if config.sync.strategy == "async_diloco":
+        return DelayedNesterovRule(config.sync.outer)
     return ExchangeRule(config.sync.model_copy(update={"compress": CompressConfig()}))
 
 

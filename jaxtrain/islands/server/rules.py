@@ -70,6 +70,10 @@ class Rule(Protocol):
         """Returns the state after an update by pushes, of which at least one is finite."""
         ...
 
+    def share(self, header: Header) -> float:
+        """Returns how far mutable variables move to the average of the pushes, 1 to become it."""
+        ...
+
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
     """Returns the weighted sum in float32: products are rounded, then added in the order of the trees.
@@ -94,8 +98,16 @@ def is_finite(tree: Tree) -> bool:
     return all(bool(np.isfinite(leaf.astype(np.float32, copy=False)).all()) for leaf in leaves)
 
 
+class WholeUpdate:
+    """Rule whose updates stand for all islands."""
+
+    def share(self, header: Header) -> float:
+        """Returns 1."""
+        return 1.0
+
+
 @dataclass(frozen=True, eq=False)
-class GradientRule:
+class GradientRule(WholeUpdate):
     """`bsp`, `ssp`, `asp`: x <- x + share u, with u the optimizer's update by the mean gradient of the pushes.
 
     Attributes:
@@ -156,7 +168,7 @@ class GradientRule:
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangeRule:
+class ExchangeRule(WholeUpdate):
     """`diloco`, `local_sgd` or a user's own strategy: its exchange, with the average of the pushes.
 
     Attributes:
