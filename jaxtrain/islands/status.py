@@ -42,7 +42,8 @@ def status_table(status: Mapping[str, Any], now: float | None = None) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     ended = f"; the run has ended, or its server is gone for {age:.0f} s" if age > STALE else ""
-    return "\n".join([f"updates {status['version']}, step {status['clock']}{ended}", *lines])
+    problem = [status["problem"]] if status.get("problem") else []
+    return "\n".join([f"updates {status['version']}, step {status['clock']}{ended}", *problem, *lines])
 
 
 def _row(index: str, island: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[str, ...]:

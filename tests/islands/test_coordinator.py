@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,9 @@ from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.messages import RefusedError, SessionOverError
 from jaxtrain.islands.rows import IslandRows
 from jaxtrain.islands.server.coordinator import START_WAIT
+from jaxtrain.islands.status import status_table
 from jaxtrain.islands.synchronizer import IslandSynchronizer
+from jaxtrain.launch.islands.run import summary
 
 LOCAL = {"strategy": "local_sgd", "every": 2}
 ASP = {"strategy": "asp"}
@@ -186,6 +190,26 @@ def test_a_message_of_an_earlier_stay_has_no_effect(asynchronous: Any) -> None:
         with pytest.raises(SessionOverError):
             server.door.call(method, 0, session, *arguments)
     assert sorted(server.coordinator.members) == [0]
+
+
+def test_a_full_disk_at_a_server_is_said_and_all_go_on(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(ASP, count=1)
+    with LocalServer(run, time, save_every=2) as server:
+        save = server.servers.save
+
+        async def full(record: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(server.servers, "save", full)
+        island = OneIsland(server, run, 0)
+        island.step(3)
+        text = "the servers could not save after 2 steps: No space left on device"
+        assert text in status_table({**server.coordinator.status(), "time": 0.0}, 0.0).splitlines()
+        assert summary(server.coordinator.status()).endswith(text)
+        monkeypatch.setattr(server.servers, "save", save)
+        island.step(1)
+        assert server.coordinator.status()["problem"] == ""
+        assert [record["event"] for record in server.log if "save" in record["event"]] == ["save failed", "save"]
 
 
 def test_a_push_that_is_not_finite_is_left_out_and_the_island_goes_on(time: Time) -> None:

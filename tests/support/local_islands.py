@@ -93,12 +93,14 @@ class LocalServer:
         log: its records.
     """
 
-    def __init__(self, config: Config, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: Config, now: Callable[[], float] = time.monotonic, save_every: int | None = None
+    ) -> None:
         islands, sync = config.islands, config.sync
         self.log: list[dict[str, Any]] = []
         policy = make_policy(sync.strategy, sync.stale.bound, islands)
         self.servers = LocalServers(islands.servers)
-        self.coordinator = Coordinator(islands, policy, self.servers, None, self.log.append, now)
+        self.coordinator = Coordinator(islands, policy, self.servers, save_every, self.log.append, now)
         self._loop = asyncio.new_event_loop()
         self.door = LocalDoor(self.coordinator, self._loop)
 

@@ -127,6 +127,7 @@ class Coordinator:
         self._arrived: set[int] = set()  # islands that were ever there
         self._starts_by: float | None = None  # the first update waits no longer; None: nobody is there
         self._saved_at = 0
+        self._problem = ""  # of the last save
         self._sessions = 0
         self._progress = 0.0  # steps of all islands over their number
         self._numbers = 0  # of pushes
@@ -350,9 +351,12 @@ class Coordinator:
         record = {"version": self.version, "clock": slowest, "progress": self._progress}
         try:
             await self.servers.save(record)
+            self._problem = ""
             self._log({"event": "save", **record})
         except OSError as error:  # such as a full disk: the islands go on, and the next save is tried
-            self._log({"event": "save failed", **record, "reason": str(error)})
+            reason = error.strerror or str(error)
+            self._problem = f"the servers could not save after {slowest} steps: {reason}"
+            self._log({"event": "save failed", **record, "reason": reason})
 
     async def finish(self) -> None:
         """Saves the last state."""
@@ -371,7 +375,7 @@ class Coordinator:
         """Returns what `jaxtrain islands status` shows."""
         everyone = sorted((self._past | self.members).items())
         islands = {str(island): self._described(island, member) for island, member in everyone}
-        return {"version": self.version, "clock": self.clock, "islands": islands}
+        return {"version": self.version, "clock": self.clock, "problem": self._problem, "islands": islands}
 
     def _described(self, island: int, member: Member) -> dict[str, Any]:
         is_there, now = island in self.members, self._now()

@@ -91,7 +91,10 @@ class RayServers:
         self._folder.mkdir(parents=True, exist_ok=True)
         files = [f"{version}-{index}.npz" for index in range(len(self._actors))]
         calls = zip(self._actors, self._states, files)
-        await asyncio.gather(*(actor.save.remote(state, str(self._folder / file)) for actor, state, file in calls))
+        try:
+            await asyncio.gather(*(actor.save.remote(state, str(self._folder / file)) for actor, state, file in calls))
+        except OSError as error:  # Ray's own, whose text is the traceback of the actor
+            raise getattr(error, "cause", error) from None
         write_atomic(self._folder / RECORD, json.dumps({**record, "files": files}))
         for old in set(self._folder.glob("*.npz")) - {self._folder / file for file in files}:
             old.unlink(missing_ok=True)

@@ -218,7 +218,8 @@ def summary(status: Mapping[str, Any]) -> str:
         + ("" if island["is_there"] else " (gone)")
         for index, island in status["islands"].items()
     ]
-    return f"islands  {'  '.join(parts)}  updates {status['version']}"
+    problem = f"  {status['problem']}" if status.get("problem") else ""
+    return f"islands  {'  '.join(parts)}  updates {status['version']}{problem}"
 
 
 class StopRequest:
