@@ -103,8 +103,10 @@ def _launch(parser: Parser) -> None:
 
 
 def _islands(parser: Parser) -> None:
-    parser.add_argument("action", choices=("status",), help="status: clock, staleness and bytes of every island")
+    kinds = "status: clock, staleness and bytes of every island; report: that with curves and waits, as a page"
+    parser.add_argument("action", choices=("status", "report"), help=kinds)
     parser.add_argument("run", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("--html", metavar="FILE", help="report: the page to write (default: RUN_DIR/islands.html)")
 
 
 def _eval(parser: Parser) -> None:
@@ -258,7 +260,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train", "train from a config", _train),
     "resume": Command("resume", "resume a run from its newest good checkpoint", _resume),
     "launch": Command("launch", "train in several processes and restart when some are lost", _launch),
-    "islands": Command("islands.status", "print the status of a run of islands", _islands),
+    "islands": Command("islands.status", "print the status of a run of islands, or write its report", _islands),
     "eval": Command("evaluate", "print the validation metrics or the task scores of a checkpoint", _eval),
     "generate": Command("generate", "generate text from a checkpoint or a Hugging Face model", _generate),
     "import": Command("import_hf", "create a run from a Hugging Face model", _import),

@@ -14,7 +14,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "local --processes 4 -- python train.py",
         f"islands --islands 4 {QUICKSTART} sync.strategy=diloco sync.every=50",
     ),
-    "islands": ("status runs/quickstart",),
+    "islands": ("status runs/quickstart", "report runs/quickstart --html islands.html"),
     "eval": ("runs/quickstart --batches 10", "runs/quickstart --tasks hellaswag --limit 100"),
     "generate": ('runs/quickstart --prompt "Once"', 'gpt2 --prompt "Once" --temperature 0'),
     "import": ("meta-llama/Llama-3.2-1B --to runs/llama", "path/to/model --to runs/llama layout=fsdp"),

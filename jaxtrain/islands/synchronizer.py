@@ -18,9 +18,11 @@ from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
 from jaxtrain.optim.optimizers import ema_update
 from jaxtrain.sync.island_state import ConsensusSynchronizer
 from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.replica_dim import distance
 from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
 
 Batch = Mapping[str, jax.Array]
+DISTANCE = "consensus_distance"
 
 
 class IslandSynchronizer(Synchronizer, ABC):
@@ -188,7 +190,13 @@ class RoundIsland(IslandSynchronizer):
         arrived = self.client.exchange(values, lambda: self.initial(state), clock, tokens, loss)
         if not is_finite:
             state = self._healed(state)
-        return self.with_values(state, arrived), self._note(arrived, clock)
+        new = self.with_values(state, arrived)
+        return new, self._note(arrived, clock) | {DISTANCE: self._distance(state["params"], new["params"])}
+
+    @cached_property
+    def _distance(self) -> Callable[[Any, Any], jax.Array]:
+        """Returns how far the island was from what the islands agreed on."""
+        return jax.jit(lambda own, read: distance(jax.tree.map(lambda x: x[None], own), read, jnp.ones(1, bool)))
 
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state that continues from the values of the servers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.errors import escape_unprintable
 from jaxtrain.io import svg
@@ -14,6 +14,7 @@ from jaxtrain.trackers.console import count, number, small
 LEFT, RIGHT = 80, svg.WIDTH - 20
 HEIGHT = 240  # of a plot
 MAX_POINTS = 600  # of a curve
+LINES = 8  # colours of curves in one plot
 MAX_BARS = 40  # attempts in the timeline
 # Order of the buckets in an attempt, mostly.
 ORDER = ("init", "restore", "compile", "replay", "data", "compute", "eval", "checkpoint")
@@ -97,6 +98,36 @@ def curve(run: RunHistory, key: str, label: str, overlay: tuple[str, str] | None
         elements += [svg.circle(x(step), y(value), 3, "scores") for step, value in downsample(dots, 100)]
         caption += f"; {overlay[1]} (dots), last {_format(dots[-1][1])}"
     elements.append(svg.text(RIGHT, 22, caption, "end"))
+    return svg.drawing(height + 28, elements, label)
+
+
+def curves(named: Mapping[str, Iterable[tuple[int, float]]], label: str, height: int = HEIGHT) -> str:
+    """Draws several series in one plot, of the classes `line-0` to `line-7` in turn; empty without two points.
+
+    Args:
+        named: name -> (step, value).
+        label: description of the plot.
+        height: height of the plot.
+    """
+    finite = {name: points for name, series in named.items() if len(points := _finite(series)) > 1}
+    if not finite:
+        return ""
+    smooth = [downsample(points, MAX_POINTS) for points in finite.values()]
+    first, last = min(points[0][0] for points in smooth), max(points[-1][0] for points in smooth)
+    low, high = _limits([value for points in smooth for _, value in points])
+
+    def x(step: float) -> float:
+        return LEFT + (step - first) / ((last - first) or 1.0) * (RIGHT - LEFT)
+
+    def y(value: float) -> float:
+        return 10 + (high - value) / (high - low) * (height - 10)
+
+    elements = [*_levels(y, low, high), *_ticks(x, first, last, height, lambda value: f"{value:,.6g}")]
+    for index, (name, points) in enumerate(zip(finite, smooth)):
+        style = f"line-{index % LINES}"
+        elements.append(svg.polyline(((x(step), y(value)) for step, value in points), style))
+        elements.append(svg.rect(RIGHT - 140, 14 + 16 * index, 11, 11, style))
+        elements.append(svg.text(RIGHT - 122, 24 + 16 * index, f"{name}, last {_format(points[-1][1])}", "start"))
     return svg.drawing(height + 28, elements, label)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from jaxtrain.islands.report.history import read_islands
 from jaxtrain.islands.status import read_status, status_table
 
 pytest.importorskip("ray", reason="islands on a cluster need Ray")
@@ -127,6 +128,9 @@ def test_a_run_of_rounds_has_a_status_and_leaves_nothing_behind(launch: Callable
     assert min(losses(launched.run, 1).values()) < 0.8 * losses(launched.run, 1)[1]
     table = status_table(read_status(launched.run))
     assert "updates 6, step 24" in table
+    history = read_islands(launched.run)
+    assert [len(run.series("consensus_distance")) for run in history.runs.values()] == [6, 6]
+    assert {*history.waits()} <= {(0, 1), (1, 0)}
     assert [line.split()[:2] for line in table.splitlines()[2:]] == [["0", "24"], ["1", "24"]]
     end = time.monotonic() + 20  # Ray's processes end by a signal, for which nobody waits
     while left := [_arguments(pid) for pid in below if Path(f"/proc/{pid}").exists()]:

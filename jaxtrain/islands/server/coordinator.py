@@ -314,7 +314,7 @@ class Coordinator:
             while self._has_started() and (due := self.policy.next(self._now())) is not None:
                 sessions = {island: self.members[island].session for island in due.readers}
                 if due.pushes:
-                    await self._update(due.pushes)
+                    await self._update(due.pushes, due.readers)
                 for island, session in sessions.items():
                     if (member := self.members.get(island)) is not None and member.session == session:
                         member.released = True
@@ -323,7 +323,7 @@ class Coordinator:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _update(self, numbers: list[PushId]) -> None:
+    async def _update(self, numbers: list[PushId], readers: list[int]) -> None:
         chosen = [self._pushes.pop(number) for number in numbers]
         islands = tuple(island for island, _ in numbers)
         finite = tuple(held.is_finite for _, held, _ in chosen)
@@ -338,8 +338,10 @@ class Coordinator:
         self._progress += share
         self.clock = max(self.clock, *(push.clock for push, _, _ in chosen))
         self._metrics = {"pushing": float(len(islands)), "left_out": float(len(finite) - sum(finite))}
-        self._log({"event": "update", "version": self.version, "islands": islands, "share": share,
-                   "step": header.step})  # fmt: skip
+        self._log({
+            "event": "update", "version": self.version, "islands": islands, "readers": readers, "share": share,
+            "step": header.step,
+        })  # fmt: skip
 
     async def _save_if_due(self) -> None:
         slowest = min(self.policy.completed.values(), default=self.clock)

@@ -1,0 +1,93 @@
+"""History of a run of islands, read from its folder: the log of the coordinator, and the history of each island."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import UserError
+from jaxtrain.io.jsonl import read_records
+from jaxtrain.islands.status import read_status
+from jaxtrain.reports.history import RunHistory, read_history
+
+LOG = "server/pushes.jsonl"
+NOBODY = -1  # nobody's push ended the wait: an island left, or the grace was over
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class IslandsHistory:
+    """History of a run of islands.
+
+    Args:
+        directory: folder of the run.
+        status: as the coordinator wrote it last.
+        events: records of the coordinator, in order.
+        runs: history of each island whose folder is here.
+    """
+
+    directory: Path
+    status: Mapping[str, Any]
+    events: Sequence[Event]
+    runs: Mapping[int, RunHistory]
+
+    @property
+    def islands(self) -> list[int]:
+        """Indices of all islands that pushed or have a folder."""
+        return sorted({event["island"] for event in self.events if "island" in event} | set(self.runs))
+
+    def named(self, event: str) -> list[Event]:
+        """Returns the records of one kind."""
+        return [record for record in self.events if record["event"] == event]
+
+    def staleness(self) -> dict[int, Counter[int]]:
+        """Returns for each island how many pushes had which staleness: updates since its read."""
+        found: dict[int, Counter[int]] = {island: Counter() for island in self.islands}
+        for push in self.named("push"):
+            found[push["island"]][push["staleness"]] += 1
+        return found
+
+    def waits(self) -> dict[tuple[int, int], float]:
+        """Returns (who waited, for whom) -> seconds, from a push to the update after which the island may read.
+
+        An island waits for the one whose push made the update due; `NOBODY` if none did.
+        """
+        found: dict[tuple[int, int], float] = {}
+        for update, cause, pushed in _updates(self.events):
+            for island in set(update.get("readers", ())) & pushed.keys():
+                seconds = max(0.0, update["time"] - pushed.pop(island))
+                if island != cause:
+                    found[island, cause] = found.get((island, cause), 0.0) + seconds
+        return found
+
+
+def _updates(events: Sequence[Event]) -> Iterator[tuple[Event, int, dict[int, float]]]:
+    """Yields each update, the island that it waited for, and the times of the pushes of islands that still wait."""
+    pushed: dict[int, float] = {}
+    cause = NOBODY
+    for event in events:
+        if event["event"] == "push":
+            cause = event["island"]
+            pushed[cause] = event["time"]
+        elif event["event"] == "update":
+            yield event, cause, pushed
+            cause = NOBODY
+        elif event["event"] == "leave":
+            pushed.pop(event["island"], None)
+            cause = NOBODY
+
+
+def read_islands(directory: Path) -> IslandsHistory:
+    """Reads the history of a run of islands. Raises UserError if the folder has none."""
+    status = read_status(directory)
+    events = [event for _, event in read_records(directory / LOG) if event is not None and "event" in event]
+    runs = {}
+    for folder in directory.glob("island-*"):
+        try:
+            runs[int(folder.name.removeprefix("island-"))] = read_history(folder)
+        except (UserError, ValueError):  # it has not begun, or is another folder
+            continue
+    return IslandsHistory(directory, status, events, dict(sorted(runs.items())))
