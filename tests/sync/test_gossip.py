@@ -27,6 +27,13 @@ from jaxtrain.sync.strategy import Replicas
 # Replica 0 hears of all others through one path alone, and some send to three, others to one.
 IRREGULAR = ((0, 1), (0, 2), (0, 3), (1, 2), (2, 3), (3, 4), (4, 0), (2, 0))
 RNG = np.random.default_rng(0)
+SEEDED = RNG.bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def same_values() -> None:
+    """Draws of a test do not depend on which tests ran before it in the same process."""
+    RNG.bit_generator.state = SEEDED
 
 
 def gossip(count: int, **options: Any) -> Gossip:
