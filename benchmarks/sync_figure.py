@@ -23,7 +23,7 @@ Run = dict[str, Any]
 AXES: dict[str, Callable[[Run], list[float]]] = {
     "million tokens": lambda run: [tokens / 1e6 for tokens in run["tokens"]],
     "MB that a replica sent": lambda run: [sent / 1e6 for sent in run["sent"]],
-    "virtual time over a slow link, in steps": lambda run: run["wall"]["slow"],
+    "virtual time, slow link, in steps": lambda run: run["wall"]["slow"],
 }
 
 
