@@ -24,11 +24,11 @@ from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
 from jaxtrain.islands.server.coordinator import Coordinator
 from jaxtrain.islands.server.policies import make_policy
 from jaxtrain.islands.server.ray_servers import ENVIRONMENT, ON_HEAD, RayServers
+from jaxtrain.islands.status import LOG, STATUS
 
 ray = import_optional("ray", "an island", "islands")
 exceptions = ray.exceptions
 NAME = "coordinator"
-LOG, STATUS = "pushes.jsonl", "status.json"
 CALL_TIMEOUT = 300.0  # seconds of a call that waits for nobody: it copies or updates all parameters at most
 LAUNCHER_SILENCE = 60.0  # seconds without islands and without a sign of a launcher
 CONNECT_TIMEOUT = 60.0  # seconds to connect to a cluster

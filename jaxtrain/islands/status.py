@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain.errors import UserError
 
-FILE = "server/status.json"
+SERVER, LOG, STATUS = "server", "pushes.jsonl", "status.json"  # folder of the servers in that of a run, its files
 STALE = 10.0  # seconds without a new status after which nobody seems to run
 COLUMNS = (
     "island",
@@ -30,9 +30,11 @@ COLUMNS = (
 def read_status(directory: Path) -> dict[str, Any]:
     """Returns the status of a run. Raises UserError if its folder has none."""
     try:
-        return json.loads((directory / FILE).read_text())
+        return json.loads((directory / SERVER / STATUS).read_text())
     except (OSError, ValueError):
-        raise UserError(f"{directory}: no run of islands ({FILE} cannot be read); expected its folder") from None
+        raise UserError(
+            f"{directory}: no run of islands ({SERVER}/{STATUS} cannot be read); expected its folder"
+        ) from None
 
 
 def status_table(status: Mapping[str, Any], now: float | None = None) -> str:

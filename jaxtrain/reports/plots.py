@@ -80,15 +80,7 @@ def curve(run: RunHistory, key: str, label: str, overlay: tuple[str, str] | None
         return ""
     first, last = points[0][0], points[-1][0]
     smooth = downsample(points, MAX_POINTS)
-    low, high = _limits([value for _, value in smooth + dots])
-
-    def x(step: float) -> float:
-        return LEFT + (step - first) / (last - first) * (RIGHT - LEFT)
-
-    def y(value: float) -> float:
-        return 10 + (high - min(max(value, low), high)) / (high - low) * (height - 10)
-
-    elements = [*_levels(y, low, high), *_ticks(x, first, last, height, lambda value: f"{value:,.6g}")]
+    x, y, elements = _axes(first, last, [value for _, value in smooth + dots], height)
     restarts = [x(attempt.first) for attempt in run.attempts[1:] if first <= attempt.first]
     elements += [svg.line(at, 10, at, height, "restart") for at in restarts]
     elements.append(svg.polyline(((x(step), y(value)) for step, value in smooth), "curve"))
@@ -114,15 +106,7 @@ def curves(named: Mapping[str, Iterable[tuple[int, float]]], label: str, height:
         return ""
     smooth = [downsample(points, MAX_POINTS) for points in finite.values()]
     first, last = min(points[0][0] for points in smooth), max(points[-1][0] for points in smooth)
-    low, high = _limits([value for points in smooth for _, value in points])
-
-    def x(step: float) -> float:
-        return LEFT + (step - first) / ((last - first) or 1.0) * (RIGHT - LEFT)
-
-    def y(value: float) -> float:
-        return 10 + (high - value) / (high - low) * (height - 10)
-
-    elements = [*_levels(y, low, high), *_ticks(x, first, last, height, lambda value: f"{value:,.6g}")]
+    x, y, elements = _axes(first, last, [value for points in smooth for _, value in points], height)
     for index, (name, points) in enumerate(zip(finite, smooth)):
         style = f"line-{index % LINES}"
         elements.append(svg.polyline(((x(step), y(value)) for step, value in points), style))
@@ -140,6 +124,19 @@ def downsample(points: Points, most: int) -> list[tuple[float, float]]:
 
 def _finite(points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
     return [(float(step), value) for step, value in points if math.isfinite(value)]
+
+
+def _axes(first: float, last: float, values: Sequence[float], height: float) -> tuple[Scale, Scale, list[str]]:
+    """Returns (x of a step, y of a value, elements of the axes) of a plot of these values from step to step."""
+    low, high = _limits(values)
+
+    def x(step: float) -> float:
+        return LEFT + (step - first) / (last - first) * (RIGHT - LEFT)
+
+    def y(value: float) -> float:
+        return 10 + (high - value) / (high - low) * (height - 10)
+
+    return x, y, [*_levels(y, low, high), *_ticks(x, first, last, height, lambda value: f"{value:,.6g}")]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:

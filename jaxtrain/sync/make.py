@@ -25,8 +25,6 @@ def make_strategy(config: SyncConfig, replicas: int, mesh: Mesh | None = None, n
     Raises:
         UserError: a user's own class that does not exist, fails, or is no `Strategy`; or too few replicas.
     """
-    if config.is_builtin and config.strategy not in STRATEGIES:
-        raise UserError(f"sync.strategy: {config.strategy} is for islands (`jaxtrain launch islands`); expected diloco")
     if config.is_builtin:
         strategy: Any = STRATEGIES[config.strategy](config, replicas, mesh)
     else:

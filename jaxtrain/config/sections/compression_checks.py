@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from jaxtrain.config.sections.sync import FIRST_SHARE
+from jaxtrain.config.sections.sync import FIRST_SHARE, GRADIENT_KEYS
 
 if TYPE_CHECKING:
     from jaxtrain.config.schema import Config
@@ -28,7 +28,7 @@ def compression_problems(config: Config) -> Iterator[Found]:
             message = f"{compress.momentum:g} takes the place of the optimizer's; expected optimizer.name=sgd with"
             keys = ("sync.compress.momentum", "optimizer.name", "optimizer.betas")
             yield keys, f"{message} optimizer.betas=[0, ...], or 0"
-    if sync.is_compressed and compress.gradients in ("topk", "powersgd") and compress.warmup:
+    if sync.is_compressed and "warmup" in GRADIENT_KEYS.get(compress.gradients, ()) and compress.warmup:
         yield from _warmup_problems(config)
     if sync.is_onebit_adam:
         yield from _onebit_adam_problems(config)

@@ -10,10 +10,9 @@ from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.io.jsonl import read_records
-from jaxtrain.islands.status import read_status
+from jaxtrain.islands.status import LOG, SERVER, read_status
 from jaxtrain.reports.history import RunHistory, read_history
 
-LOG = "server/pushes.jsonl"
 NOBODY = -1  # nobody's push ended the wait: an island left, or the grace was over
 Event = Mapping[str, Any]
 
@@ -83,7 +82,7 @@ def _updates(events: Sequence[Event]) -> Iterator[tuple[Event, int, dict[int, fl
 def read_islands(directory: Path) -> IslandsHistory:
     """Reads the history of a run of islands. Raises UserError if the folder has none."""
     status = read_status(directory)
-    events = [event for _, event in read_records(directory / LOG) if event is not None and "event" in event]
+    events = [event for _, event in read_records(directory / SERVER / LOG) if event is not None and "event" in event]
     runs = {}
     for folder in directory.glob("island-*"):
         try:

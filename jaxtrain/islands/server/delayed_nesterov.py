@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.sections.sync import OuterConfig
-from jaxtrain.islands.server.rules import Header, State, Tree, weighted_mean
+from jaxtrain.islands.server.rules import Header, Rule, State, Tree, weighted_mean
 
 ROUND = 1 - 1e-4  # of the islands; shares are rounded
 
 
 @dataclass(frozen=True, eq=False)
-class DelayedNesterovRule:
+class DelayedNesterovRule(Rule):
     """SGD whose momentum waits for a round (Liu et al. 2024, arXiv 2401.09135, algorithm 3 with c = 0).
 
     An island pushes D = (parameters that it read) - (its own). Pushes of P of N islands, of mean D by tokens, take the
@@ -40,10 +40,6 @@ class DelayedNesterovRule:
             "params": params, "outer": own, "velocity": zeros, "gathered": jax.tree.map(jnp.copy, zeros),
             "round": jnp.float32(0),
         }  # fmt: skip
-
-    def square(self, pushes: Sequence[Tree], header: Header, names: Tree) -> None:
-        """Returns None: a step is by tensor."""
-        return
 
     def share(self, header: Header) -> float:
         """Returns the share of the islands that pushed."""

@@ -6,10 +6,11 @@ NumPy arrays in the order of the islands, in which they are summed, so that the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,24 +56,24 @@ class Header(NamedTuple):
         return [np.float32(share * scale) for share, scale in zip(tokens / total, self.scales)]
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """Makes updates. It is sent to the servers, so it must be picklable."""
 
+    @abstractmethod
     def init(self, params: Tree, names: Tree) -> State:
         """Returns the state of a server at the start of a run."""
-        ...
 
     def square(self, pushes: Sequence[Tree], header: Header, names: Tree) -> float | None:
         """Returns the square of the norm of what is updated by, if the update depends on that of all servers."""
-        ...
+        return None
 
+    @abstractmethod
     def update(self, state: State, pushes: Sequence[Tree], header: Header, names: Tree) -> State:
         """Returns the state after an update by pushes, of which at least one is finite."""
-        ...
 
     def share(self, header: Header) -> float:
         """Returns how far mutable variables move to the average of the pushes, 1 to become it."""
-        ...
+        return 1.0
 
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
@@ -98,16 +99,8 @@ def is_finite(tree: Tree) -> bool:
     return all(bool(np.isfinite(leaf.astype(np.float32, copy=False)).all()) for leaf in leaves)
 
 
-class WholeUpdate:
-    """Rule whose updates stand for all islands."""
-
-    def share(self, header: Header) -> float:
-        """Returns 1."""
-        return 1.0
-
-
 @dataclass(frozen=True, eq=False)
-class GradientRule(WholeUpdate):
+class GradientRule(Rule):
     """`bsp`, `ssp`, `asp`: x <- x + share u, with u the optimizer's update by the mean gradient of the pushes.
 
     Attributes:
@@ -168,7 +161,7 @@ class GradientRule(WholeUpdate):
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangeRule(WholeUpdate):
+class ExchangeRule(Rule):
     """`diloco`, `local_sgd` or a user's own strategy: its exchange, with the average of the pushes.
 
     Attributes:
@@ -185,10 +178,6 @@ class ExchangeRule(WholeUpdate):
         """Returns the parameters, and what the strategy adds."""
         self._strategy.prepare(params, names)
         return {"params": params, "own": jax.jit(self._strategy.init)(params)}
-
-    def square(self, pushes: Sequence[Tree], header: Header, names: Tree) -> None:
-        """Returns None: an exchange is by tensor."""
-        return
 
     def update(self, state: State, pushes: Sequence[Tree], header: Header, names: Tree) -> State:
         """Returns the parameters that the islands continue from, and what the strategy keeps."""

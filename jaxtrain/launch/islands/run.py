@@ -7,7 +7,6 @@ and Ray's processes end with the one that started them.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -30,12 +29,13 @@ from jaxtrain.exit_codes import OK, SAVED, USAGE
 from jaxtrain.io.authenticated import new_secret
 from jaxtrain.io.packages import import_optional
 from jaxtrain.islands.environment import environment
+from jaxtrain.islands.status import SERVER, read_status
 from jaxtrain.launch.exit_reasons import describe_exit, is_clean_exit, shell_exit_code
 from jaxtrain.launch.islands.options import IslandsOptions
 from jaxtrain.launch.worker_logs import Terminal
 from jaxtrain.trainer.continuation import can_continue
 
-ISLAND, SERVER, OUTPUT = "island-{}", "server", "output.log"
+ISLAND, OUTPUT = "island-{}", "output.log"
 POLL = 0.2  # seconds between looks at the islands
 SHOWN_EVERY = 10.0  # seconds between lines on their progress
 STORE_BYTES = 2 << 30  # of Ray's store, at most; it holds a few copies of what the servers hold
@@ -191,8 +191,8 @@ def _watch(
         if time.monotonic() - shown > SHOWN_EVERY:
             shown = time.monotonic()
             alive()
-            with contextlib.suppress(OSError, ValueError):
-                terminal.show(summary(json.loads((directory / SERVER / "status.json").read_text())))
+            with contextlib.suppress(UserError):  # it is not written yet
+                terminal.show(summary(read_status(directory)))
     failed = [island.code for island in islands if island.code not in (OK, SAVED)]
     if failed:
         return shell_exit_code(failed[0] or 1)

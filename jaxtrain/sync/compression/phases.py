@@ -12,12 +12,11 @@ def first_phases(config: CompressConfig) -> list[tuple[int, CompressConfig]]:
     warm-up of `topk` the share is 1/4, 1/16, 1/64 and so on, each for as many steps, as long as it is larger than that
     of the config.
     """
-    if config.gradients == "onebit_adam":
-        return [(config.freeze, CompressConfig())]
-    if config.gradients not in ("topk", "powersgd") or not config.warmup:
+    whole = {"onebit_adam": config.freeze, "powersgd": config.warmup}.get(config.gradients, 0)
+    if whole:
+        return [(whole, CompressConfig())]
+    if config.gradients != "topk" or not config.warmup:
         return []
-    if config.gradients == "powersgd":
-        return [(config.warmup, CompressConfig())]
     shares = [FIRST_SHARE]
     while shares[-1] * FIRST_SHARE > config.share:
         shares.append(shares[-1] * FIRST_SHARE)
