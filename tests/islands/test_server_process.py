@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.config.sections.sync import OuterConfig, SyncConfig
 from jaxtrain.islands.partition import Spec
+from jaxtrain.islands.server.delayed_nesterov import DelayedNesterovRule
 from jaxtrain.islands.server.process import ServerProcess
-from jaxtrain.islands.server.rules import ExchangeRule, Header
+from jaxtrain.islands.server.rules import ExchangeRule, Header, Rule
 
 SPECS = {
     ("params", "w"): Spec((4, 2), jnp.float32, ("embed", "mlp")),
@@ -26,15 +27,16 @@ def values(seed: int) -> dict:
     return {path: rng.normal(size=spec.shape).astype(spec.dtype) for path, spec in SPECS.items()}
 
 
-def test_a_state_that_was_saved_goes_on_as_the_one_that_was_not(tmp_path: Path) -> None:
-    server, file = ServerProcess(RULE, SPECS), str(tmp_path / "state.npz")
+@pytest.mark.parametrize("rule", [RULE, DelayedNesterovRule(OuterConfig())], ids=["diloco", "async_diloco"])
+def test_a_state_that_was_saved_goes_on_as_the_one_that_was_not(tmp_path: Path, rule: Rule) -> None:
+    server, file = ServerProcess(rule, SPECS), str(tmp_path / "state.npz")
     header = Header((0, 1), (3.0, 5.0), (1.0, 1.0), 0, 1.0, (True, True))
     state, *_ = server.begin(values(0))
     state, *_ = server.update(state, header, values(1), values(2))
     server.save(state, file)
-    loaded, given, nbytes = ServerProcess(RULE, SPECS).load(file)
+    loaded, given, nbytes = ServerProcess(rule, SPECS).load(file)
     assert nbytes == 4 * 8 + 2 * 3 + 4 * 2
-    after, again = (ServerProcess(RULE, SPECS).update(each, header, values(3), values(4)) for each in (state, loaded))
+    after, again = (ServerProcess(rule, SPECS).update(each, header, values(3), values(4)) for each in (state, loaded))
     for path, spec in SPECS.items():
         assert given[path].dtype == spec.dtype
         np.testing.assert_array_equal(after[1][path], again[1][path])
