@@ -114,8 +114,10 @@ def _dotted(changes: dict[str, Any]) -> tuple:
 def part(row: wire.Collective) -> str:
     """Part of the model that a row belongs to, by its scope; the loop over microbatches is none."""
     scope = re.sub(r"^jit\(step\)/(shard_map/)?while(/body)?(/closed_call|/eval_jaxpr)*", "", row.scope)
-    # XLA names the gather of the stream in front of the loss by the loss, which reads it; newer XLA by our constraint.
-    is_of_loss = "cross_entropy" in scope or re.fullmatch(r"(jit\(step\))?/jvp\(\)/sharding_constraint", scope)
+    # XLA names the gather of the stream in front of the loss by the loss, which reads it; newer XLA by our constraint,
+    # as every XLA names ZeRO's gather of the weights, which is over `data`.
+    is_constraint = re.fullmatch(r"(jit\(step\))?/jvp\(\)/sharding_constraint", scope)
+    is_of_loss = "cross_entropy" in scope or (is_constraint and "model" in row.axes)
     return "loss" if is_of_loss else "layers" if "/while/" in scope else "edges"
 
 
