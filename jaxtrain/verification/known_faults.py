@@ -19,17 +19,23 @@ import numpy as np
 from jaxtrain.core.gradients import Gradients, split_microbatches
 from jaxtrain.core.placement import Placer
 from jaxtrain.nn import attention
-from jaxtrain.sharding.rules import BATCH
+from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.verification.compare import Flat
-from jaxtrain.verification.packed_batch import Batch, repeat_rows, weight_rows, without_document_boundaries
+from jaxtrain.verification.packed_batch import (
+    Batch,
+    repeat_rows,
+    weight_rows,
+    weight_tokens,
+    without_document_boundaries,
+)
 
 MISSING, DOUBLED, SCALED = "missing-reduction", "doubled-reduction", "microbatch-scaling"
-MASK, TAIL = "segment-mask", "dropped-tail"
+CONTEXT_MISSING, MASK, TAIL = "missing-context-reduction", "segment-mask", "dropped-tail"
 
 
 def variants(
     gradients: Callable[[Batch], Flat], weight: Callable[[Batch], float], batch: Batch, shards: Mapping[str, int],
-    microbatch_count: int,
+    microbatch_count: int, context: np.ndarray | None = None,
 ) -> dict[str, Flat]:  # fmt: skip
     """Returns fault -> gradients of one device with it.
 
@@ -42,6 +48,7 @@ def variants(
         batch: of the first step.
         shards: size of each axis that shards rows, in order.
         microbatch_count: number of microbatches.
+        context: indices of the tokens of a row that the first shard of `context` holds; None: all.
     """
     out, has_weights, rows = {}, "weights" in batch, len(next(iter(batch.values())))
     only = partial(weight_rows if has_weights else repeat_rows, batch)
@@ -49,6 +56,11 @@ def variants(
         out[TAIL + ": rows at the end of the batch do not count"] = gradients(only(np.arange(rows - 1)))
     if "segments" in batch:
         out[MASK + ": attention crosses documents"] = gradients(without_document_boundaries(batch))
+    if has_weights and context is not None:
+        part = weight_tokens(batch, context)
+        share = weight(part) / weight(batch)
+        own = {path: share * value for path, value in gradients(part).items()}
+        out[CONTEXT_MISSING + ": loss and gradients are not summed over context"] = own
     grid = np.arange(rows).reshape(*shards.values(), -1)
     for dim, (axis, size) in enumerate(shards.items()):
         if size > 1:
@@ -81,6 +93,16 @@ def _missing_reduction(real: Any, self: Gradients, params: Any, batch: Any, *res
         part = real(self, params, {name: x[jnp.arange(rows) % (rows // count)] for name, x in batch.items()}, *rest)
         share = sum(part.weights.values()) / sum(output.weights.values()) / count
     return output._replace(grads=jax.tree.map(lambda g: share * g, part.grads))
+
+
+def _missing_context_reduction(real: Any, self: Gradients, params: Any, batch: Any, *rest: Any) -> Any:
+    """Loss and gradients are those of the first shard of each row, over the weight of whole rows."""
+    count, tokens = self.sharder.size(CONTEXT), batch["weights"].shape[1]
+    is_first = jnp.arange(tokens) < tokens // count
+    part = real(self, params, {**batch, "weights": batch["weights"] * is_first}, *rest)
+    weights = real(self, params, batch, *rest).weights
+    share = sum(part.weights.values()) / sum(weights.values())
+    return part._replace(grads=jax.tree.map(lambda g: share * g, part.grads), weights=weights)
 
 
 def _doubled_reduction(real: Any, self: Gradients, params: Any, *rest: Any) -> Any:
@@ -125,6 +147,7 @@ def _dropped_tail(real: Any, self: Placer, step: int) -> Any:
 # Fault -> (owner and name of what it replaces, replacement)
 INJECTIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     MISSING: (Gradients, "__call__", _missing_reduction),
+    CONTEXT_MISSING: (Gradients, "__call__", _missing_context_reduction),
     DOUBLED: (Gradients, "__call__", _doubled_reduction),
     SCALED: (Gradients, "_accumulated", _microbatch_scaling),
     MASK: (attention, "attention", _segment_mask),

@@ -41,6 +41,13 @@ def weight_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
     return {**batch, "weights": weights}
 
 
+def weight_tokens(batch: Mapping[str, np.ndarray], tokens: np.ndarray) -> Batch:
+    """Sets the weights of all tokens of a row but these to 0."""
+    weights = np.zeros_like(batch["weights"])
+    weights[:, tokens] = batch["weights"][:, tokens]
+    return {**batch, "weights": weights}
+
+
 def repeat_rows(batch: Mapping[str, np.ndarray], rows: np.ndarray) -> Batch:
     """Returns a batch of as many rows, which are copies of these in turn."""
     return {name: values[np.resize(rows, len(values))] for name, values in batch.items()}

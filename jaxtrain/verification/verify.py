@@ -16,7 +16,7 @@ from jaxtrain.config import ConfigError, UserError
 from jaxtrain.config.schema import LAYOUT_KEYS, Config, MeshConfig
 from jaxtrain.core.components import NO_COMPONENTS, Components, with_objects
 from jaxtrain.core.gradients import uses_rng
-from jaxtrain.core.placement import placer
+from jaxtrain.core.placement import placer, row_order
 from jaxtrain.core.program import Program, build_program, model_from_config
 from jaxtrain.core.resolve import ConfigSource, load_config
 from jaxtrain.core.state import non_trainable
@@ -26,8 +26,8 @@ from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.distributed import runtime
 from jaxtrain.errors import join_words
 from jaxtrain.hlo.collectives import count_collectives, totals_by_axes
-from jaxtrain.models.spec import is_decoder
-from jaxtrain.sharding.rules import BATCH
+from jaxtrain.models.spec import has_token_rows, is_decoder
+from jaxtrain.sharding.rules import BATCH, CONTEXT
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.verification.candidates import Candidate, candidates
 from jaxtrain.verification.compare import Flat, Recording, compare, diagnose
@@ -243,10 +243,21 @@ def verify_layout(
     verdict = compare(actual, expected)
     if not verdict.is_equal:
         shards = {axis: program.layout.sizes[axis] for axis in program.sharder.axes(BATCH)}
-        faults = variants(reference.gradients, reference.weight, host_batches[0], shards, config.step.microbatches)
+        count, context = config.step.microbatches, _first_context_shard(program)
+        faults = variants(reference.gradients, reference.weight, host_batches[0], shards, count, context)
         cause = diagnose(actual.gradients, expected.gradients, faults, program.layout.sizes)
         verdict = replace(verdict, cause=cause)
     return LayoutResult(candidate, verdict, collectives_text(actual.text, program.layout.sizes))
+
+
+def _first_context_shard(program: Program) -> np.ndarray | None:
+    """Returns the tokens of a row that the first shard of `context` holds; None if each shard holds all."""
+    config, count = program.config, program.sharder.size(CONTEXT)
+    if count == 1 or not has_token_rows(config.model, config.data):
+        return None
+    order = row_order(config.context_parallel, config.data.sequence, program.sharder)
+    tokens = np.arange(config.data.sequence) if order is None else order
+    return tokens[: len(tokens) // count]
 
 
 def collectives_text(text: str, sizes: Mapping[str, int]) -> str:

@@ -222,11 +222,13 @@ def gallery() -> list[tuple[list[str], str]]:
 
 
 @pytest.mark.parametrize(("words", "said"), gallery(), ids=short)
-def test_the_gallery_finds_what_it_says(words: list[str], said: str, folder: Path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("COLUMNS", "300")
-    assert command_line.main(words) == 1
-    printed = capsys.readouterr().out
+def test_the_gallery_finds_what_it_says(words: list[str], said: str, folder: Path):
+    """In processes of their own, which simulate as many devices as the command says."""
+    command = [sys.executable, "-m", "jaxtrain.cli.main", *words]
+    env = environment() | {"COLUMNS": "300"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1, done.stderr[-3000:]
+    printed = done.stdout
     for line in said.strip().splitlines():
         assert line in printed, printed
 

@@ -47,11 +47,11 @@ def path(tmp_path_factory) -> Path:
 
 
 @functools.cache
-def reference(path: Path) -> tuple:
-    """The small config, its data, one device, and the layout `3d` with two microbatches."""
+def reference(path: Path, layout: str = "3d") -> tuple:
+    """The small config on a layout with two microbatches, its data, and one device."""
     small, _ = shrink(load(path), 8)
     small = small.model_copy(update={"model": small.model.model_copy(update={"layers": 1})})
-    found, _ = candidates(small, ["3d"], 8)
+    found, _ = candidates(small, [layout], 8)
     hosts = [packed_batch(step, small.data.global_batch, small.data.sequence, small.model.vocab) for step in range(2)]
     alone = small.model_copy(update={"mesh": MeshConfig(), "rules": {}, "simulate": None})
     return found[-1], hosts, Reference(build_program(alone, small.model.vocab, jax.devices()[:1]), hosts)
@@ -169,9 +169,15 @@ def test_a_layout_that_cannot_be_traced_fails_alone(path, monkeypatch):
     assert row == LayoutResult(candidate, None, error="axis `model` is used twice on a tensor")
 
 
-@pytest.mark.parametrize("fault", known_faults.INJECTIONS)
-def test_every_fault_is_caught_and_named(path, fault):
-    candidate, hosts, alone = reference(path)
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        *((fault, "3d") for fault in known_faults.INJECTIONS if fault != known_faults.CONTEXT_MISSING),
+        *((known_faults.CONTEXT_MISSING, layout) for layout in ("cp_gather", "cp_ring")),
+    ],
+)
+def test_every_fault_is_caught_and_named(path, fault, layout):
+    candidate, hosts, alone = reference(path, layout)
     row = verify_layout(candidate, hosts, alone, jax.devices(), fault)
     assert not row.is_equal
     named = "summed 2 times, over" if fault == known_faults.DOUBLED else fault
