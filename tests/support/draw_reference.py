@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from error_messages import messages
 from pydantic import BaseModel
 
 import jaxtrain
@@ -21,7 +22,6 @@ from jaxtrain import errors, exit_codes
 
 PACKAGE = Path(jaxtrain.__file__).parent
 NOTE = "`make docs` draws this page from the code.\n"
-RAISED = r"(\w*Error|EndOfData|Problem)$"
 
 
 def draw_config() -> str:
@@ -126,27 +126,9 @@ def draw_errors() -> str:
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__:
             parts.append(f"| `{name}` | {_cell(inspect.cleandoc(value.__doc__ or '').split(chr(10) * 2)[0])} |")
-    found: dict[str, set[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and re.search(RAISED, ast.unparse(node.func)):
-                text = _template(node.args[-1]) if node.args else ""
-                if len(re.findall(r"[a-z]{2,}", text)) > 2:
-                    found.setdefault(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), set()).add(text)
-    for package, messages in sorted(found.items()):
-        parts += ["", f"## {package}", "", *(f"- {_cell(message)}" for message in sorted(messages))]
+    for package, texts in sorted(messages(PACKAGE).items()):
+        parts += ["", f"## {package}", "", *(f"- {_cell(text)}" for text in sorted(texts))]
     return "\n".join(parts) + "\n"
-
-
-def _template(node: ast.expr) -> str:
-    """The text of a literal, with `...` for values; empty for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _template(node.left) + _template(node.right)
-    return ""
 
 
 REFERENCE = {
