@@ -92,15 +92,15 @@ def checkpoints(run: RunHistory) -> list[tuple[str, ...]]:
     return [tuple(_text(save.get(name)) for name in names) for save in run.saves[-MAX_ROWS:]]
 
 
-def scores(run: RunHistory) -> list[tuple[str, str, str, str]]:
-    """Returns (metric, first, last, lowest with its step) of every validation metric."""
+def scores(run: RunHistory) -> list[tuple[str, ...]]:
+    """Returns (metric, first, last, lowest and highest with their steps) of every validation metric."""
     rows = []
     for name, series in run.scores().items():
-        numbers = [pair for pair in series if pair[1] == pair[1]]  # without nan
-        if numbers:
-            step, low = min(numbers, key=lambda pair: pair[1])
-            lowest = f"{number(low)} at {step:,}"
-            rows.append((name.removeprefix("eval/"), number(numbers[0][1]), number(numbers[-1][1]), lowest))
+        pairs = [pair for pair in series if pair[1] == pair[1]]  # without nan
+        if pairs:
+            extremes = [best(pairs, key=lambda pair: pair[1]) for best in (min, max)]
+            texts = [f"{number(value)} at {step:,}" for step, value in extremes]
+            rows.append((name.removeprefix("eval/"), number(pairs[0][1]), number(pairs[-1][1]), *texts))
     return rows
 
 

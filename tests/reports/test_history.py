@@ -240,6 +240,16 @@ def test_of_a_large_file_evenly_spaced_records_are_read_and_all_validations(tmp_
     assert validations[-1] == (1000, 1 / 1000)
 
 
+def test_a_metric_that_rises_has_its_highest_too(tmp_path: Path):
+    three_attempts(tmp_path)
+    values = {4: (0.9, 0.4), 8: (0.5, 0.75), 12: (float("nan"), 0.7)}
+    lines = [json.dumps({"step": step, "eval/loss": a, "eval/accuracy": b}) for step, (a, b) in values.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    found = {row[0]: row[1:] for row in tables.scores(read_history(tmp_path))}
+    assert found["accuracy"] == ("0.4000", "0.7000", "0.4000 at 4", "0.7500 at 8")
+    assert found["loss"] == ("0.9000", "0.5000", "0.5000 at 8", "0.9000 at 4")
+
+
 @pytest.mark.chaos
 def test_a_million_steps_are_reported_within_five_seconds(tmp_path: Path):
     three_attempts(tmp_path)

@@ -123,7 +123,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequenc
 
 def _scores(run: RunHistory) -> RenderableType | None:
     rows = tables.scores(run)
-    table = _table(("metric", "first", "last", "lowest"), rows, ("first", "last", "lowest"))
+    columns = ("metric", "first", "last", "lowest", "highest")
+    table = _table(columns, rows, columns[1:])
     return section("validation", "", table) if rows else None
 
 
