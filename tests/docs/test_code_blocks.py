@@ -1,8 +1,7 @@
-"""Every block of README and docs is run, read, or marked as output; every figure is that of a results file."""
+"""Every block of README and docs is run, read, or marked as output."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -231,52 +230,3 @@ def test_the_gallery_finds_what_it_says(words: list[str], said: str, folder: Pat
     printed = done.stdout
     for line in said.strip().splitlines():
         assert line in printed, printed
-
-
-def numbers(value: Any) -> Iterator[float]:
-    """All numbers of a JSON value, also those in texts."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from numbers(inner)
-    elif isinstance(value, str):
-        yield from (float(found) for found in re.findall(r"\d+\.\d+", value))
-    elif isinstance(value, int | float):
-        yield float(value)
-
-
-def is_in(figure: str, file: str) -> bool:
-    """True if a figure is a number of a results file, rounded to its digits; thousands, percent and milli too."""
-    wanted, digits = float(figure.replace(",", "")), len(figure.partition(".")[2].partition("e")[0])
-    step = 10.0**-digits * (10.0 ** int(figure.partition("e")[2]) if "e" in figure else 1.0)
-    stored = list(numbers(json.loads((ROOT / "benchmarks" / file).read_text())))
-    factors = (1, 100, 1000, 1e-3, 1e-9)
-    return any(abs(factor * value - wanted) <= 0.501 * step for value in stored for factor in factors)
-
-
-def test_figures_are_those_of_results_files():
-    page = (ROOT / "docs/performance.md").read_text()
-    rows = re.findall(r"^\|(.*)\| ([^|]+) \|[^|]*\| `(results/[\w.-]+\.json)` \|$", page, re.MULTILINE)
-    assert len(rows) >= 9
-    for what, figures, file in rows:
-        for figure in re.findall(r"\d[\d,.]*(?:e-?\d+)?", figures):
-            assert is_in(figure, file), (what, figure, file)
-
-
-def test_a_wrong_figure_is_found():
-    assert is_in("620.1", "results/h200-mfu-7b.json")
-    assert not is_in("621.1", "results/h200-mfu-7b.json")
-
-
-@pytest.mark.parametrize(
-    ("figure", "file"),
-    [
-        ("62.7", "h200-mfu-7b"),
-        ("55.5", "h100-mfu-7b"),
-        ("58.7", "h200-mfu-1b-first"),
-        ("60.7", "h200-mfu-1b"),
-        ("1.58", "h200-peer-torch"),
-    ],
-)
-def test_figures_of_the_features(figure: str, file: str):
-    assert figure in (ROOT / "docs/features.md").read_text()
-    assert is_in(figure, f"results/{file}.json")

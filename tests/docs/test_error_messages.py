@@ -6,7 +6,7 @@ from pathlib import Path
 
 from error_messages import messages
 
-CODE = '''
+CODE = """
 EXPECTED = "expected one of these words"
 
 def literal(path):
@@ -39,7 +39,7 @@ class Other:
 
 def passes_on(error):
     raise UserError(str(error))
-'''
+"""
 
 
 def test_a_text_is_found_where_it_is_written(tmp_path: Path):

@@ -1,0 +1,232 @@
+"""Every figure of README and docs is that of a results file, or of a plan that is made again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pages import ROOT, blocks, joined
+
+Results = Any
+
+
+def results(name: str) -> Results:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+
+
+def faults(found: Results, *places: str) -> int:
+    """Faults of a chaos benchmark at some places."""
+    return sum(row["faults"] for row in found["places"] if row["place"] in places)
+
+
+def chaos() -> list[Any]:
+    alone, launched = results("cpu-chaos"), results("cpu-chaos-processes")
+    assert alone["wrong"] == launched["wrong"] == 0
+    return [
+        alone["deaths"], len(alone["runs"]), launched["deaths"], len(launched["runs"]), faults(launched, "leader"),
+        faults(launched, "stopped"), faults(launched, "hangup", "pipe"), faults(launched, "stranger"),
+        faults(alone, "full_disk") + faults(launched, "full_disk"), faults(alone, "corrupt"),
+    ]  # fmt: skip
+
+
+def plans_of_a_gpu() -> list[Any]:
+    found = results("h200-plan-absent")["gpu"]
+    ratios = sorted(row["memory ratio"] for row in found["rows"])
+    times = found["agreement"]["wall s"]
+    return [len(ratios), times["least"], times["most"], ratios[0], ratios[-1], times["tau"]]
+
+
+def published_runs() -> list[Any]:
+    rows = [row for row in results("plan-accuracy")["published"]["rows"] if row["known"] == "test"]
+    out: list[Any] = []
+    for kind in ("a100", "h100", "v"):
+        ratios = [row["ratio"] for row in rows if row["target"].startswith(kind) and "ratio" in row]
+        out += [sum(abs(ratio - 1) <= 0.15 for ratio in ratios), len(ratios)]
+    return [*out, 100 * (max(row.get("ratio", 0) for row in rows) - 1)]
+
+
+def leader() -> list[Any]:
+    (row,) = (row for row in results("cpu-control-plane") if row["agents"] == 1000)
+    seconds_of_a_beat = 1e-6 * row["cpu/beat"] * 1000 / 5  # the default heartbeat of 20 s is four messages
+    return [row["agents"], 100 * seconds_of_a_beat, row["closed"] + row["next"], row["adopted"]]
+
+
+def soak() -> list[Any]:
+    rows = results("cpu-soak")["one process"]
+    return [rows[-1]["memory_mib"] - rows[1]["memory_mib"]]
+
+
+def growth() -> list[Any]:
+    found = results("cpu-scale")
+    exponents = [found["saves"]["exponents"]["save s"], found["tensors"]["exponents"]["restore s"]]
+    assert all(exponent < 1.1 for exponent in exponents)
+    plans = found["devices"]["rows"]
+    assert plans[-1]["plan s"] < 1.2 * plans[0]["plan s"]
+    return [found["saves"]["rows"][-1]["processes"], found["tensors"]["rows"][-1]["tensors"], plans[-1]["devices"]]
+
+
+def agreement(way: str) -> list[Any]:
+    """Distance of the loss in percent, and how many times fewer bytes."""
+    (row,) = (row for row in results("cpu-sync")["table"]["small"] if row["way"] == way)
+    return [abs(float(row["against"].partition("%")[0])), row["fewer"]]
+
+
+def islands(way: str) -> list[Any]:
+    (row,) = (row for row in results("cpu-islands")["tables"]["loss"] if row["way"] == way)
+    return [row["seconds"], 1 / row["step s"], 100 * row["link busy"], row["link sent MB"] / 1000]
+
+
+def kept_with_a_slow_island() -> list[Any]:
+    found = {row["way"]: 100 * row["left"] for row in results("cpu-islands")["tables"]["slow"]}
+    return [found[way] for way in ("asp", "bsp", "ssp", "diloco")]
+
+
+# (page, its sentence with a place for each figure, the figures)
+SENTENCES: list[tuple[str, str, Callable[[], list[Any]]]] = [
+    (
+        "docs/reliability.md",
+        "{} deaths in {} runs of one process, and {} in {} launched runs, at seeded places, {} of them of the leader: "
+        "the losses of the undisturbed run bit by bit, the same tokens in every row, no file left behind "
+        "(`make chaos`). Among them {} leaders that were stopped, {} closed terminals and pipes, {} visits of "
+        "strangers, {} full disks and {} damaged checkpoints.",
+        chaos,
+    ),
+    (
+        "docs/reliability.md",
+        "One leader serves {:,} agents with {:.0f}% of a core, starts their next generation {:.1f} s after a closed "
+        "connection, and is followed by another one within {:.1f} s of its death",
+        leader,
+    ),
+    (
+        "docs/reliability.md",
+        "The coordination of a save grows linearly to {:,} processes, checkpoints to {:,} tensors; a layout is checked "
+        "and a plan made for {:,} devices in the time of 512",
+        growth,
+    ),
+    ("docs/reliability.md", "Memory grows by {:.0f} MiB in the second half of one process", soak),
+    (
+        "docs/plan.md",
+        "For {} configurations on one H200, planned on a machine without a GPU, the planned times were {:.2f} to "
+        "{:.2f} of the measured ones and the memory {:.2f} to {:.2f} (Kendall's tau of the times {:.2f})",
+        plans_of_a_gpu,
+    ),
+    (
+        "docs/plan.md",
+        "{} of {} on A100, {} of {} on H100 and {} of {} on TPUs are predicted within 15%; the worst, on H100, is "
+        "predicted {:.0f}% too fast",
+        published_runs,
+    ),
+    ("docs/islands.md", "| `bsp` | {:.0f} | {:.2f} | {:.0f}% | {:.2f} GB |", lambda: islands("bsp")),
+    ("docs/islands.md", "| `ssp`, bound 3 | {:.0f} | {:.2f} | {:.0f}% | {:.2f} GB |", lambda: islands("ssp")),
+    ("docs/islands.md", "| `asp` | {:.0f} | {:.2f} | {:.0f}% | {:.2f} GB |", lambda: islands("asp")),
+    ("docs/islands.md", "| `diloco`, every 16 | {:.0f} | {:.1f} | {:.0f}% | {:.2f} GB |", lambda: islands("diloco")),
+    (
+        "docs/islands.md",
+        "`asp` keeps {:.0f}% of its tokens/s, `bsp` {:.0f}%, `ssp` {:.0f}% and `diloco` {:.0f}%",
+        kept_with_a_slow_island,
+    ),
+    (
+        "docs/synchronisation.md",
+        "{:.1f}% higher for `diloco` in 4 bits with two replicas, which send {:.0f} times fewer bytes",
+        lambda: agreement("diloco-int4-2"),
+    ),
+    (
+        "docs/synchronisation.md",
+        "{:.1f}% for `streaming_diloco` in 4 bits at {:.0f} times fewer",
+        lambda: agreement("streaming-int4-2"),
+    ),
+    (
+        "docs/synchronisation.md",
+        "PowerSGD of rank 4 with 1,000 first steps in float32 is {:.1f}% below",
+        lambda: agreement("bsp-powersgd-4")[:1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "figures"), SENTENCES)
+def test_a_sentence_has_the_figures_of_its_results(page: str, sentence: str, figures: Callable[[], list[Any]]):
+    text = " ".join((ROOT / page).read_text().split())
+    assert sentence.format(*figures()) in text
+
+
+HAS_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
+NEEDS_COMPILER = pytest.mark.skipif(
+    not HAS_COMPILER, reason="compiles for absent GPUs: pip install 'jaxtrain[plan-gpu]'"
+)
+
+
+def plans() -> list[tuple[list[str], str]]:
+    """Each plan of the page that is followed by its output."""
+    pairs = [(joined(one.text).splitlines()[-1], after) for one, after in pairwise(blocks("docs/plan.md"))]
+    return [
+        (line.split(), after.text)
+        for line, after in pairs
+        if line.startswith("jaxtrain plan ") and after.language == "text"
+    ]
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(("words", "said"), plans(), ids=lambda value: value[2] if isinstance(value, list) else "")
+def test_a_plan_prints_what_the_page_shows(words: list[str], said: str):
+    command = [sys.executable, "-m", "jaxtrain.cli.main", *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = iter([line.rstrip() for line in done.stdout.splitlines()])
+    for line in said.splitlines():
+        assert line in ("", "...") or line in printed, line  # in this order
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers of a JSON value, also those in texts."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from numbers(inner)
+    elif isinstance(value, str):
+        yield from (float(found) for found in re.findall(r"\d+\.\d+", value))
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def is_in(figure: str, file: str) -> bool:
+    """True if a figure is a number of a results file, rounded to its digits; thousands, percent and milli too."""
+    wanted, digits = float(figure.replace(",", "")), len(figure.partition(".")[2].partition("e")[0])
+    step = 10.0**-digits * (10.0 ** int(figure.partition("e")[2]) if "e" in figure else 1.0)
+    stored = list(numbers(json.loads((ROOT / "benchmarks" / file).read_text())))
+    factors = (1, 100, 1000, 1e-3, 1e-9)
+    return any(abs(factor * value - wanted) <= 0.501 * step for value in stored for factor in factors)
+
+
+def test_figures_are_those_of_results_files():
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = re.findall(r"^\|(.*)\| ([^|]+) \|[^|]*\| `(results/[\w.-]+\.json)` \|$", page, re.MULTILINE)
+    assert len(rows) >= 9
+    for what, figures, file in rows:
+        for figure in re.findall(r"\d[\d,.]*(?:e-?\d+)?", figures):
+            assert is_in(figure, file), (what, figure, file)
+
+
+def test_a_wrong_figure_is_found():
+    assert is_in("620.1", "results/h200-mfu-7b.json")
+    assert not is_in("621.1", "results/h200-mfu-7b.json")
+
+
+@pytest.mark.parametrize(
+    ("figure", "file"),
+    [
+        ("62.7", "h200-mfu-7b"),
+        ("55.5", "h100-mfu-7b"),
+        ("58.7", "h200-mfu-1b-first"),
+        ("60.7", "h200-mfu-1b"),
+        ("1.58", "h200-peer-torch"),
+    ],
+)
+def test_figures_of_the_features(figure: str, file: str):
+    assert figure in (ROOT / "docs/features.md").read_text()
+    assert is_in(figure, f"results/{file}.json")
