@@ -150,6 +150,24 @@ SENTENCES: list[tuple[str, str, Callable[[], list[Any]]]] = [
 ]
 
 
+FOUR = ("diloco-4", "diloco-int4-4", "streaming-4", "local_sgd", "gossip-exponential", "asp", "muloco-float32-4")
+SENTENCES.append((
+    "docs/synchronisation.md",
+    "With four replicas it is {:.1f}% higher for `diloco`, {:.1f}% in 4 bits, {:.1f}% for `streaming_diloco`, {:.1f}% for "
+    "`local_sgd`, {:.1f}% for `gossip` over the exponential graph, {:.1f}% for `asp`; `muloco` ends {:.1f}% below",
+    lambda: [agreement(way)[0] for way in FOUR],
+))  # fmt: skip
+
+
+def test_the_table_of_ways_is_that_of_the_results():
+    rows = results("cpu-sync")["table"]["small"]
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    for row in rows:
+        start = f"| `{row['way']}` | {row['replicas']} | {row['lr']} ({row['tried']}) | {row['loss']:.4f} | "
+        assert start + row["against"].partition(" ")[0] in text
+        assert f"| {row['bytes a step']:,} | {row['fewer']:.1f} | {row['bar']} |" in text
+
+
 @pytest.mark.parametrize(("page", "sentence", "figures"), SENTENCES)
 def test_a_sentence_has_the_figures_of_its_results(page: str, sentence: str, figures: Callable[[], list[Any]]):
     text = " ".join((ROOT / page).read_text().split())
