@@ -1,6 +1,6 @@
 """A loop of your own: train step by step, look, decide, and still resume, shard and save as any run does.
 
-    python examples/own_loop.py
+    python examples/own_loop.py [--resume RUN_DIR]
 
 Expected: stops at a validation accuracy of 0.97, after 100 steps (it is 0.988 then), in half a minute on two cores.
 """
@@ -17,6 +17,7 @@ def main() -> None:
     """Trains until the accuracy is reached."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--out", default="runs", help="folder for the run")
+    arguments.add_argument("--resume", metavar="RUN_DIR", help="go on in the folder of a run")
     arguments.add_argument("--quick", action="store_true", help="stop at an accuracy of 0.5")
     given = arguments.parse_args()
     goal = 0.5 if given.quick else 0.97
@@ -34,6 +35,8 @@ def main() -> None:
         data=train,
         eval_data=validation,
         optimizer=optax.adamw(1e-3),
+        run_dir=given.resume,
+        resume=given.resume is not None,
     )
     reached = {}
     for step in trainer.steps():

@@ -1,4 +1,4 @@
-"""The checkpoints of a run from Python. Changes nothing but by `prune`, and does not import JAX."""
+"""The checkpoints of a run from Python. Changes nothing but by `prune` and `rewind`, and does not import JAX."""
 
 # pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
 
@@ -137,6 +137,34 @@ class Checkpoints(Sequence[CheckpointRow]):
                 store.delete(*names)
         return Pruned(tuple(names), freed)
 
+    def rewind(self, step: int) -> list[int]:
+        """Sets the checkpoints after a step aside, as `old-N`, so that the run is resumed from that step.
+
+        They are deleted once the run saves a step as late as theirs again. The same for copies in `checkpoint.durable`;
+        an object store cannot rename, so there they are deleted at once.
+
+        Returns:
+            the steps that were set aside, ascending.
+
+        Raises:
+            CheckpointError: no such step, or the run is training.
+        """
+        store = self._store
+        if step not in store.marked():
+            raise CheckpointError(f"no checkpoint {step} in {store.directory}; it has {store.marked() or 'none'}")
+        lock = Lock(store.directory / ".lock", advice="end it first")
+        try:
+            later = [marked for marked in store.marked() if marked > step]
+            for abandoned in reversed(later):  # the newest first: what is left is always the beginning of the run
+                store.set_aside(abandoned, "old")
+            run = store.directory.parent
+            if (run / "config.yaml").exists() and (tier := _durable_tier_or_none(run)) is not None:
+                for abandoned in reversed([copied for copied in tier.steps() if copied > step]):
+                    tier.set_aside(abandoned)
+        finally:
+            lock.release()
+        return later
+
     def _repr_html_(self) -> str:
         return html.table(TITLES, [checkpoint_cells(row) for row in self._rows])
 
@@ -149,7 +177,7 @@ def checkpoints(run: str | Path, *, is_durable: bool = False) -> Checkpoints:
         is_durable: list the copies in `checkpoint.durable`.
 
     Returns:
-        a sequence of steps, which can be inspected, verified and pruned.
+        a sequence of steps, which can be inspected, verified and pruned; the run can be set back to one.
 
     Raises:
         UserError: there are none.
@@ -159,11 +187,15 @@ def checkpoints(run: str | Path, *, is_durable: bool = False) -> Checkpoints:
 
 def _durable_tier(folder: Path) -> durable.DurableTier:
     """Opens the durable tier of the run's config. Raises UserError if it has none."""
+    if (tier := _durable_tier_or_none(folder)) is None:
+        raise UserError(f"{folder}: the config sets no checkpoint.durable; so there are no such copies")
+    return tier
+
+
+def _durable_tier_or_none(folder: Path) -> durable.DurableTier | None:
     config, _ = resolve(str(saved_config(folder)), paths=False, checks=())
     location = durable.run_location(config.checkpoint.durable, folder)
-    if location is None:
-        raise UserError(f"{folder}: the config sets no checkpoint.durable; so there are no such copies")
-    return durable.open_tier(location)
+    return None if location is None else durable.open_tier(location)
 
 
 def _durable_rows(tier: durable.DurableTier) -> list[CheckpointRow]:

@@ -214,8 +214,9 @@ def _sampling(
 
 
 def verify(
-    config: ConfigSource, *overrides: str, layouts: Sequence[str] = ("all",), devices: int = 8, steps: int = 3,
-    inject: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None, **objects: Any,
+    config: ConfigSource, *overrides: str, layouts: Sequence[str] = ("all",), devices: int | None = None,
+    steps: int = 3, inject: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None,
+    **objects: Any,
 ) -> Outcome:  # fmt: skip
     """Compares losses, gradients and updates of a config's model on every layout with one device, in float32.
 
@@ -223,7 +224,7 @@ def verify(
         config: see `Trainer`.
         overrides: `key=value` texts.
         layouts: names of layouts, or `all`.
-        devices: simulated devices.
+        devices: simulated devices; None: `simulate` of the config, or 8.
         steps: steps to compare.
         inject: name of a fault to inject into every layout, which the comparison has to find.
         progress: called with the number of layouts that are done, and of all.
@@ -232,7 +233,7 @@ def verify(
     Raises:
         UserError: a bad config or layout.
     """
-    if devices < 1 or steps < 1:
+    if (devices is not None and devices < 1) or steps < 1:
         raise UserError("verify: expected at least 1 device and 1 step")
     return compare_layouts(
         config, *overrides, layouts=layouts, devices=devices, steps=steps, inject=inject, progress=progress,

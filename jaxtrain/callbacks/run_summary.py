@@ -73,7 +73,7 @@ class RunSummary(Callback):
             )
         console.print(*self._plan_lines(trainer))
         # In a notebook rich would show the text there, not write it into the file.
-        file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True, force_jupyter=False)
+        file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True, force_jupyter=False, emoji=False)
         file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), *others, sep="\n")
         (trainer.dir / "layout.txt").write_text(file.file.getvalue(), encoding="utf-8")  # pyright: ignore
         if self._verbose:

@@ -181,7 +181,7 @@ def _plan(parser: Parser) -> None:
 def _verify(parser: Parser) -> None:
     _add_common(parser, "config", "overrides")
     parser.add_argument("--layouts", default="all", metavar="A,B", help="layouts to compare with one device (all)")
-    parser.add_argument("--simulate", type=int, default=8, metavar="N", help="simulated CPU devices (8)")
+    parser.add_argument("--simulate", type=int, metavar="N", help="simulated CPU devices (those of the config, else 8)")
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="training steps to compare (3)")
     parser.add_argument("--inject", help=argparse.SUPPRESS)
 
@@ -199,8 +199,8 @@ def _schedule(parser: Parser) -> None:
 
 def _checkpoint(parser: Parser) -> None:
     add = parser.add_argument
-    actions = "list all, describe one, check every byte, or delete old ones"
-    add("action", choices=("ls", "inspect", "verify", "prune"), help=actions)
+    actions = "list all, describe one, check every byte, delete old ones, or go back: set those after --step aside"
+    add("action", choices=("ls", "inspect", "verify", "prune", "rewind"), help=actions)
     _add_common(parser, "run")
     add("--step", type=int, action="append", default=[], metavar="N", help="only this step; may be repeated")
     add("--keep", type=int, metavar="N", help="prune: delete all but the newest N and the best")
@@ -271,7 +271,9 @@ COMMANDS: dict[str, Command] = {
     "layouts": Command("onboarding.layouts", "list the layouts: mesh axes, and when to use each", _layouts),
     "doctor": Command("onboarding.doctor", "check versions, devices, memory, disk, ports and clock here", _doctor),
     "schedule": Command("schedule", "print, price and draw a pipeline schedule", _schedule),
-    "checkpoint": Command("checkpoints", "list, describe, verify or delete the checkpoints of a run", _checkpoint),
+    "checkpoint": Command(
+        "checkpoints", "list, describe, verify, delete checkpoints, or go back to one", _checkpoint
+    ),
     "config": Command("config", "print the resolved config and the source of each value", _config),
     "schema": Command("config:schema", "print the JSON Schema of the config", _schema),
     "diff": Command("diff", "compare the configs of two files or runs", _diff),

@@ -30,7 +30,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "layouts": ("", "fsdp_tp"),
     "doctor": ("",),
     "schedule": ("zb_h1 --stages 4 --microbatches 8", "--compare"),
-    "checkpoint": ("ls runs/quickstart", "verify runs/quickstart", "prune runs/quickstart --keep 1 --dry-run"),
+    "checkpoint": (
+        "ls runs/quickstart",
+        "verify runs/quickstart",
+        "prune runs/quickstart --keep 1 --dry-run",
+        "rewind runs/quickstart --step 200",
+    ),
     "config": (f"{QUICKSTART} layout=fsdp",),
     "schema": ("> schema.json",),
     "diff": ("runs/a runs/b", f"{QUICKSTART} my.yaml"),

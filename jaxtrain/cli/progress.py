@@ -29,5 +29,5 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

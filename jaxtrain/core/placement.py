@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ import numpy as np
 from jaxtrain.config.schema import Config
 from jaxtrain.core.program import Program
 from jaxtrain.data.objects.shard import DataShard
-from jaxtrain.errors import UserError
-from jaxtrain.models.spec import has_token_rows
+from jaxtrain.errors import DataError, UserError, join_words
+from jaxtrain.models.spec import has_token_rows, model_spec
 from jaxtrain.sharding.context_parallel import zigzag
 from jaxtrain.sharding.devices import make_mesh
 from jaxtrain.sharding.layout import resolve_layout
@@ -89,7 +90,45 @@ def placer(dataset: Any, program: Program) -> Placer:
     rows = getattr(dataset, "batch_rows", config.data.global_batch)
     has_sequence = has_token_rows(config.model, config.data)
     order = row_order(config.context_parallel, config.data.sequence, sharder) if has_sequence else None
-    return Placer(dataset.batch, sharder, rows, has_sequence, order)
+    fetch = dataset.batch
+    if model_spec(config.model).reads_tokens and not config.data.is_text:
+        fetch = partial(_fetch_tokens, dataset.batch, config.data.sequence)
+    return Placer(fetch, sharder, rows, has_sequence, order)
+
+
+def _fetch_tokens(fetch: Fetch, sequence: int, step: int, rows: Any) -> dict[str, np.ndarray]:
+    return complete_token_rows(fetch(step, rows), sequence)
+
+
+def complete_token_rows(batch: Mapping[str, Any], sequence: int) -> dict[str, np.ndarray]:
+    """Returns rows of a user's own data with all that a model of tokens reads.
+
+    Args:
+        batch: `tokens` [rows, sequence] and, where they are not the following, `targets` (the next token of the row),
+            `positions` (0 to sequence - 1), `segments` (1: one document a row; 0: padding) and `weights` (1, but 0
+            where a row without `targets` ends); and others, which stay as they are.
+        sequence: tokens of a row.
+
+    Raises:
+        DataError: no `tokens`, or rows of another length.
+    """
+    expected = f"expected `tokens`, integers [rows, {sequence}]"
+    if "tokens" not in batch:
+        raise DataError(f"data: the model reads tokens, and a batch has {join_words(sorted(batch), 'and')}; {expected}")
+    tokens = np.asarray(batch["tokens"])
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or tokens.shape[1] != sequence:
+        found = f"{tokens.dtype} [{', '.join(map(str, tokens.shape))}]"
+        raise DataError(f"data.sequence: {expected}, from the data; found {found}")
+    weights = np.ones(tokens.shape, np.float32)
+    if "targets" not in batch:
+        weights[:, -1] = 0.0
+    complete = {
+        "targets": np.roll(tokens, -1, axis=1),
+        "positions": np.broadcast_to(np.arange(sequence, dtype=np.int32), tokens.shape),
+        "segments": np.ones(tokens.shape, np.int32),
+        "weights": weights,
+    }
+    return complete | {key: np.asarray(value) for key, value in batch.items()}
 
 
 def row_order(context_parallel: str, sequence: int, sharder: Sharder) -> np.ndarray | None:

@@ -53,7 +53,7 @@ def evaluate(
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
     devices = runtime.start(config.simulate)
-    data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True)), components)
+    data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True, emoji=False)), components)
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")

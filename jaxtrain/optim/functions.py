@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
-from jaxtrain.config.user_class import call, load_class
-from jaxtrain.errors import UserError, did_you_mean
+from jaxtrain.config.user_class import USER_CLASS, call, load_class
+from jaxtrain.errors import UserError, did_you_mean, format_value
 
 RATE = "learning_rate"
 OPTAX = "optax."  # begins the names of functions of optax
@@ -20,13 +21,14 @@ def call_by_name(section: str, name: str, options: Mapping[str, Any], defaults: 
     Args:
         section: section of the config that names it, for messages.
         name: `optax.NAME`, `optax.contrib.NAME`, `package.module:NAME`, or one that an installed package adds.
-        options: keyword arguments.
+        options: keyword arguments; those of functions of optax may name objects, as `package.module:NAME`.
         defaults: keyword arguments for a function that takes them, if the options do not have them.
 
     Raises:
         UserError: no such function, or it fails.
     """
     own = None if name.startswith(OPTAX) else load_class(name, f"{section}.name", "optimizers")
+    options = dict(options) if own else {key: _named(section, key, value) for key, value in options.items()}
     try:
         return call(section, own or optax_function(section, name), name, options, defaults)
     except UserError as error:
@@ -34,6 +36,20 @@ def call_by_name(section: str, name: str, options: Mapping[str, Any], defaults: 
             hint = f"it gets a schedule as `{RATE}`; if it takes a number only, expected {section}.options.{RATE}"
             raise UserError(f"{error}; {hint}") from error
         raise
+
+
+def _named(section: str, key: str, value: Any) -> Any:
+    """Returns the object that an option names, or the option itself.
+
+    Raises:
+        UserError: there is no such object, or a mask is another text: optax takes any text as True for all parameters.
+    """
+    if isinstance(value, str) and re.fullmatch(USER_CLASS, value):
+        return load_class(value, f"{section}.options.{key}")
+    if isinstance(value, str) and key.endswith("mask"):
+        expected = "expected a function of the parameters as `package.module:function`"
+        raise UserError(f"{section}.options.{key}: {expected}; found {format_value(value)}")
+    return value
 
 
 def optax_function(section: str, name: str) -> Callable[..., Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from jaxtrain.config.schema import OptimizerConfig, ParameterGroupConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, join_words
 from jaxtrain.optim.param_dims import Names, is_matrix, is_names, map_names
+
+SHOWN = 6  # names in a message
 
 
 def assign_groups(groups: Sequence[ParameterGroupConfig], names: Any) -> Any:
@@ -21,9 +23,13 @@ def assign_groups(groups: Sequence[ParameterGroupConfig], names: Any) -> Any:
         UserError: a pattern matches no parameter.
     """
     used: set[str] = set()
+    paths: list[str] = []
+    logical: set[str] = set()
 
     def assign(path: Any, n: Names) -> int:
         where = jax.tree_util.keystr(path, simple=True, separator="/")
+        paths.append(where)
+        logical.update(name for name in n if name is not None)
         found = -1
         for index, group in enumerate(groups):
             matching = [pattern for pattern in group.match if re.fullmatch(pattern, where) or pattern in n]
@@ -36,9 +42,13 @@ def assign_groups(groups: Sequence[ParameterGroupConfig], names: Any) -> Any:
         unused = [pattern for pattern in group.match if pattern not in used]
         if unused or not group.match:
             what = f"`{unused[0]}` matches no parameter" if unused else "it has no `match`"
-            where = f"optimizer.groups.{index}.match"
-            raise UserError(f"{where}: {what}; expected a path such as embed/.*, or a logical name such as vocab")
+            expected = f"expected a pattern of whole paths, such as {join_words(_some(paths))}, or a logical name"
+            raise UserError(f"optimizer.groups.{index}.match: {what}; {expected}, such as {join_words(_some(logical))}")
     return tree
+
+
+def _some(names: Iterable[str]) -> list[str]:
+    return sorted(set(names))[:SHOWN]
 
 
 def weight_decay(cfg: OptimizerConfig, assigned: Any, names: Any) -> optax.GradientTransformation:

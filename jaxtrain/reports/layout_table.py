@@ -50,7 +50,7 @@ def parameter_rows(
     for key, leaf in params.items():
         if isinstance(leaf, Mapping):
             rows += [
-                ParameterRow(f"{key}.{row.name}", row.shape, row.names, row.axes, row.bytes)
+                ParameterRow(f"{key}/{row.name}", row.shape, row.names, row.axes, row.bytes)
                 for row in parameter_rows(leaf, names[key], stored, sizes)
             ]
             continue

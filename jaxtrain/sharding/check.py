@@ -230,10 +230,10 @@ def _indivisible(
         what = WORDS.get(name, f"of dim `{name}`") if not paths else f"of dim `{name}` in {_listed(paths)}"
         above = -(-size // shards) * shards
         nearest = join_words([above - shards, above] if above > shards else [above])
-        message = (
-            f"{size} {what} cannot be split into {shards} ({split}); sizes that work: {nearest}; shards that work: "
-        )
-        yield Problem("", f"rules.{name}", message + join_words(divisors(size, shards)))
+        message = f"{size} {what} cannot be split into {shards} ({split})"
+        sizes_that_fit = f"`{name}` of {nearest}" if paths else nearest
+        fix = f"expected {sizes_that_fit}, or {join_words(divisors(size, shards))} shards"
+        yield Problem("", f"rules.{name}", f"{message}; {fix}")
 
 
 def _unused_axes(

@@ -114,7 +114,7 @@ def _resume(
 ) -> None:
     """Prints the origin of a state, the changes of the config since, and the resume guarantee."""
     trainer.manifest["skips"] = saved.get("skips", [])
-    trainer.callbacks.load_state_dict(saved.get("callbacks", {}))
+    trainer.load_callbacks(saved)
     for line in _config_changes(trainer, step, saved):
         trainer.console.print(f"changed   {line}")
     for name, now in trainer.manifest.get("objects", {}).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,7 +140,8 @@ class TrainingRun:
         if self.callbacks.allows_save(self, state, step, is_last):
             scores = scores or {name: value for name, value in self.latest_metrics.items() if name.startswith("eval/")}
             files = data_files(self.data, step, self._skips(), self.trackers)
-            manifest = self.manifest | {"callbacks": self.callbacks.state_dict()}
+            metrics = {name: value for name, value in self.latest_metrics.items() if math.isfinite(value)}
+            manifest = self.manifest | {"callbacks": self.callbacks.state_dict(), "latest_metrics": metrics}
             with self.ledger.phase("checkpoint"):
                 self.checkpointer.save(step, state, manifest=manifest, metrics=scores, files=files)
 
@@ -188,7 +190,7 @@ class TrainingRun:
             state, saved = self.checkpointer.restore(None, self.program.state)
         skips = merge_ranges(self.manifest.get("skips", ()), *([skipped] if skipped else []))
         self.manifest["skips"] = [list(part) for part in skips]
-        self.callbacks.load_state_dict(saved.get("callbacks", {}))
+        self.load_callbacks(saved)
         step = int(jax.device_get(state["step"]))
         if text := restore_data(self.data, self.checkpointer, step, saved, self._skips()):
             self.trackers.event("data", step=step, text=text)
@@ -197,9 +199,13 @@ class TrainingRun:
 
     def _rewound(self, state: State, step: int) -> tuple[State, int]:
         self.meter.end_compilation(step)
-        self.latest_metrics.clear()
         self.callbacks.each(Callback.on_rewind, self, step)
         return state, step
+
+    def load_callbacks(self, saved: Mapping[str, Any]) -> None:
+        """Gives callbacks their states of a checkpoint, and the metrics that they had seen, from its manifest."""
+        self.latest_metrics = dict(saved.get("latest_metrics", {}))
+        self.callbacks.load_state_dict(saved.get("callbacks", {}))
 
     def add_metrics(self, values: Mapping[str, float | jax.Array]) -> None:
         """Adds numbers, or scalars on the device, to the next record that is logged: in `on_step_end` to the step's."""

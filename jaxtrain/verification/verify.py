@@ -43,6 +43,7 @@ ABBREVIATIONS = {
     "collective-permute": "CP", "collective-broadcast": "CB",
 }  # fmt: skip
 
+DEVICES = 8  # simulated, where neither the call nor the config says how many
 OF_LAYOUT = ("layout", *LAYOUT_KEYS, "sync")  # keys that are not read when another layout is
 
 
@@ -81,7 +82,7 @@ def verify(
     source: ConfigSource,
     *overrides: str,
     layouts: Sequence[str] = ("all",),
-    devices: int = 8,
+    devices: int | None = None,
     steps: int = 3,
     inject: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -93,7 +94,7 @@ def verify(
         source: the config, see `core.resolve.load_config`.
         overrides: `key=value`.
         layouts: names, or `all`: every shipped layout, those in the config's folder, and the config's own.
-        devices: number of simulated devices.
+        devices: number of simulated devices; None: `simulate` of the config if that is above 1, else 8.
         steps: of training.
         inject: a fault of `known_faults` to inject into every layout, for tests.
         progress: called with the number of layouts that are done, and of all.
@@ -108,6 +109,7 @@ def verify(
     if inject is not None and inject not in INJECTIONS:
         raise UserError(f"--inject: no fault `{inject}`; expected {join_words(INJECTIONS)}")
     config = with_objects(load_config(source, *overrides, paths=False, checks=()), components)
+    devices = devices or (config.simulate if (config.simulate or 1) > 1 else None) or DEVICES
     small, changes = shrink(config, devices)
     others = [text for text in overrides if not text.startswith(OF_LAYOUT)]
     options: dict[str, Any] = {

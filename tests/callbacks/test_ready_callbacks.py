@@ -102,6 +102,44 @@ def test_the_best_checkpoints_stay_also_after_a_resume(tmp_path: Path, mode: str
     assert store.marked() == ([1, 2, STEPS] if mode == "max" else [STEPS - 1, STEPS])
 
 
+class LossesSeen(jaxtrain.Callback):
+    """Keeps the loss that each step shows, and stops the run after one."""
+
+    def __init__(self, last: int = STEPS):
+        self.losses: dict[int, float | None] = {}
+        self.last = last
+
+    def on_step_end(self, trainer, step: int) -> None:
+        self.losses[step] = trainer.latest_metrics.get("loss")
+        if step == self.last:
+            trainer.request_stop("seen enough")
+
+
+def test_a_callback_sees_the_metrics_of_the_step_before_also_after_a_resume(tmp_path: Path):
+    seen = [LossesSeen(), LossesSeen(3), LossesSeen()]
+    keys = {"log": {"every": 1, "tensorboard": False}}
+    trainer(tmp_path / "whole", seen[0], **keys)[0].fit()
+    first, _ = trainer(tmp_path / "parts", seen[1], **keys)
+    first.fit()
+    trainer(tmp_path / "parts", seen[2], **keys, run_dir=first.run_dir, resume=True)[0].fit()
+    assert len(seen[0].losses) == STEPS
+    assert [step for step, loss in seen[0].losses.items() if loss is None] == [1]
+    assert seen[0].losses == seen[1].losses | seen[2].losses
+
+
+def test_a_run_that_is_set_back_goes_on_from_there(tmp_path: Path):
+    keys = {"log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 2, "keep": 9}}
+    run, seen = trainer(tmp_path, **keys)
+    run.fit()
+    assert jaxtrain.checkpoints(run.run_dir).rewind(4) == [6, STEPS]
+    again, more = trainer(tmp_path, **keys, run_dir=run.run_dir, resume=True)
+    again.fit()
+    assert list(more.records) == [5, 6, 7, STEPS]
+    assert all(more.records[step]["loss"] == seen.records[step]["loss"] for step in more.records)
+    store = CheckpointStore(run.run_dir / "checkpoints")
+    assert (store.marked(), store.aside()) == ([2, 4, 6, STEPS], [])
+
+
 def test_learning_rates_of_an_object_and_of_groups(tmp_path: Path):
     schedule = optax.linear_schedule(0.1, 0.0, STEPS)
     adam = optax.inject_hyperparams(optax.adam)(schedule)

@@ -143,6 +143,22 @@ def test_prune_waits_for_no_run(run, capsys):
         holder.release()
 
 
+def test_rewind_sets_later_steps_aside_here_and_in_the_durable_tier(run, tmp_path, capsys):
+    store, copies = CheckpointStore(run / "checkpoints"), CheckpointStore(tmp_path / "far" / "run")
+    for step in (20, 40):
+        commit(copies, step)
+    (run / "config.yaml").write_text(f"checkpoint: {{durable: {tmp_path}/far}}\n")
+    holder = files.Lock(run / "checkpoints" / ".lock")
+    assert "is being written by process" in said(capsys, "rewind", run, "--step", 30, code=2)
+    holder.release()
+    assert (store.marked(), copies.marked()) == ([10, 20, 30, 40, 50, 60], [20, 40])
+    text = said(capsys, "rewind", run, "--step", 30)
+    assert text == f"set aside as old-40, old-50, old-60\nnext  jaxtrain resume {run}  # from step 30\n"
+    assert (store.marked(), copies.marked(), store.latest()) == ([10, 20, 30], [20], 30)
+    assert [name for _, name in store.aside()] == ["bad-15", "old-40", "old-50", "old-60"]
+    assert said(capsys, "rewind", run, "--step", 30).startswith("nothing is later than 30\n")
+
+
 def test_a_step_that_the_run_deletes_meanwhile_is_no_damage(run, capsys, monkeypatch):
     store = CheckpointStore(run / "checkpoints")
     read = files.digest
@@ -164,6 +180,8 @@ def test_a_step_that_the_run_deletes_meanwhile_is_no_damage(run, capsys, monkeyp
         (("ls", "RUN", "--keep", 2), "checkpoint ls: --keep belongs to another action"),
         (("inspect", "RUN", "--step", 10, "--step", 20), "expected one --step"),
         (("prune", "RUN", "--step", 11), "no checkpoint 11 in"),
+        (("rewind", "RUN", "--step", 11), "no checkpoint 11 in"),
+        (("rewind", "RUN"), "checkpoint rewind: expected one --step, to go back to"),
         (("verify", "RUN", "--durable"), "config.yaml"),
     ],
 )

@@ -180,11 +180,27 @@ def test_wrong_ones_are_refused_in_one_line(monkeypatch, make_one, said):
         ("optax.contrib.nothing", {}, "optimizer.name: there is no `optax.contrib.nothing`"),
         ("optax.lamb", {"beta": 1}, "optimizer.options: optax.lamb fails: TypeError: .*'beta'"),
         ("nowhere:make", {}, "optimizer.name: nowhere:make: no module `nowhere`"),
+        (
+            "optax.adamw",
+            {"mask": "matrices"},
+            "optimizer.options.mask: expected a function of the parameters as `package.module:function`; found",
+        ),
+        ("optax.adamw", {"mask": "nowhere:mask"}, "optimizer.options.mask: nowhere:mask: no module `nowhere`"),
     ],
 )
 def test_wrong_names(name, options, said):
     with pytest.raises(UserError, match=said):
         make(name, **options)
+
+
+def test_an_option_may_name_a_function(monkeypatch):
+    """The mask of the weight decay is the named function; as a text, optax would decay everything."""
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(matrices=matrices_only))
+    zeros = jax.tree.map(jnp.zeros_like, values(0))
+    tx = make("optax.adamw", weight_decay=0.5, mask="mine:matrices")
+    updates, _ = tx.update(zeros, tx.init(values(0)), values(0), value=jnp.float32(0), grad=zeros)
+    assert not np.any(updates["layers"]["norm"])
+    assert np.all(updates["layers"]["up"])
 
 
 def test_schedules_by_name():

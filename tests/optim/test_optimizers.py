@@ -236,5 +236,5 @@ def test_groups_have_their_learning_rate_and_decay():
 
 @pytest.mark.parametrize("match", [["nothing"], []])
 def test_a_group_without_parameters(match):
-    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match: "):
+    with pytest.raises(UserError, match=r"optimizer\.groups\.0\.match: .*such as embed.*or a logical name, such as "):
         make_optimizer(config("adamw", groups=({"match": match},)), rate(1), NAMES, SHAPES)

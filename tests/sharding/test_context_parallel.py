@@ -53,7 +53,7 @@ def test_the_formulation_belongs_to_the_layout(tmp_path: Path) -> None:
         (
             ["layout=cp_gather", "data.sequence=1022"],
             "layout cp_gather: rules.sequence: 1022 tokens per sequence (data.sequence) cannot be split into 4"
-            " (context 4); sizes that work: 1020 or 1024; shards that work: 1, 2 or 7",
+            " (context 4); expected 1020 or 1024, or 1, 2 or 7 shards",
         ),
         (
             ["layout=cp_ulysses", "model.heads=6", "model.head_dim=8"],

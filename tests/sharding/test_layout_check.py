@@ -145,16 +145,15 @@ def test_indivisible_dims_in_one_line_for_each_cause() -> None:
     assert lines == [
         "rules.embed: 32 of dim `embed` in table (dim 1), q (dim 1), k (dim 1), v (dim 1) and up (dim 1)"
         " cannot be split into"
-        " 3 (fsdp 3); sizes that work: 30 or 33; shards that work: 1, 2 or 4",
+        " 3 (fsdp 3); expected `embed` of 30 or 33, or 1, 2 or 4 shards",
         "rules.kv_heads: 2 of dim `kv_heads` in k (dim 2) and v (dim 2) cannot be split into 8 (model"
-        " 8); sizes that work: 8;"
-        " shards that work: 1 or 2",
+        " 8); expected `kv_heads` of 8, or 1 or 2 shards",
     ]
     lines = found({"data": 2, "fsdp": 3}, 6, batch=8, tensors={})
     assert lines == [
         "rules.batch: 8 sequences per microbatch (data.global_batch / step.microbatches) cannot be split"
         " into 6 (data 2 x fsdp 3);"
-        " sizes that work: 6 or 12; shards that work: 2, 4 or 8"
+        " expected 6 or 12, or 2, 4 or 8 shards"
     ]
     lines = found({"model": 8}, rules={"batch": ("data",), "sequence": ("model",)}, sequence=100)
     assert lines[0].startswith(

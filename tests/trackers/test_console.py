@@ -224,3 +224,9 @@ def test_many_tensors_show_the_largest():
 def test_mesh_line():
     assert mesh_line("tp", SIZES | {"replica": 1}, "cpu") == "devices   16 x cpu, layout tp: data 2 x fsdp 2 x model 4"
     assert mesh_line("single", {"data": 1}, "cpu") == "devices   1 x cpu, layout single"
+
+
+def test_texts_of_users_are_no_emoji(capsys):
+    tracker = ConsoleTracker(1)
+    tracker.print("data      mine:Symbols: tokens int32[24], in :symbols:")
+    assert "mine:Symbols: tokens" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from jaxtrain.verification.verify import (
     Reference,
     _notes,
     collectives_text,
+    verify,
     verify_layout,
 )
 
@@ -114,6 +115,19 @@ def test_context_parallel_methods_differ_on_every_axis_of_the_context(tmp_path, 
     small, _ = shrink(load(path), 8)
     found, _ = candidates(small, names, 8)
     assert {c.config.context_parallel for c in found if c.mesh == "model 8"} == {"ring", "gather"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "used"),
+    [([], None, 8), (["simulate=4"], None, 4), (["simulate=4"], 2, 2), (["simulate=1"], None, 8)],
+)
+def test_the_devices_are_those_of_the_call_or_the_config(monkeypatch, keys, given, used):
+    def shrunk(config, devices):
+        raise UserError(f"{devices} devices")
+
+    monkeypatch.setattr("jaxtrain.verification.verify.shrink", shrunk)
+    with pytest.raises(UserError, match=f"^{used} devices"):
+        verify({}, *keys, devices=given)
 
 
 def test_nothing_compared_is_not_called_equal():

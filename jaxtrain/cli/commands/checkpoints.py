@@ -1,10 +1,11 @@
-"""`jaxtrain checkpoint ls|inspect|verify|prune RUN_DIR`, also for a run that is still training."""
+"""`jaxtrain checkpoint ls|inspect|verify|prune|rewind RUN_DIR`, also for a run that is still training."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -34,6 +35,7 @@ def _check_options(args: argparse.Namespace) -> None:
         "inspect": ("step", "json"),
         "verify": ("step", "durable"),
         "prune": ("step", "keep", "dry_run", "set_aside"),
+        "rewind": ("step",),
     }
     for name in sorted({name for names in allowed.values() for name in names} - {*allowed[args.action]}):
         if getattr(args, name):
@@ -41,6 +43,8 @@ def _check_options(args: argparse.Namespace) -> None:
             raise UserError(f"checkpoint {args.action}: {option} belongs to another action; see --help")
     if args.action == "inspect" and len(args.step) > 1:
         raise UserError(f"checkpoint inspect: expected one --step; found {len(args.step)}")
+    if args.action == "rewind" and len(args.step) != 1:
+        raise UserError("checkpoint rewind: expected one --step, to go back to")
     if args.action == "prune" and not args.step and args.keep is None and not args.set_aside:
         raise UserError("checkpoint prune: expected --keep N, --step N or --set-aside")
 
@@ -54,7 +58,7 @@ def ls(args: argparse.Namespace) -> int:
     table = Table(*TITLES, box=None, pad_edge=False)
     for row in found:
         table.add_row(*map(escape_unprintable, checkpoint_cells(row)))
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.width = console.width if console.is_terminal else WIDE
     console.print(table)
     return 0
@@ -129,4 +133,14 @@ def prune(args: argparse.Namespace) -> int:
     return 0
 
 
-ACTIONS = {"ls": ls, "inspect": inspect, "verify": verify, "prune": prune}
+def rewind(args: argparse.Namespace) -> int:
+    """Sets later steps aside, and says how the run goes on from the step."""
+    (step,) = args.step
+    later = jaxtrain.checkpoints(args.run).rewind(step)
+    names = ", ".join(f"old-{abandoned}" for abandoned in later)
+    print(f"set aside as {names}" if later else f"nothing is later than {step}")
+    print(f"next  jaxtrain resume {shlex.quote(args.run)}  # from step {step}")
+    return 0
+
+
+ACTIONS = {"ls": ls, "inspect": inspect, "verify": verify, "prune": prune, "rewind": rewind}

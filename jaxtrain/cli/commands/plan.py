@@ -76,7 +76,7 @@ def _show_plan(path: str, overrides: Sequence[str], args: argparse.Namespace) ->
     hlo = Path(args.hlo) if args.hlo else None
     plan = _plan(path, overrides, target, hlo=hlo, whole=args.whole, dcn=args.dcn)
     title = " ".join([path, *overrides])
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(terminal.report(plan, title, console.width))
     if args.json:
         write_file(args.json, json.dumps({"title": title, **plan.as_dict()}, indent=1))
@@ -110,7 +110,7 @@ def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespac
         for side in sides
     )
     titles = sides[0].title, sides[1].title
-    Console(highlight=False).print(diff.report(left, right, titles))
+    Console(highlight=False, emoji=False).print(diff.report(left, right, titles))
     if args.json:
         write_file(args.json, json.dumps(diff.as_dict(left, right, titles), indent=1))
     return OK
@@ -143,7 +143,7 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
         except KeyboardInterrupt:
             print("jaxtrain: interrupted before the first layout was estimated", file=sys.stderr)
             return INTERRUPTED
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(
         ranking.ranking_table(result), "", ranking.families_table(result), "", Text(result.summary()), sep="\n"
     )

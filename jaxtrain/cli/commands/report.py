@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_output_files(args.json, args.html)
     history = jaxtrain.report(args.run)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(report(history, console.width))
     if args.json:
         write_file(args.json, json.dumps(to_json(as_dict(history)), indent=1, default=str))

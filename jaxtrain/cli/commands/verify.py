@@ -12,7 +12,7 @@ from jaxtrain.exit_codes import ERROR, OK
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; exit code 1 if a layout differs from one device."""
-    prepare_jax_import(args.simulate)
+    prepare_jax_import(args.simulate or 1)  # never on real devices
     from rich.console import Console
 
     from jaxtrain.cli.progress import progress_bar
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("verifying") as progress:
         outcome = jaxtrain.verify(args.config, *args.overrides, **options, progress=progress)
     width = None if sys.stdout.isatty() else 2 * WIDEST  # a file or pipe has no width
-    console = Console(width=width, highlight=False)
+    console = Console(width=width, highlight=False, emoji=False)
     console.print("shrunk to compile fast, in float32:", *(f"  {change}" for change in outcome.changes), sep="\n")
     console.print(table(outcome, console.width))
     for line in details(outcome, console.width) + summary_lines(outcome):
