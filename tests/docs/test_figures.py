@@ -153,8 +153,8 @@ SENTENCES: list[tuple[str, str, Callable[[], list[Any]]]] = [
 FOUR = ("diloco-4", "diloco-int4-4", "streaming-4", "local_sgd", "gossip-exponential", "asp", "muloco-float32-4")
 SENTENCES.append((
     "docs/synchronisation.md",
-    "With four replicas it is {:.1f}% higher for `diloco`, {:.1f}% in 4 bits, {:.1f}% for `streaming_diloco`, {:.1f}% for "
-    "`local_sgd`, {:.1f}% for `gossip` over the exponential graph, {:.1f}% for `asp`; `muloco` ends {:.1f}% below",
+    "With four replicas it is {:.1f}% higher for `diloco`, {:.1f}% in 4 bits, {:.1f}% for `streaming_diloco`, {:.1f}% "
+    "for `local_sgd`, {:.1f}% for `gossip` over the exponential graph, {:.1f}% for `asp`; `muloco` ends {:.1f}% below",
     lambda: [agreement(way)[0] for way in FOUR],
 ))  # fmt: skip
 
