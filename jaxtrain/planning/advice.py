@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import inf
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.show import as_dict
@@ -17,11 +18,15 @@ from jaxtrain.pipeline.schedules.cost import schedule_cost
 from jaxtrain.planning.choices import LayoutChoice
 from jaxtrain.planning.cost.communication import DeviceSizes
 from jaxtrain.planning.cost.estimate import ScheduleEffect, saved_activation_bytes
+from jaxtrain.planning.cost.exchange_price import ROUNDS, SMALL_WAIT, choose, price, rounds_keys
 from jaxtrain.planning.cost.pipeline_bubble import schedule_table
-from jaxtrain.planning.hardware import chips, targets
+from jaxtrain.planning.cost.transfers import EXCHANGE
+from jaxtrain.planning.hardware import calibration, chips, targets
+from jaxtrain.planning.report import values
 from jaxtrain.planning.report.values import format_bytes
-from jaxtrain.planning.result import Advice, Plan
-from jaxtrain.sharding.rules import DATA_AXIS, PIPELINE_AXIS
+from jaxtrain.planning.result import Advice, Plan, PricedStrategy
+from jaxtrain.precision.policy import POLICIES
+from jaxtrain.sharding.rules import DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 
 MAX_ADVICE = 2
 MIN_GAIN = 0.01  # smaller gains are left out
@@ -71,7 +76,7 @@ def suggest(config: Config, plan: Plan) -> list[Advice]:
         return [one for one in _to_fit(config, plan) if is_legal(config, plan, one.change)][:MAX_ADVICE]
     if not plan.step_seconds:
         return []
-    rules = (_less_remat, _more_rows, _smaller_axis, _more_microbatches)
+    rules = (_less_remat, _more_rows, _smaller_axis, _more_microbatches, _rarer_exchanges)
     advice = [one for rule in rules for one in rule(config, plan) if one.gain >= MIN_GAIN]
     advice = [one for one in advice if is_legal(config, plan, one.change)]
     advice += [one for rule in (_latency_hiding, _async_collectives) for one in rule(plan) if one.gain >= MIN_GAIN]
@@ -147,8 +152,8 @@ def _latency_hiding(plan: Plan) -> Iterator[Advice]:
         return
     # Weights and gradients can be sent earlier or later; activations of tensor parallelism are needed at once.
     axes = {"data", "fsdp", "expert", "replica"}
-    exposed = _exposed_seconds(plan, axes)
-    hidden = sum(row.hidden or 0.0 for row in plan.traffic if set(row.axes.split("+")) <= axes)
+    rows = [row for row in plan.traffic if row.op != EXCHANGE and set(row.axes.split("+")) <= axes]
+    exposed, hidden = sum(row.exposed for row in rows), sum(row.hidden or 0.0 for row in rows)
     saved = max(0.0, min(exposed, 0.8 * (plan.compute_seconds or 0.0) - hidden))
     why = f"{exposed:.3g} s a step of sending weights and gradients are exposed, {saved:.3g} s could be hidden"
     yield Advice(f"XLA_FLAGS={LATENCY_HIDING}", _gain(plan, saved), why)
@@ -193,6 +198,72 @@ def _smaller_axis(config: Config, plan: Plan) -> Iterator[Advice]:
             why = f"{axis} {plan.sizes[axis]} leaves the node, and {exposed:.3g} s of its communication are exposed"
             if change:
                 yield Advice(change, _gain(plan, exposed * (1 - ratio)), why)
+
+
+def _rarer_exchanges(config: Config, plan: Plan) -> Iterator[Advice]:
+    """Let replicas that wait long for one another agree less often."""
+    sync, waits = config.sync, _replica_wait(config, plan)
+    if not plan.step_seconds or waits < SMALL_WAIT * plan.step_seconds:
+        return
+    choices = _looser_strategies(config, plan, waits)
+    keys = choose(choices)[0] if choices else ""
+    own = f"{sync.strategy}, every {sync.every}" if sync.is_loose else sync.strategy
+    for one in choices:
+        if one.keys == keys and one.wait_seconds is not None:
+            why = f"{waits:.3g} s of a step wait for other replicas, then {one.wait_seconds:.3g} s; they agree less"
+            yield Advice(keys, _gain(plan, waits - one.wait_seconds), f"{why} often, so the loss is not that of {own}")
+
+
+def _replica_wait(config: Config, plan: Plan) -> float:
+    """Seconds of a step that wait for other replicas: for exchanges, or of bsp for what each step sends.
+
+    A collective over the axis and others would still take the time of the others.
+    """
+    seconds = 0.0
+    for row in plan.traffic:
+        axes = row.axes.split("+")
+        if REPLICA_AXIS in axes and config.sync.is_loose == (row.op == EXCHANGE):
+            others = [axis for axis in axes if axis != REPLICA_AXIS]
+            seconds += max(0.0, row.exposed - _inner_seconds(plan, others, row.bytes)) if others else row.exposed
+    return seconds
+
+
+def _inner_seconds(plan: Plan, axes: list[str], size: int) -> float:
+    """Seconds in which a device sends bytes along axes, on the slower network that they use; inf if unknown."""
+    chip = values.chip_of(plan)
+    if chip is None or chip.outside is None or not isinstance(chip.inside, chips.Switch | chips.Torus):
+        return inf
+    shares = calibration.calibration_of(chips.chip_kind(chip))
+    if any(plan.crosses.get(axis) for axis in axes):
+        return size / (float(chip.outside.bandwidth) * shares.outside)
+    inside = chip.inside.bandwidth if isinstance(chip.inside, chips.Switch) else chip.inside.link
+    return size / (float(inside) * shares.inside)
+
+
+def _looser_strategies(config: Config, plan: Plan, waits: float) -> list[PricedStrategy]:
+    """Prices strategies whose replicas exchange less often and that fit in the memory, the least loose one first."""
+    sync, replicas = config.sync, plan.sizes[REPLICA_AXIS]
+    if sync.is_builtin and "every" not in sync.unread():
+        strategy, every, prefix = sync.strategy, sync.every, ""
+        sent = every * plan.devices // replicas * sum(row.bytes for row in plan.traffic if row.op == EXCHANGE)
+        rate = sent / (every * waits)  # at which an exchange is as long as replicas wait for it
+    elif sync.strategy == "bsp" and plan.tree_bytes:
+        copies = 4 / POLICIES[config.precision].params.itemsize  # of the parameters in float32: diloco keeps two
+        if plan.usable is not None and 2 * copies * plan.memory.get("params", 0) > 0.95 * _free_bytes(plan):
+            return []
+        strategy, every, prefix, rate = "diloco", 1, "sync.strategy=diloco ", plan.replica_rate
+        size = copies * plan.tree_bytes["params"] + plan.tree_bytes["mutable"]
+        sent = round(2 * size * (replicas - 1) / replicas)  # around a ring
+    else:
+        return []
+    seconds, tokens = (plan.step_seconds or 0.0) - waits, plan.tokens // replicas
+    return [
+        price(
+            strategy, prefix + rounds_keys(strategy, rounds, config.steps), sent, 0, rounds, replicas, replicas,
+            rate=rate, seconds=seconds, tokens=tokens,
+        )
+        for rounds in ROUNDS if rounds > every
+    ]  # fmt: skip
 
 
 def _node_devices(plan: Plan) -> int:

@@ -25,6 +25,7 @@ from jaxtrain.planning.hardware.link_rate import parse_rate
 from jaxtrain.planning.hardware.network import Fabric, SlowLink, axes_crossing_domains
 from jaxtrain.planning.result import Plan, Traffic
 from jaxtrain.sharding.rules import REPLICA_AXIS
+from jaxtrain.sync.local_step import SYNC
 
 MAX_ROWS = 8  # tensors and buffers that a plan names
 MALLOC_KEEPS = 2**25  # bytes of the largest block that glibc keeps after free (DEFAULT_MMAP_THRESHOLD_MAX)
@@ -44,6 +45,13 @@ def _fabric(report: CompileReport, dcn: str | None) -> Fabric:
     chip = target.chip or chips.chip_of_device(report.device_kind)
     torus = target.shape if target.platform == "tpu" else ()
     return Fabric(chip, calibration.calibration_of(chips.chip_kind(chip)), torus, report.positions, slow)
+
+
+def _replica_rate(fabric: Fabric, sizes: Mapping[str, int]) -> float | None:
+    """Rate of `Plan.replica_rate`."""
+    replicas = sizes[REPLICA_AXIS]
+    seconds = fabric.exchange_time(1.0).seconds if replicas > 1 else None
+    return len(fabric.positions) / replicas / seconds if seconds else None
 
 
 def _cpu_chip(rates: Mapping[str, float], devices: int) -> Chip:
@@ -86,7 +94,7 @@ def assess(config: Config, report: CompileReport, dcn: str | None = None) -> Pla
         crosses=axes_crossing_domains(report.positions, report.sizes),
         **_memory(report, chip, memory.attention_workspace(module)),
         buffers=tuple(largest_buffers(module)), tensors=tuple(report.tensors[:MAX_ROWS]), traffic=tuple(traffic),
-        tree_bytes=report.tree_bytes,
+        tree_bytes=report.tree_bytes, replica_rate=_replica_rate(fabric, report.sizes),
         flops_model=model_flops, flops_hardware=hardware_flops, flops_compiled=cost.flops(),
         compute_seconds=compute, exposed_seconds=exposed, bubble_seconds=bubble,
         seconds_by={key: cost.by(key) for key in GROUPINGS} if chip else {},
@@ -157,7 +165,8 @@ def _memory(report: CompileReport, chip: Chip | None, workspace: int) -> dict[st
     gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
     kinds = {
         "params": state.get("params", 0),
-        "optimizer": sum(size for part, size in state.items() if part != "params"),
+        "optimizer": sum(size for part, size in state.items() if part not in ("params", SYNC)),
+        "sync": state.get(SYNC, 0),
         "batch": max(0, planned.arguments - sum(state.values())),
         "gradients": gradients,
         "gathered": gathered,

@@ -129,8 +129,9 @@ class Plan(Displayed):
         needs: bytes of memory; 0 if the compiler does not report them.
         usable: bytes that a program may allocate.
         crosses: mesh axis larger than one -> whether it leaves a node or slice.
-        memory: bytes by kind: `params`, `gradients`, `optimizer`, `gathered` (weights), `activations` (and other
-            temporaries), `workspace` (of kernels, which the compiler does not count), `batch`; and `host`, of the host.
+        memory: bytes by kind: `params`, `gradients`, `optimizer`, `sync` (state that the strategy of `sync` adds),
+            `gathered` (weights), `activations` (and other temporaries), `workspace` (of kernels, which the compiler
+            does not count), `batch`; and `host`, of the host.
         tensors: largest of the train state, (path, bytes).
         buffers: largest that the step allocates, (shape, scope, bytes).
         traffic: by axes and operation, longest first.
@@ -150,6 +151,8 @@ class Plan(Displayed):
         pods: smaller pods that were compiled and from which this plan is extrapolated; else empty.
         compile_seconds: for tracing and compiling.
         tree_bytes: of whole trees, of all devices together: `gradients`, `params`, and `mutable` variables.
+        replica_rate: bytes/s at which a replica sends to the others, all its devices together; None if unknown, or if
+            there is one replica.
         islands: what islands and their server send each other; None: there are none.
     """
 
@@ -188,6 +191,7 @@ class Plan(Displayed):
     pods: tuple[str, ...] = ()
     compile_seconds: float = 0.0
     tree_bytes: dict[str, int] = field(default_factory=dict)
+    replica_rate: float | None = None
     islands: IslandsPlan | None = None
 
     @property

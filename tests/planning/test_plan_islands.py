@@ -22,6 +22,7 @@ from jaxtrain.core.resolve import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.islands.callback import tensors
 from jaxtrain.planning import advice, islands, step_program
+from jaxtrain.planning.cost import exchange_price
 from jaxtrain.planning.hardware import calibration, chips
 from jaxtrain.planning.report import diff, page, terminal
 from jaxtrain.planning.result import Advice, Plan, PricedStrategy
@@ -38,7 +39,7 @@ TINY: dict[str, Any] = {
 def priced(sent: int = 125 * MB, received: int = 125 * MB, every: int = 1, **changes: Any) -> PricedStrategy:
     """Four islands with steps of 2 s and 1,000 tokens, one server, and a second to push and a second to read."""
     options = {"rate": RATE, "seconds": 2.0, "tokens": 1000, "count": 4, "servers": 1} | changes
-    return islands.price("it", "sync.strategy=it", sent, received, every, **options)
+    return exchange_price.price("it", "sync.strategy=it", sent, received, every, **options)
 
 
 def test_islands_that_exchange_at_the_same_time_share_the_link_of_the_server():
@@ -110,23 +111,27 @@ def test_unknown_rates_and_steps_leave_the_bytes():
 
 
 def choices(**seconds: float) -> list[PricedStrategy]:
-    return [islands.price(name, f"sync.strategy={name}", round(s * RATE / 2), round(s * RATE / 2), 1, 1, 1, rate=RATE,
-                          seconds=9.0, tokens=10) for name, s in seconds.items()]  # fmt: skip
+    return [
+        exchange_price.price(
+            name, f"sync.strategy={name}", round(s * RATE / 2), round(s * RATE / 2), 1, 1, 1, rate=RATE, seconds=9.0,
+            tokens=10,
+        ) for name, s in seconds.items()
+    ]  # fmt: skip
 
 
 def test_the_strictest_strategy_with_a_small_wait_is_chosen():
-    keys, why = islands.choose(choices(bsp=9.0, ssp=0.9, diloco=0.1))
+    keys, why = exchange_price.choose(choices(bsp=9.0, ssp=0.9, diloco=0.1))
     assert keys == "sync.strategy=ssp"
     assert why == "it waits for 9.1% of a step, less than 10%; the next stricter one, bsp, waits for 50.0%"
-    keys, why = islands.choose(choices(bsp=0.9, ssp=0.5))
+    keys, why = exchange_price.choose(choices(bsp=0.9, ssp=0.5))
     assert (keys, why) == ("sync.strategy=bsp", "it waits for 9.1% of a step, less than 10%, and no other is as strict")
-    assert islands.choose(choices(bsp=9.0, ssp=1.0, diloco=0.9))[0] == "sync.strategy=diloco"  # 10% is not less
+    assert exchange_price.choose(choices(bsp=9.0, ssp=1.0, diloco=0.9))[0] == "sync.strategy=diloco"  # 10% is not less
 
 
 def test_else_the_fastest_one_is_chosen():
-    keys, why = islands.choose(choices(bsp=9.0, ssp=5.0, diloco=6.0))
+    keys, why = exchange_price.choose(choices(bsp=9.0, ssp=5.0, diloco=6.0))
     assert (keys, why) == ("sync.strategy=ssp", "none waits for less than 10% of a step, and it has the most tokens/s")
-    keys, why = islands.choose([priced(rate=None)])
+    keys, why = exchange_price.choose([priced(rate=None)])
     assert keys == ""
     assert "expected --dcn RATE" in why
 

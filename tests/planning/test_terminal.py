@@ -74,9 +74,9 @@ def test_communication_time_and_advice():
         "200.00",
     ]
     assert line_of(text, "total") == ["total", "234", "92.00", "290.00", "31%", "200.00"]
-    assert line_of(text, "waiting for model")[3:5] == ["0.20", "20.0%"]
+    assert line_of(text, "waiting for axis model")[4:6] == ["0.20", "20.0%"]
     assert line_of(text, "pipeline bubble")[2:4] == ["0.10", "10.0%"]
-    assert "waiting for fsdp" not in text  # all of it is hidden
+    assert "waiting for axis fsdp" not in text  # all of it is hidden
     assert "+33.3% by recomputation (remat)" in text
     assert "+16% tokens/s  step.remat=none: 39 GB are left" in text
     assert "bottleneck  matrix multiplications: 50% of the step" in text

@@ -16,6 +16,8 @@ from jaxtrain.planning.hardware.network import CollectiveTime, Fabric
 from jaxtrain.planning.result import Traffic
 from jaxtrain.sharding.rules import REPLICA_AXIS
 
+EXCHANGE = "exchange"  # operation of replicas that agree loosely, or of islands: a program beside the step's
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -100,6 +102,4 @@ def exchange_row(report: CompileReport, every: int, fabric: Fabric, compute: flo
     if not total or time.seconds is None:
         return None
     hidden = sending * min(time.seconds * during / total / sending, compute) if sending else 0.0
-    return Traffic(
-        REPLICA_AXIS, "exchange", time.network, 1, round(total / every), time.seconds / every, hidden / every
-    )
+    return Traffic(REPLICA_AXIS, EXCHANGE, time.network, 1, round(total / every), time.seconds / every, hidden / every)

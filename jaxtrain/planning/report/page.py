@@ -9,6 +9,7 @@ from jaxtrain.planning.result import Plan
 
 COLOURS = {
     "params": ("#3b74c0", "#6ca0e8"), "gradients": ("#b4509a", "#d983c2"), "optimizer": ("#14909b", "#45bcc6"),
+    "sync": ("#7a5cc0", "#a48be6"),
     "gathered": ("#d09c10", "#e5bb4a"), "activations": ("#4c9a4c", "#74c274"), "workspace": ("#8a6a4a", "#b8936c"),
     "batch": ("#868d96", "#a3abb5"), "compute": ("#4c9a4c", "#74c274"),
     "communication": ("#d5812d", "#eca35c"), "bubble": ("#c9474f", "#f0787e"),

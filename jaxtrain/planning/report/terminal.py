@@ -17,8 +17,9 @@ WIDE = 120  # columns from which tables are side by side
 BAR = 24  # columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉"
 STYLES = {
-    "params": "blue", "gradients": "magenta", "optimizer": "cyan", "gathered": "yellow", "activations": "green",
-    "workspace": "bright_black", "batch": "white", "compute": "green", "communication": "yellow", "bubble": "red",
+    "params": "blue", "gradients": "magenta", "optimizer": "cyan", "sync": "blue", "gathered": "yellow",
+    "activations": "green", "workspace": "bright_black", "batch": "white", "compute": "green",
+    "communication": "yellow", "bubble": "red",
 }  # fmt: skip
 VERDICTS = {
     "fits": "bold green", "does not fit": "bold red", "not compiled": "bold red", "fit unknown": "bold yellow",

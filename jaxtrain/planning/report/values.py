@@ -13,11 +13,13 @@ from jaxtrain.planning.hardware import chips, targets
 from jaxtrain.planning.hardware.calibration import calibration_of
 from jaxtrain.planning.hardware.chips import GIB, Chip
 from jaxtrain.planning.result import Advice, Plan, Traffic
+from jaxtrain.sharding.axes import AXES
 
 # Kinds of `Plan.memory` on the device, in the order in which they are stacked.
 MEMORY = {
-    "params": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "gathered": "gathered weights",
-    "activations": "activations, temporaries", "workspace": "workspace of cuDNN", "batch": "batch",
+    "params": "parameters", "gradients": "gradients", "optimizer": "optimizer state", "sync": "synchronisation",
+    "gathered": "gathered weights", "activations": "activations, temporaries", "workspace": "workspace of cuDNN",
+    "batch": "batch",
 }  # fmt: skip
 KINDS = {
     "matmul": "matrix multiplications", "attention": "attention kernels", "elementwise": "elementwise",
@@ -205,9 +207,18 @@ def time_parts(plan: Plan) -> list[TimePart]:
     for row in plan.traffic:
         waits[row.axes] = waits.get(row.axes, 0.0) + row.exposed
     longest = sorted(waits.items(), key=lambda item: -item[1])
-    parts += [TimePart("communication", f"waiting for {axes}", seconds) for axes, seconds in longest]
+    parts += [TimePart("communication", f"waiting for {_axes_text(axes)}", seconds) for axes, seconds in longest]
     parts.append(TimePart("bubble", "pipeline bubble", plan.bubble_seconds))
     return [part for part in parts if part.seconds > 0]
+
+
+def _axes_text(axes: str) -> str:
+    """Names axes of the mesh as such, since the axis `data` is not the data; `host` and `islands` as they are."""
+    names = axes.removeprefix("part of ").split("+")
+    if not {*names} <= {*AXES}:
+        return axes
+    part = "part of " if axes.startswith("part of ") else ""
+    return f"{part}{'axis' if len(names) == 1 else 'axes'} {'+'.join(names)}"
 
 
 def flops_facts(plan: Plan) -> list[PlanFact]:
