@@ -271,9 +271,7 @@ COMMANDS: dict[str, Command] = {
     "layouts": Command("onboarding.layouts", "list the layouts: mesh axes, and when to use each", _layouts),
     "doctor": Command("onboarding.doctor", "check versions, devices, memory, disk, ports and clock here", _doctor),
     "schedule": Command("schedule", "print, price and draw a pipeline schedule", _schedule),
-    "checkpoint": Command(
-        "checkpoints", "list, describe, verify, delete checkpoints, or go back to one", _checkpoint
-    ),
+    "checkpoint": Command("checkpoints", "list, describe, verify, delete checkpoints, or go back to one", _checkpoint),
     "config": Command("config", "print the resolved config and the source of each value", _config),
     "schema": Command("config:schema", "print the JSON Schema of the config", _schema),
     "diff": Command("diff", "compare the configs of two files or runs", _diff),
