@@ -86,9 +86,8 @@ def slow_steps_note(run: RunHistory) -> str:
     """Returns how many steps were compared, and what their times are if not every step is logged."""
     steps = sorted({int(record["step"]) for record in run.metrics})
     is_each = all(after - before == 1 for before, after in pairwise(steps))
-    return f"of {len(run.series('step_time')):,} logged steps" + (
-        "" if is_each else "; times are means since the logged step before"
-    )
+    means = "" if is_each else "; times are means since the logged step before"
+    return f"of {len(run.series('step_time')):,} logged steps{means}"
 
 
 def attempts(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:

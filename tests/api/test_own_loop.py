@@ -101,7 +101,7 @@ def test_its_time_is_that_of_validation(tmp_path, monkeypatch, data):
             trainer.evaluate(data)
     seconds = jaxtrain.report(trainer.run_dir).seconds
     assert seconds["eval"] >= 4 * 0.5  # with the last one, which is the run's own
-    assert seconds["compute"] < 0.5
+    assert seconds["compute"] < 1  # it had 3 * 0.5 of them
     assert [step for step, _ in validations(trainer)] == ([1, 2, 3, 4] if data is None else [4])
 
 
