@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,7 @@ from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trackers.goodput import GoodputLedger
 from jaxtrain.trainer.continuation import Resume
 from jaxtrain.trainer.data.open_objects import keep_place, open_eval_data
-from jaxtrain.trainer.loop import Progress
+from jaxtrain.trainer.loop import Progress, validate_between_steps
 from jaxtrain.trainer.metric_values import numbers
 from jaxtrain.trainer.run_training import Result, result_of, run_steps
 from jaxtrain.trainer.setup import new_run_directory, open_trainer
@@ -142,6 +142,7 @@ class Trainer:
         self._progress: Progress | None = None
         self._is_new = False  # opened, and no step was made since
         self._is_training = False
+        self._is_between_steps = False  # the caller of `steps` has the turn
         self._forward: Callable[..., Any] | None = None
         self._inspect: Callable[..., Any] | None = None
 
@@ -222,14 +223,19 @@ class Trainer:
         try:
             with closing(run_steps(self._run, self._progress)) as steps:  # a loop that is left saves at once
                 for _ in steps:
+                    self._is_between_steps = True
                     yield Step(self._progress.step, self._run.on_device)
+                    self._is_between_steps = False
         finally:
-            self._is_training = False
+            self._is_training = self._is_between_steps = False
             self._resume = True  # from now on
         end_if_stopped(self._progress.stopped_by)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Returns the metrics on the validation data, or on other data, as `eval/NAME`.
+
+        Between two steps of `steps` it is a validation of the run: its time is not that of training, and metrics of
+        the validation data are in metrics.jsonl, the report and `on_evaluate` of callbacks.
 
         Args:
             data: as `eval_data`; default: the validation sets of the run.
@@ -238,13 +244,19 @@ class Trainer:
             UserError: there is none.
         """
         run, state = self._opened(), self._state()
+        if data is None and not run.eval_sets:
+            raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
+        if data is None and self._is_between_steps:
+            assert self._progress is not None
+            return validate_between_steps(run, self._progress)
         given = replace(self._components, eval_data=data)
         sets = run.eval_sets if data is None else {"eval/": open_eval_data(run.config, given, once=True)}
-        if not sets:
-            raise UserError("evaluate: the run has no validation data; expected `eval_data`, or data to evaluate on")
-        count = self.config.eval.batches
+        if self._is_between_steps:
+            jax.block_until_ready(run.on_device)  # the step must not count as validation
         agreed = run.program.agreed(state)
-        return validate(run.program, sets, evaluated_parameters(agreed), count, non_trainable(agreed))
+        with run.ledger.phase("eval") if self._is_between_steps else nullcontext():
+            params, count = evaluated_parameters(agreed), self.config.eval.batches
+            return validate(run.program, sets, params, count, non_trainable(agreed))
 
     def predict(self, inputs: Any) -> Any:
         """Returns what the model returns for inputs, on the devices, with the parameters of validation.

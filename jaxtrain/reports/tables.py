@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from jaxtrain.errors import escape_unprintable
@@ -11,6 +12,7 @@ from jaxtrain.trackers.console import count, event_line, number, own_metrics, pe
 
 MAX_ROWS = 20  # of a table; the newest are kept
 MAX_NAME = 40  # of a metric
+SLOW, MAX_SLOW = 3, 5  # times the median above which a step is slow, and how many of them are named
 
 
 class KeyFigure(NamedTuple):
@@ -42,8 +44,8 @@ def key_figures(run: RunHistory) -> list[KeyFigure]:
         note = f"median of the steps; {count(run.throughput())} over the whole time"
         figures.append(KeyFigure("throughput", f"{count(rate)} {'tok' if run.unit == 'tokens' else run.unit}/s", note))
     if (took := run.median("step_time")) is not None:
-        note = f"median; of it {1e3 * (run.median('data_wait') or 0.0):,.1f} ms waiting for data"
-        figures.append(KeyFigure("step time", f"{1e3 * took:,.1f} ms", note))
+        note = f"median; of it {_step_time(run.median('data_wait') or 0.0)} waiting for data"
+        figures.append(KeyFigure("step time", _step_time(took), note))
     if (mfu := run.median("mfu")) is not None:
         figures.append(KeyFigure("MFU", percent(mfu), "median of the steps"))
     return figures
@@ -51,7 +53,7 @@ def key_figures(run: RunHistory) -> list[KeyFigure]:
 
 def own_curves(run: RunHistory) -> list[str]:
     """Returns the names of the first metrics of a user that the last logged step has."""
-    last = run.metrics[-1] if run.metrics else {}
+    last = next((record for record in reversed(run.metrics) if "loss" in record), {})  # not one of scores alone
     return [name for name in own_metrics(last) if run.series(name)]
 
 
@@ -65,6 +67,27 @@ def buckets(run: RunHistory) -> list[tuple[str, str, float, float]]:
     total = run.elapsed or 1.0
     rows = [(name, ALL_BUCKETS[name], value, value / total) for name, value in run.seconds.items() if value > 0]
     return sorted(rows, key=lambda row: -row[2])
+
+
+def slow_steps(run: RunHistory) -> list[tuple[str, str, str]]:
+    """Returns (step, step time, of it waiting for data) of the slowest logged steps, if far above the median.
+
+    Those take more than `SLOW` times the median step time, or wait for data longer than the median by a median step.
+    """
+    usual, usual_wait = run.median("step_time") or 0.0, run.median("data_wait") or 0.0
+    waits = dict(run.series("data_wait"))
+    rows = [(step, took, waits.get(step, 0.0)) for step, took in run.series("step_time")]
+    slow = [row for row in rows if row[1] > SLOW * usual or row[2] > usual + usual_wait]
+    slowest = sorted(slow, key=lambda row: -row[1])[:MAX_SLOW]
+    return [(f"{step:,}", _step_time(took), _step_time(wait)) for step, took, wait in slowest]
+
+
+def slow_steps_note(run: RunHistory) -> str:
+    """Returns how many steps were compared, and what their times are if not every step is logged."""
+    steps = sorted({int(record["step"]) for record in run.metrics})
+    is_each = all(after - before == 1 for before, after in pairwise(steps))
+    means = "" if is_each else "; times are means since the logged step before"
+    return f"of {len(run.series('step_time')):,} logged steps{means}"
 
 
 def attempts(run: RunHistory) -> list[tuple[str, str, str, str, str, str]]:
@@ -118,6 +141,10 @@ def format_time(seconds: float) -> str:
 def step_range(attempt: Attempt) -> str:
     """Formats the steps of an attempt: `101-250`."""
     return f"{attempt.first + 1:,}-{attempt.last:,}" if attempt.last > attempt.first else "none"
+
+
+def _step_time(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
 
 
 def _line(event: Any) -> str:

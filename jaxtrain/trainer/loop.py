@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -20,17 +20,27 @@ Reading = tuple[int, dict[str, jax.Array]]  # finished steps, and the metrics of
 
 @dataclass
 class Progress:
-    """Place of a run: its state, the finished steps, and the reason of an early end."""
+    """Place of a run.
+
+    Attributes:
+        state: train state.
+        step: finished steps.
+        stopped_by: reason of an early end.
+        pending: metrics of the last step, which are read while the next one runs; None: they are logged.
+        scores: of validations after that step, not logged yet.
+    """
 
     state: State
     step: int
     stopped_by: str | None = None
+    pending: Reading | None = None
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Iterator[None]:
     """Runs steps until `config.steps`, a signal or a request, which is `stopped_by` then. Yields after each step."""
     config, ledger, callbacks, first = trainer.config, trainer.ledger, trainer.callbacks, progress.step
-    pending: Reading | None = None  # the previous step; its metrics are read while the next one runs
+    progress.pending = None
     with trainer.batches() as batches:
         while progress.step < config.steps and progress.stopped_by is None:
             callbacks.each(Callback.on_step_begin, trainer, progress.step)
@@ -40,18 +50,18 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             except (EndOfData, BatchError) as end:
                 if progress.step == 0:
                     raise
-                pending = finish_early(trainer, progress, pending, str(end))
+                finish_early(trainer, progress, str(end))
                 if isinstance(end, BatchError):
                     trainer.wait_for_checkpoints()
                     trainer.report_checkpoints()
                     raise
                 break
             progress.state, metrics = trainer.step(progress.state, batch, progress.step)
-            log(trainer, pending)
+            log(trainer, progress)
             callbacks.each(Callback.on_step_dispatched, trainer, progress.step)
             progress.step += 1
             step, trainer.on_device = progress.step, metrics
-            pending = step, metrics
+            progress.pending = step, metrics
             ledger.begin_step(step)
             progress.state = trainer.state = callbacks.replace_state(trainer, progress.state, step)
             if step == first + 1:
@@ -65,7 +75,7 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             should_evaluate = bool(trainer.eval_sets) and is_evaluation_due
             if should_evaluate:
                 jax.block_until_ready(metrics)  # validation must not count as step time
-                scores = trainer.evaluate(progress.state, step)
+                scores = progress.scores = trainer.evaluate(progress.state, step)
                 requests |= requests_due(trainer, step)  # of callbacks that know the scores
             progress.stopped_by = signals.stop_at(step)
             if progress.stopped_by is None and "stop" in requests:
@@ -74,33 +84,61 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             should_save = is_end or is_due(config.checkpoint.every, step) or "save" in requests
             should_save = should_save or trainer.checkpointer.is_retry_due(step)
             if should_evaluate or should_save:  # the guard must know the step before it is saved
-                pending = log(trainer, pending, scores, now=True)
+                log(trainer, progress, now=True)
             if should_save:
                 trainer.save(progress.state, step, scores, is_last=is_end)
             callbacks.each(Callback.after_save, trainer, progress.state, step)
             trainer.report_checkpoints()
             if (rewound := trainer.rewind(progress.state, step)) is not None:
-                (progress.state, progress.step), pending = rewound, None
+                (progress.state, progress.step), progress.pending = rewound, None
                 trainer.state = progress.state
             elif "rewind" in requests and not is_end:
-                pending = log(trainer, pending, now=True)
-                progress.state, progress.step = trainer.go_back(progress.state, step, requests["rewind"])
-                trainer.state = progress.state
+                go_back(trainer, progress, requests["rewind"])
             try:
                 yield
             except GeneratorExit:  # the caller leaves
-                log(trainer, pending, now=True)
+                log(trainer, progress, now=True)
                 raise
-    log(trainer, pending, now=True)
+            if progress.scores:
+                finish_validation(trainer, progress)
+    log(trainer, progress, now=True)
     callbacks.each(Callback.on_train_end, trainer)
 
 
-def finish_early(trainer: TrainingRun, progress: Progress, pending: Reading | None, reason: str) -> None:
+def finish_early(trainer: TrainingRun, progress: Progress, reason: str) -> None:
     """Logs, validates and saves the last state when the data ends before `config.steps`."""
     progress.stopped_by = reason
-    scores = trainer.evaluate(progress.state, progress.step) if trainer.eval_sets else {}
-    log(trainer, pending, scores, now=True)
+    scores = progress.scores = trainer.evaluate(progress.state, progress.step) if trainer.eval_sets else {}
+    log(trainer, progress, now=True)
     trainer.save(progress.state, progress.step, scores, is_last=True)
+
+
+def validate_between_steps(trainer: TrainingRun, progress: Progress) -> dict[str, float]:
+    """Validates as the loop does, for its caller. What follows from the scores is done when the loop goes on."""
+    jax.block_until_ready(trainer.on_device)  # the step must not count as validation
+    scores = trainer.evaluate(progress.state, progress.step)
+    progress.scores |= scores
+    return scores
+
+
+def finish_validation(trainer: TrainingRun, progress: Progress) -> None:
+    """Logs a validation of the caller, and saves and stops if callbacks that know its scores ask for it."""
+    step, scores = progress.step, progress.scores
+    log(trainer, progress, now=True)
+    requests = requests_due(trainer, step)
+    if "stop" in requests:
+        progress.stopped_by = progress.stopped_by or requests["stop"].reason
+    if "stop" in requests or "save" in requests:
+        trainer.save(progress.state, step, scores, is_last=progress.stopped_by is not None)
+    if "rewind" in requests and progress.stopped_by is None:
+        go_back(trainer, progress, requests["rewind"])
+
+
+def go_back(trainer: TrainingRun, progress: Progress, request: Request) -> None:
+    """Carries out a request to go back, after the log of the last step."""
+    log(trainer, progress, now=True)
+    progress.state, progress.step = trainer.go_back(progress.state, progress.step, request)
+    trainer.state = progress.state
 
 
 def requests_due(trainer: TrainingRun, step: int) -> dict[str, Request]:
@@ -116,20 +154,22 @@ def is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def log(
-    trainer: TrainingRun, reading: Reading | None, scores: dict[str, float] | None = None, now: bool = False
-) -> None:
-    """Reads the metrics of a finished step and logs them with its scores, every `log.every` steps or if `now`.
+def log(trainer: TrainingRun, progress: Progress, now: bool = False) -> None:
+    """Reads the metrics of the last step and logs them with its scores, every `log.every` steps or if `now`.
 
     Waits for that step, never for a later one. On other steps it reads only the metrics that callbacks watch; this
-    waits, too, and so bounds the steps in flight.
+    waits, too, and so bounds the steps in flight. Scores of a step that is logged already get a record of their own.
     """
+    reading, scores = progress.pending, progress.scores
+    progress.pending, progress.scores = None, {}
     if reading is None:
+        if scores:
+            trainer.log(progress.step, {}, scores)
         return
     step, metrics = reading
     is_logged = now or is_due(trainer.config.log.every, step)
     names = metrics if is_logged else [name for name in trainer.callbacks.watched if name in metrics] or ["loss"]
     values = numbers(jax.device_get({name: metrics[name] for name in names}))
     if is_logged:
-        trainer.log(step, values, scores or {})
+        trainer.log(step, values, scores)
     trainer.callbacks.each(Callback.on_metrics, trainer, step, values)

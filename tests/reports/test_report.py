@@ -19,7 +19,7 @@ from jaxtrain.cli.commands.report import braille, columns, report
 from jaxtrain.cli.main import main
 from jaxtrain.io import svg
 from jaxtrain.reports import page as report_page
-from jaxtrain.reports import plots
+from jaxtrain.reports import plots, tables
 from jaxtrain.reports.history import read_history
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" [red]\x1b[31m"
@@ -106,6 +106,53 @@ def test_metrics_of_a_user_are_shown_and_their_names_escaped(tmp_path):
     assert "accuracy" in words
     assert "<script" not in page
     assert "\x1b" not in text + page
+
+
+def test_steps_far_above_the_median_are_named_the_slowest_first(tmp_path):
+    folder = three_attempts(tmp_path)
+    unusual = {42: (0.301, 0.0), 44: (2.5, 2.4), 46: (0.2, 0.111), 48: (0.3, 0.0), 50: (0.15, 0.109)}
+    for step in range(31, 60):
+        took, wait = unusual.get(step, (0.1, 0.01))
+        folder.steps(step, step, step_time=took, data_wait=wait)
+    run = read_history(tmp_path)
+    expected = [("44", "2,500.0 ms", "2,400.0 ms"), ("42", "301.0 ms", "0.0 ms"), ("46", "200.0 ms", "111.0 ms")]
+    text = text_of(run).partition("slowest steps")[2].partition("loss  steps")[0]
+    note, titles, *lines = [line.strip() for line in text.strip().splitlines()]
+    assert note == "of 59 logged steps"
+    assert titles.split() == ["step", "step", "time", "of", "it", "waiting", "for", "data"]
+    assert [tuple(re.split(" {2,}", line)) for line in lines] == expected
+    page = parsed(report_page.page(run))
+    (section,) = [node for node in page.iter("section") if node.findtext("h2") == "Slowest steps"]
+    assert [tuple(cell.text for cell in row) for row in section.find(".//tbody")] == expected
+    assert section.findtext("p") == "Of 59 logged steps."
+
+
+def test_no_more_than_five_slow_steps_are_named(tmp_path):
+    folder = three_attempts(tmp_path)
+    for step in range(31, 39):
+        folder.steps(step, step, step_time=float(step))
+    assert [row[0] for row in tables.slow_steps(read_history(tmp_path))] == ["38", "37", "36", "35", "34"]
+
+
+@pytest.mark.parametrize("wait", [0.01, 0.099])
+def test_a_run_of_even_steps_has_no_slow_ones(tmp_path, wait):
+    folder = three_attempts(tmp_path)
+    for step in range(31, 200):  # also where each waits for data
+        folder.steps(step, step, step_time=0.1 + step % 3 / 100, data_wait=wait + step % 3 / 100)
+    run = read_history(tmp_path)
+    assert "slowest steps" not in text_of(run)
+    assert "Slowest steps" not in report_page.page(run)
+
+
+def test_times_of_steps_that_are_not_all_logged_are_said_to_be_means(tmp_path):
+    folder = Folder(tmp_path)
+    folder.event(0, "start", step=0, name="rare", steps=40)
+    for step, seconds in ((10, 0.1), (20, 0.1), (30, 0.4), (40, 0.1)):
+        folder.steps(step, step, step_time=seconds)
+    folder.steps(41, 41, step_time=None, data_wait=None)  # the first one of a resumed run has no time
+    text = " ".join(text_of(read_history(tmp_path)).split())
+    assert "slowest steps of 4 logged steps; times are means since the logged step before" in text
+    assert "30 400.0 ms 10.0 ms" in text
 
 
 def test_the_bar_of_all_time_is_to_scale(tmp_path):

@@ -172,10 +172,10 @@ def test_metrics_lag_one_step(tmp_path, corpus, monkeypatch):
     """Step n is dispatched before the metrics of step n - 1 are read."""
     order, real = [], loop.log
 
-    def spy(trainer, reading, scores=None, now=False):
-        if reading is not None:
-            order.append((trainer.dispatched, reading[0]))
-        return real(trainer, reading, scores, now)
+    def spy(trainer, progress, now=False):
+        if progress.pending is not None:
+            order.append((trainer.dispatched, progress.pending[0]))
+        return real(trainer, progress, now)
 
     def counted(config, directory, **kwargs):
         trainer, state, done = open_trainer(config, directory, **kwargs)

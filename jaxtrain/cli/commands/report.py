@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 def report(run: RunHistory, width: int) -> RenderableType:
     """Builds the report for a terminal of `width` columns."""
     parts = [
-        _headline(run), _goodput(run, width), _curve(run, "loss", "loss", width, 8, number),
+        _headline(run), _goodput(run, width), _slow_steps(run), _curve(run, "loss", "loss", width, 8, number),
         _curve(run, f"{run.unit}_per_sec", f"{run.unit}/s", width, 4, count), _attempts(run), _scores(run),
         _checkpoints(run), _notices(run),
     ]  # fmt: skip
@@ -70,6 +70,12 @@ def _goodput(run: RunHistory, width: int) -> RenderableType | None:
     several = len(run.attempts) > 1 or (run.info.get("processes") or 1) > 1
     note = "of process 0, over all restarts" if several else ""
     return section("where the time went", note, table)
+
+
+def _slow_steps(run: RunHistory) -> RenderableType | None:
+    rows = tables.slow_steps(run)
+    columns = ("step", "step time", "of it waiting for data")
+    return section("slowest steps", tables.slow_steps_note(run), _table(columns, rows, columns)) if rows else None
 
 
 def _curve(
