@@ -31,6 +31,7 @@ from jaxtrain.sync.compression.wire import (
     replica_count,
     stacked,
 )
+from jaxtrain.sync.replica_dim import divided
 
 Tree = Any
 BLOCK = 128  # most values of the last dim with one scale; so no block has values of two layers
@@ -53,13 +54,20 @@ class Residuals(NamedTuple):
 
 def initial_residuals(params: Tree, replicas: int, bits: Bits) -> Residuals:
     """Returns residuals of zeros."""
-
-    def server(p: Any) -> jax.Array:
-        per, block = _parts(p.shape, replicas, bits) if is_quantized(p, bits) else (1, 1)
-        return jnp.zeros((replicas, per, block), jnp.float32)
-
     worker = jax.tree.map(lambda p: jnp.zeros((replicas, *p.shape), jnp.float32), params)
-    return Residuals(worker, jax.tree.map(server, params))
+    return Residuals(worker, jax.tree.map(lambda p: jnp.zeros(server_shape(p, replicas, bits), jnp.float32), params))
+
+
+def server_shape(p: Any, replicas: int, bits: Bits) -> tuple[int, int, int]:
+    """Returns the shape of a server's residual of a tensor: [replicas, blocks, values]."""
+    blocks, values = _parts(p.shape, replicas, bits) if is_quantized(p, bits) else (1, 1)
+    return replicas, blocks, values
+
+
+def server_specs(params: Tree, replicas: int, bits: Bits, mesh: Mesh) -> Tree:
+    """Returns PartitionSpecs of the residuals of the servers: every device has those of the blocks that it sends."""
+    axis = replica_axis(mesh)
+    return jax.tree.map(lambda p: divided(server_shape(p, replicas, bits), mesh, axis), params)
 
 
 def is_quantized(p: Any, bits: Bits) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax
@@ -95,3 +96,19 @@ def key_of_replica(key: jax.Array, replica: jax.Array) -> jax.Array:
     """Returns the data of the random key of a replica; that of replica 0 is the given one."""
     folded = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), replica))
     return jnp.where(replica == 0, key, folded)
+
+
+def divided(shape: tuple[int, ...], mesh: Mesh, axis: str, *between: None) -> PartitionSpec:
+    """Returns the spec of [replicas, ..., parts, values], whose parts are sharded over the devices of a replica.
+
+    Replicas or parts that their devices do not divide are not sharded.
+
+    Args:
+        shape: of the array.
+        mesh: the mesh.
+        axis: mesh axis of the replicas; all others are those of a replica.
+        between: a None for each dim between replicas and parts.
+    """
+    inner = tuple(name for name in mesh.axis_names if name != axis)
+    has_parts = shape[-2] % prod(mesh.shape[name] for name in inner) == 0
+    return PartitionSpec(axis if shape[0] % mesh.shape[axis] == 0 else None, *between, inner if has_parts else None)

@@ -18,7 +18,15 @@ from jaxtrain.sync.compression.phases import first_phases
 from jaxtrain.sync.compression.wire import inner_devices
 from jaxtrain.sync.gossip.strategy import Gossip
 from jaxtrain.sync.outer_optimizer import outer_step
-from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
+from jaxtrain.sync.quantized_mean import (
+    BITS,
+    Bits,
+    Residuals,
+    initial_residuals,
+    quantized_mean,
+    sent_bytes,
+    server_specs,
+)
 from jaxtrain.sync.replica_dim import along, are_finite, spread
 from jaxtrain.sync.stale import Asynchronous, StaleSynchronous
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
@@ -57,6 +65,10 @@ class BulkSynchronous(Strategy):
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what compression keeps, such as what was not sent yet."""
         return self._compressor.init(params) if self.combines_gradients else {}
+
+    def specs(self, params: Tree) -> dict[str, Tree]:
+        """Returns the shardings of what compression keeps in another form than the parameters."""
+        return self._compressor.specs(params) if self.combines_gradients else {}
 
     def combine(
         self, own: dict[str, Tree], gradients: Tree, tokens: jax.Array
@@ -118,6 +130,11 @@ class DiLoCo(Strategy):
         if self._bits and self.config.compress.error_feedback:
             own |= initial_residuals(params, self.replicas, self._bits)._asdict()
         return own
+
+    def specs(self, params: Tree) -> dict[str, Tree]:
+        """Returns the shardings of the servers' residuals."""
+        mesh = jax.tree.leaves(params)[0].sharding.mesh
+        return {"server": server_specs(params, self.replicas, self._bits, mesh)} if self._bits else {}
 
     def exchange(self, own: dict[str, Tree], replicas: Replicas, kind: Hashable) -> tuple[dict[str, Tree], Tree]:
         """Takes an outer step, unless no replica is finite: then all go back to the outer parameters."""

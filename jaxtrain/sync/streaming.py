@@ -16,8 +16,8 @@ from jaxtrain.sharding.rules import REPLICA_AXIS
 from jaxtrain.sync.compression.wire import inner_devices
 from jaxtrain.sync.fragments import Fragments, Parts
 from jaxtrain.sync.outer_optimizer import outer_step
-from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
-from jaxtrain.sync.replica_dim import along, choose, shares, spread
+from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, quantized_mean, sent_bytes, server_shape
+from jaxtrain.sync.replica_dim import along, choose, divided, shares, spread
 from jaxtrain.sync.strategy import Replicas, StepPlan, Strategy, like
 
 Tree = Any
@@ -112,15 +112,18 @@ class StreamingDiLoCo(Strategy):
         if self._bits and self.config.compress.error_feedback:
             own["worker"], own["server"] = {}, {}
             for path, one in cut.items():
-                turns, server = one.fragments or 1, initial_residuals(one.chunk, self.replicas, self._bits).server
+                turns, server = one.fragments or 1, server_shape(one.chunk, self.replicas, self._bits)
                 own["worker"][path] = jnp.zeros((self.replicas, turns, *one.layout))
-                own["server"][path] = jnp.zeros((self.replicas, turns, parts.chunks, *server.shape[1:]))
+                own["server"][path] = jnp.zeros((self.replicas, turns, parts.chunks, *server[1:]))
         return own
 
     def specs(self, params: Tree) -> dict[str, Tree]:
         """Returns the shardings of what is in flight and of the residuals."""
         flight = self._fragments.specs()
-        server = dict.fromkeys(flight, PartitionSpec(REPLICA_AXIS))
+        mesh, server = jax.tree.leaves(params)[0].sharding.mesh, {}
+        for path in flight if self._bits else ():
+            shape = server_shape(self._fragments.parameters[path].chunk, self.replicas, self._bits)
+            server[path] = divided(shape, mesh, REPLICA_AXIS, None, None)
         flight_and_pack = flight | dict.fromkeys(self._pack, PartitionSpec(REPLICA_AXIS))
         return {"flight": flight_and_pack, "worker": self._fragments.specs(None), "server": server}
 

@@ -70,3 +70,29 @@ def test_every_layout_inside_a_replica(mesh: dict[str, int], changes: dict[str, 
 def test_experts_inside_a_replica() -> None:
     rules = {**harness.RULES, "batch": ["data", "fsdp", "expert"], "expert": ["expert"]}
     check({"expert": 2, "fsdp": 2}, "moe", rules, model=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {**SYNC, "compress": {"deltas": "int4"}},
+        {**SYNC, "strategy": "streaming_diloco", "every": 4, "compress": {"deltas": "int4"},
+         "streaming": {"fragments": 2, "tau": 2}},
+        {"compress": {"gradients": "int8"}},
+    ],
+    ids=["diloco", "streaming_diloco", "bsp"],
+)  # fmt: skip
+def test_residuals_lie_in_parts_on_all_devices(sync: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of workers as the parameters do; those of servers by their blocks, before and after an exchange."""
+    monkeypatch.setattr("jaxtrain.sync.quantized_mean.SMALLEST", 64)
+    program = harness.program({"replica": 2, "fsdp": 2, "model": 2}, RULES, sync=sync, **PLAIN)
+    state = program.init()
+    for step in range(STEPS):
+        own = state["sync"]["own"]
+        servers = [x for x in jax.tree.leaves(own["server"]) if x.shape[-2] % 4 == 0]
+        workers = [x for x in jax.tree.leaves(own["worker"]) if x.size > 2048]
+        assert len(servers) > 3
+        assert len(workers) > 3
+        for arrays, parts in ((servers, 8), (workers, 4)):  # some parameters are split over one axis of a replica
+            assert [x.shape for x in arrays if x.addressable_shards[0].data.size > x.size // parts] == []
+        state, _ = program.step_at(step)(state, harness.placed(program, step))

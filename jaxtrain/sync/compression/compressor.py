@@ -11,7 +11,15 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.sync.compression.wire import inner_devices
-from jaxtrain.sync.quantized_mean import BITS, Bits, Residuals, initial_residuals, quantized_mean, sent_bytes
+from jaxtrain.sync.quantized_mean import (
+    BITS,
+    Bits,
+    Residuals,
+    initial_residuals,
+    quantized_mean,
+    sent_bytes,
+    server_specs,
+)
 
 Tree = Any
 
@@ -34,6 +42,10 @@ class Compressor(ABC):
     @abstractmethod
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns what is kept from one mean to the next, such as what was not sent yet, for tensors like `params`."""
+
+    def specs(self, params: Tree) -> dict[str, Tree]:
+        """Returns PartitionSpecs of trees that `init` returns, by name, as `Strategy.specs` does: by default none."""
+        return {}
 
     @abstractmethod
     def mean(self, own: dict[str, Tree], x: Tree) -> tuple[dict[str, Tree], Tree]:
@@ -59,6 +71,10 @@ class QuantizedBlocks(Compressor):
     def init(self, params: Tree) -> dict[str, Tree]:
         """Returns residuals of the workers and the servers, with error feedback."""
         return initial_residuals(params, self.replicas, self._bits)._asdict() if self.config.error_feedback else {}
+
+    def specs(self, params: Tree) -> dict[str, Tree]:
+        """Returns those of the servers' residuals."""
+        return {"server": server_specs(params, self.replicas, self._bits, self.mesh)}
 
     def mean(self, own: dict[str, Tree], x: Tree) -> tuple[dict[str, Tree], Tree]:
         """Returns (residuals, mean)."""

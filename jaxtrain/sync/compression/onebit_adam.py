@@ -60,6 +60,10 @@ class OneBit(QuantizedBlocks):
         own = super().init(self._rows(params))
         return own | ({"worker": self.zeros(params)} if own else {})
 
+    def specs(self, params: Tree) -> dict[str, Tree]:
+        """Returns those of the servers' residuals."""
+        return super().specs(self._rows(params))
+
     def mean(self, own: dict[str, Tree], x: Tree) -> tuple[dict[str, Tree], Tree]:
         """Returns (residuals, mean)."""
         params = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), x)
