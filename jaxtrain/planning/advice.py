@@ -19,13 +19,13 @@ from jaxtrain.planning.choices import LayoutChoice
 from jaxtrain.planning.cost.communication import DeviceSizes
 from jaxtrain.planning.cost.estimate import ScheduleEffect, saved_activation_bytes
 from jaxtrain.planning.cost.exchange_price import ROUNDS, SMALL_WAIT, choose, price, rounds_keys
+from jaxtrain.planning.cost.parameters import stored_bytes
 from jaxtrain.planning.cost.pipeline_bubble import schedule_table
 from jaxtrain.planning.cost.transfers import EXCHANGE
 from jaxtrain.planning.hardware import calibration, chips, targets
 from jaxtrain.planning.report import values
 from jaxtrain.planning.report.values import format_bytes
 from jaxtrain.planning.result import Advice, Plan, PricedStrategy
-from jaxtrain.precision.policy import POLICIES
 from jaxtrain.sharding.rules import DATA_AXIS, PIPELINE_AXIS, REPLICA_AXIS
 
 MAX_ADVICE = 2
@@ -248,7 +248,7 @@ def _looser_strategies(config: Config, plan: Plan, waits: float) -> list[PricedS
         sent = every * plan.devices // replicas * sum(row.bytes for row in plan.traffic if row.op == EXCHANGE)
         rate = sent / (every * waits)  # at which an exchange is as long as replicas wait for it
     elif sync.strategy == "bsp" and plan.tree_bytes:
-        copies = 4 / POLICIES[config.precision].params.itemsize  # of the parameters in float32: diloco keeps two
+        copies = 4 // stored_bytes(config.precision)  # of the parameters in float32: diloco keeps two
         if plan.usable is not None and 2 * copies * plan.memory.get("params", 0) > 0.95 * _free_bytes(plan):
             return []
         strategy, every, prefix, rate = "diloco", 1, "sync.strategy=diloco ", plan.replica_rate

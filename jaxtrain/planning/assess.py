@@ -25,7 +25,6 @@ from jaxtrain.planning.hardware.link_rate import parse_rate
 from jaxtrain.planning.hardware.network import Fabric, SlowLink, axes_crossing_domains
 from jaxtrain.planning.result import Plan, Traffic
 from jaxtrain.sharding.rules import REPLICA_AXIS
-from jaxtrain.sync.local_step import SYNC
 
 MAX_ROWS = 8  # tensors and buffers that a plan names
 MALLOC_KEEPS = 2**25  # bytes of the largest block that glibc keeps after free (DEFAULT_MMAP_THRESHOLD_MAX)
@@ -165,8 +164,8 @@ def _memory(report: CompileReport, chip: Chip | None, workspace: int) -> dict[st
     gathered = min(temporaries - gradients, held.get("weights", 0) + held.get("gathered", 0))
     kinds = {
         "params": state.get("params", 0),
-        "optimizer": sum(size for part, size in state.items() if part not in ("params", SYNC)),
-        "sync": state.get(SYNC, 0),
+        "optimizer": sum(size for part, size in state.items() if part not in ("params", "sync")),
+        "sync": state.get("sync", 0),
         "batch": max(0, planned.arguments - sum(state.values())),
         "gradients": gradients,
         "gathered": gathered,

@@ -171,10 +171,10 @@ def rows():
 
 def test_tensors():
     table, q, norm = rows()
-    assert (table.name, table.count, table.bytes) == ("embed.table", 512 * 256, 128 * 64 * 4)
+    assert (table.name, table.count, table.bytes) == ("embed/table", 512 * 256, 128 * 64 * 4)
     assert q.axes == ((), ("data", "fsdp"), ("model",), ())
     assert q.bytes == 4 * 64 * 2 * 64 * 4  # 6 heads on 4 devices: the fullest has 2
-    assert (norm.name, norm.bytes) == ("layers.norm", 4 * 256 * 2)
+    assert (norm.name, norm.bytes) == ("layers/norm", 4 * 256 * 2)
 
 
 def rendered(width: int, **kwargs) -> str:
@@ -186,12 +186,12 @@ def rendered(width: int, **kwargs) -> str:
 def test_parameter_table():
     narrow, wide = rendered(80), rendered(120)
     assert len(narrow.splitlines()) == len(wide.splitlines()) == 5
-    assert "layers.q" in narrow
+    assert "layers/q" in narrow
     assert "4 256/data+fsdp 6/model 64" in narrow
     assert "393,216" in narrow
     assert "layers embed heads head_dim" in wide
     assert logical_names(rows(), 120) == []
-    assert "logical names: layers embed heads head_dim: layers.q" in logical_names(rows(), 80)
+    assert "logical names: layers embed heads head_dim: layers/q" in logical_names(rows(), 80)
     total = 512 * 256 + 4 * 256 * 6 * 64 + 4 * 256
     assert re.fullmatch(rf"total +{total:,} +162 KiB *", narrow.splitlines()[-1])
 
@@ -200,7 +200,7 @@ def test_the_reason_of_every_whole_dim():
     assert unsharded_dims(rows(), RULES, SIZES) == [
         "unsharded: layers: a scan takes the layers one by one",
         "unsharded: head_dim: no rule in the layout",
-        "unsharded: layers.norm (dim 1): dims without a logical name",
+        "unsharded: layers/norm (dim 1): dims without a logical name",
     ]
     assert unsharded_dims(rows(), RULES, {"data": 1, "fsdp": 1, "model": 1}) == []
     (shared,) = parameter_rows(
@@ -216,8 +216,8 @@ def test_the_reason_of_every_whole_dim():
 
 def test_many_tensors_show_the_largest():
     text = rendered(80, most=1)
-    assert "layers.q" in text
-    assert "embed.table" not in text
+    assert "layers/q" in text
+    assert "embed/table" not in text
     assert "total (and 2 smaller)" in text
 
 

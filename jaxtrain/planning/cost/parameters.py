@@ -41,6 +41,11 @@ Dims = tuple[Axes, ...]  # mesh axes of each dim
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0}  # optimizer moments of a matrix
 
 
+def stored_bytes(precision: str) -> int:
+    """Bytes of a number of the stored parameters."""
+    return 2 if precision == "bf16_pure" else 4
+
+
 def compute_bytes(precision: str) -> int:
     """Bytes of an element of weights in use and of activations."""
     return 4 if precision == "fp32" else 2
@@ -104,7 +109,7 @@ class ParameterSharding:
     def __post_init__(self) -> None:
         self.rules = with_implied_rules(self.layout_rules, self.zero)
         self.compute_bytes = compute_bytes(self.workload.precision)
-        self.storage_bytes = 2 if self.workload.precision == "bf16_pure" else 4
+        self.storage_bytes = stored_bytes(self.workload.precision)
         self.accumulates = self.microbatches > 1 or self.axis_sizes[PIPELINE_AXIS] > 1
         # With microbatches, replicas that keep unsharded gradients reduce them once a step.
         self.reduces_once = self.accumulates and self.zero <= 1 and self.axis_sizes[DATA_AXIS] > 1
