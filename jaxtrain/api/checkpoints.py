@@ -154,16 +154,14 @@ class Checkpoints(Sequence[CheckpointRow]):
             raise CheckpointError(f"no checkpoint {step} in {store.directory}; it has {store.marked() or 'none'}")
         lock = Lock(store.directory / ".lock", advice="end it first")
         try:
-            later = [marked for marked in store.marked() if marked > step]
-            for abandoned in reversed(later):  # the newest first: what is left is always the beginning of the run
-                store.set_aside(abandoned, "old")
+            later = store.set_aside_after(step)
             run = store.directory.parent
             if (run / "config.yaml").exists() and (tier := _durable_tier_or_none(run)) is not None:
                 for abandoned in reversed([copied for copied in tier.steps() if copied > step]):
                     tier.set_aside(abandoned)
         finally:
             lock.release()
-        return later
+        return list(later)
 
     def _repr_html_(self) -> str:
         return html.table(TITLES, [checkpoint_cells(row) for row in self._rows])

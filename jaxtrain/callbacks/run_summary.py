@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 
 import jax
-from rich.console import Console
 
 from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.core.batch_spec import batch_spec, example_row
 from jaxtrain.core.program import Program
 from jaxtrain.data.dataset import TextDataset
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.models.model_def import merge_trees
 from jaxtrain.models.spec import has_token_rows, is_decoder
 from jaxtrain.optim.state_sharding import other_arrays
@@ -73,7 +73,7 @@ class RunSummary(Callback):
             )
         console.print(*self._plan_lines(trainer))
         # In a notebook rich would show the text there, not write it into the file.
-        file = Console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True, force_jupyter=False, emoji=False)
+        file = plain_console(file=io.StringIO(), width=TABLE_WIDTH, no_color=True, force_jupyter=False)
         file.print(*layout_report(rows, rules, sizes, TABLE_WIDTH), *others, sep="\n")
         (trainer.dir / "layout.txt").write_text(file.file.getvalue(), encoding="utf-8")  # pyright: ignore
         if self._verbose:

@@ -250,15 +250,14 @@ class Checkpointer(CheckpointReader):
         """
         self.wait()
         self._saver.cancel_retry()
-        later = [marked for marked in self.store.marked() if marked > step] if self._is_first else []
         if self._copier is not None and self._durable is not None:
             self._copier.wait()
             self._durable.discard_after(step)
-        for abandoned in later:
-            path = self.store.set_aside(abandoned, "old")
+        later = self.store.set_aside_after(step) if self._is_first else {}
+        for abandoned, path in later.items():
             self._events.append(SetAside(abandoned, f"training continues from step {step}", str(path)))
         barrier()
-        return later
+        return list(later)
 
     def latest_damaged(self) -> int | None:
         """Returns the newest step that was set aside as damaged, or None. The same on every process."""

@@ -165,6 +165,16 @@ class CheckpointStore:
         fsync(self.directory)
         return target
 
+    def set_aside_after(self, step: int) -> dict[int, Path]:
+        """Renames the steps after one to `old-N`, the newest first: what is left is always the beginning of the run.
+
+        Returns:
+            step -> its new path, ascending.
+        """
+        later = [marked for marked in self.marked() if marked > step]
+        moved = {abandoned: self.set_aside(abandoned, "old") for abandoned in reversed(later)}
+        return dict(sorted(moved.items()))
+
     def delete(self, *names: str) -> None:
         """Deletes entries of the folder: renames each into .trash (atomic), then empties .trash."""
         trash = self.directory / ".trash"

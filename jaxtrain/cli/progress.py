@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich import progress as columns
-from rich.console import Console
 from rich.progress import Progress, ProgressColumn
+
+from jaxtrain.io.terminal import plain_console
 
 
 def spinner(title: str) -> Progress:
@@ -29,5 +30,5 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _progress(*columns: ProgressColumn) -> Progress:
-    console = Console(stderr=True, emoji=False)
+    console = plain_console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

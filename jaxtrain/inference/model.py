@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.config.run_dir import saved_config
@@ -28,6 +27,7 @@ from jaxtrain.interop.config_json import read_model_config
 from jaxtrain.interop.hub import model_folder
 from jaxtrain.interop.load_weights import load_weights
 from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.optim.any_optax import is_schedule_free
 from jaxtrain.sync.island_state import ConsensusSynchronizer
@@ -53,7 +53,7 @@ def evaluate(
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
     devices = runtime.start(config.simulate)
-    data, sets = open_data(config, ConsoleTracker(config.steps, console=Console(stderr=True, emoji=False)), components)
+    data, sets = open_data(config, ConsoleTracker(config.steps, console=plain_console(stderr=True)), components)
     if not sets:
         message = "data.validation_fraction is 0 and eval.sets is empty, so there is nothing to evaluate on"
         raise UserError(f"{directory}: {message}")

@@ -87,11 +87,12 @@ def as_text(result: Any) -> str:
 
 def plain_text(*parts: Any) -> str:
     """Returns texts and tables of rich as lines without colours."""
-    from rich.console import Console
     from rich.text import Text
 
+    from jaxtrain.io.terminal import plain_console
+
     buffer = io.StringIO()  # not a notebook's output, which rich looks for
-    console = Console(file=buffer, width=TEXT_WIDTH, color_system=None, force_jupyter=False)
+    console = plain_console(file=buffer, width=TEXT_WIDTH, color_system=None, force_jupyter=False)
     for part in parts:
         console.print(Text(part) if isinstance(part, str) else part, highlight=False, soft_wrap=isinstance(part, str))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())

@@ -76,7 +76,7 @@ def curve(run: RunHistory, key: str, label: str, overlay: tuple[str, str] | None
     """
     points = _finite(run.series(key))
     dots = _finite(run.series(overlay[0])) if overlay else []
-    if len(points) < 2:
+    if not _spans_steps(points):
         return ""
     first, last = points[0][0], points[-1][0]
     smooth = downsample(points, MAX_POINTS)
@@ -94,14 +94,14 @@ def curve(run: RunHistory, key: str, label: str, overlay: tuple[str, str] | None
 
 
 def curves(named: Mapping[str, Iterable[tuple[int, float]]], label: str, height: int = HEIGHT) -> str:
-    """Draws several series in one plot, of the classes `line-0` to `line-7` in turn; empty without two points.
+    """Draws several series in one plot, of the classes `line-0` to `line-7` in turn; empty without two steps.
 
     Args:
         named: name -> (step, value).
         label: description of the plot.
         height: height of the plot.
     """
-    finite = {name: points for name, series in named.items() if len(points := _finite(series)) > 1}
+    finite = {name: points for name, series in named.items() if _spans_steps(points := _finite(series))}
     if not finite:
         return ""
     smooth = [downsample(points, MAX_POINTS) for points in finite.values()]
@@ -124,6 +124,10 @@ def downsample(points: Points, most: int) -> list[tuple[float, float]]:
 
 def _finite(points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
     return [(float(step), value) for step, value in points if math.isfinite(value)]
+
+
+def _spans_steps(points: Points) -> bool:
+    return bool(points) and points[0][0] < points[-1][0]
 
 
 def _axes(first: float, last: float, values: Sequence[float], height: float) -> tuple[Scale, Scale, list[str]]:

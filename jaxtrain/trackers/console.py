@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.trackers.activity import SILENCE, Activity, ActivityClock, Reminder
 from jaxtrain.trackers.goodput import GoodputLedger
 
@@ -71,7 +72,7 @@ class ConsoleTracker:
             clock: returns seconds, for the plain lines.
         """
         # In a notebook rich would show each line as an output of its own.
-        self.console = console or Console(highlight=False, soft_wrap=False, force_jupyter=False, emoji=False)
+        self.console = console or plain_console(soft_wrap=False, force_jupyter=False)
         isatty = getattr(self.console.file, "isatty", lambda: False)()
         self._is_live = isatty and not self.console.is_dumb_terminal if live is None else live
         self._clock, self._shown, self._live = clock, -math.inf, None

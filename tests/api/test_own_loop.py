@@ -5,41 +5,19 @@ from __future__ import annotations
 import json
 import time
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from flax import nnx
+from test_trainer import ROWS, STEPS, Linear, batches
 
 import jaxtrain
 from jaxtrain.reports.tables import own_curves
-
-ROWS, STEPS = 8, 6
-
-
-class Line(nnx.Module):
-    """A user's module."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (4, 2)))
-
-    def __call__(self, x):
-        return x @ self.weight
 
 
 def squares(model, batch):
     error = model(batch["x"]) - batch["y"]
     count = jnp.float32(error.size)
     return {"squares": (jnp.square(error).sum(), count)}, {"distance": (jnp.abs(error).sum(), count)}
-
-
-def batches(count: int = 100):
-    rng = np.random.default_rng(0)
-    target = np.arange(8, dtype=np.float32).reshape(4, 2)
-    for _ in range(count):
-        x = rng.standard_normal((ROWS, 4)).astype(np.float32)
-        yield {"x": x, "y": x @ target}
 
 
 class Heard(jaxtrain.Callback):
@@ -58,7 +36,7 @@ class Heard(jaxtrain.Callback):
 
 def make(tmp_path, name="own", **more):
     keys = {"steps": STEPS, "precision": "fp32", "log": {"tensorboard": False, "every": 4}, "optimizer": optax.sgd(0.1)}
-    keys |= {"model": Line, "loss": squares, "data": batches, "eval_data": list(batches(2))}
+    keys |= {"model": Linear, "loss": squares, "data": batches, "eval_data": list(batches(2))}
     return jaxtrain.Trainer({"data": {"global_batch": ROWS}}, dir=str(tmp_path), name=name, **keys | more)
 
 

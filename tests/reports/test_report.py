@@ -230,3 +230,9 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, arguments, said):
     err = capsys.readouterr().err
     assert said in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_values_of_one_step_alone_are_no_curve():
+    """A step may be validated twice: by the loop, and by its caller."""
+    assert plots.curves({"a": [(3, 1.0), (3, 2.0)], "b": []}, "loss") == ""
+    assert "line-0" in plots.curves({"a": [(3, 1.0), (3, 2.0)], "c": [(3, 1.0), (4, 2.0)]}, "loss")

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 import jaxtrain
 from jaxtrain.cli.progress import progress_bar
 from jaxtrain.errors import UserError, escape_unprintable
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.reports.checkpoint_listing import ASIDE, TITLES, UNFINISHED, checkpoint_cells, tensor_bytes, writers
 from jaxtrain.reports.layout_table import format_bytes
 
@@ -58,7 +58,7 @@ def ls(args: argparse.Namespace) -> int:
     table = Table(*TITLES, box=None, pad_edge=False)
     for row in found:
         table.add_row(*map(escape_unprintable, checkpoint_cells(row)))
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = plain_console(markup=False)
     console.width = console.width if console.is_terminal else WIDE
     console.print(table)
     return 0

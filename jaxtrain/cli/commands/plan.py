@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 import jaxtrain
@@ -28,6 +27,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.config.schema import LAYOUT_KEYS
 from jaxtrain.errors import Problem, UserError, join_words
 from jaxtrain.exit_codes import ERROR, INTERRUPTED, OK, USAGE
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.planning.hardware import targets
 from jaxtrain.planning.hardware.targets import Target
 from jaxtrain.planning.report import diff, page, terminal
@@ -76,7 +76,7 @@ def _show_plan(path: str, overrides: Sequence[str], args: argparse.Namespace) ->
     hlo = Path(args.hlo) if args.hlo else None
     plan = _plan(path, overrides, target, hlo=hlo, whole=args.whole, dcn=args.dcn)
     title = " ".join([path, *overrides])
-    console = Console(highlight=False, emoji=False)
+    console = plain_console()
     console.print(terminal.report(plan, title, console.width))
     if args.json:
         write_file(args.json, json.dumps({"title": title, **plan.as_dict()}, indent=1))
@@ -110,7 +110,7 @@ def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespac
         for side in sides
     )
     titles = sides[0].title, sides[1].title
-    Console(highlight=False, emoji=False).print(diff.report(left, right, titles))
+    plain_console().print(diff.report(left, right, titles))
     if args.json:
         write_file(args.json, json.dumps(diff.as_dict(left, right, titles), indent=1))
     return OK
@@ -143,7 +143,7 @@ def _show_search(path: str, overrides: Sequence[str], args: argparse.Namespace) 
         except KeyboardInterrupt:
             print("jaxtrain: interrupted before the first layout was estimated", file=sys.stderr)
             return INTERRUPTED
-    console = Console(highlight=False, emoji=False)
+    console = plain_console()
     console.print(
         ranking.ranking_table(result), "", ranking.families_table(result), "", Text(result.summary()), sep="\n"
     )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +16,7 @@ from rich.text import Text
 import jaxtrain
 from jaxtrain.cli.output import check_output_files, write_file
 from jaxtrain.io.jsonl import to_json
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.planning.report.terminal import bar, plain_table, section
 from jaxtrain.reports import tables
 from jaxtrain.reports.history import RunHistory, as_dict, format_seconds
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_output_files(args.json, args.html)
     history = jaxtrain.report(args.run)
-    console = Console(highlight=False, emoji=False)
+    console = plain_console()
     console.print(report(history, console.width))
     if args.json:
         write_file(args.json, json.dumps(to_json(as_dict(history)), indent=1, default=str))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 import jaxtrain
 from jaxtrain.errors import ConfigError, Problem, UserError
+from jaxtrain.io.terminal import plain_console
 from jaxtrain.pipeline.schedules import draw
 
 
@@ -20,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("schedule: expected the name of a schedule, or --compare")
     else:
         found = jaxtrain.schedule(args.schedule, *size, costs=costs)
-    console, table = Console(highlight=False, emoji=False), found.tables[0]
+    console, table = plain_console(), found.tables[0]
     chart = found.save(args.out or f"{table.name}.svg") if args.out or not args.compare else None
     if args.compare:
         console.print(draw.comparison(found.tables, found.costs))
