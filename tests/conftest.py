@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from jaxtrain.core import xla_options
@@ -34,6 +35,9 @@ def own_core(worker: str, workers: int) -> None:
         os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
 
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 MOST_RESIDENT = 2 << 30  # bytes
 
 xla_options.prepare()

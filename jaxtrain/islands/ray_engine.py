@@ -127,8 +127,9 @@ class CoordinatorActor:
 
     async def _watch_over(self) -> None:
         while True:
+            begin = time.monotonic()
             await asyncio.sleep(self._period)
-            await self._coordinator.check_silence()
+            await self._coordinator.check_silence(time.monotonic() - begin - self._period)
             self._write_status()
             if not self._coordinator.members and time.monotonic() - self._last_sign > self._silence:
                 await self._coordinator.finish()  # all launchers were killed, on a cluster that stays

@@ -16,10 +16,12 @@ from jaxtrain.trainer.compatibility import compare_configs
 
 Resume = bool | Literal["auto"]
 # Files that a run may have written before its config.
-BEGINNING = {
+BEGINNING = (
     "checkpoints", "logs", "launch.jsonl", "launch.secret", "events.jsonl", "metrics.jsonl", "tensorboard",
     "layout.txt",
-}  # fmt: skip
+)  # fmt: skip
+# The same before they have their names: another node writes them at this moment, or a kill has left them.
+TEMPORARY = tuple(f"{name}." for name in (*BEGINNING, CONFIG))
 SCHEDULED = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX", "TPU_WORKER_ID")
 
 
@@ -44,7 +46,8 @@ def can_continue(config: Config, directory: Path, ignored: Collection[str] = ())
         UserError: it holds other files.
     """
     if not (directory / CONFIG).is_file():
-        others = sorted({path.name for path in directory.iterdir()} - BEGINNING) if directory.is_dir() else []
+        names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+        others = [name for name in names if name not in BEGINNING and not name.startswith(TEMPORARY)]
         if others:
             raise UserError(f"{directory}: holds {others[0]} and is not a run (no {CONFIG}); expected another `name`")
         return False

@@ -18,9 +18,7 @@ from jaxtrain.config.load import resolve
 from jaxtrain.core.layout_check import check_config
 
 LIMIT = 2.0  # seconds of CPU one config may take
-QUICK = settings(
-    max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=600, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 FULL = """\
 extends: ../models/llama_tiny.yaml
 name: fuzz

@@ -21,7 +21,7 @@ def deviation(source: np.ndarray, counts: np.ndarray) -> Fraction:
     return Fraction(int(np.abs(prefix * period - ideal).max()), period)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any))
 def test_deviation_below_one(counts: list[int]) -> None:
     exact = integer_weights(counts)
@@ -30,7 +30,7 @@ def test_deviation_below_one(counts: list[int]) -> None:
     assert deviation(np.tile(table, 3), exact) < 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.floats(1e-4, 10, allow_nan=False), min_size=2, max_size=5))
 def test_deviation_with_rounded_weights(weights: list[float]) -> None:
     counts = integer_weights(weights)
@@ -40,7 +40,7 @@ def test_deviation_with_rounded_weights(weights: list[float]) -> None:
     assert np.abs(share - wanted).max() < 5e-4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(1, 400), st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)), max_size=4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxtrain.data.order import permute
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5000) | st.integers(1, 70), st.integers(0, 2**32 - 1), st.integers(0, 10**6))
 def test_bijective(n: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))

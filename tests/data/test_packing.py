@@ -36,7 +36,7 @@ def check_epoch(packer: Packer, epoch: int) -> None:
     assert np.array_equal((offset + length)[ends], packer.lengths)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=120),
     st.integers(1, 64),

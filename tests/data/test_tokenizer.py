@@ -25,7 +25,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_bpe(iter(TEXTS), 400, tmp_path_factory.mktemp("bpe"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text())
 def test_bytes_round_trip(text: str) -> None:
     tokenizer = ByteTokenizer()

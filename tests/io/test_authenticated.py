@@ -40,7 +40,7 @@ def deliver(frame: bytes, session: Session) -> bytes | None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=300)), max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_frames_arrive_unchanged_in_both_directions(messages):
     sides = pair()
     for is_server, payload in messages:
@@ -107,7 +107,7 @@ def test_a_length_above_the_limit_is_refused_before_its_bytes_are_awaited():
 
 
 @given(st.binary(min_size=43, max_size=43))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_garbage_is_no_hello(data):
     session = Session("s", "p", True)
     if not data.startswith(MAGIC):

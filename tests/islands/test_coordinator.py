@@ -161,6 +161,17 @@ def test_a_silent_island_has_left_and_its_late_work_is_dropped_and_counted(time:
         assert sorted(server.coordinator.members) == [0, 1]  # and is waited for again
 
 
+def test_a_coordinator_that_stood_still_takes_nobody_for_silent(time: Time) -> None:
+    with LocalServer(config(LOCAL), time) as server:
+        OneIsland(server, config(LOCAL), 0), OneIsland(server, config(LOCAL), 1)
+        time.now = 30.0
+        server.door.call("check_silence", 29.0)
+        assert sorted(server.coordinator.members) == [0, 1]
+        time.now = 40.1
+        server.door.call("check_silence")
+        assert not server.coordinator.members
+
+
 def test_late_work_may_be_scaled_down(time: Time) -> None:
     run = config(ASP, late="scale")
     with LocalServer(run, time) as server:

@@ -178,7 +178,7 @@ def test_names_of_the_wrong_length():
         )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(0, 100))
 def test_clip(scale, limit, seed):
     grads = random_tree(seed, scale)

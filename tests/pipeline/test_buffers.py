@@ -83,7 +83,7 @@ def execute(table, program):
     return gradients
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(tables())
 def test_every_action_reads_its_own_values(table):
     gradients = execute(table, allocate_buffers(table))
@@ -91,7 +91,7 @@ def test_every_action_reads_its_own_values(table):
     assert sorted(gradients) == [(i, k) for i in range(table.microbatches) for k in range(virtual_stages)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(tables())
 def test_no_more_slots_than_values_at_once(table):
     """Counts, tick by tick, the values that are written and not yet read when the tick ends."""
@@ -133,7 +133,7 @@ def test_slots_of_known_schedules():
     assert slots("v_half", 8, 100)[3] == 10
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 8))
 def test_a_v_turns_within_a_stage_and_never_wraps(p, m):
     program = allocate_buffers(shipped_table("zb_v", p, m))

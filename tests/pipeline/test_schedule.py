@@ -25,14 +25,14 @@ def tables(draw):
     return shipped_table(name, draw(stages), draw(microbatches), chunks)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(tables())
 def test_every_microbatch_passes_every_stage_once_each_way(table):
     assert faults(table) == []
     check_table(table)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(tables(), costs)
 def test_costs_are_those_of_a_simulation(table, costs):
     figures = schedule_cost(table, costs)
@@ -52,7 +52,7 @@ def test_bubbles_by_hand():
     assert (figures.makespan, figures.longest_stage, figures.longest_bubble, figures.sends) == (25.5, 24, 0, 96)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, microbatches, costs)
 def test_gpipe(p, m, costs):
     figures = schedule_cost(shipped_table("gpipe", p, m), costs)
@@ -61,7 +61,7 @@ def test_gpipe(p, m, costs):
     assert set(figures.peak) == {m}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, microbatches, costs)
 def test_1f1b(p, m, costs):
     figures = schedule_cost(shipped_table("1f1b", p, m), costs)
@@ -70,7 +70,7 @@ def test_1f1b(p, m, costs):
     assert figures.peak.tolist() == [min(m, p - s) for s in range(p)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, microbatches, costs)
 def test_aligned_1f1b_has_its_bubble_in_lockstep_too(p, m, costs):
     figures = schedule_cost(shipped_table("1f1b_aligned", p, m), costs)
@@ -79,7 +79,7 @@ def test_aligned_1f1b_has_its_bubble_in_lockstep_too(p, m, costs):
     assert figures.peak.tolist() == [min(m, 2 * (p - s) - 1) for s in range(p)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, st.integers(1, 4), st.integers(1, 4), costs)
 def test_interleaved(p, rounds, v, costs):
     m = rounds * p
@@ -90,7 +90,7 @@ def test_interleaved(p, rounds, v, costs):
     assert figures.peak.max() <= p + (p - 1) / v + 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, microbatches, st.integers(2, 4))
 def test_interleaved_takes_any_number_of_microbatches(p, m, v):
     """A last round that is not full costs no more than a full one."""
@@ -100,7 +100,7 @@ def test_interleaved_takes_any_number_of_microbatches(p, m, v):
     assert (part.peak <= full.peak).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, st.integers(0, 20), costs)
 def test_zb_h1(p, more, costs):
     m = p + more
@@ -112,7 +112,7 @@ def test_zb_h1(p, more, costs):
     assert figures.makespan - figures.work == (p - 1) * max(forward + backward - weight, forward, backward)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, st.integers(0, 20))
 def test_zb_v(p, more):
     m = p + more
@@ -123,7 +123,7 @@ def test_zb_v(p, more):
     assert figures.longest_stage <= 3 * m + (p - 1) / 2
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, st.integers(0, 20))
 def test_v_half(p, more):
     m = p + more

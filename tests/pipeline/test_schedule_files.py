@@ -44,7 +44,7 @@ def refusal(folder, lines, *size, name="own.csv"):
     return str(error.value).replace(f"{path}: ", "")
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tables(), st.booleans())
 def test_shipped_schedules_come_back_from_files(tmp_path, table, is_csv):
     if is_csv:
@@ -58,7 +58,7 @@ def test_shipped_schedules_come_back_from_files(tmp_path, table, is_csv):
         np.testing.assert_array_equal(getattr(back, name), getattr(table, name))
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tables(), st.randoms())
 def test_a_damaged_table_is_refused_with_its_position(tmp_path, table, chance: random.Random):
     grid = rows(table, "BW" if table.is_split else "B")

@@ -174,7 +174,7 @@ def test_idle_axes() -> None:
 RULE = st.lists(st.sampled_from(["data", "fsdp", "context", "model"]), max_size=2, unique=True).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.fixed_dictionaries({axis: st.sampled_from([-1, 1, 2, 3, 4]) for axis in ("data", "fsdp", "context", "model")}),
     st.fixed_dictionaries({}, optional=dict.fromkeys([*RULES, "sequence", "context"], RULE)),

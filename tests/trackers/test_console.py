@@ -43,7 +43,7 @@ def test_a_wide_line_counts_steps():
     assert len(line) == 119
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     width=st.integers(1, 200),
     total=st.integers(1, 10**9),

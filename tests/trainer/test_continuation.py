@@ -51,6 +51,9 @@ def test_what_a_directory_holds(config: Path):
     assert not can_continue(loaded, directory)
     (directory / "checkpoints").mkdir(parents=True)  # killed before it had written its config
     assert not can_continue(loaded, directory)
+    (directory / "launch.secret.9f92bdc2cb298591").touch()  # another node of the job writes it at this moment
+    (directory / "config.yaml.123.0a1b2c3d.tmp").touch()  # of a process that was killed in the middle
+    assert not can_continue(loaded, directory)
     (directory / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"holds thesis\.tex and is not a run \(no config"):
         can_continue(loaded, directory)

@@ -286,9 +286,16 @@ class Coordinator:
         self._leave(island, "leaves")
         await self._advance()
 
-    async def check_silence(self) -> None:
-        """Lets those go that have given no sign of life, and makes updates that time makes due."""
-        limit = self._now() - SILENCE * self.config.heartbeat
+    async def check_silence(self, stood_still: float = 0.0) -> None:
+        """Lets those go that have given no sign of life, and makes updates that time makes due.
+
+        Args:
+            stood_still: seconds since the last check in which this process did not run: it has read no signs of life.
+        """
+        now = self._now()
+        for member in self.members.values():
+            member.seen = min(now, member.seen + stood_still)
+        limit = now - SILENCE * self.config.heartbeat
         for island in [each for each, member in self.members.items() if member.seen < limit]:
             self._leave(island, "is silent")
         await self._advance()

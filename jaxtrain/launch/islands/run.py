@@ -1,7 +1,7 @@
 """Islands on this machine: a Ray cluster with the coordinator and its servers, and a process for each island.
 
 An island that fails is started again and joins the others. Nothing outlives this process: the kernel kills the islands,
-and Ray's processes end with the one that started them.
+and Ray's processes end with the one that started them, its agents within a minute.
 """
 
 from __future__ import annotations
