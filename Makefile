@@ -74,8 +74,8 @@ extras: $(VENV)/.installed-extras
 
 chaos: $(VENV)/.installed-test
 	$(BIN)/pytest -m chaos tests
-	$(BIN)/python benchmarks/chaos.py
-	$(BIN)/python benchmarks/chaos_processes.py
+	$(BIN)/python benchmarks/chaos.py --out benchmarks/results/cpu-chaos.json
+	$(BIN)/python benchmarks/chaos_processes.py --out benchmarks/results/cpu-chaos-processes.json
 
 packaging: $(VENV)/.installed-test
 	$(BIN)/pytest -m packaging tests/packaging

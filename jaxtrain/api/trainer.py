@@ -58,7 +58,7 @@ class Step:
 
         Reading them waits for the step, so read them now and then in a fast loop.
         """
-        return numbers(jax.device_get(dict(self._on_device)))
+        return numbers(self._on_device)
 
 
 class Trainer:
@@ -295,7 +295,7 @@ class Trainer:
 
             self._inspect = cast("Callable[..., Any]", jax.jit(inspect))
         metrics, gradients = self._inspect(self._state(), placed)
-        return numbers(jax.device_get(metrics)), gradients
+        return numbers(metrics), gradients
 
     def save(self) -> None:
         """Saves the present state, in the background, in a loop of `steps`; `fit` saves by itself.

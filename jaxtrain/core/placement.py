@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -45,13 +45,13 @@ class Placer:
             has_sequence: True if the second dim is of tokens.
             order: index of the token at each position of a device row; None: the natural order.
         """
-        self._fetch, self._sharder, self._rows, self._has_sequence = fetch, sharder, global_batch, has_sequence
-        self._order = order
+        self._fetch, self._rows, self._order = fetch, global_batch, order
         spans = batch_sharding(sharder, 1, False).addressable_devices_indices_map((global_batch,)).values()
         rows = {row for index in spans if index for row in range(*index[0].indices(global_batch))}
         self.local_rows = np.array(sorted(rows))
         self._position = np.full(global_batch, -1)
         self._position[self.local_rows] = np.arange(len(self.local_rows))
+        self._sharding = cache(lambda ndim: batch_sharding(sharder, ndim, has_sequence))
 
     @property
     def host_rows(self) -> slice | np.ndarray:
@@ -61,19 +61,23 @@ class Placer:
     def __call__(self, step: int) -> dict[str, jax.Array]:
         """Returns the device batch of a step: arrays of `global_batch` rows."""
         host = self._fetch(step, self.host_rows)
-        return {name: self._place(np.asarray(rows)) for name, rows in host.items()}
+        rows = {name: self._ordered(np.asarray(values)) for name, values in host.items()}
+        shardings = {name: self._sharding(values.ndim) for name, values in rows.items()}
+        if all(sharding.is_fully_addressable for sharding in shardings.values()):
+            return jax.device_put(rows, shardings)  # all arrays together: a call costs more than a small array
+        return {name: self._place(values, shardings[name]) for name, values in rows.items()}
 
-    def _place(self, rows: np.ndarray) -> jax.Array:
-        sharding = batch_sharding(self._sharder, rows.ndim, self._has_sequence)
+    def _ordered(self, rows: np.ndarray) -> np.ndarray:
         if rows.shape[0] != len(self.local_rows):
             raise UserError(f"data: expected {len(self.local_rows)} rows from `batch`; found {rows.shape[0]}")
-        if self._order is not None and rows.ndim > 1:
-            if rows.shape[1] != len(self._order):
-                message = f"expected rows of {len(self._order)} tokens from the data; found {rows.shape[1]}"
-                raise UserError(f"data.sequence: {message}")
-            rows = rows[:, self._order]
-        if sharding.is_fully_addressable:
-            return jax.device_put(rows, sharding)
+        if self._order is None or rows.ndim == 1:
+            return rows
+        if rows.shape[1] != len(self._order):
+            message = f"expected rows of {len(self._order)} tokens from the data; found {rows.shape[1]}"
+            raise UserError(f"data.sequence: {message}")
+        return rows[:, self._order]
+
+    def _place(self, rows: np.ndarray, sharding: jax.sharding.NamedSharding) -> jax.Array:
         # With several processes device_put compares the rows of all of them by a collective. This thread would issue
         # it among the collectives of the step, and processes would wait for each other in different ones.
 

@@ -14,12 +14,13 @@ from typing import Any
 
 from jaxtrain.io.atomic import open_atomic
 
+ENCODER = json.JSONEncoder(allow_nan=False, default=str)
 APPEND_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # for os.open
 
 
 def encode_record(record: Mapping[str, Any]) -> bytes:
     """Returns a record as one line of JSON."""
-    return (json.dumps(to_json(record), allow_nan=False, default=str) + "\n").encode()
+    return (ENCODER.encode(to_json(record)) + "\n").encode()
 
 
 def append_bytes(file: int, data: bytes) -> None:
@@ -107,13 +108,15 @@ def append_record(path: Path, fields: Mapping[str, Any], sync: bool = False) -> 
 
 def to_json(value: Any) -> Any:
     """Converts a value for JSON: non-finite floats become strings, NumPy and JAX scalars become Python numbers."""
+    if isinstance(value, float):  # most values: a check for a mapping takes longer
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return to_json(value.item())
+    return value
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.models.flops import Flops, utilization
@@ -106,7 +105,8 @@ def device_memory(devices: Sequence[Any]) -> Callable[[], int | None]:
 
 def process_memory() -> int | None:
     """Returns the resident bytes of this process, or None without /proc."""
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
         return None
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

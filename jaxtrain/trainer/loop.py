@@ -169,7 +169,7 @@ def log(trainer: TrainingRun, progress: Progress, now: bool = False) -> None:
     step, metrics = reading
     is_logged = now or is_due(trainer.config.log.every, step)
     names = metrics if is_logged else [name for name in trainer.callbacks.watched if name in metrics] or ["loss"]
-    values = numbers(jax.device_get({name: metrics[name] for name in names}))
+    values = numbers({name: metrics[name] for name in names})
     if is_logged:
         trainer.log(step, values, scores)
     trainer.callbacks.each(Callback.on_metrics, trainer, step, values)

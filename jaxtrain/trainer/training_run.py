@@ -118,8 +118,9 @@ class TrainingRun:
 
     def log(self, step: int, values: dict[str, float], scores: dict[str, float]) -> None:
         """Sends the record of a step to the trackers, with the scores of its validation."""
-        added, self.added_metrics = jax.device_get(self.added_metrics), {}
-        values = values | {name: float(value) for name, value in added.items()}
+        added, self.added_metrics = self.added_metrics, {}
+        if added:
+            values = values | {name: float(value) for name, value in jax.device_get(added).items()}
         self.latest_metrics |= values | scores
         self.trackers.log(step, self.meter.record(step, values) | scores)
         self.callbacks.each(Callback.on_log, self, step)
@@ -213,7 +214,7 @@ class TrainingRun:
 
     def current_metrics(self) -> dict[str, float]:
         """Returns the metrics of the step that was dispatched last. Waits for it, so the devices idle meanwhile."""
-        return numbers(jax.device_get(self.on_device))
+        return numbers(self.on_device)
 
     def request_save(self, reason: str = "") -> None:
         """Asks for a checkpoint after this step."""

@@ -116,7 +116,7 @@ def test_peer_torch(tmp_path):
     assert result["memory"]["torch"]["peak"] > 0
 
 
-@pytest.mark.parametrize("name", ["attention", "cross_entropy", "checkpoint", "data"])
+@pytest.mark.parametrize("name", ["attention", "cross_entropy", "checkpoint", "data", "quickstart"])
 def test_package_benchmarks(tmp_path, name):
     assert quick(tmp_path, name, *(["--measure"] if name == "cross_entropy" else []))["results"]
 
