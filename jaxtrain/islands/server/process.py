@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.io.atomic import open_atomic
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.pieces import TensorPiece, assemble
-from jaxtrain.islands.server.rules import Header, Rule, is_finite, weighted_mean
+from jaxtrain.islands.server.rules import Header, Rule, average, is_finite
 from jaxtrain.islands.trees import Flat, Path, flatten_dict, unflatten_dict
 
 ServerState = dict[str, Any]  # `rule`: of the rule; `mutable`: averages of mutable variables
@@ -65,7 +65,7 @@ class ServerProcess:
             return self._values(state)
         trees = [unflatten_dict(flat) for flat in pushes]
         rule = self._rule.update(state["rule"], [_params(tree) for tree in trees], header, self._names)
-        mean = weighted_mean([tree.get("mutable", {}) for tree in trees], header.weights())
+        mean = average([tree.get("mutable", {}) for tree in trees], header, state["mutable"])
         share = np.float32(self._rule.share(header))
         mutable = jax.tree.map(lambda new, old: _between(old, new, share), mean, state["mutable"])
         return self._values({"rule": rule, "mutable": mutable})
