@@ -157,14 +157,14 @@ def _together(exchange: Any, messages: list[jax.Array]) -> list[jax.Array]:
 def to_blocks(x: jax.Array, replicas: int, bits: Bits) -> jax.Array:
     """Returns [...] as [replicas, blocks, values], filled with zeros. Blocks lie along the last dim."""
     per, block = _parts(x.shape, replicas, bits)
-    width = _row(x.shape[-1], bits)[0] * block
+    width = row_blocks(x.shape[-1], bits)[0] * block
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]).reshape(-1, block)
     return jnp.pad(x, [(0, replicas * per - len(x)), (0, 0)]).reshape(replicas, per, block)
 
 
 def from_blocks(blocks: jax.Array, shape: tuple[int, ...], bits: Bits) -> jax.Array:
     """Reverses `to_blocks`."""
-    count, block = _row(shape[-1], bits)
+    count, block = row_blocks(shape[-1], bits)
     width = count * block
     rows = blocks.reshape(-1, block)[: prod(shape[:-1]) * width // block]
     return rows.reshape(*shape[:-1], width)[..., : shape[-1]]
@@ -189,11 +189,11 @@ def sent_bytes(params: Tree, bits: Bits, replicas: int, inner: int = 1) -> int:
 
 def _parts(shape: tuple[int, ...], replicas: int, bits: Bits) -> tuple[int, int]:
     """Returns the blocks that each replica sums, and the values of a block."""
-    count, block = _row(shape[-1], bits)
+    count, block = row_blocks(shape[-1], bits)
     return ceil(prod(shape[:-1]) * count / replicas), block
 
 
-def _row(size: int, bits: Bits) -> tuple[int, int]:
+def row_blocks(size: int, bits: Bits) -> tuple[int, int]:
     """Returns the blocks of a row, equal ones, and their values: at most `BLOCK`, a multiple of 4, to fill bytes.
 
     In 1 bit a row is a block: zeros that fill it up would count in its scale, as would what is lost there.

@@ -34,8 +34,9 @@ def test_a_state_that_was_saved_goes_on_as_the_one_that_was_not(tmp_path: Path, 
     state, *_ = server.begin(values(0))
     state, *_ = server.update(state, header, values(1), values(2))
     server.save(state, file)
-    loaded, given, nbytes = ServerProcess(rule, SPECS).load(file)
-    assert nbytes == 4 * 8 + 2 * 3 + 4 * 2
+    loaded, given, message, sizes = ServerProcess(rule, SPECS).load(file)
+    assert sizes == (4 * 8 + 2 * 3 + 4 * 2, 0)
+    assert not message
     after, again = (ServerProcess(rule, SPECS).update(each, header, values(3), values(4)) for each in (state, loaded))
     for path, spec in SPECS.items():
         assert given[path].dtype == spec.dtype

@@ -180,9 +180,12 @@ class ExchangeRule(Rule):
 
     Attributes:
         sync: section of the config, without compression.
+        of_changes: pushes are changes, (parameters that an island read) - (its own), which the average of `diloco` is
+            less than the outer parameters.
     """
 
     sync: SyncConfig
+    of_changes: bool = False
 
     @cached_property
     def _strategy(self) -> Strategy:
@@ -195,7 +198,12 @@ class ExchangeRule(Rule):
 
     def update(self, state: State, pushes: Sequence[Tree], header: Header, names: Tree) -> State:
         """Returns the parameters that the islands continue from, and what the strategy keeps."""
-        mean = average(pushes, header, state["own"].get("outer", state["params"]))
+        outer = state["own"].get("outer", state["params"])
+        if self.of_changes:
+            change = weighted_mean(pushes, header.weights())
+            mean = jax.tree.map(lambda x, d: np.asarray(x, np.float32) - d, outer, change)
+        else:
+            mean = average(pushes, header, outer)
         own, params = self._exchange(state["own"], state["params"], mean)
         return {"params": params, "own": own}
 
