@@ -5,16 +5,14 @@ They are encoded by JAX, and decoded by NumPy for islands and servers alike: wha
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.islands.partition import Spec
 from jaxtrain.sharding.quantized_blocks import FP8, HIGHEST, SCALE_BYTES, Bits, pack, unpack
-from jaxtrain.sync.quantized_mean import SMALLEST, row_blocks
+from jaxtrain.sync.quantized_mean import row_blocks
 
 
 class EncodedBlock(NamedTuple):
@@ -52,28 +50,6 @@ class EncodedArray(NamedTuple):
     message: jax.Array
     size: int
     bits: Bits
-
-
-def is_encoded(path: tuple[str, ...], spec: Spec, shard: tuple[int, ...], bits: Bits) -> bool:
-    """Returns whether a tensor travels in few bits: parameters that are large, if that makes them smaller.
-
-    Args:
-        path: of the tensor.
-        spec: of the whole tensor.
-        shard: shape of what is encoded at once.
-        bits: of a value; 0: nothing does.
-    """
-    is_matrix = len(spec.shape) > 1 and jnp.issubdtype(spec.dtype, jnp.inexact)
-    if not bits or path[0] != "params" or not is_matrix or prod(spec.shape) < SMALLEST:
-        return False
-    return message_bytes(shard, bits) < prod(shard) * np.dtype(spec.dtype).itemsize
-
-
-def message_bytes(shape: tuple[int, ...], bits: Bits) -> int:
-    """Returns the bytes of an encoded array: codes, and the scale of each block."""
-    count, block = row_blocks(shape[-1], bits)
-    width = bits if isinstance(bits, int) else 8
-    return prod(shape[:-1]) * count * (block * width // 8 + SCALE_BYTES)
 
 
 def encode(x: jax.Array, bits: Bits) -> jax.Array:

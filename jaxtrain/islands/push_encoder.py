@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.islands.blocks import EncodedArray, decode_on_device, encode, is_encoded
-from jaxtrain.islands.partition import Spec
+from jaxtrain.islands.blocks import EncodedArray, decode_on_device, encode
 from jaxtrain.islands.trees import Flat, Path, flatten_dict, unflatten_dict
 from jaxtrain.sharding.quantized_blocks import Bits
 from jaxtrain.sync.compression.wire import on_each_device
+from jaxtrain.sync.quantized_mean import is_sent_in_blocks
 
 PARAMS = "params"
 
@@ -31,7 +31,7 @@ class PushEncoder:
         self._bits = bits
         self._leaves: Mapping[Path, Any] = {
             path: leaf for path, leaf in flatten_dict({PARAMS: params}).items()
-            if is_encoded(path, Spec(leaf.shape, leaf.dtype), leaf.sharding.shard_shape(leaf.shape), bits)
+            if is_sent_in_blocks(leaf.shape, leaf.dtype, leaf.sharding.shard_shape(leaf.shape), bits)
         }  # fmt: skip
 
     def __call__(self, arrays: Flat, residual: Any) -> tuple[Flat, Any]:

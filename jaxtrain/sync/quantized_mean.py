@@ -187,6 +187,27 @@ def sent_bytes(params: Tree, bits: Bits, replicas: int, inner: int = 1) -> int:
     return round(total)
 
 
+def is_sent_in_blocks(shape: tuple[int, ...], dtype: Any, shard: tuple[int, ...], bits: Bits) -> bool:
+    """Returns whether islands and their servers send a parameter in few bits: a large one, if that makes it smaller.
+
+    Args:
+        shape: of the whole.
+        dtype: of the parameter.
+        shard: shape of what is encoded at once.
+        bits: of a value; 0: nothing is.
+    """
+    if not bits or len(shape) < 2 or prod(shape) < SMALLEST or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return message_bytes(shard, bits) < prod(shard) * np.dtype(dtype).itemsize
+
+
+def message_bytes(shape: tuple[int, ...], bits: Bits) -> int:
+    """Returns the bytes of blocks along the last dim of an array: codes, and the scale of each block."""
+    count, block = row_blocks(shape[-1], bits)
+    width = bits if isinstance(bits, int) else 8
+    return prod(shape[:-1]) * count * (block * width // 8 + SCALE_BYTES)
+
+
 def _parts(shape: tuple[int, ...], replicas: int, bits: Bits) -> tuple[int, int]:
     """Returns the blocks that each replica sums, and the values of a block."""
     count, block = row_blocks(shape[-1], bits)

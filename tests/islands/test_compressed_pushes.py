@@ -22,7 +22,7 @@ import jaxtrain
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config.sections.sync import OuterConfig, SyncConfig
 from jaxtrain.errors import UserError
-from jaxtrain.islands.blocks import EncodedBlock, decode, decode_on_device, encode, message_bytes
+from jaxtrain.islands.blocks import EncodedBlock, decode, decode_on_device, encode
 from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.partition import Spec, partition
 from jaxtrain.islands.pieces import assemble, decoded, pieces_of
@@ -32,7 +32,7 @@ from jaxtrain.islands.server.public_values import with_message
 from jaxtrain.islands.server.recent_messages import RecentMessages
 from jaxtrain.islands.server.rules import ExchangeRule, Header
 from jaxtrain.islands.trees import flatten_dict
-from jaxtrain.sync.quantized_mean import BITS
+from jaxtrain.sync.quantized_mean import BITS, message_bytes
 from jaxtrain.trainer.restore import restore_checkpoint
 
 FORMATS = ("int8", "fp8", "int4", "int2")

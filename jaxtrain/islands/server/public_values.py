@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.islands.blocks import EncodedBlock, encode, is_encoded
+from jaxtrain.islands.blocks import EncodedBlock, encode
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.trees import Flat, Path
 from jaxtrain.sharding.quantized_blocks import Bits
+from jaxtrain.sync.quantized_mean import is_sent_in_blocks
 
 Message = Mapping[Path, "EncodedBlock | np.ndarray"]  # changes in few bits; of other tensors their values
 
@@ -33,7 +34,10 @@ class PublicValues:
 
     def __init__(self, specs: Mapping[Path, Spec], bits: Bits) -> None:
         self.bits = bits
-        self.paths = [path for path, spec in specs.items() if is_encoded(path, spec, spec.shape, bits)]
+        self.paths = [
+            path for path, spec in specs.items()
+            if path[0] == "params" and is_sent_in_blocks(spec.shape, spec.dtype, spec.shape, bits)
+        ]  # fmt: skip
 
     def begin(self, exact: Flat) -> list[np.ndarray]:
         """Returns the values that are read at the start: the exact ones."""
