@@ -8,7 +8,8 @@ from jaxtrain.callbacks.base import Callback, TrainerView
 from jaxtrain.errors import join_words
 
 LEFT_OUT = "left_out"
-LOGGED = ("consensus_distance", "exchanged_bytes")  # of the last exchange, also if its own step is not logged
+# Of the last exchange, also if its own step is not logged.
+LOGGED = ("consensus_distance", "exchanged_bytes", "received_bytes")
 
 
 class ExchangeMonitor(Callback):

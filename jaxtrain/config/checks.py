@@ -286,7 +286,7 @@ def _sync(config: Config) -> Iterator[Conflict]:
     yield from (Conflict(*each) for each in (*found, *island_problems(config), *compression_problems(config)))
     if config.epochs is None:
         yield from round_problems(config)
-    if sync.is_loose or sync.is_compressed:
+    if sync.is_loose or (sync.is_compressed and not config.islands.has_islands):
         yield from _replica_rules(config)
 
 

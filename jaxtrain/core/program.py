@@ -11,7 +11,7 @@ import jax
 import optax
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.islands import AT_ROUNDS, IslandsConfig
+from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.config.sections.model import InitialWeightsConfig
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.config.user_class import load_class
@@ -51,7 +51,7 @@ from jaxtrain.sharding.rules import BATCH, DATA_AXIS, FSDP_AXIS, PIPELINE_AXIS, 
 from jaxtrain.sharding.sharder import Sharder
 from jaxtrain.sharding.weight_gather import PLAIN, WeightGather
 from jaxtrain.sync.compression.onebit_adam import Momenta
-from jaxtrain.sync.island_state import ConsensusSynchronizer
+from jaxtrain.sync.island_state import island_form
 from jaxtrain.sync.local_step import Sending, joint_step, local_step
 from jaxtrain.sync.make import check_optimizer, make_strategy
 from jaxtrain.sync.strategy import Strategy
@@ -112,7 +112,7 @@ class Program:
         sync = SyncConfig(**saved.get("sync", {}))
         if IslandsConfig(**saved.get("islands", {})).has_islands:
             alone = make_strategy(SyncConfig(), 1)
-            return ConsensusSynchronizer(alone, self.one) if sync.strategy in AT_ROUNDS else Synchronizer(alone)
+            return island_form(alone, self.one, sync)
         sizes = manifest.get("mesh", {})
         return self.make_synchronizer(sync, sizes.get(sync.replica_axis(sizes), 1))
 

@@ -104,7 +104,7 @@ def train_step(
 STEP_METRICS = {
     "tokens", "grad_norm", "lr", "skipped", "spike", "loss_scale", "step",
     "skipped_replicas", "consensus_distance", "exchanged_bytes", "left_out",  # of replicas that agree loosely
-    "staleness", "staleness_max", "pushing",  # of workers that push to a server
+    "staleness", "staleness_max", "pushing", "received_bytes",  # of workers that push to a server
 }  # fmt: skip
 
 

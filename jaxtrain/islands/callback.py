@@ -26,6 +26,7 @@ from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
 from jaxtrain.islands.synchronizer import ChangeIsland, GradientIsland, IslandSynchronizer, RoundIsland
 from jaxtrain.islands.trees import flatten_dict, name
 from jaxtrain.optim.optimizers import ema_init
+from jaxtrain.sync.quantized_mean import BITS
 
 Connect = Callable[[TrainerView], Door]
 
@@ -130,11 +131,12 @@ def open_island(
         "global_batch": str(config.data.global_batch),
         "model": str([(name(path), spec.shape, str(spec.dtype)) for path, spec in specs.items()]),
     }
-    client = IslandClient(door, Hello(index, {**facts, **described}, specs, rule_of(config, program)))
+    bits = BITS.get(config.sync.island_format, 0)
+    client = IslandClient(door, Hello(index, {**facts, **described}, specs, rule_of(config, program), bits))
     if config.sync.strategy in STALE:
-        return GradientIsland(program, client, learning_rate(config, program.components))
-    form = ChangeIsland if config.sync.strategy == "async_diloco" else RoundIsland
-    return form(program, client, config.sync.every)
+        return GradientIsland(program, client, config.sync, learning_rate(config, program.components))
+    form = ChangeIsland if bits or config.sync.strategy == "async_diloco" else RoundIsland
+    return form(program, client, config.sync)
 
 
 def tensors(config: Config, program: Program) -> dict[Any, Spec]:

@@ -12,12 +12,14 @@ import jax
 import numpy as np
 
 from jaxtrain.errors import TrainingError
+from jaxtrain.islands.blocks import EncodedArray
 from jaxtrain.islands.messages import Hello, Pulled, Push, SessionOverError, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.pieces import pieces_of
-from jaxtrain.islands.trees import Path
+from jaxtrain.islands.server.public_values import with_message
+from jaxtrain.islands.trees import Flat, Path
 
-Arrays = Mapping[Path, jax.Array]
+Arrays = Mapping[Path, jax.Array | EncodedArray]
 
 
 class Door(Protocol):
@@ -44,16 +46,20 @@ class Arrived(NamedTuple):
         clock: steps after which the island goes on; not its own if it was left behind.
         nbytes: that it has sent.
         metrics: of the update.
+        received: bytes that it has read.
+        counts: what it has pushed is part of an update.
     """
 
     values: list[tuple[Parts, Mapping[Path, np.ndarray]]]
     clock: int
     nbytes: int
     metrics: dict[str, float]
+    received: int = 0
+    counts: bool = True
 
 
 class IslandClient:
-    """Speaks for an island. `beat` may be called from another thread.
+    """Speaks for an island, and keeps what it reads in few bits. `beat` may be called from another thread.
 
     Args:
         door: to the coordinator.
@@ -64,6 +70,7 @@ class IslandClient:
         self._door, self._hello = door, hello
         self._welcome: Welcome | None = None
         self._version = 0  # of the last read
+        self._held: list[Flat] | None = None  # read in this stay, to which messages add
         self._lock = threading.Lock()
         self.waited = 0.0  # seconds, in all
 
@@ -84,7 +91,7 @@ class IslandClient:
         welcome = self._door.call("join", self._hello, clock)
         with self._lock:
             self._welcome = welcome
-        self._version = welcome.version
+        self._version, self._held = welcome.version, None
         return welcome.clock
 
     @property
@@ -103,12 +110,12 @@ class IslandClient:
         Args:
             initial: makes the values that they begin with if they hold nothing yet.
         """
-        welcome, given = self._joined, self._joined.given
+        welcome, given, version = self._joined, self._joined.given, self._joined.version
         if given is None:
             assert initial is not None
             refs, _ = self._put(initial())
-            given = self._door.call("begin", self.index, welcome.session, refs)
-        return self._arrived(Pulled(given, welcome.version, welcome.clock, {}), 0)
+            given, version = self._door.call("begin", self.index, welcome.session, refs)
+        return self._arrived(Pulled(given, version, welcome.clock, {}), 0)
 
     def start(self, clock: int, initial: Callable[[], Arrays]) -> Arrived:
         """Returns what an island that begins after some steps reads: waits if it is too far ahead of the others.
@@ -138,13 +145,13 @@ class IslandClient:
         refs, nbytes = self._put(arrays)
         push, version = Push(clock, tokens, refs, nbytes, loss), self._version
         try:
-            self._door.call("push", self.index, self._joined.session, push)
+            counts = self._door.call("push", self.index, self._joined.session, push)
         except SessionOverError:
             self.join(clock)
             if not self.has_values:
-                return self.read(initial)._replace(clock=clock)
-            self._door.call("push_late", self.index, self._joined.session, push, version)
-        return self._wait(initial, clock, nbytes)
+                return self.read(initial)._replace(clock=clock, counts=False)
+            counts = self._door.call("push_late", self.index, self._joined.session, push, version)
+        return self._wait(initial, clock, nbytes)._replace(counts=counts)
 
     def beat(self) -> None:
         """Gives a sign of life."""
@@ -167,9 +174,10 @@ class IslandClient:
 
     def _wait(self, initial: Callable[[], Arrays], clock: int, nbytes: int) -> Arrived:
         begin, pulled = time.monotonic(), None
+        held = None if self._held is None else self._version
         try:
             while pulled is None:
-                pulled = self._door.call("pull", self.index, self._joined.session)
+                pulled = self._door.call("pull", self.index, self._joined.session, held)
         except SessionOverError:
             self.join(clock)
             return self.read(initial)._replace(nbytes=nbytes)
@@ -184,5 +192,19 @@ class IslandClient:
 
     def _arrived(self, pulled: Pulled, nbytes: int) -> Arrived:
         self._version = pulled.version
-        values = list(zip(self._joined.parts, self._door.get(pulled.given)))
-        return Arrived(values, pulled.clock, nbytes, pulled.metrics)
+        values, received = self._read_values(pulled)
+        self._held = values if self._hello.bits else None
+        return Arrived(list(zip(self._joined.parts, values)), pulled.clock, nbytes, pulled.metrics, received)
+
+    def _read_values(self, pulled: Pulled) -> tuple[list[Flat], int]:
+        """Returns what each server gives, and the bytes that were read."""
+        if pulled.messages is None:
+            values = self._door.get(pulled.given)
+            return values, sum(x.nbytes for each in values for x in each.values())
+        assert self._held is not None
+        values, received = self._held, 0
+        for refs in pulled.messages:
+            messages = self._door.get(refs)
+            received += sum(x.nbytes for each in messages for x in each.values())
+            values = [with_message(each, message) for each, message in zip(values, messages)]
+        return values, received

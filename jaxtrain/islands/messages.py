@@ -10,6 +10,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.islands.partition import Parts, Spec
 from jaxtrain.islands.server.rules import Rule
 from jaxtrain.islands.trees import Path
+from jaxtrain.sharding.quantized_blocks import Bits
 
 
 class RefusedError(UserError):
@@ -29,12 +30,14 @@ class Hello:
         facts: what all islands must have in common, by name: run, version, strategy, model, data.
         specs: tensors that the server holds.
         rule: what it makes of pushes.
+        bits: of a value that travels in few bits, both ways; 0: none does.
     """
 
     island: int
     facts: Mapping[str, str]
     specs: Mapping[Path, Spec]
     rule: Rule = field(repr=False)
+    bits: Bits = 0
 
     def check(self, first: Hello) -> None:
         """Raises RefusedError unless an island fits the first one."""
@@ -90,9 +93,12 @@ class Pulled(NamedTuple):
         version: updates that they have made.
         clock: step from which the island goes on; later than its own if it was left behind.
         metrics: of the update: staleness, islands that pushed, those that were left out.
+        messages: of the updates since those that the island holds: references of each, one for each server; None: it
+            reads all that the servers hold.
     """
 
     given: list[Any]
     version: int
     clock: int
     metrics: dict[str, float]
+    messages: list[list[Any]] | None = None

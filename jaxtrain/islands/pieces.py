@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.islands.blocks import EncodedArray, EncodedBlock
 from jaxtrain.islands.partition import Part, Parts, Spec
 from jaxtrain.islands.trees import Flat, Path
 
@@ -17,19 +18,39 @@ class TensorPiece(NamedTuple):
 
     Attributes:
         start: its first index in each dim.
-        values: the block.
+        values: the block, or that in few bits.
     """
 
     start: tuple[int, ...]
-    values: np.ndarray
+    values: np.ndarray | EncodedBlock
 
 
-def pieces_of(arrays: Mapping[Path, jax.Array], parts: Parts) -> dict[Path, list[TensorPiece]]:
+def pieces_of(arrays: Mapping[Path, jax.Array | EncodedArray], parts: Parts) -> dict[Path, list[TensorPiece]]:
     """Returns what one server gets of device arrays: the shards of this process that meet its parts, each once."""
-    return {path: _pieces(arrays[path], part) for path, part in parts.items()}
+    return {path: _of_any(arrays[path], part) for path, part in parts.items()}
 
 
-def _pieces(array: jax.Array, part: Part) -> list[TensorPiece]:
+def decoded(pieces: Mapping[Path, Sequence[TensorPiece]]) -> dict[Path, list[TensorPiece]]:
+    """Returns pieces of values: those that have travelled in few bits are float32."""
+
+    def one(piece: TensorPiece) -> TensorPiece:
+        return TensorPiece(piece.start, piece.values.decode()) if isinstance(piece.values, EncodedBlock) else piece
+
+    return {path: [one(piece) for piece in found] for path, found in pieces.items()}
+
+
+def _of_any(array: jax.Array | EncodedArray, part: Part) -> list[TensorPiece]:
+    """Returns the pieces of an array; those of a message begin where its values do."""
+    if not isinstance(array, EncodedArray):
+        return _pieces(array, part)
+    width = array.message.sharding.shard_shape(array.message.shape)[-1]
+    return [
+        TensorPiece((*start[:-1], start[-1] // width * array.size), EncodedBlock(message, array.size, array.bits))
+        for start, message in _pieces(array.message, part)
+    ]
+
+
+def _pieces(array: jax.Array, part: Part) -> list[Any]:
     found: list[TensorPiece] = []
     for shard in array.addressable_shards:
         if shard.replica_id != 0:
@@ -45,7 +66,7 @@ def _pieces(array: jax.Array, part: Part) -> list[TensorPiece]:
     return found
 
 
-def assemble(pieces: Mapping[Path, Sequence[TensorPiece]], specs: Mapping[Path, Spec]) -> Flat:
+def assemble(pieces: Mapping[Path, Sequence[Any]], specs: Mapping[Path, Spec]) -> Flat:
     """Returns the tensors, or parts of them, that pieces make up; one that is whole is not copied.
 
     Raises:
@@ -54,7 +75,7 @@ def assemble(pieces: Mapping[Path, Sequence[TensorPiece]], specs: Mapping[Path, 
     return {path: _assemble(path, pieces.get(path, ()), spec) for path, spec in specs.items()}
 
 
-def _assemble(path: Path, pieces: Sequence[TensorPiece], spec: Spec) -> np.ndarray:
+def _assemble(path: Path, pieces: Sequence[Any], spec: Spec) -> np.ndarray:
     if len(pieces) == 1 and pieces[0].values.shape == spec.shape:
         return pieces[0].values
     whole, filled = np.empty(spec.shape, pieces[0].values.dtype if pieces else spec.dtype), 0

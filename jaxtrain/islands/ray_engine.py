@@ -75,7 +75,7 @@ class CoordinatorActor:
         """See `Coordinator`."""
         return await self._coordinator.join(hello, clock)
 
-    async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
+    async def begin(self, island: int, session: int, refs: list[Any]) -> tuple[list[Any], int]:
         """See `Coordinator`."""
         return await self._coordinator.begin(island, session, refs)
 
@@ -91,9 +91,9 @@ class CoordinatorActor:
         """See `Coordinator`."""
         return await self._coordinator.push_late(island, session, push, version)
 
-    async def pull(self, island: int, session: int) -> Pulled | None:
+    async def pull(self, island: int, session: int, held: int | None = None) -> Pulled | None:
         """See `Coordinator`."""
-        return await self._coordinator.pull(island, session)
+        return await self._coordinator.pull(island, session, held)
 
     async def start(self, island: int, session: int, clock: int) -> None:
         """See `Coordinator`."""

@@ -19,6 +19,7 @@ COLUMNS = (
     "tokens",
     "tokens/s",
     "sent MB",
+    "read MB",
     "waited s",
     "late",
     "dropped",
@@ -54,6 +55,7 @@ def _row(index: str, island: Mapping[str, Any], status: Mapping[str, Any]) -> tu
     state = "gone" if not island["is_there"] else "waits" if island["waits"] else f"{island['seen']:.1f} s ago"
     return (
         index, str(island["clock"]), str(island["staleness"]), f"{tokens:,.0f}", f"{tokens / seconds:,.0f}",
-        f"{island.get('sent_bytes', 0) / 1e6:,.1f}", f"{island.get('waited', 0):.1f}", f"{island.get('late', 0):.0f}",
+        f"{island.get('sent_bytes', 0) / 1e6:,.1f}", f"{island.get('received_bytes', 0) / 1e6:,.1f}",
+        f"{island.get('waited', 0):.1f}", f"{island.get('late', 0):.0f}",
         f"{island.get('dropped', 0):.0f}", f"{island['loss']:.4f}" if "loss" in island else "", state,
     )  # fmt: skip

@@ -11,38 +11,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived, IslandClient
 from jaxtrain.islands.pieces import place_tree
+from jaxtrain.islands.push_encoder import PushEncoder
 from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
 from jaxtrain.optim.optimizers import ema_update
-from jaxtrain.sync.island_state import ConsensusSynchronizer
+from jaxtrain.sync.island_state import RESIDUAL, island_form
 from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.quantized_mean import BITS
 from jaxtrain.sync.replica_dim import distance
 from jaxtrain.sync.synchronizer import SENT, Metrics, State, Step, Synchronizer
 
 Batch = Mapping[str, jax.Array]
-DISTANCE = "consensus_distance"
+DISTANCE, RECEIVED = "consensus_distance", "received_bytes"
 
 
 class IslandSynchronizer(Synchronizer, ABC):
     """Base of the islands of all strategies.
 
     Args:
-        form: of the state.
         program: the island's program, of a run alone.
         client: speaks for the island.
+        sync: section of the run's config.
 
     Attributes:
         behind: steps after which the island has to go on, because the others went on without it; None: it is with them.
     """
 
-    def __init__(self, form: Synchronizer, program: Program, client: IslandClient) -> None:
+    def __init__(self, program: Program, client: IslandClient, sync: SyncConfig) -> None:
+        form = island_form(program.synchronizer.strategy, program.one, sync)
         super().__init__(form.strategy)
         self.program, self.client, self.one = program, client, program.one
         self.abstract, self.start, self.merge, self.agreed = form.abstract, form.start, form.merge, form.agreed
         self.behind: int | None = None
-        self._has_begun = False
+        self._sync, self._has_begun = sync, False
+        bits = BITS.get(sync.island_format, 0)
+        self._encoder = PushEncoder(self.one["params"], bits) if bits else None
 
     def begun(self, state: State, step: int) -> State:
         """Returns the state of the first step: with the values of the servers, or they begin with those of it.
@@ -69,13 +75,26 @@ class IslandSynchronizer(Synchronizer, ABC):
     def with_values(self, state: State, arrived: Arrived) -> State:
         """Returns a state with the values of the servers."""
 
+    def encoded(self, values: Flat, state: State) -> tuple[Flat, Any]:
+        """Returns what a push of values sends, and what it leaves to be sent; None if nothing is kept."""
+        if self._encoder is None:
+            return values, None
+        return self._encoder(values, state.get(SYNC, {}).get(RESIDUAL))
+
+    def _with_residual(self, state: State, residual: Any, arrived: Arrived) -> State:
+        """Returns a state with what a push has left to be sent, unless it was dropped: then with that before it."""
+        if residual is None or not arrived.counts:
+            return state
+        return {**state, SYNC: {**state[SYNC], RESIDUAL: residual}}
+
     def _placed(self, arrived: Arrived, like: State) -> State:
         return unflatten_dict(place_tree(arrived.values, flatten_dict(like)))
 
     def _note(self, arrived: Arrived, clock: int) -> Metrics:
         """Notes if the island was left behind. Returns metrics of the exchange."""
         self.behind = arrived.clock if arrived.clock > clock else None
-        return {SENT: jnp.float32(arrived.nbytes)} | {name: jnp.float32(x) for name, x in arrived.metrics.items()}
+        nbytes = {SENT: jnp.float32(arrived.nbytes), RECEIVED: jnp.float32(arrived.received)}
+        return nbytes | {name: jnp.float32(x) for name, x in arrived.metrics.items()}
 
 
 class GradientIsland(IslandSynchronizer):
@@ -88,8 +107,10 @@ class GradientIsland(IslandSynchronizer):
         rate: learning rate by step, for the log; None: the optimizer has its own.
     """
 
-    def __init__(self, program: Program, client: IslandClient, rate: Callable[[Any], Any] | None) -> None:
-        super().__init__(program.synchronizer, program, client)
+    def __init__(
+        self, program: Program, client: IslandClient, sync: SyncConfig, rate: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(program, client, sync)
         self._rate = rate
 
     def reads_first(self, step: int) -> bool:
@@ -105,11 +126,12 @@ class GradientIsland(IslandSynchronizer):
 
         def run(state: State, batch: Batch) -> tuple[State, Metrics]:
             state = self.begun(state, step)
-            kept, metrics, grads = self._compute(state, dict(batch))
+            kept, metrics, grads = self._compute(self.merge(state), dict(batch))
             tokens, loss = (float(metrics[name]) for name in ("tokens", "loss"))
-            pushed, before = flatten_dict({"params": grads}), state
+            before = state
+            pushed, residual = self.encoded(flatten_dict({"params": grads}), state)
             arrived = self.client.exchange(pushed, lambda: self.initial(before), step + 1, tokens, loss)
-            new = self.with_values({**state, **kept}, arrived)
+            new = self._with_residual(self.with_values({**state, **kept}, arrived), residual, arrived)
             if "ema" in new:
                 new["ema"] = self._average(new["ema"], new["params"])
             more = {} if self._rate is None else {"lr": jnp.float32(self._rate(step))}
@@ -137,26 +159,18 @@ class GradientIsland(IslandSynchronizer):
 
 
 class RoundIsland(IslandSynchronizer):
-    """`local_sgd` and `diloco`: the island trains alone, and all continue from what the servers make of its parameters.
-
-    Args:
-        every: steps between exchanges.
-    """
-
-    def __init__(self, program: Program, client: IslandClient, every: int) -> None:
-        super().__init__(ConsensusSynchronizer(program.synchronizer.strategy, program.one), program, client)
-        self._every = every
+    """`local_sgd` and `diloco`: islands train alone, then all go on from what the servers make of their parameters."""
 
     def step_at(self, step: int, local: Step) -> Step:
         """Returns a step of the island, and an exchange after the last one of a round, as one function."""
-        is_last = (step + 1) % self._every == 0
+        is_last = (step + 1) % self._sync.every == 0
 
         def run(state: State, batch: Batch) -> tuple[State, Metrics]:
             state = self.begun(state, step)
             sync = state[SYNC]
             new, metrics = local(self.merge(state), batch)
             tokens = self._count(sync["tokens"], metrics["skipped"], metrics["tokens"])
-            state = {**new, SYNC: {"tokens": tokens, "agreed": sync["agreed"]}}
+            state = {**new, SYNC: {**sync, "tokens": tokens}}
             if not is_last:
                 return state, metrics
             state, more = self._exchange(state, step + 1, float(metrics["loss"]))
@@ -187,10 +201,11 @@ class RoundIsland(IslandSynchronizer):
         tokens = float(state[SYNC]["tokens"])
         values = self.outgoing(state)
         is_finite = bool(self._is_finite(list(values.values())))
-        arrived = self.client.exchange(values, lambda: self.initial(state), clock, tokens, loss)
+        pushed, residual = self.encoded(values, state)
+        arrived = self.client.exchange(pushed, lambda: self.initial(state), clock, tokens, loss)
         if not is_finite:
             state = self._healed(state)
-        new = self.with_values(state, arrived)
+        new = self._with_residual(self.with_values(state, arrived), residual, arrived)
         return new, self._note(arrived, clock) | {DISTANCE: self._distance(state["params"], new["params"])}
 
     @cached_property
@@ -204,7 +219,7 @@ class RoundIsland(IslandSynchronizer):
         placed = unflatten_dict(place_tree(arrived.values, like))
         again = unflatten_dict(place_tree(arrived.values, flatten_dict({"params": self.one["params"]})))
         tokens = jax.device_put(np.float32(0), self.abstract(self.one)[SYNC]["tokens"].sharding)
-        new = {**state, "params": placed["params"], SYNC: {"tokens": tokens, "agreed": again["params"]}}
+        new = {**state, "params": placed["params"], SYNC: {**state[SYNC], "tokens": tokens, "agreed": again["params"]}}
         if "mutable" in placed:
             new["mutable"] = unflatten_dict(flatten_dict(state["mutable"]) | flatten_dict(placed["mutable"]))
         return new
@@ -229,7 +244,10 @@ class RoundIsland(IslandSynchronizer):
 
 
 class ChangeIsland(RoundIsland):
-    """`async_diloco`: the island pushes how far it has come from what it read, which others have updated since."""
+    """`async_diloco`, or `diloco` in few bits: the island pushes how far it has come from what it read.
+
+    Others may have updated that since.
+    """
 
     def outgoing(self, state: State) -> Flat:
         """Returns the parameters that it read less its own, float32, and mutable variables."""

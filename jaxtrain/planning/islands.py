@@ -5,11 +5,14 @@ The formulas are those of `cost.exchange_price`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.island_config import program_config
 from jaxtrain.config.sections.islands import AT_ROUNDS, STALE
+from jaxtrain.config.sections.islands_checks import FORMATS
+from jaxtrain.config.sections.sync import STRATEGY_KEYS
 from jaxtrain.planning import advice
 from jaxtrain.planning.cost.exchange_price import ROUNDS, choose, price, rounds_keys
 from jaxtrain.planning.cost.transfers import EXCHANGE
@@ -59,9 +62,12 @@ def _priced(config: Config, plan: Plan, rate: float | None) -> list[PricedStrate
         name, keys = strategy, f"sync.strategy={strategy}"
         if not is_stale:
             name, keys = f"{strategy}, every {every}", f"{keys} {rounds_keys(strategy, every, config.steps)}"
-        rounds = sizes["params"] + sizes["mutable"]
-        sent, received = (sizes["gradients"], sizes["params"]) if is_stale else (rounds, rounds)
         is_lockstep = strategy not in ("ssp", "asp", "async_diloco") or (strategy == "ssp" and sync.stale.bound == 0)
+        own, other = ("gradients", "deltas") if is_stale else ("deltas", "gradients")
+        if getattr(sync.compress, other) in FORMATS[1:]:
+            keys += f" sync.compress.{other}=none"
+        form = getattr(sync.compress, own) if "compress" in STRATEGY_KEYS.get(strategy, ()) else "none"
+        sent, received = _exchanged(sizes, form, is_stale, 1 if is_lockstep else count)
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, rate=rate,
             seconds=plan.step_seconds, tokens=plan.tokens,
@@ -72,6 +78,22 @@ def _priced(config: Config, plan: Plan, rate: float | None) -> list[PricedStrate
     stale = sync.strategy if sync.strategy in ("ssp", "asp") else "ssp"
     own = at(sync.strategy, sync.every if has_rounds else 1)
     return [own, at("bsp"), at(stale), *(at("diloco", every) for every in rounds)]
+
+
+def _exchanged(sizes: Mapping[str, int], form: str, is_stale: bool, updates: int) -> tuple[int, int]:
+    """Returns the bytes that an island pushes, and those that it then reads.
+
+    Args:
+        sizes: of trees, see `step_program.tree_bytes`.
+        form: format of values, see `sync.compress`.
+        is_stale: gradients are pushed, and mutable variables stay those of each island.
+        updates: made since the last read, each of which has a message if values are rounded.
+    """
+    mutable = 0 if is_stale else sizes["mutable"]
+    if form == "none":
+        return (sizes["gradients"] if is_stale else sizes["params"] + mutable), sizes["params"] + mutable
+    sent = sizes[f"{'gradients' if is_stale else 'changes'} {form}"] + mutable
+    return sent, min(updates * (sizes[f"message {form}"] + mutable), sizes[f"params {form}"] + mutable)
 
 
 def _link(plan: Plan, dcn: str | None) -> tuple[str, float | None]:

@@ -150,7 +150,8 @@ class Plan(Displayed):
         notes: assumptions of this plan.
         pods: smaller pods that were compiled and from which this plan is extrapolated; else empty.
         compile_seconds: for tracing and compiling.
-        tree_bytes: of whole trees, of all devices together: `gradients`, `params`, and `mutable` variables.
+        tree_bytes: of whole trees, of all devices together: `gradients`, `params`, and `mutable` variables; in few
+            bits as `gradients int8`, see `step_program.tree_bytes`.
         replica_rate: bytes/s at which a replica sends to the others, all its devices together; None if unknown, or if
             there is one replica.
         islands: what islands and their server send each other; None: there are none.

@@ -18,8 +18,10 @@ from jaxtrain.models.spec import has_token_rows, is_decoder
 from jaxtrain.planning.cost.memory import shard_size
 from jaxtrain.planning.hardware import network, simulated, targets
 from jaxtrain.precision.policy import POLICIES
+from jaxtrain.sharding.quantized_blocks import Bits
 from jaxtrain.sharding.rules import DATA_AXIS, LAYERS, dims_without_axes, storage_axes
 from jaxtrain.sharding.sharder import Dims
+from jaxtrain.sync.quantized_mean import BITS, is_sent_in_blocks, message_bytes
 from jaxtrain.sync.synchronizer import RoundBytes
 
 
@@ -79,7 +81,8 @@ def tree_bytes(program: Program) -> dict[str, int]:
 
     Returns:
         `gradients`: of a step, float32 if they are accumulated or scaled. `params`: the parameters. `mutable`: mutable
-        variables with fractions.
+        variables with fractions. And of each format of `sync.compress`, such as `gradients int8`: `gradients` and
+        `changes` of parameters in it, the `message` of an update, and `params` that islands read at once.
     """
     one, gradients = program.one, program.gradients
     is_float32 = not gradients.is_one_pass or "scaling" in one
@@ -89,7 +92,30 @@ def tree_bytes(program: Program) -> dict[str, int]:
 
     fractions = [leaf for leaf in jax.tree.leaves(one.get("mutable", {})) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     params = one["params"]
-    return {"gradients": count(params, 4 if is_float32 else None), "params": count(params), "mutable": count(fractions)}
+    found = {
+        "gradients": count(params, 4 if is_float32 else None), "params": count(params), "mutable": count(fractions)
+    }  # fmt: skip
+    for name, bits in BITS.items():
+        if bits:
+            found |= {
+                f"{what} {name}": size for what, size in _rounded_bytes(jax.tree.leaves(params), is_float32, bits)
+            }
+    return found
+
+
+def _rounded_bytes(params: list[Any], is_float32: bool, bits: Bits) -> list[tuple[str, int]]:
+    """Returns bytes of parameters in few bits, as `tree_bytes` names them; small ones travel as they are."""
+    total = dict.fromkeys(("gradients", "changes", "message", "params"), 0)
+    for leaf in params:
+        shard, itemsize = leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize
+        exact = {"gradients": 4 if is_float32 else itemsize, "changes": 4, "message": itemsize, "params": itemsize}
+        sizes = {name: leaf.size * each for name, each in exact.items()}
+        if is_sent_in_blocks(leaf.shape, leaf.dtype, shard, bits):
+            sizes["gradients"] = sizes["changes"] = message_bytes(shard, bits) * (leaf.size // prod(shard))
+        if is_sent_in_blocks(leaf.shape, leaf.dtype, leaf.shape, bits):
+            sizes |= {"message": message_bytes(leaf.shape, bits), "params": 4 * leaf.size}
+        total = {name: size + sizes[name] for name, size in total.items()}
+    return list(total.items())
 
 
 def device_positions(program: Program, target: str) -> list[network.DevicePosition]:

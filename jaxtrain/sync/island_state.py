@@ -1,4 +1,4 @@
-"""The state of an island: that of one run, and what the islands agreed on at their last exchange."""
+"""The state of an island: that of one run, what was agreed on at the last exchange, and what is still to be sent."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.sections.islands import AT_ROUNDS
+from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sync.added_state import replicated
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.strategy import Strategy
 from jaxtrain.sync.synchronizer import State, Synchronizer
 
+RESIDUAL = "residual"
 
-class ConsensusSynchronizer(Synchronizer):
-    """The state has a part `sync`: `tokens` since the last exchange, float32 scalar, and `agreed`, parameters after it.
+
+def island_form(strategy: Strategy, one: State, sync: SyncConfig) -> Synchronizer:
+    """Returns the form of an island's state.
+
+    Args:
+        strategy: of one run alone, which the island's step is.
+        one: abstract state of that, with shardings.
+        sync: section of the run's config.
+    """
+    if sync.strategy in AT_ROUNDS:
+        return ConsensusSynchronizer(strategy, one, sync.has_island_residuals)
+    return ResidualSynchronizer(strategy, one) if sync.has_island_residuals else Synchronizer(strategy)
+
+
+class ResidualSynchronizer(Synchronizer):
+    """The state has a part `sync`: `residual`, float32 like the parameters, which pushes in few bits have not sent yet.
 
     Args:
         strategy: of one run alone, which the island's step is.
@@ -25,23 +42,58 @@ class ConsensusSynchronizer(Synchronizer):
         super().__init__(strategy)
         self.one = one
 
+    def added(self, params: Any) -> dict[str, Any]:
+        """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
+
+        def like(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+
+        return {RESIDUAL: jax.tree.map(like, params)}
+
+    def initial(self, params: Any) -> dict[str, Any]:
+        """Returns the part at the start of a run."""
+        return {RESIDUAL: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)}
+
     def abstract(self, one: State) -> State:
         """Returns shapes, dtypes and shardings of the state, with the part `sync`."""
-        tokens = replicated(jax.ShapeDtypeStruct((), jnp.float32), one["params"])
-        return {**one, SYNC: {"tokens": tokens, "agreed": one["params"]}}
+        return {**one, SYNC: self.added(one["params"])}
 
     def start(self, one: State) -> State:
         """Returns the state at the start of a run."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract(self.one)[SYNC])
-
-        def make(params: Any) -> Any:
-            return {"tokens": jnp.float32(0), "agreed": jax.tree.map(jnp.copy, params)}
-
-        return {**one, SYNC: jax.jit(make, out_shardings=shardings)(one["params"])}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.added(self.one["params"]))
+        return {**one, SYNC: jax.jit(self.initial, out_shardings=shardings)(one["params"])}
 
     def merge(self, state: State) -> State:
         """Returns the state without the part `sync`, from which a run alone may go on."""
         return {name: tree for name, tree in state.items() if name != SYNC}
+
+    def agreed(self, state: State) -> State:
+        """Returns the variables that validation and export use: those that the island has read."""
+        return self.merge(state)
+
+
+class ConsensusSynchronizer(ResidualSynchronizer):
+    """The part `sync` has `tokens` since the last exchange, float32 scalar, and `agreed`, parameters after it.
+
+    Args:
+        strategy: of one run alone, which the island's step is.
+        one: abstract state without the part, with shardings.
+        has_residual: it has the residual, too.
+    """
+
+    def __init__(self, strategy: Strategy, one: State, has_residual: bool = False) -> None:
+        super().__init__(strategy, one)
+        self._has_residual = has_residual
+
+    def added(self, params: Any) -> dict[str, Any]:
+        """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
+        tokens = replicated(jax.ShapeDtypeStruct((), jnp.float32), params)
+        return {"tokens": tokens, "agreed": params} | (super().added(params) if self._has_residual else {})
+
+    def initial(self, params: Any) -> dict[str, Any]:
+        """Returns the part at the start of a run."""
+        residual = super().initial(params) if self._has_residual else {}
+        return {"tokens": jnp.float32(0), "agreed": jax.tree.map(jnp.copy, params)} | residual
 
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use: those of the last exchange."""

@@ -157,14 +157,14 @@ def _together(exchange: Any, messages: list[jax.Array]) -> list[jax.Array]:
 def to_blocks(x: jax.Array, replicas: int, bits: Bits) -> jax.Array:
     """Returns [...] as [replicas, blocks, values], filled with zeros. Blocks lie along the last dim."""
     per, block = _parts(x.shape, replicas, bits)
-    width = _row(x.shape[-1], bits)[0] * block
+    width = row_blocks(x.shape[-1], bits)[0] * block
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]).reshape(-1, block)
     return jnp.pad(x, [(0, replicas * per - len(x)), (0, 0)]).reshape(replicas, per, block)
 
 
 def from_blocks(blocks: jax.Array, shape: tuple[int, ...], bits: Bits) -> jax.Array:
     """Reverses `to_blocks`."""
-    count, block = _row(shape[-1], bits)
+    count, block = row_blocks(shape[-1], bits)
     width = count * block
     rows = blocks.reshape(-1, block)[: prod(shape[:-1]) * width // block]
     return rows.reshape(*shape[:-1], width)[..., : shape[-1]]
@@ -187,13 +187,34 @@ def sent_bytes(params: Tree, bits: Bits, replicas: int, inner: int = 1) -> int:
     return round(total)
 
 
+def is_sent_in_blocks(shape: tuple[int, ...], dtype: Any, shard: tuple[int, ...], bits: Bits) -> bool:
+    """Returns whether islands and their servers send a parameter in few bits: a large one, if that makes it smaller.
+
+    Args:
+        shape: of the whole.
+        dtype: of the parameter.
+        shard: shape of what is encoded at once.
+        bits: of a value; 0: nothing is.
+    """
+    if not bits or len(shape) < 2 or prod(shape) < SMALLEST or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return message_bytes(shard, bits) < prod(shard) * np.dtype(dtype).itemsize
+
+
+def message_bytes(shape: tuple[int, ...], bits: Bits) -> int:
+    """Returns the bytes of blocks along the last dim of an array: codes, and the scale of each block."""
+    count, block = row_blocks(shape[-1], bits)
+    width = bits if isinstance(bits, int) else 8
+    return prod(shape[:-1]) * count * (block * width // 8 + SCALE_BYTES)
+
+
 def _parts(shape: tuple[int, ...], replicas: int, bits: Bits) -> tuple[int, int]:
     """Returns the blocks that each replica sums, and the values of a block."""
-    count, block = _row(shape[-1], bits)
+    count, block = row_blocks(shape[-1], bits)
     return ceil(prod(shape[:-1]) * count / replicas), block
 
 
-def _row(size: int, bits: Bits) -> tuple[int, int]:
+def row_blocks(size: int, bits: Bits) -> tuple[int, int]:
     """Returns the blocks of a row, equal ones, and their values: at most `BLOCK`, a multiple of 4, to fill bytes.
 
     In 1 bit a row is a block: zeros that fill it up would count in its scale, as would what is lost there.

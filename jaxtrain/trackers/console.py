@@ -27,6 +27,7 @@ RATES = {f"{unit}_per_sec{per}" for unit in ("tokens", "samples") for per in (""
 TRAINER_METRICS = RATES | {
     "step", "loss", "lr", "grad_norm", "skipped", "spike", "loss_scale", "tokens", "samples", "step_time", "data_wait",
     "mfu", "hfu", "memory", "bubble", "skipped_replicas", "consensus_distance", "exchanged_bytes",
+    "received_bytes",
 }  # fmt: skip
 SMOOTHING = 0.9  # exponential moving average of the step time, for the ETA
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_net
 from flax import nnx
@@ -21,11 +22,18 @@ from jaxtrain.core.program import Program, build_program
 from jaxtrain.core.resolve import load_config
 from jaxtrain.errors import UserError
 from jaxtrain.islands.callback import tensors
+from jaxtrain.islands.partition import partition
+from jaxtrain.islands.pieces import pieces_of
+from jaxtrain.islands.push_encoder import PushEncoder
+from jaxtrain.islands.server.process import ServerProcess
+from jaxtrain.islands.server.rules import ExchangeRule, Header
+from jaxtrain.islands.trees import flatten_dict
 from jaxtrain.planning import advice, islands, step_program
 from jaxtrain.planning.cost import exchange_price
 from jaxtrain.planning.hardware import calibration, chips
 from jaxtrain.planning.report import diff, page, terminal
 from jaxtrain.planning.result import Advice, Plan, PricedStrategy
+from jaxtrain.sync.quantized_mean import BITS
 
 RATE = 125e6  # bytes/s of 1Gbit
 MB = 10**6
@@ -246,6 +254,51 @@ def test_bytes_of_pushed_gradients_are_those_of_the_step(keys: tuple[str, ...]):
     assert step_program.tree_bytes(made)["gradients"] == expected
 
 
+SIZES = {
+    "gradients": 200, "params": 200, "mutable": 8, "gradients int8": 55, "changes int8": 60, "message int8": 52,
+    "params int8": 210,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent", "received"),
+    [
+        (("bsp", "gradients"), 55, 52),
+        (("ssp", "gradients"), 55, 208),  # messages of four updates
+        (("diloco", "deltas"), 68, 60),
+        (("async_diloco", "deltas"), 68, 218),  # all that the servers hold
+        (("local_sgd", "deltas"), 208, 208),  # does not read the key
+    ],
+)  # fmt: skip
+def test_bytes_in_few_bits_are_those_of_pushes_and_messages(keys: tuple[str, str], sent: int, received: int):
+    strategy, key = keys
+    overrides = (f"sync.strategy={strategy}", f"sync.compress.{key}=int8", "sync.every=100", "steps=1000")
+    found = island_plan(*overrides, plan=fitting(tree_bytes=SIZES)).islands
+    assert (found.own.sent, found.own.received) == (sent, received)
+    loosest = found.choices[-1]
+    expected = " sync.compress.gradients=none" if key == "gradients" else ""
+    assert loosest.keys == f"sync.strategy=diloco sync.every=256 steps=1024{expected}"
+    assert loosest.sent == (208 if key == "gradients" else 68)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "int2"])
+def test_bytes_in_few_bits_are_those_that_travel(form: str):
+    made_for, made = program("sync.strategy=diloco", "precision=fp32")
+    sizes, params = step_program.tree_bytes(made), made.one["params"]
+    zeros = jax.tree.map(lambda p: jax.device_put(jnp.zeros(p.shape, jnp.float32), p.sharding), params)
+    specs = tensors(made_for, made)
+    flat, _ = PushEncoder(params, BITS[form])(flatten_dict({"params": zeros}), None)
+    (parts,) = partition(specs, 1)
+    pushed = sum(piece.values.nbytes for pieces in pieces_of(flat, parts).values() for piece in pieces)
+    assert sizes[f"changes {form}"] == sizes[f"gradients {form}"] == pushed
+    server = ServerProcess(ExchangeRule(made_for.sync, of_changes=True), specs, BITS[form])
+    values = {path: np.asarray(x) for path, x in flatten_dict({"params": zeros}).items()}
+    state, *_ = server.begin(values)
+    whole, message = server.update(state, Header((0,), (1.0,), (1.0,), 0, 1.0, (True,)), values)[3]
+    assert (sizes[f"params {form}"], sizes[f"message {form}"]) == (whole, message)
+    assert message < pushed < {"int8": 0.29, "fp8": 0.29, "int4": 0.17, "int2": 0.11}[form] * sizes["params"]
+
+
 class Normalised(nnx.Module):
     """A layer behind a batch norm, and an integer that counts passes."""
 
@@ -265,7 +318,9 @@ def test_bytes_of_what_the_servers_hold(strategy: str, mutable: int):
     found = tiny_net.config(sync={"strategy": strategy}, islands={"count": 2}, **changes)
     made = build_program(program_config(found), None, jax.devices()[:1], tiny_net.rows(0))
     sizes = step_program.tree_bytes(made)
-    assert sizes == {"gradients": 4 * 28, "params": 4 * 28, "mutable": 32}  # scale, bias, 16 + 4; mean and variance
+    assert sizes.pop("mutable") == 32  # mean and variance
+    assert set(sizes.values()) == {4 * 28}  # scale, bias, 16 + 4: too small for blocks
+    assert {"gradients", "params", "changes int8", "message fp8"} <= set(sizes)
     assert sizes["params"] + mutable == sum(spec.nbytes for spec in tensors(found, made).values())
 
 

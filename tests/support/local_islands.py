@@ -33,6 +33,8 @@ class LocalServers:
     def __init__(self, count: int) -> None:
         self.parts: list[Parts] = []
         self.given: list[Any] = []
+        self.message: list[Any] = []
+        self.nbytes = 0, 0
         self.count = count
         self.servers: list[ServerProcess] = []
         self.states: list[Any] = []
@@ -42,7 +44,7 @@ class LocalServers:
         self.parts = partition(hello.specs, self.count)
         for parts in self.parts:
             specs = {path: part.spec(hello.specs[path]) for path, part in parts.items()}
-            self.servers.append(ServerProcess(hello.rule, specs))
+            self.servers.append(ServerProcess(hello.rule, specs, hello.bits))
 
     async def begin(self, refs: list[Any]) -> None:
         held = await self.hold(refs)
@@ -61,7 +63,8 @@ class LocalServers:
         self._keep([server.update(state, header, *flats) for server, state, flats in calls])
 
     def _keep(self, values: Sequence[Any]) -> None:
-        self.states, self.given = [value[0] for value in values], [value[1] for value in values]
+        self.states, self.given, self.message, sizes = map(list, zip(*values))
+        self.nbytes = sum(given for given, _ in sizes), sum(message for _, message in sizes)
 
     async def save(self, record: Mapping[str, Any]) -> None:
         self.saved = record

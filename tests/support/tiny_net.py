@@ -41,6 +41,26 @@ class Net(nnx.Module):
         return {"square": (jnp.sum(batch["w"][:, None] * error**2), jnp.sum(batch["w"]))}
 
 
+class Wide(nnx.Module):
+    """y ~ tanh(tanh(x a) m) b, with a matrix that is worth rounding between two that are not."""
+
+    rows_are_independent = True
+    inside = 64
+
+    def __init__(self, *, env, rngs):
+        self.env = env
+        self.a = env.param(rngs, ("embed", "mlp"), (WIDTH, self.inside), normal)
+        self.m = env.param(rngs, ("embed", "mlp"), (self.inside, self.inside), normal)
+        self.b = env.param(rngs, ("mlp", "embed"), (self.inside, WIDTH), normal)
+
+    def loss(self, batch, key):
+        x = batch["x"]
+        for weight in (self.a, self.m):
+            x = jnp.tanh(x @ self.env.weight(weight))
+        error = 0.1 * (x @ self.env.weight(self.b)) - batch["y"]
+        return {"square": (jnp.sum(batch["w"][:, None] * error**2), jnp.sum(batch["w"]))}
+
+
 def rows(step: int, equal: int = 1, weights: str = "even", total: int = ROWS) -> dict[str, np.ndarray]:
     """Rows of a step. `equal`: the same rows that many times. Weights are 1, or small integers that differ."""
     rng = np.random.default_rng(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jaxtrain.config.sections.islands import STALE
 from jaxtrain.config.sections.sync import FIRST_SHARE, GRADIENT_KEYS
 
 if TYPE_CHECKING:
@@ -16,10 +17,13 @@ Found = tuple[tuple[str, ...], str]  # keys, message
 def compression_problems(config: Config) -> Iterator[Found]:
     """Yields the keys and the message of what does not fit the strategy or the optimizer."""
     sync, compress = config.sync, config.sync.compress
-    if sync.strategy == "bsp" and compress.deltas != "none":
-        message = "bsp exchanges gradients; expected none (see sync.compress.gradients), or sync.strategy=diloco"
+    has_islands = config.islands.has_islands
+    if (sync.strategy == "bsp" or (sync.is_stale and has_islands)) and compress.deltas != "none":
+        message = (
+            f"{sync.strategy} exchanges gradients; expected none (see sync.compress.gradients), or sync.strategy=diloco"
+        )
         yield ("sync.compress.deltas", "sync.strategy"), message
-    if sync.strategy != "bsp" and compress.gradients != "none" and "compress" not in sync.unread():
+    if sync.strategy not in STALE and compress.gradients != "none" and "compress" not in sync.unread():
         message = f"{sync.strategy} exchanges changes of parameters; expected none (see sync.compress.deltas), or bsp"
         yield ("sync.compress.gradients", "sync.strategy"), message
     if sync.is_compressed and compress.gradients == "topk" and compress.momentum:
@@ -68,7 +72,8 @@ def compresses_over_data(config: Config) -> bool:
 def compression_notes(config: Config) -> list[str]:
     """Returns a line for each compression without effect."""
     notes = []
-    if config.sync.is_compressed and config.mesh.replica == config.mesh.data == 1:
+    has_one = config.mesh.replica == config.mesh.data == 1 and not config.islands.has_islands
+    if config.sync.is_compressed and has_one:
         notes.append("sync.compress.gradients: one replica sends nothing; expected mesh.replica or mesh.data > 1")
     if config.sync.changes_gathers and config.mesh.fsdp == 1 and config.zero < 3:
         notes.append("sync.compress: no weights are gathered; expected mesh.fsdp > 1 for weights and secondary")

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, STALE
+from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.config.sections.sync_checks import KeysAndMessage
 from jaxtrain.errors import join_words
+
+FORMATS = ("none", "int8", "fp8", "int4", "int2")  # of values between islands and their servers
 
 
 def island_problems(config: Config) -> Iterator[KeysAndMessage]:
@@ -18,13 +21,14 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
         if sync.strategy in AMONG_ISLANDS:
             message = f"{sync.strategy} is for islands (`jaxtrain launch islands`); expected diloco"
             yield ("sync.strategy", "islands.count"), message
+        if sync.is_stale and sync.compress != CompressConfig():
+            message = f"{sync.strategy} of replicas of one program sends float32; expected no compression, or islands"
+            yield ("sync.compress", "sync.strategy", "islands.count"), message
         return
     if sync.strategy not in (*STALE, *AT_ROUNDS):
         message = f"{sync.strategy} is for replicas of one program; islands agree by"
         yield ("sync.strategy", "islands.count"), f"{message} {join_words([*STALE, *AT_ROUNDS])}"
-    elif sync.is_rounded:
-        message = "islands send float32; expected no compression (none)"
-        yield ("sync.compress", "islands.count"), message
+    yield from _format_problems(config)
     if config.mesh.replica != 1:
         yield ("mesh.replica", "islands.count"), "each island is one replica; expected 1"
     if rows % count:
@@ -35,3 +39,17 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
         )
     if islands.quorum > count:
         yield ("islands.quorum", "islands.count"), f"there are {count} islands; expected at most {count}"
+
+
+def _format_problems(config: Config) -> Iterator[KeysAndMessage]:
+    """Yields compression that islands do not have."""
+    sync = config.sync
+    if sync.island_format not in FORMATS:
+        message = f"islands send blocks of values, not {sync.island_format}; expected {join_words(FORMATS)}"
+        yield ("sync.compress.gradients", "islands.count"), message
+    if "compress" in sync.unread():
+        return
+    for name, default in (("weights", "none"), ("secondary", 0)):
+        if getattr(sync.compress, name) != default:
+            message = f"islands gather weights as they are stored; expected {default}"
+            yield (f"sync.compress.{name}", "islands.count"), message

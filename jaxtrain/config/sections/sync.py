@@ -18,12 +18,13 @@ from jaxtrain.config.field_types import (
     Share,
 )
 from jaxtrain.config.section import Section, key, section
+from jaxtrain.config.sections.islands import STALE
 
 STRATEGY_KEYS: dict[str, tuple[str, ...]] = {  # keys of `sync` that each built-in strategy reads
     "bsp": ("compress",), "local_sgd": ("every",), "post_local": ("every", "bsp_steps"),
     "diloco": ("every", "outer", "compress"), "streaming_diloco": ("every", "outer", "compress", "streaming"),
-    "muloco": ("every", "outer", "compress"), "async_diloco": ("every", "outer"), "gossip": ("every", "gossip"),
-    "ssp": ("stale",), "asp": ("stale",),
+    "muloco": ("every", "outer", "compress"), "async_diloco": ("every", "outer", "compress"),
+    "gossip": ("every", "gossip"), "ssp": ("stale", "compress"), "asp": ("stale", "compress"),
 }  # fmt: skip
 AT_OUTER = ("diloco", "streaming_diloco", "muloco", "async_diloco")  # those whose result is that of an outer optimizer
 
@@ -55,11 +56,14 @@ class CompressConfig(Section):
     """Compression of what replicas exchange: the gradients of bsp, or the changes of diloco."""
 
     deltas: Literal["none", "int8", "fp8", "int4", "int2"] = key(
-        "none", "diloco: changes of the parameters since the last exchange, in blocks of 128 values with a scale each"
+        "none",
+        "diloco: changes of the parameters since the last exchange, in blocks of 128 values with a scale each; of "
+        "islands also async_diloco, both ways",
     )
     gradients: Literal["none", "int8", "fp8", "int4", "int2", "powersgd", "topk", "onebit_adam"] = key(
         "none", "bsp: gradients over mesh.replica, or with one replica over mesh.data, in such blocks; `powersgd`: of "
-        "low rank; `topk`: the largest values; `onebit_adam`: signs of the momentum"
+        "low rank; `topk`: the largest values; `onebit_adam`: signs of the momentum. Of islands in blocks alone, also "
+        "ssp and asp, both ways"
     )  # fmt: skip
     error_feedback: Bool = key(True, "keep what is lost, and add it the next time")
     rank: PositiveInt = key(4, "powersgd: rank of a matrix")
@@ -173,6 +177,18 @@ class SyncConfig(Section):
         return exchange_axis(sizes) if self.is_compressed else "replica"
 
     @property
+    def island_format(self) -> str:
+        """Format in which values travel between islands and their servers; `none`: as they are."""
+        if "compress" not in self._read:
+            return "none"
+        return self.compress.gradients if self.strategy in STALE else self.compress.deltas
+
+    @property
+    def has_island_residuals(self) -> bool:
+        """True if islands keep what their pushes lost by rounding."""
+        return self.island_format != "none" and self.compress.error_feedback
+
+    @property
     def is_onebit_adam(self) -> bool:
         """True if replicas are equal, and after some steps the momentum travels in place of the gradients."""
         return self.is_compressed and self.compress.gradients == "onebit_adam"
@@ -180,7 +196,11 @@ class SyncConfig(Section):
     @property
     def changes_gathers(self) -> bool:
         """True if the weights of layers are gathered in few bits, or from copies in a node."""
-        return "compress" in self._read and (self.compress.weights != "none" or self.compress.secondary > 0)
+        return (
+            "compress" in self._read
+            and not self.is_stale
+            and (self.compress.weights != "none" or self.compress.secondary > 0)
+        )
 
     @property
     def is_builtin(self) -> bool:
@@ -197,7 +217,9 @@ class SyncConfig(Section):
 
     @model_serializer(mode="wrap")
     def _keys_of_strategy(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits the keys that the strategy does not read, and for bsp a section without compression."""
-        has_none = self.strategy == "bsp" and not (self.is_compressed or self.changes_gathers)
+        """Omits the keys that the strategy does not read, and but for diloco a section without compression."""
+        has_none = self.strategy in (*STALE, "async_diloco") and not (
+            self.island_format != "none" or self.changes_gathers
+        )
         unread = [*self.unread(), *(["compress"] if has_none else [])]
         return {key: value for key, value in serialize(self).items() if key not in unread}

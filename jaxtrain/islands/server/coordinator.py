@@ -16,6 +16,7 @@ from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, SessionOverError, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.server.policies import PushId, UpdatePolicy
+from jaxtrain.islands.server.recent_messages import RecentMessages
 from jaxtrain.islands.server.rules import Header
 
 SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
@@ -41,10 +42,14 @@ class Servers(Protocol):
     Attributes:
         parts: what each holds.
         given: references to what islands read, one for each.
+        message: references to what the last update changed in that, in few bits.
+        nbytes: of what islands read, and of the message.
     """
 
     parts: list[Parts]
     given: list[Any]
+    message: list[Any]
+    nbytes: tuple[int, int]
 
     async def open(self, hello: Hello) -> None:
         """Starts the servers for the tensors and the rule of the first island."""
@@ -83,7 +88,7 @@ class Member:
         read_at: version of its last read.
         released: it may read.
         waits_since: time since which it waits to read; None: it computes.
-        totals: for the status: tokens, bytes, steps, seconds waited, loss, late and dropped pushes.
+        totals: for the status: tokens, bytes both ways, steps, seconds waited, loss, late and dropped pushes.
     """
 
     session: int
@@ -133,6 +138,7 @@ class Coordinator:
         self._numbers = 0  # of pushes
         self._pushes: dict[PushId, tuple[Push, Held, float]] = {}  # push, where it is held, its scale
         self._metrics: dict[str, float] = {}
+        self._messages = RecentMessages()
         self._past: dict[int, Member] = {}
         self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()  # of updates
@@ -185,16 +191,16 @@ class Coordinator:
             return True
         return self._starts_by is not None and self._now() >= self._starts_by
 
-    async def begin(self, island: int, session: int, refs: list[Any]) -> list[Any]:
-        """Takes the initial values of an island, unless another one was faster. Returns what all begin with."""
+    async def begin(self, island: int, session: int, refs: list[Any]) -> tuple[list[Any], int]:
+        """Takes the initial values of an island, unless another was faster. Returns what it reads, and its version."""
         member = self._member(island, session)
         async with self._lock:
             if not self._has_values:
                 await self.servers.begin(refs)
                 self._has_values = True
             self._arrive(island)
-            member.seen = self._now()
-        return list(self.servers.given)
+            member.seen, member.read_at = self._now(), self.version
+            return list(self.servers.given), self.version
 
     async def heartbeat(self, island: int, session: int) -> None:
         """Takes a sign of life. Raises SessionOverError if the island has to join anew."""
@@ -260,8 +266,14 @@ class Coordinator:
         self.policy.push(island, self._numbers, push.clock)
         await self._advance()
 
-    async def pull(self, island: int, session: int) -> Pulled | None:
-        """Returns what an island reads, once it may; None after `LONGEST_WAIT`, to be asked again."""
+    async def pull(self, island: int, session: int, held: int | None = None) -> Pulled | None:
+        """Returns what an island reads, once it may; None after `LONGEST_WAIT`, to be asked again.
+
+        Args:
+            island: its index.
+            session: of its stay.
+            held: version of the values that it has read in this stay, to which messages add; None: it reads all.
+        """
         member = self._member(island, session)
         deadline = self._now() + LONGEST_WAIT
         while not member.released:
@@ -278,7 +290,12 @@ class Coordinator:
             member.count(waited=self._now() - member.waits_since)
         member.waits_since, member.read_at = None, self.version
         clock = self.policy.completed.get(island, self.clock)
-        return Pulled(list(self.servers.given), self.version, clock, dict(self._metrics))
+        metrics, missed = dict(self._metrics), self._messages.since(held, self.version)
+        if missed is not None:
+            member.count(received_bytes=missed[1])
+            return Pulled([], self.version, clock, metrics, missed[0])
+        member.count(received_bytes=self.servers.nbytes[0])
+        return Pulled(list(self.servers.given), self.version, clock, metrics)
 
     async def leave(self, island: int, session: int) -> None:
         """Ends the stay of an island; the others go on without it."""
@@ -342,6 +359,7 @@ class Coordinator:
         )  # fmt: skip
         await self.servers.update(header, [held for _, held, _ in chosen])
         self.version += 1
+        self._messages.add(self.version, self.servers.message, self.servers.nbytes[1], self.servers.nbytes[0])
         self._progress += share
         self.clock = max(self.clock, *(push.clock for push, _, _ in chosen))
         self._metrics = {"pushing": float(len(islands)), "left_out": float(len(finite) - sum(finite))}

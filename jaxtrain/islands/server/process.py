@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path as File
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,12 +17,16 @@ import numpy as np
 
 from jaxtrain.io.atomic import open_atomic
 from jaxtrain.islands.partition import Spec
-from jaxtrain.islands.pieces import TensorPiece, assemble
-from jaxtrain.islands.server.rules import Header, Rule, is_finite, weighted_mean
+from jaxtrain.islands.pieces import TensorPiece, assemble, decoded
+from jaxtrain.islands.server.public_values import Message, PublicValues
+from jaxtrain.islands.server.rules import Header, Rule, average, is_finite
 from jaxtrain.islands.trees import Flat, Path, flatten_dict, unflatten_dict
+from jaxtrain.sharding.quantized_blocks import Bits
 
-ServerState = dict[str, Any]  # `rule`: of the rule; `mutable`: averages of mutable variables
-Values = tuple[ServerState, Flat, int]  # the state, what islands read, and the bytes of that
+# `rule`: of the rule; `mutable`: averages of mutable variables; `public`: of `PublicValues`
+ServerState = dict[str, Any]
+# The state, what islands read, the message of the update in few bits, and the bytes of both.
+Values = tuple[ServerState, Flat, Message, tuple[int, int]]
 
 
 class ServerProcess:
@@ -30,10 +35,12 @@ class ServerProcess:
     Args:
         rule: what it makes of pushes.
         specs: tensors, or parts of them, that it holds.
+        bits: of a value that islands read; 0: all of it.
     """
 
-    def __init__(self, rule: Rule, specs: Mapping[Path, Spec]) -> None:
+    def __init__(self, rule: Rule, specs: Mapping[Path, Spec], bits: Bits = 0) -> None:
         self._rule, self._specs = rule, specs
+        self._public = PublicValues(specs, bits)
         self._names = _params(unflatten_dict({path: spec.names for path, spec in specs.items()}))
 
     def pid(self) -> int:
@@ -46,14 +53,14 @@ class ServerProcess:
         Raises:
             ValueError: pieces are missing.
         """
-        flat = assemble(pieces, self._specs)
+        flat = assemble(decoded(pieces), self._specs)
         return flat, is_finite(flat)
 
     def begin(self, flat: Flat) -> Values:
         """Returns the state at the start of a run with these values."""
         tree = unflatten_dict(flat)
-        state = {"rule": self._rule.init(_params(tree), self._names), "mutable": tree.get("mutable", {})}
-        return self._values(state)
+        rule = self._rule.init(_params(tree), self._names)
+        return self._values({"rule": rule, "mutable": tree.get("mutable", {}), "public": self._public.begin(flat)})
 
     def square(self, header: Header, *pushes: Flat) -> float | None:
         """Returns the part of this server in the square of the norm that an update depends on; None if on none."""
@@ -62,13 +69,13 @@ class ServerProcess:
     def update(self, state: ServerState, header: Header, *pushes: Flat) -> Values:
         """Returns the state after an update by pushes."""
         if not any(header.is_finite):
-            return self._values(state)
+            return self._updated(state)
         trees = [unflatten_dict(flat) for flat in pushes]
         rule = self._rule.update(state["rule"], [_params(tree) for tree in trees], header, self._names)
-        mean = weighted_mean([tree.get("mutable", {}) for tree in trees], header.weights())
+        mean = average([tree.get("mutable", {}) for tree in trees], header, state["mutable"])
         share = np.float32(self._rule.share(header))
         mutable = jax.tree.map(lambda new, old: _between(old, new, share), mean, state["mutable"])
-        return self._values({"rule": rule, "mutable": mutable})
+        return self._updated({"rule": rule, "mutable": mutable, "public": state["public"]})
 
     def save(self, state: ServerState, file: str) -> None:
         """Writes the state into a file. Raises OSError if the disk refuses it."""
@@ -91,14 +98,26 @@ class ServerProcess:
             {path: jax.ShapeDtypeStruct(spec.shape, spec.dtype) for path, spec in self._specs.items()}
         )
         rule = jax.eval_shape(lambda params: self._rule.init(params, self._names), _params(tree))
-        return {"rule": rule, "mutable": tree.get("mutable", {})}
+        public = [jax.ShapeDtypeStruct(self._specs[path].shape, np.dtype(np.float32)) for path in self._public.paths]
+        return {"rule": rule, "mutable": tree.get("mutable", {}), "public": public}
 
-    def _values(self, state: ServerState) -> Values:
+    def _updated(self, state: ServerState) -> Values:
+        """Returns the values after an update, which sends a message if values travel in few bits."""
+        state, message = jax.tree.map(np.asarray, state), {}
+        if self._public.bits:
+            message, public = self._public.update(state["public"], self._exact(state))
+            state = {**state, "public": public}
+        return self._values(state, message)
+
+    def _values(self, state: ServerState, message: Message = MappingProxyType({})) -> Values:
         state = jax.tree.map(np.asarray, state)
-        tree = {"params": state["rule"]["params"], "mutable": state["mutable"]}
-        flat = flatten_dict(tree)
-        given = {path: flat[path] for path in self._specs}
-        return state, given, sum(value.nbytes for value in given.values())
+        given = self._exact(state) | dict(zip(self._public.paths, state["public"], strict=True))
+        sizes = [sum(value.nbytes for value in values.values()) for values in (given, message)]
+        return state, given, dict(message), (sizes[0], sizes[1])
+
+    def _exact(self, state: ServerState) -> Flat:
+        flat = flatten_dict({"params": state["rule"]["params"], "mutable": state["mutable"]})
+        return {path: flat[path] for path in self._specs}
 
 
 def _params(tree: Mapping[str, Any]) -> Any:

@@ -38,7 +38,8 @@ class RayServers:
     def __init__(self, count: int, folder: Path) -> None:
         self.parts: list[Parts] = []
         self.given: list[Any] = []
-        self.nbytes = 0
+        self.message: list[Any] = []
+        self.nbytes = 0, 0
         self._count, self._folder = count, folder
         self._actors: list[Any] = []
         self._states: list[Any] = []
@@ -53,13 +54,13 @@ class RayServers:
         )
         for parts in self.parts:
             specs = {path: part.spec(hello.specs[path]) for path, part in parts.items()}
-            self._actors.append(options.remote(hello.rule, specs))
+            self._actors.append(options.remote(hello.rule, specs, hello.bits))
         await asyncio.gather(*(actor.pid.remote() for actor in self._actors))
 
     async def begin(self, refs: list[Any]) -> None:
         """Takes the initial values."""
         held = await self.hold(refs)
-        calls = [actor.begin.options(num_returns=3) for actor in self._actors]
+        calls = [actor.begin.options(num_returns=4) for actor in self._actors]
         await self._keep([call.remote(ref) for call, ref in zip(calls, held.refs)])
 
     async def hold(self, refs: list[Any]) -> Held:
@@ -75,15 +76,16 @@ class RayServers:
             calls = (actor.square.remote(header, *refs) for actor, refs in zip(self._actors, of_server))
             squares = await asyncio.gather(*calls)
             header = header._replace(square=None if squares[0] is None else sum(squares))
-        calls = [actor.update.options(num_returns=3) for actor in self._actors]
+        calls = [actor.update.options(num_returns=4) for actor in self._actors]
         await self._keep([
             call.remote(state, header, *refs) for call, state, refs in zip(calls, self._states, of_server)
         ])  # fmt: skip
 
     async def _keep(self, calls: list[Any]) -> None:
         """Waits for new states, and takes them together."""
-        self.nbytes = sum(await asyncio.gather(*(nbytes for _, _, nbytes in calls)))
-        self._states, self.given = [state for state, _, _ in calls], [given for _, given, _ in calls]
+        sizes = await asyncio.gather(*(nbytes for *_, nbytes in calls))
+        self._states, self.given, self.message, _ = map(list, zip(*calls))
+        self.nbytes = sum(given for given, _ in sizes), sum(message for _, message in sizes)
 
     async def save(self, record: Mapping[str, Any]) -> None:
         """Saves all states, and then which ones are the newest."""
@@ -108,6 +110,6 @@ class RayServers:
         if len(record["files"]) != len(self._actors):
             message = f"islands.servers: {len(self._actors)}; expected {len(record['files'])}, as when {self._folder}"
             raise RefusedError(f"{message} was written")
-        calls = [actor.load.options(num_returns=3) for actor in self._actors]
+        calls = [actor.load.options(num_returns=4) for actor in self._actors]
         await self._keep([call.remote(str(self._folder / file)) for call, file in zip(calls, record["files"])])
         return record

@@ -55,7 +55,8 @@ def rule_of(config: Config, program: Program) -> Rule:
         return GradientRule(optimizer, config.optimizer.grad_clip_norm)
     if config.sync.strategy == "async_diloco":
         return DelayedNesterovRule(config.sync.outer)
-    return ExchangeRule(config.sync.model_copy(update={"compress": CompressConfig()}))
+    of_changes = config.sync.island_format != "none"
+    return ExchangeRule(config.sync.model_copy(update={"compress": CompressConfig()}), of_changes)
 
 
 def learning_rate(config: Config, components: Components) -> Schedule | None:

@@ -49,11 +49,17 @@ class Header(NamedTuple):
 
     def weights(self) -> list[np.float32]:
         """Returns the weight of each push, of sum 1 if no work is late: its share of the tokens of finite ones."""
+        return [np.float32(share * scale) for share, scale in zip(self._shares(), self.scales)]
+
+    def missing(self) -> np.float32:
+        """Returns the weight that late work lacks to its share: 0 if no work is late."""
+        return np.float32(sum(share * (1 - scale) for share, scale in zip(self._shares(), self.scales)))
+
+    def _shares(self) -> np.ndarray:
         tokens = np.where(self.is_finite, np.asarray(self.tokens, np.float32), np.float32(0))
         if not tokens.sum():
             tokens = np.asarray(self.is_finite, np.float32)
-        total = tokens.sum() or np.float32(1)
-        return [np.float32(share * scale) for share, scale in zip(tokens / total, self.scales)]
+        return tokens / (tokens.sum() or np.float32(1))
 
 
 class Rule(ABC):
@@ -91,6 +97,14 @@ def weighted_mean(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
         return np.zeros(leaves[0].shape, np.float32) if total is None else total
 
     return jax.tree.map(one, *trees)
+
+
+def average(trees: Sequence[Tree], header: Header, present: Tree) -> Tree:
+    """Returns the average of values by the weights of the pushes; what late work lacks stays with the present ones."""
+    mean, missing = weighted_mean(trees, header.weights()), header.missing()
+    if not missing:
+        return mean
+    return jax.tree.map(lambda x, now: x + missing * np.asarray(now, np.float32), mean, present)
 
 
 def is_finite(tree: Tree) -> bool:
@@ -166,9 +180,12 @@ class ExchangeRule(Rule):
 
     Attributes:
         sync: section of the config, without compression.
+        of_changes: pushes are changes, (parameters that an island read) - (its own), which the average of `diloco` is
+            less than the outer parameters.
     """
 
     sync: SyncConfig
+    of_changes: bool = False
 
     @cached_property
     def _strategy(self) -> Strategy:
@@ -181,7 +198,12 @@ class ExchangeRule(Rule):
 
     def update(self, state: State, pushes: Sequence[Tree], header: Header, names: Tree) -> State:
         """Returns the parameters that the islands continue from, and what the strategy keeps."""
-        mean = weighted_mean(pushes, header.weights())
+        outer = state["own"].get("outer", state["params"])
+        if self.of_changes:
+            change = weighted_mean(pushes, header.weights())
+            mean = jax.tree.map(lambda x, d: np.asarray(x, np.float32) - d, outer, change)
+        else:
+            mean = average(pushes, header, outer)
         own, params = self._exchange(state["own"], state["params"], mean)
         return {"params": params, "own": own}
 
