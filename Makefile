@@ -1,7 +1,7 @@
 # `make train` trains the quickstart, `make test` runs every check, `make matrix` every combination of what the tests
 # have a selection of (with ONE_IN=20 a twentieth of them, which SAMPLE=NUMBER chooses), `make extras` what needs other
 # people's packages (torch, lm-eval, datasets, s3fs, W&B...),
-# `make chaos` runs long sequences of failures, kills runs of one process at 220 places and launched ones at 80, and
+# `make chaos` runs long sequences of failures, kills runs of one process at 230 places and launched ones at 80, and
 # compares them with ones that nobody disturbed.
 # `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
 # breaks is seen the day it comes.

@@ -1,6 +1,6 @@
 """Kills runs at seeded points, restarts them until they finish, and compares them with an undisturbed run.
 
-    python benchmarks/chaos.py [--kills 220] [--seed 0] [--steps 24] [--every 4 8 16] [--out chaos.json]
+    python benchmarks/chaos.py [--kills 230] [--seed 0] [--steps 24] [--every 4 8 16] [--out chaos.json]
 
 A small decoder on packed text, checkpoints every 4 steps, validation every 6. Each run meets up to three faults:
 SIGKILL after a step, in the loader, in validation, between the metrics and the save, during a save, before or after the
@@ -364,7 +364,7 @@ def conclude(
 def main() -> None:
     """Draws, kills, compares, prints."""
     parser = common.parser(__doc__)
-    parser.add_argument("--kills", type=int, default=220)
+    parser.add_argument("--kills", type=int, default=230)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, nargs="*", default=[4, 8, 16], help="steps between the kills of one run")

@@ -21,7 +21,7 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
         if sync.strategy in AMONG_ISLANDS:
             message = f"{sync.strategy} is for islands (`jaxtrain launch islands`); expected diloco"
             yield ("sync.strategy", "islands.count"), message
-        if sync.is_stale and sync.compress != CompressConfig():
+        if sync.is_stale and sync.compress.model_dump() != CompressConfig().model_dump():  # of the keys that are read
             message = f"{sync.strategy} of replicas of one program sends float32; expected no compression, or islands"
             yield ("sync.compress", "sync.strategy", "islands.count"), message
         return
