@@ -109,7 +109,7 @@ def test_at_most_175_config_keys():
 @pytest.mark.parametrize("module", WITHOUT_JAX)
 def test_what_answers_before_jax_starts_does_not_import_it(module: str):
     code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
 
 def test_the_public_interface_is_checked_strictly():
