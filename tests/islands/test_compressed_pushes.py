@@ -289,10 +289,22 @@ def test_messages_are_kept_while_they_are_fewer_bytes_than_the_whole() -> None:
     assert kept.since(5, 6) is None
 
 
+def test_nothing_is_kept_of_updates_without_messages() -> None:
+    config = run_config(gradients("asp", "none"), 1)
+    with LocalServer(config, Time()) as server:
+        island = OneIsland(server, config, 0)
+        island.step(3)
+        assert server.coordinator.version == 3
+        assert server.coordinator._messages.kept == {}
+
+
 def losses_of(sync: dict[str, Any]) -> Any:
-    """The mean loss of each step of two islands."""
+    """The mean loss of each step of two islands; those that do not wait take their steps in turns."""
     config = run_config(sync)
-    with LocalServer(config) as server:
+    with LocalServer(config, Time()) as server:
+        if sync["strategy"] in ("asp", "async_diloco"):
+            islands = [OneIsland(server, config, index) for index in range(2)]
+            return np.array([np.mean([island.step()["loss"] for island in islands]) for _ in range(STEPS)])
         found = train_islands(config, [{}] * 2, server, Rows())
     return np.mean([losses for losses, _ in found], 0)
 
