@@ -129,7 +129,8 @@ def test_a_run_of_rounds_has_a_status_and_leaves_nothing_behind(launch: Callable
     launched = launch("sync.strategy=diloco", "sync.every=4", "islands.servers=2")
     launched.wait_for(lambda log: any(record["event"] == "update" for record in log))
     raylets, workers = launched.children("raylet/raylet"), launched.children("cli.worker")
-    assert raylets and len(workers) == 2
+    assert raylets
+    assert len(workers) == 2
     below = [*raylets, *workers]
     code, output = launched.finish()
     assert code == 0, output
