@@ -110,9 +110,9 @@ class Program:
         """Returns the synchronizer whose state a checkpoint holds, from its manifest."""
         saved = manifest.get("config", {})
         sync = SyncConfig(**saved.get("sync", {}))
-        if IslandsConfig(**saved.get("islands", {})).has_islands:
-            alone = make_strategy(SyncConfig(), 1)
-            return island_form(alone, self.one, sync)
+        islands = IslandsConfig(**saved.get("islands", {}))
+        if islands.has_islands:
+            return island_form(make_strategy(SyncConfig(), 1), self.one, sync, islands.servers)
         sizes = manifest.get("mesh", {})
         return self.make_synchronizer(sync, sizes.get(sync.replica_axis(sizes), 1))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.sharding.quantized_blocks import FP8, HIGHEST, SCALE_BYTES, Bits, pack, unpack
+from jaxtrain.sharding.quantized_blocks import FP8, HIGHEST, SCALE_BYTES, THREE, Bits, pack, unpack
 from jaxtrain.sync.quantized_mean import row_blocks
 
 
@@ -72,12 +72,12 @@ def decode(message: np.ndarray, size: int, bits: Bits) -> np.ndarray:
     blocks = message.reshape(*message.shape[:-1], count, -1)
     scale = np.ascontiguousarray(blocks[..., -SCALE_BYTES:]).view(np.float32)
     with np.errstate(invalid="ignore"):  # a push that is not finite is left out later
-        values = _numbers(np.ascontiguousarray(blocks[..., :-SCALE_BYTES]), bits) * scale
+        values = _numbers(np.ascontiguousarray(blocks[..., :-SCALE_BYTES]), scale, bits) * np.abs(scale)
     return np.ascontiguousarray(values.reshape(*message.shape[:-1], -1)[..., :size])
 
 
-def _numbers(codes: np.ndarray, bits: Bits) -> np.ndarray:
-    """Returns codes as numbers in units of the scale, float32."""
+def _numbers(codes: np.ndarray, scale: np.ndarray, bits: Bits) -> np.ndarray:
+    """Returns codes as numbers in units of the scale, whose sign says which codes a block in 2 bits has; float32."""
     if bits == FP8:
         return codes.view(jnp.float8_e4m3fn).astype(np.float32)
     assert isinstance(bits, int)
@@ -85,4 +85,5 @@ def _numbers(codes: np.ndarray, bits: Bits) -> np.ndarray:
     if per_byte > 1:
         parts = [(codes >> (i * bits)) & (2**bits - 1) for i in range(per_byte)]
         codes = np.stack(parts, -1).reshape(*codes.shape[:-1], -1)
-    return codes.astype(np.float32) - np.float32(HIGHEST[bits])
+    highest = np.where(scale < 0, np.float32(THREE), np.float32(HIGHEST[2])) if bits == 2 else np.float32(HIGHEST[bits])
+    return codes.astype(np.float32) - highest

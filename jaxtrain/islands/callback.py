@@ -18,9 +18,11 @@ from jaxtrain.config.sections.islands import STALE
 from jaxtrain.core.program import Program, State
 from jaxtrain.data.objects.iterables import IterableData
 from jaxtrain.errors import DataError, UserError
-from jaxtrain.islands.client import Door, IslandClient
+from jaxtrain.islands.client import Door, IslandClient, ServerClient
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Spec
+from jaxtrain.islands.peers.client import PeerClient
+from jaxtrain.islands.peers.synchronizer import PeerIsland
 from jaxtrain.islands.rows import IslandRows, WholeBatches
 from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
 from jaxtrain.islands.synchronizer import ChangeIsland, GradientIsland, IslandSynchronizer, RoundIsland
@@ -78,17 +80,17 @@ class IslandCallback(Callback):
         client, island = self._client, self._synchronizer
         assert client is not None
         assert island is not None
-        if not client.has_values or client.clock <= max(newer_than, 0):
+        if not client.has_values or client.clock <= max(newer_than, 0) or (arrived := client.catch_up()) is None:
             return None
 
         def load(abstract: State) -> State:
             state = trainer.program.init()
-            state = island.with_values(state, client.read())
+            state = island.with_values(state, arrived)
             if "ema" in state:
                 state["ema"] = jax.jit(ema_init)(state["params"])
-            return {**state, "step": jax.device_put(jnp.int32(client.clock), state["step"].sharding)}
+            return {**state, "step": jax.device_put(jnp.int32(arrived.clock), state["step"].sharding)}
 
-        return StateSource(client.clock, trainer.manifest, "the other islands", load)
+        return StateSource(arrived.clock, trainer.manifest, "the other islands", load)
 
     def rewind(self, trainer: TrainerView, state: State, step: int) -> tuple[State, int] | None:
         """Takes an island that was left behind to the step of the others."""
@@ -132,7 +134,10 @@ def open_island(
         "model": str([(name(path), spec.shape, str(spec.dtype)) for path, spec in specs.items()]),
     }
     bits = BITS.get(config.sync.island_format, 0)
-    client = IslandClient(door, Hello(index, {**facts, **described}, specs, rule_of(config, program), bits))
+    hello = Hello(index, {**facts, **described}, specs, rule_of(config, program), bits)
+    if not config.islands.servers:
+        return PeerIsland(program, PeerClient(door, hello, config.sync.every), config.sync)
+    client = ServerClient(door, hello)
     if config.sync.strategy in STALE:
         return GradientIsland(program, client, config.sync, learning_rate(config, program.components))
     form = ChangeIsland if bits or config.sync.strategy == "async_diloco" else RoundIsland

@@ -1,9 +1,10 @@
-"""An island's side: it joins, pushes and reads, and joins anew when the others went on without it."""
+"""An island's side: it joins, exchanges, and joins anew when the others went on without it."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,10 @@ class Arrived(NamedTuple):
         metrics: of the update.
         received: bytes that it has read.
         counts: what it has pushed is part of an update.
+        place: the last round that counts for the island, if there is no server.
+        is_mean: the values are the mean of the islands of a round, from which each takes the step of the strategy; none
+            if no island had finite ones.
+        is_wanted: others wait for the values that the island has after that.
     """
 
     values: list[tuple[Parts, Mapping[Path, np.ndarray]]]
@@ -56,23 +61,27 @@ class Arrived(NamedTuple):
     metrics: dict[str, float]
     received: int = 0
     counts: bool = True
+    place: tuple[int, int] = (0, 0)
+    is_mean: bool = False
+    is_wanted: bool = False
 
 
-class IslandClient:
-    """Speaks for an island, and keeps what it reads in few bits. `beat` may be called from another thread.
+class IslandClient(ABC):
+    """Speaks for an island. `beat` may be called from another thread.
 
     Args:
         door: to the coordinator.
         hello: says who the island is, and what it trains.
+
+    Attributes:
+        waited: seconds, in all.
     """
 
     def __init__(self, door: Door, hello: Hello) -> None:
         self._door, self._hello = door, hello
         self._welcome: Welcome | None = None
-        self._version = 0  # of the last read
-        self._held: list[Flat] | None = None  # read in this stay, to which messages add
         self._lock = threading.Lock()
-        self.waited = 0.0  # seconds, in all
+        self.waited = 0.0
 
     @property
     def index(self) -> int:
@@ -91,7 +100,6 @@ class IslandClient:
         welcome = self._door.call("join", self._hello, clock)
         with self._lock:
             self._welcome = welcome
-        self._version, self._held = welcome.version, None
         return welcome.clock
 
     @property
@@ -101,57 +109,36 @@ class IslandClient:
 
     @property
     def has_values(self) -> bool:
-        """True if the servers had parameters when the island joined."""
+        """True if there were values to continue from when the island joined."""
         return self._joined.given is not None
 
-    def read(self, initial: Callable[[], Arrays] | None = None) -> Arrived:
-        """Returns what the servers hold.
+    @abstractmethod
+    def catch_up(self) -> Arrived | None:
+        """Returns what the others hold, with the clock; None if nobody is there any more that holds it."""
 
-        Args:
-            initial: makes the values that they begin with if they hold nothing yet.
-        """
-        welcome, given, version = self._joined, self._joined.given, self._joined.version
-        if given is None:
-            assert initial is not None
-            refs, _ = self._put(initial())
-            given, version = self._door.call("begin", self.index, welcome.session, refs)
-        return self._arrived(Pulled(given, version, welcome.clock, {}), 0)
-
-    def start(self, clock: int, initial: Callable[[], Arrays]) -> Arrived:
+    @abstractmethod
+    def start(self, clock: int, initial: Callable[[], Arrays], place: tuple[int, int]) -> Arrived:
         """Returns what an island that begins after some steps reads: waits if it is too far ahead of the others.
 
         Args:
             clock: its steps.
-            initial: as in `read`.
+            initial: makes the values that the others begin with if they hold nothing yet.
+            place: the last round that counts for it, if there is no server.
         """
-        arrived = self.read(initial)
-        if clock <= self.clock:
-            return arrived
-        self._door.call("start", self.index, self._joined.session, clock)
-        return self._wait(initial, clock, 0)
 
+    @abstractmethod
     def exchange(
         self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
     ) -> Arrived:
-        """Pushes arrays and returns what the island goes on with. Waits for it, as long as the policy says.
+        """Sends arrays and returns what the island goes on with. Waits for it, as long as the policy says.
 
         Args:
-            arrays: parameters or gradients.
+            arrays: parameters, changes of them, or gradients.
             initial: makes the values that servers begin with which have lost all.
             clock: steps of the island.
             tokens: that it has trained on since the last exchange.
             loss: of its last step.
         """
-        refs, nbytes = self._put(arrays)
-        push, version = Push(clock, tokens, refs, nbytes, loss), self._version
-        try:
-            counts = self._door.call("push", self.index, self._joined.session, push)
-        except SessionOverError:
-            self.join(clock)
-            if not self.has_values:
-                return self.read(initial)._replace(clock=clock, counts=False)
-            counts = self._door.call("push_late", self.index, self._joined.session, push, version)
-        return self._wait(initial, clock, nbytes)._replace(counts=counts)
 
     def beat(self) -> None:
         """Gives a sign of life."""
@@ -171,6 +158,61 @@ class IslandClient:
     def _joined(self) -> Welcome:
         assert self._welcome is not None
         return self._welcome
+
+
+class ServerClient(IslandClient):
+    """Pushes to servers and reads from them, and keeps what it reads in few bits."""
+
+    def __init__(self, door: Door, hello: Hello) -> None:
+        super().__init__(door, hello)
+        self._version = 0  # of the last read
+        self._held: list[Flat] | None = None  # read in this stay, to which messages add
+
+    def join(self, clock: int = 0) -> int:
+        """See `IslandClient`."""
+        clock = super().join(clock)
+        self._version, self._held = self._joined.version, None
+        return clock
+
+    def catch_up(self) -> Arrived | None:
+        """Returns what the servers hold."""
+        return self.read() if self.has_values else None
+
+    def read(self, initial: Callable[[], Arrays] | None = None) -> Arrived:
+        """Returns what the servers hold.
+
+        Args:
+            initial: makes the values that they begin with if they hold nothing yet.
+        """
+        welcome, given, version = self._joined, self._joined.given, self._joined.version
+        if given is None:
+            assert initial is not None
+            refs, _ = self._put(initial())
+            given, version = self._door.call("begin", self.index, welcome.session, refs)
+        return self._arrived(Pulled(given, version, welcome.clock, {}), 0)
+
+    def start(self, clock: int, initial: Callable[[], Arrays], place: tuple[int, int]) -> Arrived:
+        """See `IslandClient`."""
+        arrived = self.read(initial)
+        if clock <= self.clock:
+            return arrived
+        self._door.call("start", self.index, self._joined.session, clock)
+        return self._wait(initial, clock, 0)
+
+    def exchange(
+        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
+    ) -> Arrived:
+        """Pushes arrays and reads, as long as the policy says; see `IslandClient`."""
+        refs, nbytes = self._put(arrays)
+        push, version = Push(clock, tokens, refs, nbytes, loss), self._version
+        try:
+            counts = self._door.call("push", self.index, self._joined.session, push)
+        except SessionOverError:
+            self.join(clock)
+            if not self.has_values:
+                return self.read(initial)._replace(clock=clock, counts=False)
+            counts = self._door.call("push_late", self.index, self._joined.session, push, version)
+        return self._wait(initial, clock, nbytes)._replace(counts=counts)
 
     def _wait(self, initial: Callable[[], Arrays], clock: int, nbytes: int) -> Arrived:
         begin, pulled = time.monotonic(), None

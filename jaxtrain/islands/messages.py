@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxtrain.errors import UserError
+from jaxtrain.errors import TrainingError, UserError
 from jaxtrain.islands.partition import Parts, Spec
 from jaxtrain.islands.server.rules import Rule
 from jaxtrain.islands.trees import Path
@@ -19,6 +19,10 @@ class RefusedError(UserError):
 
 class SessionOverError(Exception):
     """The island was silent for too long, or the coordinator has started again: it must join anew."""
+
+
+class LostValueError(TrainingError):
+    """A value cannot be read, because the process that has put it has ended. One line."""
 
 
 @dataclass(frozen=True)

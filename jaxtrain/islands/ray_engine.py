@@ -20,7 +20,8 @@ from jaxtrain.errors import TrainingError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
 from jaxtrain.io.packages import import_optional
-from jaxtrain.islands.messages import Hello, Pulled, Push, Welcome
+from jaxtrain.islands.messages import LostValueError
+from jaxtrain.islands.peers.coordinator import PeerCoordinator
 from jaxtrain.islands.server.coordinator import Coordinator
 from jaxtrain.islands.server.policies import make_policy
 from jaxtrain.islands.server.ray_servers import ENVIRONMENT, ON_HEAD, RayServers
@@ -41,27 +42,24 @@ class LostServerError(TrainingError):
     """The server is gone. One line."""
 
 
-class CoordinatorActor:
-    """The coordinator as an actor.
+class BaseActor:
+    """A coordinator as an actor: its log, its status, and its end.
 
     Args:
+        make: returns the coordinator, for a function that takes records.
         islands: section `islands`.
-        strategy: `sync.strategy`.
-        bound: of `ssp`.
-        save_every: steps between saves.
-        folder: of the server in the folder of the run.
-        silence: seconds without islands and without a sign of a launcher after which the servers end.
+        folder: of its files in the folder of the run.
+        silence: seconds without islands and without a sign of a launcher after which it ends.
     """
 
     def __init__(
-        self, islands: IslandsConfig, strategy: str, bound: int, save_every: int | None, folder: str, silence: float
-    ) -> None:
+        self, make: Callable[[Callable[[dict[str, Any]], None]], Any], islands: IslandsConfig, folder: str,
+        silence: float,
+    ) -> None:  # fmt: skip
         self._folder, self._silence = Path(folder), silence
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendedFile(self._folder / LOG)
-        policy = make_policy(strategy, bound, islands)
-        servers = RayServers(islands.servers, self._folder)
-        self._coordinator = Coordinator(islands, policy, servers, save_every, self._log)
+        self._coordinator = make(self._log)
         self._period = min(islands.heartbeat / 2, 1.0)
         self._watch: Any = None
         self._launchers: set[str] = set()
@@ -71,37 +69,9 @@ class CoordinatorActor:
         with contextlib.suppress(PostponedError):
             self._file.append(encode_record({"time": time.time(), **record}))
 
-    async def join(self, hello: Hello, clock: int) -> Welcome:
-        """See `Coordinator`."""
-        return await self._coordinator.join(hello, clock)
-
-    async def begin(self, island: int, session: int, refs: list[Any]) -> tuple[list[Any], int]:
-        """See `Coordinator`."""
-        return await self._coordinator.begin(island, session, refs)
-
-    async def heartbeat(self, island: int, session: int) -> None:
-        """See `Coordinator`."""
-        await self._coordinator.heartbeat(island, session)
-
-    async def push(self, island: int, session: int, push: Push) -> bool:
-        """See `Coordinator`."""
-        return await self._coordinator.push(island, session, push)
-
-    async def push_late(self, island: int, session: int, push: Push, version: int) -> bool:
-        """See `Coordinator`."""
-        return await self._coordinator.push_late(island, session, push, version)
-
-    async def pull(self, island: int, session: int, held: int | None = None) -> Pulled | None:
-        """See `Coordinator`."""
-        return await self._coordinator.pull(island, session, held)
-
-    async def start(self, island: int, session: int, clock: int) -> None:
-        """See `Coordinator`."""
-        await self._coordinator.start(island, session, clock)
-
-    async def leave(self, island: int, session: int) -> None:
-        """See `Coordinator`."""
-        await self._coordinator.leave(island, session)
+    async def call(self, method: str, *args: Any) -> Any:
+        """Calls a method of the coordinator for an island."""
+        return await getattr(self._coordinator, method)(*args)
 
     async def enter(self, launcher: str) -> None:
         """Takes a sign of life of a launcher that has islands of the run."""
@@ -134,6 +104,30 @@ class CoordinatorActor:
             if not self._coordinator.members and time.monotonic() - self._last_sign > self._silence:
                 await self._coordinator.finish()  # all launchers were killed, on a cluster that stays
                 ray.kill(ray.get_runtime_context().current_actor)
+
+
+class CoordinatorActor(BaseActor):
+    """The coordinator of servers.
+
+    Args:
+        config: of the run.
+        folder: see `BaseActor`.
+        silence: see `BaseActor`.
+    """
+
+    def __init__(self, config: Config, folder: str, silence: float) -> None:
+        islands = config.islands
+        policy = make_policy(config.sync.strategy, config.sync.stale.bound, islands)
+        servers, every = RayServers(islands.servers, Path(folder)), config.checkpoint.every
+        super().__init__(lambda log: Coordinator(islands, policy, servers, every, log), islands, folder, silence)
+
+
+class PeerCoordinatorActor(BaseActor):
+    """The coordinator of islands without servers; arguments as those of `CoordinatorActor`."""
+
+    def __init__(self, config: Config, folder: str, silence: float) -> None:
+        islands, every = config.islands, config.sync.every
+        super().__init__(lambda log: PeerCoordinator(islands, every, log), islands, folder, silence)
 
 
 def connect(address: str, namespace: str, timeout: float, find: Callable[[], Any] = lambda: None) -> Any:
@@ -212,14 +206,12 @@ def start_coordinator(config: Config, folder: Path, launcher: str, silence: floa
         launcher: name of the process that asks.
         silence: see `CoordinatorActor`.
     """
-    make: Any = ray.remote(CoordinatorActor)
+    make: Any = ray.remote(CoordinatorActor if config.islands.servers else PeerCoordinatorActor)
     options = make.options(
         name=NAME, get_if_exists=True, lifetime="detached", num_cpus=0, resources=ON_HEAD, max_restarts=-1,
         max_concurrency=1000, runtime_env=ENVIRONMENT,
     )  # fmt: skip
-    actor = options.remote(
-        config.islands, config.sync.strategy, config.sync.stale.bound, config.checkpoint.every, str(folder), silence
-    )
+    actor = options.remote(config, str(folder), silence)
     ray.get(actor.enter.remote(launcher), timeout=CALL_TIMEOUT)
     return actor
 
@@ -244,7 +236,7 @@ class RayDoor:
         deadline = time.monotonic() + RESTART_WAIT
         while True:
             try:
-                return ray.get(getattr(self._actor, method).remote(*args), timeout=CALL_TIMEOUT)
+                return ray.get(self._actor.call.remote(method, *args), timeout=CALL_TIMEOUT)
             except exceptions.RayTaskError as error:
                 raise error.cause from None
             except (exceptions.RayActorError, exceptions.GetTimeoutError) as error:
@@ -259,7 +251,10 @@ class RayDoor:
 
     def get(self, refs: list[Any]) -> list[Any]:
         """Reads values from Ray's store, without copying those that are on this machine."""
-        return ray.get(refs, timeout=CALL_TIMEOUT)
+        try:
+            return ray.get(refs, timeout=CALL_TIMEOUT)
+        except (exceptions.ObjectLostError, exceptions.GetTimeoutError) as error:  # its owner has ended
+            raise LostValueError(f"islands: a value is lost ({type(error).__name__})") from None
 
 
 def finish(coordinator: Any, launcher: str) -> None:

@@ -9,22 +9,27 @@ import jax.numpy as jnp
 
 from jaxtrain.config.sections.islands import AT_ROUNDS
 from jaxtrain.config.sections.sync import SyncConfig
-from jaxtrain.sync.added_state import replicated
+from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.make import make_strategy
 from jaxtrain.sync.strategy import Strategy
 from jaxtrain.sync.synchronizer import State, Synchronizer
 
 RESIDUAL = "residual"
+PEERS = 2  # islands of a strategy that gets one average, and returns it for each: any number makes the same state
 
 
-def island_form(strategy: Strategy, one: State, sync: SyncConfig) -> Synchronizer:
+def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int) -> Synchronizer:
     """Returns the form of an island's state.
 
     Args:
         strategy: of one run alone, which the island's step is.
         one: abstract state of that, with shardings.
         sync: section of the run's config.
+        servers: their number.
     """
+    if not servers:
+        return PeerSynchronizer(strategy, one, make_strategy(sync, PEERS))
     if sync.strategy in AT_ROUNDS:
         return ConsensusSynchronizer(strategy, one, sync.has_island_residuals)
     return ResidualSynchronizer(strategy, one) if sync.has_island_residuals else Synchronizer(strategy)
@@ -98,3 +103,29 @@ class ConsensusSynchronizer(ResidualSynchronizer):
     def agreed(self, state: State) -> State:
         """Returns the variables that validation and export use: those of the last exchange."""
         return {**self.merge(state), "params": state[SYNC]["agreed"]}
+
+
+class PeerSynchronizer(ConsensusSynchronizer):
+    """Without a server the part `sync` also has `own`, what the strategy keeps, and `place`, uint32 [2].
+
+    `place` is the last round that counts: its number, and one that was drawn for it. Islands in which it is equal have
+    equal `agreed` and `own`.
+
+    Args:
+        strategy: of one run alone, which the island's step is.
+        one: abstract state without the part, with shardings.
+        rounds: strategy by which the islands agree.
+    """
+
+    def __init__(self, strategy: Strategy, one: State, rounds: Strategy) -> None:
+        super().__init__(strategy, one)
+        self.rounds = rounds
+
+    def added(self, params: Any) -> dict[str, Any]:
+        """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
+        place = replicated(jax.ShapeDtypeStruct((2,), jnp.uint32), params)
+        return {**super().added(params), "own": placed_state(self.rounds, params), "place": place}
+
+    def initial(self, params: Any) -> dict[str, Any]:
+        """Returns the part at the start of a run."""
+        return {**super().initial(params), "own": self.rounds.init(params), "place": jnp.zeros(2, jnp.uint32)}

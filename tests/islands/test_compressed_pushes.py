@@ -78,6 +78,10 @@ def test_numpy_decodes_what_devices_encode(form: str, size: int) -> None:
         block = ceil(size / ceil(size / 128) / 4) * 4
         for first in range(0, size, block):
             part = x[..., first : first + block]
+            if form == "int2":  # of least squared error, see `quantized_blocks`
+                lost = found[..., first : first + block] - part
+                assert ((lost**2).sum(-1) <= 0.25 * (part**2).sum(-1)).all()
+                continue
             gap = 2 * np.abs(part).max(-1, keepdims=True) / (CODES[form] - 1)
             assert (np.abs(found[..., first : first + block] - part) <= 0.501 * gap).all()
 
@@ -251,7 +255,7 @@ def test_public_values_become_the_exact_ones_when_updates_stop(form: str) -> Non
         assert sizes == (4 * 2700, formula((8, 300), form) + 4 * 300)
         differences.append(np.abs(given["params", "w"] - state["rule"]["params"]["w"]).max())
     np.testing.assert_array_equal(given["params", "b"], state["rule"]["params"]["b"])
-    if form in CODES:  # half a gap, which is 2 / (codes - 1) of the largest difference
+    if form in ("int8", "int4"):  # half a gap, which is 2 / (codes - 1) of the largest difference
         assert all(after <= before / (CODES[form] - 1) * 1.01 + 3e-7 for before, after in pairwise(differences))
     assert differences[0] > 1e-5
     assert differences[-1] <= 5e-7

@@ -18,9 +18,9 @@ from local_islands import LocalServer, Rows, island_program
 
 from jaxtrain.core.placement import Placer
 from jaxtrain.islands.callback import open_island
+from jaxtrain.islands.members import START_WAIT
 from jaxtrain.islands.messages import RefusedError, SessionOverError
 from jaxtrain.islands.rows import IslandRows
-from jaxtrain.islands.server.coordinator import START_WAIT
 from jaxtrain.islands.status import status_table
 from jaxtrain.islands.synchronizer import IslandSynchronizer
 from jaxtrain.launch.islands.run import summary

@@ -17,14 +17,16 @@ from jaxtrain.core.program import build_program
 STEPS = 12
 ADAMW = {"name": "adamw", "lr": 0.02, "weight_decay": 0.1}
 CASES = {
-    f"{strategy} {count} {weights}": ({"strategy": strategy, "every": 3}, count, weights)
-    for strategy, count, weights in [
-        ("diloco", 2, "even"), ("diloco", 4, "uneven"), ("local_sgd", 4, "uneven"), ("bsp", 4, "even"),
+    f"{strategy} {count} {weights} {servers}": ({"strategy": strategy, "every": 3}, count, weights, servers)
+    for strategy, count, weights, servers in [
+        ("diloco", 2, "even", 2), ("diloco", 4, "uneven", 2), ("local_sgd", 4, "uneven", 2),
+        ("bsp", 4, "even", 1),  # an optimizer is compiled for the tensors of its server
+        ("diloco", 2, "even", 0), ("diloco", 4, "uneven", 0), ("local_sgd", 4, "uneven", 0),
     ]
 }  # fmt: skip
 
 
-def difference(sync: dict, count: int, weights: str) -> float:
+def difference(sync: dict, count: int, weights: str, servers: int) -> float:
     data = Rows(weights=weights)
     given = {"sync": sync, "steps": STEPS, "optimizer": ADAMW | {"grad_clip_norm": None}}
     program = build_program(
@@ -34,7 +36,6 @@ def difference(sync: dict, count: int, weights: str) -> float:
     for step in range(STEPS):
         state, _ = program.step_at(step)(state, place(step))
     agreed = jax.device_get(program.agreed(state)["params"])
-    servers = 1 if sync["strategy"] == "bsp" else 2  # an optimizer is compiled for the tensors of its server
     config = tiny_net.config(islands={"count": count, "servers": servers}, **given)
     with LocalServer(config) as server:
         found = train_islands(config, [{}] * count, server, data)

@@ -20,6 +20,7 @@ from jaxtrain.core.program import Program, build_program
 from jaxtrain.islands.callback import open_island
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Parts, partition
+from jaxtrain.islands.peers.coordinator import PeerCoordinator
 from jaxtrain.islands.rows import IslandRows
 from jaxtrain.islands.server.coordinator import Coordinator, Held
 from jaxtrain.islands.server.policies import make_policy
@@ -76,7 +77,7 @@ class LocalServers:
 class LocalDoor:
     """Calls a coordinator in the thread of its event loop."""
 
-    def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, coordinator: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.coordinator, self._loop = coordinator, loop
 
     def call(self, method: str, *args: Any) -> Any:
@@ -101,9 +102,12 @@ class LocalServer:
     ) -> None:
         islands, sync = config.islands, config.sync
         self.log: list[dict[str, Any]] = []
-        policy = make_policy(sync.strategy, sync.stale.bound, islands)
         self.servers = LocalServers(islands.servers)
-        self.coordinator = Coordinator(islands, policy, self.servers, save_every, self.log.append, now)
+        if islands.servers:
+            policy = make_policy(sync.strategy, sync.stale.bound, islands)
+            self.coordinator: Any = Coordinator(islands, policy, self.servers, save_every, self.log.append, now)
+        else:
+            self.coordinator = PeerCoordinator(islands, sync.every, self.log.append, now)
         self._loop = asyncio.new_event_loop()
         self.door = LocalDoor(self.coordinator, self._loop)
 

@@ -1,14 +1,15 @@
-"""Section `islands` of the config: independent runs that agree through a parameter server."""
+"""Section `islands` of the config: independent runs that agree through a parameter server, or among themselves."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from jaxtrain.config.field_types import Count, NonNegative, PositiveFloat, PositiveInt
+from jaxtrain.config.field_types import Count, NonNegative, PositiveFloat
 from jaxtrain.config.section import Section, key
 
 STALE = ("bsp", "ssp", "asp")  # strategies whose islands push gradients
 AT_ROUNDS = ("local_sgd", "diloco", "async_diloco")  # strategies whose islands train alone for some steps
+WITHOUT_SERVER = ("local_sgd", "diloco")  # strategies of islands that average among themselves
 AMONG_ISLANDS = ("async_diloco",)  # strategies that replicas of one program do not have
 
 
@@ -16,7 +17,10 @@ class IslandsConfig(Section):
     """Islands: runs of their own, started by `jaxtrain launch islands`, that agree by `sync.strategy`."""
 
     count: Count = key(0, "islands, each with its rows of the global batch; 0: one run alone")
-    servers: PositiveInt = key(1, "processes that hold the parameters, each an equal share of their bytes")
+    servers: Count = key(
+        1, "processes that hold the parameters, each an equal share of their bytes; 0: none, islands of local_sgd and "
+        "diloco average among themselves"
+    )  # fmt: skip
     quorum: Count = key(0, "islands that complete a round; 0: all that are there, for async_diloco one")
     grace: NonNegative = key(0.0, "seconds that a round waits for the others when it has its quorum")
     heartbeat: PositiveFloat = key(5.0, "seconds between signs of life; an island without any for twice that has left")

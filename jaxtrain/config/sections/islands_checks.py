@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, STALE
+from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, STALE, WITHOUT_SERVER
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.config.sections.sync_checks import KeysAndMessage
 from jaxtrain.errors import join_words
@@ -28,6 +28,14 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
     if sync.strategy not in (*STALE, *AT_ROUNDS):
         message = f"{sync.strategy} is for replicas of one program; islands agree by"
         yield ("sync.strategy", "islands.count"), f"{message} {join_words([*STALE, *AT_ROUNDS])}"
+    elif not islands.servers and sync.strategy not in WITHOUT_SERVER:
+        message = f"{sync.strategy} needs a server; expected at least 1, or {join_words(WITHOUT_SERVER)}"
+        yield ("islands.servers", "sync.strategy"), message
+    if not islands.servers and islands.late != "drop":
+        yield ("islands.late", "islands.servers"), "without a server late work is dropped; expected drop"
+    if not islands.servers and sync.island_format != "none":
+        message = "without a server values travel as they are; expected none"
+        yield ("sync.compress.deltas", "islands.servers"), message
     yield from _format_problems(config)
     if config.mesh.replica != 1:
         yield ("mesh.replica", "islands.count"), "each island is one replica; expected 1"

@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxtrain.config.sections.islands import IslandsConfig
-from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, SessionOverError, Welcome
+from jaxtrain.islands.members import LONGEST_WAIT, START_WAIT, Member, Members
+from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.server.policies import PushId, UpdatePolicy
 from jaxtrain.islands.server.recent_messages import RecentMessages
 from jaxtrain.islands.server.rules import Header
-
-SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
-LONGEST_WAIT = 2.0  # seconds of one call that waits
-START_WAIT = 120.0  # seconds after the first island is there that the first update waits for the others
 
 
 class Held(NamedTuple):
@@ -76,36 +72,6 @@ class Servers(Protocol):
         ...
 
 
-@dataclass
-class Member:
-    """An island that takes part.
-
-    Attributes:
-        session: number of its stay.
-        seen: time of its last message.
-        joined: time at which it joined.
-        clock: its steps when it left.
-        read_at: version of its last read.
-        released: it may read.
-        waits_since: time since which it waits to read; None: it computes.
-        totals: for the status: tokens, bytes both ways, steps, seconds waited, loss, late and dropped pushes.
-    """
-
-    session: int
-    seen: float
-    joined: float = 0.0
-    clock: int = 0
-    read_at: int = 0
-    released: bool = False
-    waits_since: float | None = None
-    totals: dict[str, float] = field(default_factory=dict)
-
-    def count(self, **values: float) -> None:
-        """Adds to the totals."""
-        for name, value in values.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value
-
-
 class Coordinator:
     """State and decisions; every method is called in one thread.
 
@@ -123,7 +89,7 @@ class Coordinator:
         log: Callable[[dict[str, Any]], None], now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.config, self.policy, self.servers = config, policy, servers
-        self.members: dict[int, Member] = {}
+        self._members = Members(config.heartbeat, now)
         self.version = 0
         self.clock = 0  # of the newest update: steps of the island that is furthest
         self._save_every, self._log, self._now = save_every, log, now
@@ -133,15 +99,18 @@ class Coordinator:
         self._starts_by: float | None = None  # the first update waits no longer; None: nobody is there
         self._saved_at = 0
         self._problem = ""  # of the last save
-        self._sessions = 0
         self._progress = 0.0  # steps of all islands over their number
         self._numbers = 0  # of pushes
         self._pushes: dict[PushId, tuple[Push, Held, float]] = {}  # push, where it is held, its scale
         self._metrics: dict[str, float] = {}
         self._messages = RecentMessages()
-        self._past: dict[int, Member] = {}
         self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()  # of updates
+
+    @property
+    def members(self) -> dict[int, Member]:
+        """Islands that take part."""
+        return self._members.here
 
     async def join(self, hello: Hello, clock: int = 0) -> Welcome:
         """Lets an island take part.
@@ -162,11 +131,7 @@ class Coordinator:
                 await self._load()
             hello.check(self._first)
             self._leave(hello.island, "joins again")
-            self._sessions += 1
-            member = self._past.pop(hello.island, None) or Member(0, 0.0)
-            member.session, member.seen, member.read_at = self._sessions, self._now(), self.version
-            member.joined, member.released, member.waits_since = self._now(), False, None
-            self.members[hello.island] = member
+            member = self._members.admit(hello.island, self.version)
             if self._has_values:
                 clock = self._arrive(hello.island)
             else:
@@ -193,7 +158,7 @@ class Coordinator:
 
     async def begin(self, island: int, session: int, refs: list[Any]) -> tuple[list[Any], int]:
         """Takes the initial values of an island, unless another was faster. Returns what it reads, and its version."""
-        member = self._member(island, session)
+        member = self._members.find(island, session)
         async with self._lock:
             if not self._has_values:
                 await self.servers.begin(refs)
@@ -204,7 +169,7 @@ class Coordinator:
 
     async def heartbeat(self, island: int, session: int) -> None:
         """Takes a sign of life. Raises SessionOverError if the island has to join anew."""
-        self._member(island, session)
+        self._members.find(island, session)
 
     async def push(self, island: int, session: int, push: Push) -> bool:
         """Takes a push; when this returns, it is part of the next update that is due. Returns whether it counts.
@@ -212,7 +177,7 @@ class Coordinator:
         Raises:
             SessionOverError: the island has left; its work is not part of an update, see `push_late`.
         """
-        member = self._member(island, session)
+        member = self._members.find(island, session)
         if member.read_at < self.version and not self.policy.merges_stale:
             return await self.push_late(island, session, push, member.read_at)
         await self._take(island, session, push, 1.0)
@@ -227,7 +192,7 @@ class Coordinator:
             push: what it has computed.
             version: that it had read for it.
         """
-        member = self._member(island, session)
+        member = self._members.find(island, session)
         counts = self.config.late == "scale" and version <= self.version
         member.count(late=1, dropped=0 if counts else 1)
         self._log({"event": "late", "island": island, "clock": push.clock, "version": version, "counts": counts})
@@ -241,7 +206,7 @@ class Coordinator:
 
     async def start(self, island: int, session: int, clock: int) -> None:
         """Lets an island wait that begins further than the others, at its own checkpoint, until it may."""
-        await self._let_wait(island, self._member(island, session), clock)
+        await self._let_wait(island, self._members.find(island, session), clock)
 
     async def _let_wait(self, island: int, member: Member, clock: int) -> None:
         member.released, member.waits_since = False, self._now()
@@ -250,7 +215,7 @@ class Coordinator:
 
     async def _take(self, island: int, session: int, push: Push, scale: float) -> None:
         held = await self.servers.hold(push.refs)
-        member = self._member(island, session)
+        member = self._members.find(island, session)
         before = self.policy.completed.get(island, push.clock - 1)
         slowest = min(self.policy.completed.values(), default=before)
         member.waits_since, member.released = self._now(), False
@@ -274,7 +239,7 @@ class Coordinator:
             session: of its stay.
             held: version of the values that it has read in this stay, to which messages add; None: it reads all.
         """
-        member = self._member(island, session)
+        member = self._members.find(island, session)
         deadline = self._now() + LONGEST_WAIT
         while not member.released:
             remaining = deadline - self._now()
@@ -285,7 +250,7 @@ class Coordinator:
                     await asyncio.wait_for(self._changed.wait(), remaining)
                 except TimeoutError:
                     return None
-            self._member(island, session)
+            self._members.find(island, session)
         if member.waits_since is not None:
             member.count(waited=self._now() - member.waits_since)
         member.waits_since, member.read_at = None, self.version
@@ -299,7 +264,7 @@ class Coordinator:
 
     async def leave(self, island: int, session: int) -> None:
         """Ends the stay of an island; the others go on without it."""
-        self._member(island, session)
+        self._members.find(island, session)
         self._leave(island, "leaves")
         await self._advance()
 
@@ -309,28 +274,15 @@ class Coordinator:
         Args:
             stood_still: seconds since the last check in which this process did not run: it has read no signs of life.
         """
-        now = self._now()
-        for member in self.members.values():
-            member.seen = min(now, member.seen + stood_still)
-        limit = now - SILENCE * self.config.heartbeat
-        for island in [each for each, member in self.members.items() if member.seen < limit]:
+        for island in self._members.silent(stood_still):
             self._leave(island, "is silent")
         await self._advance()
 
     def _leave(self, island: int, why: str) -> None:
-        if (member := self.members.pop(island, None)) is not None:
-            self._past[island] = member
-            member.count(seconds=self._now() - member.joined)
+        if (member := self._members.remove(island)) is not None:
             member.clock = self.policy.completed.get(island, member.clock)
             self.policy.leave(island)
             self._log({"event": "leave", "island": island, "reason": why, "version": self.version})
-
-    def _member(self, island: int, session: int) -> Member:
-        member = self.members.get(island)
-        if member is None or member.session != session:
-            raise SessionOverError(f"island {island} has left; expected that it joins again")
-        member.seen = self._now()
-        return member
 
     async def _advance(self) -> None:
         """Makes the updates that are due, and tells the islands that may read."""
@@ -400,15 +352,8 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Returns what `jaxtrain islands status` shows."""
-        everyone = sorted((self._past | self.members).items())
-        islands = {str(island): self._described(island, member) for island, member in everyone}
+        islands = self._members.status(self.version, self._clock_of)
         return {"version": self.version, "clock": self.clock, "problem": self._problem, "islands": islands}
 
-    def _described(self, island: int, member: Member) -> dict[str, Any]:
-        is_there, now = island in self.members, self._now()
-        return {
-            **member.totals, "clock": self.policy.completed.get(island, member.clock), "is_there": is_there,
-            "staleness": self.version - member.read_at, "waits": member.waits_since is not None,
-            "seen": now - member.seen,
-            "seconds": member.totals.get("seconds", 0.0) + (now - member.joined if is_there else 0.0),
-        }  # fmt: skip
+    def _clock_of(self, island: int, member: Member) -> int:
+        return self.policy.completed.get(island, member.clock)

@@ -1,0 +1,119 @@
+"""The islands that take part, and those that have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtrain.islands.messages import SessionOverError
+
+SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
+LONGEST_WAIT = 2.0  # seconds of one call that waits
+START_WAIT = 120.0  # seconds after the first island is there that the first update waits for the others
+
+
+@dataclass
+class Member:
+    """An island that takes part.
+
+    Attributes:
+        session: number of its stay.
+        seen: time of its last message.
+        joined: time at which it joined.
+        clock: its steps when it left.
+        read_at: version of its last read.
+        released: it may read.
+        waits_since: time since which it waits to read; None: it computes.
+        totals: for the status: tokens, bytes both ways, steps, seconds waited, loss, late and dropped pushes.
+    """
+
+    session: int
+    seen: float
+    joined: float = 0.0
+    clock: int = 0
+    read_at: int = 0
+    released: bool = False
+    waits_since: float | None = None
+    totals: dict[str, float] = field(default_factory=dict)
+
+    def count(self, **values: float) -> None:
+        """Adds to the totals."""
+        for name, value in values.items():
+            self.totals[name] = self.totals.get(name, 0.0) + value
+
+
+class Members:
+    """Islands by their index.
+
+    Args:
+        heartbeat: seconds between signs of life.
+        now: clock, seconds.
+
+    Attributes:
+        here: those that take part.
+    """
+
+    def __init__(self, heartbeat: float, now: Callable[[], float]) -> None:
+        self.here: dict[int, Member] = {}
+        self._past: dict[int, Member] = {}
+        self._heartbeat, self._now, self._sessions = heartbeat, now, 0
+
+    def admit(self, island: int, version: int) -> Member:
+        """Begins a stay of an island, which goes on with the totals of those before.
+
+        Args:
+            island: its index; it is not there.
+            version: of what it reads.
+        """
+        self._sessions += 1
+        member = self._past.pop(island, None) or Member(0, 0.0)
+        member.session, member.seen, member.read_at = self._sessions, self._now(), version
+        member.joined, member.released, member.waits_since = self._now(), False, None
+        self.here[island] = member
+        return member
+
+    def remove(self, island: int) -> Member | None:
+        """Ends the stay of an island. Returns it if it was there."""
+        if (member := self.here.pop(island, None)) is not None:
+            self._past[island] = member
+            member.count(seconds=self._now() - member.joined)
+        return member
+
+    def find(self, island: int, session: int) -> Member:
+        """Returns an island that gives a sign of life. Raises SessionOverError if that stay is over."""
+        member = self.here.get(island)
+        if member is None or member.session != session:
+            raise SessionOverError(f"island {island} has left; expected that it joins again")
+        member.seen = self._now()
+        return member
+
+    def silent(self, stood_still: float = 0.0) -> list[int]:
+        """Returns the islands that have given no sign of life for too long.
+
+        Args:
+            stood_still: seconds since the last call in which this process did not run: it has read no signs of life.
+        """
+        now = self._now()
+        for member in self.here.values():
+            member.seen = min(now, member.seen + stood_still)
+        return [island for island, member in self.here.items() if member.seen < now - SILENCE * self._heartbeat]
+
+    def status(self, version: int, clock_of: Callable[[int, Member], int]) -> dict[str, Any]:
+        """Returns for each island what `jaxtrain islands status` shows.
+
+        Args:
+            version: updates so far.
+            clock_of: (island, member) -> its steps.
+        """
+        everyone, now = sorted((self._past | self.here).items()), self._now()
+        found = {}
+        for island, member in everyone:
+            is_there = island in self.here
+            found[str(island)] = {
+                **member.totals, "clock": clock_of(island, member), "is_there": is_there,
+                "staleness": version - member.read_at, "waits": member.waits_since is not None,
+                "seen": now - member.seen,
+                "seconds": member.totals.get("seconds", 0.0) + (now - member.joined if is_there else 0.0),
+            }  # fmt: skip
+        return found

@@ -1,0 +1,1 @@
+"""Islands without a server: the islands of a round average their parameters among themselves."""

@@ -1,0 +1,134 @@
+"""Rounds of an island without a server: it takes the step of the strategy itself, by the mean of all of the round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.config.sections.sync import SyncConfig
+from jaxtrain.core.program import Program
+from jaxtrain.islands.client import Arrived
+from jaxtrain.islands.peers.client import PeerClient
+from jaxtrain.islands.pieces import place_tree
+from jaxtrain.islands.synchronizer import Batch, Metrics, RoundIsland, State, Step
+from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
+from jaxtrain.sync.island_state import PEERS
+from jaxtrain.sync.local_step import SYNC
+from jaxtrain.sync.make import make_strategy
+from jaxtrain.sync.strategy import Replicas
+
+
+class PeerIsland(RoundIsland):
+    """`local_sgd` and `diloco` without a server.
+
+    Args:
+        program: the island's program, of a run alone.
+        client: speaks for the island.
+        sync: section of the run's config.
+    """
+
+    def __init__(self, program: Program, client: PeerClient, sync: SyncConfig) -> None:
+        super().__init__(program, client, sync)
+        self._peers, self._rounds = client, make_strategy(sync, PEERS)
+        self._rounds.prepare(self.one["params"], program.model_def.names)
+
+    def reads_first(self, step: int) -> bool:
+        """Returns True: what it gets has values only if it cannot go on from its own."""
+        return True
+
+    def step_at(self, step: int, local: Step) -> Step:
+        """Returns a step as in other rounds; none of an island that begins with the values of another at its step."""
+        following = super().step_at(step, local)
+
+        def run(state: State, batch: Batch) -> tuple[State, Metrics]:
+            state = self.begun(state, step)
+            if self.behind is None:
+                return following(state, batch)
+            _, metrics = local(self.merge(jax.tree.map(jnp.copy, state)), batch)
+            return state, metrics
+
+        return run
+
+    def begun(self, state: State, step: int) -> State:
+        """Returns the state of the first step, and notes if others are further."""
+        before = self.place(state)
+        state = super().begun(state, step)
+        number, _ = self.place(state)
+        if (number, _) != before and number * self._sync.every > step:
+            self.behind = number * self._sync.every
+        return state
+
+    def place(self, state: State) -> tuple[int, int]:
+        """Returns the last round that counts in a state."""
+        number, token = np.asarray(state[SYNC]["place"])
+        return int(number), int(token)
+
+    def with_values(self, state: State, arrived: Arrived) -> State:
+        """Returns a state that continues from the values of another island, or from the mean of the islands."""
+        if not arrived.is_mean:
+            return self._from_another(state, arrived) if arrived.values else state
+        sync = self._restarted(state[SYNC], arrived)
+        is_any = bool(arrived.values)
+        like = flatten_dict({"params": jax.tree.map(_in_float32, self.one["params"])})
+        mean = self._placed_as(arrived, like)["params"] if is_any else state["params"]
+        own, params, agreed = self._exchanged(sync["own"], sync["agreed"], mean, jnp.ones(1) * is_any)
+        new = {**state, "params": params, SYNC: {**sync, "own": own, "agreed": agreed}}
+        return self._with_mutable(new, arrived) if is_any else new
+
+    def _from_another(self, state: State, arrived: Arrived) -> State:
+        part = self.abstract(self.one)[SYNC]
+        like = flatten_dict({"params": self.one["params"], "own": part["own"]})
+        placed, again = self._placed_as(arrived, like), self._placed_as(arrived, like)
+        sync = self._restarted(state[SYNC], arrived)
+        sync |= {"own": placed.get("own", {}), "agreed": again["params"]}
+        return self._with_mutable({**state, "params": placed["params"], SYNC: sync}, arrived)
+
+    def _restarted(self, sync: State, arrived: Arrived) -> State:
+        part = self.abstract(self.one)[SYNC]
+        tokens = jax.device_put(np.float32(0), part["tokens"].sharding)
+        place = jax.device_put(np.asarray(arrived.place, np.uint32), part["place"].sharding)
+        return {**sync, "tokens": tokens, "place": place}
+
+    def _with_mutable(self, state: State, arrived: Arrived) -> State:
+        like = {path: leaf for path, leaf in self.pushed(self.one).items() if path[0] == "mutable"}
+        if not like:
+            return state
+        placed = self._placed_as(arrived, like)["mutable"]
+        return {**state, "mutable": unflatten_dict(flatten_dict(state["mutable"]) | flatten_dict(placed))}
+
+    def _placed_as(self, arrived: Arrived, like: Flat) -> State:
+        return unflatten_dict(place_tree(arrived.values, like))
+
+    @cached_property
+    def _exchanged(self) -> Callable[..., tuple[Any, Any, Any]]:
+        """Returns what the strategy keeps, the parameters after an exchange, and these again, as agreed on."""
+
+        def exchange(own: Any, agreed: Any, mean: Any, weight: jax.Array) -> tuple[Any, Any, Any]:
+            replicas = Replicas(jax.tree.map(lambda p: p[None], agreed), weight, is_present=jnp.ones(1, bool))
+            replicas.receive(mean)
+            own, new = self._rounds.exchange(own, replicas, "all")
+            params = jax.tree.map(lambda x: x[0], new)
+            return own, params, jax.tree.map(jnp.copy, params)
+
+        part = jax.tree.map(lambda leaf: leaf.sharding, self.abstract(self.one)[SYNC])
+        return jax.jit(exchange, out_shardings=(part["own"], part["agreed"], part["agreed"]))
+
+    def _exchange(self, state: State, clock: int, loss: float) -> tuple[State, Metrics]:
+        state, metrics = super()._exchange(state, clock, loss)
+        if self._is_wanted:
+            values = self.pushed(state) | flatten_dict({"own": state[SYNC]["own"]})
+            self._peers.give(values)
+        return state, metrics
+
+    def _note(self, arrived: Arrived, clock: int) -> Metrics:
+        self._is_wanted = arrived.is_wanted
+        return super()._note(arrived, clock)
+
+
+def _in_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
