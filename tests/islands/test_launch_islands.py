@@ -195,6 +195,31 @@ def test_a_stopped_run_goes_on_by_the_same_command(launch: Callable[..., Launche
     assert steps == list(range(1, steps[-1] + 1))
 
 
+def test_islands_without_a_server_go_on_without_one_that_is_killed_and_take_it_in_again(
+    launch: Callable[..., Launched],
+) -> None:
+    sync = ("sync.strategy=diloco", "sync.every=4", "islands.servers=0", "steps=800", "islands.heartbeat=1")
+    launched = launch(*sync)
+    launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 3)
+    assert not launched.children("ServerProcess")
+    island = next(pid for pid in launched.children("cli.worker") if "island-1" in _arguments(pid))
+    os.kill(island, signal.SIGKILL)
+    seen = len(launched.log())
+    launched.wait_for(lambda log: [0] in [record.get("islands") for record in log[seen:]])
+    alone = len(launched.log())
+    launched.wait_for(lambda log: [0, 1] in [record.get("islands") for record in log[alone:]])
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.finish()[0] == 75
+    before = [record["version"] for record in launched.log() if record["event"] == "update"]
+    assert before == list(range(1, len(before) + 1))  # no round is made twice, and none is left out
+    again = launch(*sync)  # the islands' own checkpoints have all that there is
+    again.wait_for(lambda log: log[-1].get("islands") == [0, 1] and log[-1]["version"] > before[-1] + 3)
+    again.process.send_signal(signal.SIGTERM)
+    assert again.finish()[0] == 75
+    steps = sorted(losses(launched.run, 0))
+    assert steps == list(range(1, steps[-1] + 1))
+
+
 def test_an_address_that_is_no_cluster_is_one_line() -> None:
     """A port that nobody listens on, and one whose owner never answers."""
     with socket.socket() as silent:

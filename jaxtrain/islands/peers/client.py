@@ -13,8 +13,8 @@ import jax
 from jaxtrain.islands.client import Arrays, Arrived, Door, IslandClient
 from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
 from jaxtrain.islands.partition import STACKED, Part, Parts, Spec, partition
-from jaxtrain.islands.peers.coordinator import Counted, LeftBehindError, NobodyError, Ready, TryAgainError
-from jaxtrain.islands.peers.rounds import Attempt, Place
+from jaxtrain.islands.peers.coordinator import CountedRound, LeftBehindError, NobodyError, Ready, TryAgainError
+from jaxtrain.islands.peers.rounds import Place, RoundAttempt
 from jaxtrain.islands.pieces import TensorPiece, assemble, decoded, pieces_of
 from jaxtrain.islands.server.rules import Header, is_finite, weighted_mean
 from jaxtrain.islands.trees import Flat, Path
@@ -103,13 +103,13 @@ class PeerClient(IslandClient):
             )  # fmt: skip
 
     def _averaged(self, arrays: Arrays, ready: Ready) -> Arrived:
-        attempt: Attempt = self._asked("ready", ready)
+        attempt: RoundAttempt = self._asked("ready", ready)
         try:
             values, sent, received = self._mean(arrays, attempt)
         except LostValueError:
             self._call("fail", attempt.number)
             raise TryAgainError from None
-        counted: Counted = self._asked("done", attempt.number, (sent, received))
+        counted: CountedRound = self._asked("done", attempt.number, (sent, received))
         self._place = counted.place
         finite = sum(entry.is_finite for entry in attempt.entries)
         metrics = {"pushing": float(len(attempt.entries)), "left_out": float(len(attempt.entries) - finite)}
@@ -118,7 +118,7 @@ class PeerClient(IslandClient):
             is_wanted=counted.is_wanted,
         )  # fmt: skip
 
-    def _mean(self, arrays: Arrays, attempt: Attempt) -> tuple[list[Any], int, int]:
+    def _mean(self, arrays: Arrays, attempt: RoundAttempt) -> tuple[list[Any], int, int]:
         """Returns (part, mean) of each island of an attempt, and the bytes sent and received."""
         islands, number = attempt.islands, attempt.number
         own, parts = islands.index(self.index), self._parts(len(attempt.entries))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from jaxtrain.config.sections.islands import IslandsConfig
 from jaxtrain.islands.members import LONGEST_WAIT, START_WAIT, Member, Members
 from jaxtrain.islands.messages import Hello, RefusedError, Welcome
-from jaxtrain.islands.peers.rounds import Attempt, Entry, Place, Rounds, Standing
+from jaxtrain.islands.peers.rounds import Entry, Place, RoundAttempt, Rounds, Standing
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Given(NamedTuple):
     refs: list[Any]
 
 
-class Counted(NamedTuple):
+class CountedRound(NamedTuple):
     """A round that counts.
 
     Attributes:
@@ -70,7 +70,7 @@ class LeftBehindError(Exception):
 
 
 class NobodyError(Exception):
-    """No island is there that has values."""
+    """Nobody has values: all islands that had them have left."""
 
 
 class PeerCoordinator:
@@ -167,7 +167,7 @@ class PeerCoordinator:
                 self.members[each].read_at = self.version
             await self._tell()
 
-    async def ready(self, island: int, session: int, ready: Ready) -> Attempt | None:
+    async def ready(self, island: int, session: int, ready: Ready) -> RoundAttempt | None:
         """Returns the exchange that an island takes part in; None after a while, to be asked again.
 
         Raises:
@@ -188,13 +188,13 @@ class PeerCoordinator:
             })  # fmt: skip
         await self._advance()
 
-        def attempt() -> Attempt | None:
+        def attempt() -> RoundAttempt | None:
             found = rounds.attempt
             self._check_place(island, ready.place == rounds.place, ready.clock, member)
             return found if found is not None and island in found.islands else None
 
         found = await self._wait(attempt, island, session)
-        return None if found is None else Attempt(found.number, found.entries)  # without what others have sent
+        return None if found is None else RoundAttempt(found.number, found.entries)  # without what others have sent
 
     def _check_place(self, island: int, is_here: bool, clock: int, member: Member) -> None:
         if not is_here:
@@ -218,7 +218,7 @@ class PeerCoordinator:
         self._members.find(island, session)
         return await self._wait(lambda: self._attempt(number).collect(name, island), island, session)
 
-    def _attempt(self, number: int) -> Attempt:
+    def _attempt(self, number: int) -> RoundAttempt:
         attempt = self.rounds.attempt
         if attempt is None or attempt.number != number:
             raise TryAgainError
@@ -230,7 +230,7 @@ class PeerCoordinator:
         self.rounds.fail(number)
         await self._advance()
 
-    async def done(self, island: int, session: int, number: int, nbytes: tuple[int, int]) -> Counted | None:
+    async def done(self, island: int, session: int, number: int, nbytes: tuple[int, int]) -> CountedRound | None:
         """Takes an island that has the result of an attempt. Returns None after a while, to be asked again.
 
         Args:
@@ -247,11 +247,11 @@ class PeerCoordinator:
             self._note_round()
             await self._tell()
 
-        def counted() -> Counted | None:
+        def counted() -> CountedRound | None:
             if rounds.last is not None and rounds.last.number == number:
                 here = [each for each in rounds.last.islands if each in self.members]
                 is_wanted = island == here[0] and Standing.WAITS in rounds.standings.values()
-                return Counted(rounds.place, is_wanted)
+                return CountedRound(rounds.place, is_wanted)
             self._attempt(number)
             return None
 

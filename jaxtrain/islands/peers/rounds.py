@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class RoundAttempt:
     """An exchange of the islands that are ready.
 
     Attributes:
@@ -99,8 +99,8 @@ class Rounds:
         self._first_needs = quorum or islands
         self.place = Place()
         self.standings: dict[int, Standing] = {}
-        self.attempt: Attempt | None = None
-        self.last: Attempt | None = None
+        self.attempt: RoundAttempt | None = None
+        self.last: RoundAttempt | None = None
         self._starting: dict[int, Place] = {}
         self._ready: dict[int, Entry] = {}
         self._attempts, self._has_begun = 0, False
@@ -170,7 +170,7 @@ class Rounds:
         self.standings[entry.island], self._ready[entry.island] = Standing.READY, entry
         return True
 
-    def next(self, now: float) -> Attempt | None:
+    def next(self, now: float) -> RoundAttempt | None:
         """Returns a new attempt, if one is due."""
         if self.attempt is not None or not self._ready:
             return None
@@ -180,7 +180,7 @@ class Rounds:
         if not is_over and Standing.TRAINS in self.standings.values():
             return None
         self._attempts += 1
-        self.attempt = Attempt(self._attempts, tuple(sorted(self._ready.values())))
+        self.attempt = RoundAttempt(self._attempts, tuple(sorted(self._ready.values())))
         return self.attempt
 
     def fail(self, number: int) -> None:
@@ -195,7 +195,7 @@ class Rounds:
         self.attempt.done.add(island)
         return self._counts(self.attempt)
 
-    def _counts(self, attempt: Attempt) -> bool:
+    def _counts(self, attempt: RoundAttempt) -> bool:
         """Ends the round if all of the attempt that are there have the result, and somebody is."""
         here = [island for island in attempt.islands if island in self.standings]
         if not here or not attempt.done.issuperset(here):
