@@ -8,7 +8,8 @@ island pushes and reads crosses its link. Parts:
 
 `loss`   wall time without validations until island 0 has the validation loss that all strategies reach, over links of
          `--mbit`; beside it the bytes that the link has carried and those that the islands log as `exchanged_bytes`
-`links`  tokens/s against the speed of the links, of bsp and diloco; without a limit they are those of `scale`
+`links`  tokens/s against the speed of the links, of bsp and diloco; without a limit they are those of `scale`. Beside
+         them `planned tokens/s`, as `jaxtrain plan` has them (`planned_tokens`)
 `scale`  tokens/s, waiting, and processor seconds of the head per pushed GB, by number of islands and size of the model,
          without a limit
 `slow`   tokens/s when each step takes 0.2 s besides its computation, and when one island takes 0.6 s, without a limit
@@ -29,12 +30,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import common
 import islands_network
+
+from jaxtrain.core.resolve import load_config
+from jaxtrain.planning.islands import priced_strategies
 
 SIZES: dict[str, dict[str, Any]] = {
     "1M": {"embed": 128, "layers": 5, "mlp": 384, "heads": 4, "kv_heads": 2},
@@ -96,6 +100,9 @@ class Run:
         return asdict(self) | {"pace": list(self.pace)}
 
 
+RUN_KEYS = tuple(each.name for each in fields(Run))
+
+
 @dataclass
 class Seen:
     """What is known of a run.
@@ -144,10 +151,10 @@ def part_steps(part: str, size: str) -> tuple[int, int]:
     return {"loss": (60, 240), "links": (5, 24), "slow": (5, 40)}[part]
 
 
-def config_of(run: Run, folder: Path) -> Path:
-    """Writes the config of a run."""
+def settings_of(run: Run, folder: Path) -> dict[str, Any]:
+    """The config of a run."""
     recorder = {"type": "islands_recorder:Recorder", "options": {"pace": list(run.pace)}}
-    config = {
+    return {
         "name": "run", "dir": str(folder), "steps": run.steps, "precision": "fp32", "layout": "ddp",
         "mesh": {"data": 1}, "model": SIZES[run.size], "sync": SYNC[run.way], "islands": {"count": run.islands},
         "data": {
@@ -159,8 +166,12 @@ def config_of(run: Run, folder: Path) -> Path:
         "checkpoint": {"every": run.steps}, "callbacks": [recorder],
         "log": {"sample_tokens": 0, "tensorboard": False, "every": 1},
     }  # fmt: skip
+
+
+def config_of(run: Run, folder: Path) -> Path:
+    """Writes the config of a run."""
     file = folder / "config.yaml"
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(settings_of(run, folder)))
     return file
 
 
@@ -315,15 +326,41 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def planned_tokens(run: Mapping[str, Any], free: Mapping[str, Any] | None) -> float | None:
+    """Tokens/s that `jaxtrain plan` expects of a run over links; None without a limit, or nothing to plan from.
+
+    The plan is told nothing of the run itself, nor of another one over limited links. All that is measured is the step
+    of the same strategy without a limit, with as many islands on the same processor. That has the computation, and what
+    Ray, hosts and servers take for an exchange, which a plan does not count. The plan adds what the links take. Those
+    of the islands are limited; what the head sends and receives passes no other limit.
+
+    Args:
+        run: over links.
+        free: of the same strategy, islands and model without a limit.
+    """
+    if run["mbit"] is None or free is None:
+        return None
+    size, tokens = free["push_bytes"], ROWS * SEQUENCE  # in float32, gradients and parameters are of one size
+    config = load_config(settings_of(Run(**{key: run[key] for key in RUN_KEYS}), Path()), paths=False, checks=())
+    own, *_ = priced_strategies(
+        config, {"gradients": size, "params": size, "mutable": 0}, tokens=tokens,
+        seconds=run["islands"] * tokens / free["tokens_per_second"], rate=run["mbit"] * 1e6 / 8, server_rate=math.inf,
+    )  # fmt: skip
+    return own.tokens_per_second
+
+
 def link_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Table of `links`."""
-    return [
-        {
-            "way": run["way"], "Mbit/s": run["mbit"], "tokens/s": run["tokens_per_second"],
-            "step s": run["step_seconds"][0], "waited": _mean(run["waited"]), "link busy": _busy(run),
-        }
-        for run in runs
-    ]  # fmt: skip
+    free = {run["way"]: run for run in runs if run["mbit"] is None}
+    rows = []
+    for run in runs:
+        found, planned = run["tokens_per_second"], planned_tokens(run, free.get(run["way"]))
+        rows.append({
+            "way": run["way"], "Mbit/s": run["mbit"], "tokens/s": found, "planned tokens/s": planned,
+            "planned/found": None if planned is None else planned / found, "step s": run["step_seconds"][0],
+            "waited": _mean(run["waited"]), "link busy": _busy(run),
+        })  # fmt: skip
+    return rows
 
 
 def scale_rows(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from jaxtrain.planning.target_config import config_for_target, decoder_vocabular
 
 def plan(
     config: ConfigSource, target: str, *overrides: str, slices: int | None = None, hlo: str | Path | None = None,
-    whole: bool = False, dcn: str | None = None, **keys: Any,
+    whole: bool = False, dcn: str | None = None, server_dcn: str | None = None, **keys: Any,
 ) -> Plan:  # fmt: skip
     """Plans memory, communication and speed of a config's step on hardware that need not be there.
 
@@ -36,6 +36,7 @@ def plan(
         whole: never extrapolate from smaller pods.
         dcn: rate at which a replica sends to the others, or an island to its server, such as `10Gbit`; default: the
             network of the target.
+        server_dcn: rate of the link of each server of islands, both ways; default: that of an island.
         keys: sections or keys of the config; `model` and `loss` may be a class and a function that can be imported,
             because other processes compile.
 
@@ -45,14 +46,19 @@ def plan(
     parsed = targets.parse(target, slices)
     if dcn is not None:
         parse_rate(dcn)
+    if server_dcn is not None:
+        parse_rate(server_dcn, "--server-dcn")
     named = {name: keys.pop(name) for name in ("model", "loss") if callable(keys.get(name))}
     loaded, vocab = config_for_target(config, *overrides, target=parsed, **keys, **_imported(**named))
+    if server_dcn is not None and not loaded.islands.has_islands:
+        raise UserError("--server-dcn: the run has no islands and no server; expected islands.count=N")
     if problem := targets.missing_packages(parsed, loaded.step.attention):
         raise UserError(problem)
     most = None if whole else pods.MAX_DEVICES
     return predict.predict(
-        loaded, vocab, str(parsed), hlo=None if hlo is None else Path(hlo), max_devices=most, dcn=dcn
-    )
+        loaded, vocab, str(parsed), hlo=None if hlo is None else Path(hlo), max_devices=most, dcn=dcn,
+        server_dcn=server_dcn,
+    )  # fmt: skip
 
 
 def search(

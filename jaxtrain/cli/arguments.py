@@ -164,6 +164,7 @@ def _plan(parser: Parser) -> None:
     add("--target", metavar="T", help="hardware: h100:64x8 (nodes x GPUs), v5p:8x8x8, simulate:8, local, ...")
     add("--slices", type=int, metavar="N", help="number of TPU slices, joined by the data center's network")
     add("--dcn", metavar="RATE", help="rate at which a replica or an island sends, such as 10Gbit")
+    add("--server-dcn", metavar="RATE", help="rate of the link of each server of islands; default: that of an island")
     add("--json", metavar="FILE", help="write the plan, or the comparison, as JSON")
     add("--html", metavar="FILE", help="write the report as one HTML page")
     add("--hlo", metavar="FILE", help="write the text of the compiled program")

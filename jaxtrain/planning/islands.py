@@ -24,37 +24,55 @@ from jaxtrain.planning.result import Advice, IslandsPlan, Plan, PricedStrategy, 
 
 AXIS = "islands"  # in the rows of the plan's communication
 BATCH = "data.global_batch="
+OWN_MACHINE = "each server is on a machine of its own"
+SAME_LINK = f"{OWN_MACHINE}, whose link has the rate of an island's (--server-dcn), both ways at once"
 ASSUMED = (
-    "each server is on a machine of its own, whose link has the rate of an island's, both ways at once",
     "islands are of one speed; latency and the servers' updates take no time",
     "islands of ssp, asp and async_diloco push at different times",
     "all strategies are priced with the step of this one",
 )
 
 
-def with_islands(config: Config, plan: Plan, dcn: str | None = None) -> Plan:
+def with_islands(config: Config, plan: Plan, dcn: str | None = None, server_dcn: str | None = None) -> Plan:
     """Adds what an island sends, receives and waits for to the plan of its own steps.
 
     Args:
         config: of the run.
         plan: of `program_config(config)`.
-        dcn: rate of an island's link and of a server's, see `parse_rate`; None: the network of the target.
+        dcn: rate of an island's link, see `parse_rate`; None: the network of the target.
+        server_dcn: rate of a server's link; None: that of an island's.
     """
     if not plan.can_run:
         return plan
     link, rate = _link(plan, dcn)
-    own, *choices = _priced(config, plan, rate)
+    server = None if server_dcn is None else parse_rate(server_dcn, "--server-dcn")
+    own, *choices = priced_strategies(
+        config, plan.tree_bytes, tokens=plan.tokens, seconds=plan.step_seconds, rate=rate, server_rate=server
+    )
     chosen, why = choose(choices)
     count, servers = config.islands.count, config.islands.servers
-    islands = IslandsPlan(count, servers, link, rate, own, tuple(choices), chosen, why)
-    plan = replace(plan, islands=islands, notes=(*plan.notes, *ASSUMED))
+    islands = IslandsPlan(count, servers, link, rate, own, tuple(choices), chosen, why, server_dcn or "", server)
+    links = SAME_LINK if server is None else f"{OWN_MACHINE}, and links carry both ways at once"
+    plan = replace(plan, islands=islands, notes=(*plan.notes, links, *ASSUMED))
     plan = advice.with_advice(program_config(config), _with_wait(plan, own, link))
     return replace(plan, advice=tuple(_of_run(each, count) for each in plan.advice))
 
 
-def _priced(config: Config, plan: Plan, rate: float | None) -> list[PricedStrategy]:
-    """Prices the strategy of the config, then those to choose from, the least loose one first."""
-    sync, sizes = config.sync, plan.tree_bytes
+def priced_strategies(
+    config: Config, sizes: Mapping[str, int], *, tokens: int, seconds: float | None, rate: float | None,
+    server_rate: float | None = None,
+) -> list[PricedStrategy]:  # fmt: skip
+    """Prices the strategy of the config, then those to choose from, the least loose one first.
+
+    Args:
+        config: of the run.
+        sizes: of trees, see `step_program.tree_bytes`.
+        tokens: of an island's step.
+        seconds: of an island's own step, as if the links took no time; None: unknown.
+        rate: bytes/s of the link of an island, one way; None: unknown.
+        server_rate: of the link of a server, inf if it is no limit; None: that of an island.
+    """
+    sync = config.sync
     count, servers = config.islands.count, config.islands.servers
 
     def at(strategy: str, every: int = 1) -> PricedStrategy:
@@ -70,7 +88,7 @@ def _priced(config: Config, plan: Plan, rate: float | None) -> list[PricedStrate
         sent, received = _exchanged(sizes, form, is_stale, 1 if is_lockstep else count)
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, rate=rate,
-            seconds=plan.step_seconds, tokens=plan.tokens,
+            server_rate=server_rate, seconds=seconds, tokens=tokens,
         )  # fmt: skip
 
     has_rounds = sync.strategy in AT_ROUNDS

@@ -31,7 +31,7 @@ EXTRAPOLATED = (
 def predict(
     config: Config, vocab: int | None, target: str, *, slices: int | None = None, hlo: Path | None = None,
     timeout: float = compile.TIMEOUT, max_devices: int | None = pods.MAX_DEVICES,
-    dcn: str | None = None,
+    dcn: str | None = None, server_dcn: str | None = None,
 ) -> Plan:  # fmt: skip
     """Plans a config's train step on devices that need not be present.
 
@@ -48,6 +48,7 @@ def predict(
         max_devices: number of devices above which smaller pods are compiled instead, if possible
             (`pods.smaller_pods`); None: never.
         dcn: rate of the link between replicas, see `assess`, or of the link of an island.
+        server_dcn: rate of the link of a server of islands; None: that of an island.
 
     Returns:
         the plan, also if the config does not fit or does not compile.
@@ -58,7 +59,8 @@ def predict(
     config = with_layout(config, paths=False)
     if config.islands.has_islands:
         options = {"slices": slices, "hlo": hlo, "timeout": timeout, "max_devices": max_devices}
-        return islands.with_islands(config, predict(program_config(config), vocab, target, **options), dcn)
+        plan = predict(program_config(config), vocab, target, **options)
+        return islands.with_islands(config, plan, dcn, server_dcn)
     parsed, deadline = targets.parse(target, slices), time.monotonic() + timeout
     smaller, notes = () if max_devices is None else pods.smaller_pods(config, parsed, max_devices), ()
     try:

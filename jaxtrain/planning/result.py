@@ -94,11 +94,13 @@ class IslandsPlan:
     Args:
         count, servers: as in the config.
         link: its name or rate, as given.
-        rate: bytes/s of a link, one way; None if unknown.
+        rate: bytes/s of an island's link, one way; None if unknown.
         own: the strategy of the config.
         choices: strategies to choose from, the least loose one first.
         chosen: keys of the one to choose; empty if the times are unknown.
         why: in a line.
+        server_link: of a server, as given; empty: as an island's.
+        server_rate: bytes/s of that, one way; None: as an island's.
     """
 
     count: int
@@ -109,6 +111,8 @@ class IslandsPlan:
     choices: tuple[PricedStrategy, ...]
     chosen: str
     why: str
+    server_link: str = ""
+    server_rate: float | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 
+from jaxtrain.config.sections.island_config import program_config
+from jaxtrain.core.program import build_program
 from jaxtrain.core.resolve import resolve
+from jaxtrain.planning import islands, step_program
+from jaxtrain.planning.result import Plan
+from jaxtrain.planning.target_config import decoder_vocabulary
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+RESULTS = json.loads((BENCHMARKS / "results" / "cpu-islands.json").read_text())["results"]
 
 
 @pytest.fixture
@@ -65,6 +73,47 @@ def test_figures_are_of_the_time_in_which_all_train(bench):
     assert row["link busy"] == pytest.approx(2100 / 1e6 / 7)
     (row,) = bench.scale_rows([found])
     assert row["servers cpu s/GB"] == pytest.approx(14 / (560 / 1e9))
+
+
+@pytest.mark.parametrize(("way", "seconds"), [("bsp", 1.0), ("diloco", 1 / 16)])
+def test_planned_tokens_are_those_of_the_step_without_a_limit_and_the_links(bench, way, seconds):
+    """A second in which an island pushes a MB and reads one at 16 Mbit/s, as all do at once; `figures` are not read."""
+    free = bench.Run("scale", way, 96, 2).key | {"tokens_per_second": 2 * 128 / 0.25, "push_bytes": 1_000_000}
+    run = bench.Run("links", way, 96, 2, mbit=16.0).key
+    assert bench.planned_tokens(run, free) == pytest.approx(2 * 128 / (0.25 + seconds))
+    assert bench.planned_tokens(free, free) is None
+    assert bench.planned_tokens(run, None) is None
+
+
+def test_the_committed_tables_are_those_of_the_committed_runs(bench):
+    """So what is planned there is what the plan's function gives now."""
+    assert json.loads(json.dumps(bench.tables(RESULTS["runs"]))) == RESULTS["tables"]
+
+
+def test_what_is_planned_is_near_what_was_measured():
+    rows = [row for row in RESULTS["tables"]["links"] if row["Mbit/s"] is not None]
+    assert [(row["way"], row["Mbit/s"]) for row in rows] == [
+        (way, mbit) for way in ("bsp", "diloco") for mbit in (50, 200, 800)
+    ]
+    assert all(abs(row["planned tokens/s"] / row["tokens/s"] - 1) < 0.2 for row in rows)
+
+
+@pytest.mark.parametrize("way", ["bsp", "diloco"])
+def test_a_plan_of_the_config_has_the_tokens_of_the_table(bench, tmp_path, way):
+    """`jaxtrain plan` with the links as options gives the same as the column, from the program's own bytes."""
+    (row,) = (row for row in RESULTS["tables"]["links"] if (row["way"], row["Mbit/s"]) == (way, 200))
+    (free,) = (row for row in RESULTS["tables"]["links"] if (row["way"], row["Mbit/s"]) == (way, None))
+    (run,) = (run for run in bench.runs_of("links", 200.0, False) if (run.way, run.mbit) == (way, 200))
+    config, _ = resolve(str(bench.config_of(run, tmp_path)))
+    program = build_program(program_config(config), decoder_vocabulary(config), jax.devices()[:1])
+    tokens = bench.ROWS * bench.SEQUENCE
+    plan = Plan(
+        "local", "cpu", 1, "ddp", dict(program.layout.sizes), fits=True, tokens=tokens,
+        step_seconds=4 * tokens / free["tokens/s"], exposed_seconds=0.0, tree_bytes=step_program.tree_bytes(program),
+    )  # fmt: skip
+    found = islands.with_islands(config, plan, "200Mbit", "1000Tbit").islands
+    assert found is not None
+    assert found.own.tokens_per_second == pytest.approx(row["planned tokens/s"], rel=1e-6)
 
 
 def test_curves_leave_validations_out(bench):

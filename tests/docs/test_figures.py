@@ -83,6 +83,19 @@ def islands(way: str) -> list[Any]:
     return [row["seconds"], 1 / row["step s"], 100 * row["link busy"], row["link sent MB"] / 1000]
 
 
+def by_link(way: str, column: str) -> list[Any]:
+    """A column of tokens/s by the speed of the links, the slowest first."""
+    rows = [row for row in results("cpu-islands")["tables"]["links"] if row["way"] == way]
+    assert [row["Mbit/s"] for row in rows] == [50, 200, 800, None]
+    return [row[column] for row in rows if row[column] is not None]
+
+
+def planned_by_link() -> list[Any]:
+    ratios = [ratio for way in ("bsp", "diloco") for ratio in by_link(way, "planned/found")]
+    assert len(ratios) == 6
+    return [min(ratios), max(ratios)]
+
+
 def kept_with_a_slow_island() -> list[Any]:
     found = {row["way"]: 100 * row["left"] for row in results("cpu-islands")["tables"]["slow"]}
     return [found[way] for way in ("asp", "bsp", "ssp", "diloco")]
@@ -139,6 +152,17 @@ SENTENCES: list[tuple[str, str, Callable[[], list[Any]]]] = [
     ("docs/islands.md", "| `ssp`, bound 3 | {:.0f} | {:.2f} | {:.0f}% | {:.2f} GB |", lambda: islands("ssp")),
     ("docs/islands.md", "| `asp` | {:.0f} | {:.2f} | {:.0f}% | {:.2f} GB |", lambda: islands("asp")),
     ("docs/islands.md", "| `diloco`, every 16 | {:.0f} | {:.1f} | {:.0f}% | {:.2f} GB |", lambda: islands("diloco")),
+    (
+        "docs/islands.md",
+        "| `bsp` | {:,.0f} | {:,.0f} | {:,.0f} | {:,.0f} | | planned | {:,.0f} | {:,.0f} | {:,.0f} | |",
+        lambda: by_link("bsp", "tokens/s") + by_link("bsp", "planned tokens/s"),
+    ),
+    (
+        "docs/islands.md",
+        "| `diloco`, every 16 | {:,.0f} | {:,.0f} | {:,.0f} | {:,.0f} | | planned | {:,.0f} | {:,.0f} | {:,.0f} | |",
+        lambda: by_link("diloco", "tokens/s") + by_link("diloco", "planned tokens/s"),
+    ),
+    ("docs/islands.md", "What is planned is {:.2f} to {:.2f} times what was measured.", planned_by_link),
     (
         "docs/islands.md",
         "`asp` keeps {:.0f}% of its tokens/s, `bsp` {:.0f}%, `ssp` {:.0f}% and `diloco` {:.0f}%",

@@ -48,10 +48,10 @@ class Compiler:
 
     def __call__(
         self, config: Config, vocab: int | None, target: str, *, hlo: Path | None = None,
-        max_devices: int | None = None, dcn: str | None = None,
+        max_devices: int | None = None, dcn: str | None = None, server_dcn: str | None = None,
     ) -> Plan:  # fmt: skip
         self.asked.append((config, vocab, target))
-        self.max_devices, self.dcn = max_devices, dcn
+        self.max_devices, self.dcn, self.server_dcn = max_devices, dcn, server_dcn
         return self.plans.pop(0)
 
 
@@ -97,11 +97,11 @@ def compiler(monkeypatch) -> Compiler:
         (["CONFIG", "--target", "h100:2", "--top", "3", "--jobs", "1"], "plan: --top and --jobs need --search"),
         (
             ["CONFIG", "--target", "h100:2", "--search", "--html", "x.html"],
-            "--html, --hlo, --whole, --diff and --dcn do not go with --search",
+            "--html, --hlo, --whole, --diff, --dcn and --server-dcn do not go with --search",
         ),
         (
             ["--search", "--diff", "CONFIG", "CONFIG", "--target", "h100:2"],
-            "--whole, --diff and --dcn do not go with --search",
+            "--whole, --diff, --dcn and --server-dcn do not go with --search",
         ),
         (["CONFIG", "--target", "h100:2", "--search", "--out", "best"], "--out best: a layout file ends in .yaml"),
         (["CONFIG", "--target", "h100:2", "--search", "--jobs", "0"], "jobs: expected at least 1, not 0"),
@@ -177,7 +177,7 @@ def test_plans_from_smaller_pods_are_marked(compiler, config, capsys, tmp_path):
     assert marked in capsys.readouterr().out
     assert marked in page.read_text()
     assert main(["plan", config, "--target", "h100:8", "--whole", "--dcn", "10Gbit"]) == 0
-    assert (compiler.max_devices, compiler.dcn) == (None, "10Gbit")
+    assert (compiler.max_devices, compiler.dcn, compiler.server_dcn) == (None, "10Gbit", None)
     assert "extrapolated" not in capsys.readouterr().out
 
 

@@ -64,6 +64,18 @@ def test_servers_share_the_bytes_until_the_link_of_an_island_counts(servers: int
     assert one.server_bytes * servers == 1000 * MB
 
 
+@pytest.mark.parametrize(
+    ("server", "servers", "seconds"),
+    [(RATE, 1, 8.0), (2 * RATE, 1, 4.0), (4 * RATE, 1, 2.0), (float("inf"), 1, 2.0), (RATE / 2, 1, 16.0),
+     (2 * RATE, 2, 2.0)],
+)  # fmt: skip
+def test_a_server_may_have_another_link_than_an_island(server: float, servers: int, seconds: float):
+    one = priced(server_rate=server, servers=servers)  # 1,000 MB through those of the servers, 250 MB through its own
+    assert one.exchange_seconds == seconds
+    assert one.step_seconds == 2.0 + seconds
+    assert one.server_bytes * servers == 1000 * MB
+
+
 def test_an_island_alone_has_its_own_link():
     one = priced(250 * MB, 125 * MB, count=1)
     assert (one.exchange_seconds, one.tokens_per_second) == (3.0, 200.0)  # 2 s to push, 1 s to read
@@ -91,6 +103,11 @@ def test_islands_that_exchange_at_different_times(sent: int, received: int, serv
     assert one.step_seconds == pytest.approx(step)
     assert one.wait_seconds == one.exchange_seconds == pytest.approx(step - seconds)
     assert one.tokens_per_second == pytest.approx(4000 / step)
+
+
+def test_islands_that_exchange_at_different_times_do_not_wait_for_a_fast_server():
+    assert priced(seconds=0.5, server_rate=4 * RATE, is_lockstep=False).exchange_seconds == 2.0  # its own link
+    assert priced(seconds=0.5, server_rate=RATE / 2, is_lockstep=False).exchange_seconds == 7.5  # 4 pushes of 2 s
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 3.0, 9.0])
@@ -148,10 +165,12 @@ def config(*overrides: str) -> Config:
     return load_config(None, "islands.count=4", "data.global_batch=64", *overrides, paths=False, checks=())
 
 
-def island_plan(*overrides: str, plan: Plan | None = None, dcn: str | None = "1Gbit") -> Plan:
+def island_plan(
+    *overrides: str, plan: Plan | None = None, dcn: str | None = "1Gbit", server_dcn: str | None = None
+) -> Plan:
     """The plan of `plan_examples.fitting`, whose steps take a second, as one of four islands."""
     sizes = {"gradients": 250 * MB, "params": 125 * MB, "mutable": 0}
-    return islands.with_islands(config(*overrides), plan or fitting(tree_bytes=sizes), dcn)
+    return islands.with_islands(config(*overrides), plan or fitting(tree_bytes=sizes), dcn, server_dcn)
 
 
 def test_a_plan_has_the_wait_in_its_step_and_its_bytes_in_the_communication():
@@ -166,6 +185,21 @@ def test_a_plan_has_the_wait_in_its_step_and_its_bytes_in_the_communication():
     assert (row.axes, row.network, row.bytes, row.exposed) == ("islands", "1Gbit", 15_625_000, 12.0)
     assert plan.bottleneck.endswith("most of it exchange over islands (1Gbit)")
     assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
+
+
+def test_a_plan_with_a_link_of_the_server():
+    plan = island_plan("sync.strategy=bsp", server_dcn="2Gbit")
+    assert plan.islands is not None
+    assert (plan.islands.server_link, plan.islands.server_rate) == ("2Gbit", 2 * RATE)
+    waits = [each.wait_seconds for each in plan.islands.choices]
+    assert waits == pytest.approx([6, 3, 0.25, 0.0625, 0.015625])  # half as long, all of them by that link
+    said = "4 islands, 1 server; link 1Gbit of 125 MB/s each way, of a server 2Gbit of 250 MB/s"
+    for shown in (" ".join(text(plan).split()), page.page(plan, "my.yaml")):
+        assert said in shown
+        assert "each server is on a machine of its own, and links carry both ways at once" in shown
+    assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
+    with pytest.raises(UserError, match="--server-dcn fast: no rate of a link"):
+        island_plan(server_dcn="fast")
 
 
 def test_the_choices_of_a_plan():
@@ -325,14 +359,15 @@ def test_bytes_of_what_the_servers_hold(strategy: str, mutable: int):
 
 
 def test_a_real_plan_of_an_island():
-    plan = jaxtrain.plan(TINY, "simulate:2", "islands.count=2", "sync.strategy=ssp", dcn="1Gbit")
+    plan = jaxtrain.plan(TINY, "simulate:2", "islands.count=2", "sync.strategy=ssp", dcn="1Gbit", server_dcn="100Gbit")
     count = sum(leaf.size for leaf in jax.tree.leaves(program()[1].one["params"]))
     assert plan.islands is not None
     assert plan.islands.own.sent == plan.islands.own.received == 4 * count
     assert plan.tokens == 4 * 64  # half of the rows
     wait = plan.islands.own.wait_seconds
     assert wait is not None
-    assert wait >= 8 * count / RATE
+    assert wait == pytest.approx(8 * count / RATE)  # of its own link alone
+    assert plan.islands.server_rate == 100 * RATE
     assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
 
 
@@ -343,5 +378,9 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "data.global_batch" in line
+    with pytest.raises(UserError, match="--server-dcn: the run has no islands"):
+        jaxtrain.plan(TINY, "simulate:2", server_dcn="1Gbit")
+    with pytest.raises(UserError, match="--server-dcn fast: no rate"):
+        jaxtrain.plan(TINY, "simulate:2", "islands.count=2", server_dcn="fast")
     with pytest.raises(UserError, match=r"islands\.count: a search is of one program, and there are 2 islands"):
         jaxtrain.search(TINY, "h100:1x2", "islands.count=2")

@@ -60,8 +60,10 @@ def run(args: argparse.Namespace) -> int:
 def _check_options(args: argparse.Namespace) -> None:
     """Raises UserError for options that do not go together."""
     if args.search:
-        if args.html or args.hlo or args.whole or args.diff or args.dcn:
-            raise UserError("plan: --html, --hlo, --whole, --diff and --dcn do not go with --search; expected --json")
+        if args.html or args.hlo or args.whole or args.diff or args.dcn or args.server_dcn:
+            raise UserError(
+                "plan: --html, --hlo, --whole, --diff, --dcn and --server-dcn do not go with --search; expected --json"
+            )
         if args.out and not args.out.endswith((".yaml", ".yml")):
             raise UserError(f"plan: --out {args.out}: a layout file ends in .yaml or .yml; expected {args.out}.yaml")
         return
@@ -74,7 +76,7 @@ def _show_plan(path: str, overrides: Sequence[str], args: argparse.Namespace) ->
     target = _target(args)
     check_output_files(args.json, args.html, args.hlo)
     hlo = Path(args.hlo) if args.hlo else None
-    plan = _plan(path, overrides, target, hlo=hlo, whole=args.whole, dcn=args.dcn)
+    plan = _plan(path, overrides, target, hlo=hlo, whole=args.whole, dcn=args.dcn, server_dcn=args.server_dcn)
     title = " ".join([path, *overrides])
     console = plain_console()
     console.print(terminal.report(plan, title, console.width))
@@ -106,7 +108,7 @@ def _show_diff(a: str, b: str, overrides: Sequence[str], args: argparse.Namespac
     left, right = (
         _read_plan(side.path)
         if target is None or side.is_plan
-        else _plan(side.path, side.overrides, target, whole=args.whole, dcn=args.dcn)
+        else _plan(side.path, side.overrides, target, whole=args.whole, dcn=args.dcn, server_dcn=args.server_dcn)
         for side in sides
     )
     titles = sides[0].title, sides[1].title

@@ -1,18 +1,19 @@
 """Prices exchanges of islands or replicas over a slow link, and chooses a strategy for it.
 
-M islands with C seconds of an own step, S servers with equal shares of the parameters, and links of r bytes/s each way:
-one of each island and one of each server. In an exchange, which is due every H steps (H = 1 if gradients are pushed),
-an island pushes P bytes and then reads R bytes. Its own link takes (P + R) / r; that of a server has its share of what
-all push and read, M (P + R) / S bytes.
+M islands with C seconds of an own step and a link of r bytes/s each way, and S servers with equal shares of the
+parameters and a link of q bytes/s each way. In an exchange, which is due every H steps (H = 1 if gradients are pushed),
+an island pushes P bytes and then reads R bytes. Its own link takes (P + R) / r; that of a server carries its share of
+what all push and read, M (P + R) / S bytes. It may be another one: islands at home and a server in a data center, or
+many islands behind the one link of a server.
 
 - All at the same time (`bsp`, `ssp` with bound 0, `local_sgd`, `diloco`): the servers receive all pushes, then all
-  read. An exchange takes max(1, M / S) (P + R) / r, and a step waits for one H-th of that.
+  read. An exchange takes max((P + R) / r, M (P + R) / (S q)), and a step waits for one H-th of that.
 - Each at another time (`ssp`, `asp`, `async_diloco`): the links of the servers carry reads of some while others push or
-  compute. H steps take max(H C + (P + R) / r, M P / (S r), M R / (S r)), and wait for what that is longer than H C.
+  compute. H steps take max(H C + (P + R) / r, M P / (S q), M R / (S q)), and wait for what that is longer than H C.
 
 Islands are of one speed, so none waits for a slower one. Latency and the time of the servers' updates are not counted.
 
-Replicas exchange in a ring, at the same time and without a server: P is what each sends, R = 0 and S = M.
+Replicas exchange in a ring, at the same time and without a server: P is what each sends, R = 0, S = M and q = r.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SMALL_WAIT = 0.1  # part of a step that may be waiting
 
 def price(
     name: str, keys: str, sent: int, received: int, every: int, count: int, servers: int, *, is_lockstep: bool = True,
-    rate: float | None = None, seconds: float | None = None, tokens: int = 0,
+    rate: float | None = None, server_rate: float | None = None, seconds: float | None = None, tokens: int = 0,
 ) -> PricedStrategy:  # fmt: skip
     """Prices a strategy by the formulas above.
 
@@ -43,7 +44,8 @@ def price(
         count: islands (M).
         servers: servers (S).
         is_lockstep: all exchange at the same time.
-        rate: of a link (r); None: unknown.
+        rate: of the link of an island (r); None: unknown.
+        server_rate: of the link of a server (q); None: that of an island.
         seconds: of an island's own step (C); None: unknown.
         tokens: of an island's step.
     """
@@ -53,12 +55,13 @@ def price(
     )  # fmt: skip
     if rate is None:
         return priced
+    server_rate = servers * (server_rate or rate)
     if is_lockstep:
-        exchange = max(1.0, count / servers) * total / rate
+        exchange = max(total / rate, count * total / server_rate)
     elif seconds is None:
         return priced
     else:
-        exchange = max(total / rate, count * max(sent, received) / (servers * rate) - every * seconds)
+        exchange = max(total / rate, count * max(sent, received) / server_rate - every * seconds)
     wait = exchange / every
     priced = replace(priced, exchange_seconds=exchange, wait_seconds=wait)
     if not seconds:

@@ -18,7 +18,10 @@ def islands_note(islands: IslandsPlan) -> str:
     """Describes the servers and the links."""
     servers = "1 server" if islands.servers == 1 else f"{islands.servers} servers"
     rate = "of unknown rate" if islands.rate is None else f"of {format_si(islands.rate, 'B/s')} each way"
-    return f"{islands.count} islands, {servers}; link {islands.link} {rate}"
+    line = f"{islands.count} islands, {servers}; link {islands.link} {rate}"
+    if islands.server_rate is None:
+        return line
+    return f"{line}, of a server {islands.server_link} of {format_si(islands.server_rate, 'B/s')}"
 
 
 def islands_facts(islands: IslandsPlan) -> list[PlanFact]:
