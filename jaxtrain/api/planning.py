@@ -50,8 +50,8 @@ def plan(
         parse_rate(server_dcn, "--server-dcn")
     named = {name: keys.pop(name) for name in ("model", "loss") if callable(keys.get(name))}
     loaded, vocab = config_for_target(config, *overrides, target=parsed, **keys, **_imported(**named))
-    if server_dcn is not None and not loaded.islands.has_islands:
-        raise UserError("--server-dcn: the run has no islands and no server; expected islands.count=N")
+    if server_dcn is not None and not (loaded.islands.has_islands and loaded.islands.servers):
+        raise UserError("--server-dcn: the run has no server; expected islands.count=N and islands.servers above 0")
     if problem := targets.missing_packages(parsed, loaded.step.attention):
         raise UserError(problem)
     most = None if whole else pods.MAX_DEVICES

@@ -25,6 +25,7 @@ from jaxtrain.planning.result import Advice, IslandsPlan, Plan, PricedStrategy, 
 AXIS = "islands"  # in the rows of the plan's communication
 BATCH = "data.global_batch="
 OWN_MACHINE = "each server is on a machine of its own"
+BOTH_WAYS = "links carry both ways at once"
 SAME_LINK = f"{OWN_MACHINE}, whose link has the rate of an island's (--server-dcn), both ways at once"
 ASSUMED = (
     "islands are of one speed; latency and the servers' updates take no time",
@@ -52,8 +53,8 @@ def with_islands(config: Config, plan: Plan, dcn: str | None = None, server_dcn:
     chosen, why = choose(choices)
     count, servers = config.islands.count, config.islands.servers
     islands = IslandsPlan(count, servers, link, rate, own, tuple(choices), chosen, why, server_dcn or "", server)
-    links = SAME_LINK if server is None else f"{OWN_MACHINE}, and links carry both ways at once"
-    plan = replace(plan, islands=islands, notes=(*plan.notes, links, *ASSUMED))
+    links = SAME_LINK if server is None else f"{OWN_MACHINE}, and {BOTH_WAYS}"
+    plan = replace(plan, islands=islands, notes=(*plan.notes, links if servers else BOTH_WAYS, *ASSUMED))
     plan = advice.with_advice(program_config(config), _with_wait(plan, own, link))
     return replace(plan, advice=tuple(_of_run(each, count) for each in plan.advice))
 
@@ -86,6 +87,8 @@ def priced_strategies(
             keys += f" sync.compress.{other}=none"
         form = getattr(sync.compress, own) if "compress" in STRATEGY_KEYS.get(strategy, ()) else "none"
         sent, received = _exchanged(sizes, form, is_stale, 1 if is_lockstep else count)
+        if not servers:
+            sent = received = round((count - 1) / count * (sizes["params"] + sizes["mutable"] + sizes["mean"]))
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, rate=rate,
             server_rate=server_rate, seconds=seconds, tokens=tokens,
@@ -95,7 +98,8 @@ def priced_strategies(
     rounds: list[int] = sorted({*ROUNDS, *([int(sync.every)] if has_rounds else [])})
     stale = sync.strategy if sync.strategy in ("ssp", "asp") else "ssp"
     own = at(sync.strategy, sync.every if has_rounds else 1)
-    return [own, at("bsp"), at(stale), *(at("diloco", every) for every in rounds)]
+    stricter = [at("bsp"), at(stale)] if servers else []
+    return [own, *stricter, *(at("diloco", every) for every in rounds)]
 
 
 def _exchanged(sizes: Mapping[str, int], form: str, is_stale: bool, updates: int) -> tuple[int, int]:

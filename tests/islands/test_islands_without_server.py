@@ -24,6 +24,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.islands.members import SILENCE, START_WAIT
 from jaxtrain.islands.messages import LostValueError
 from jaxtrain.islands.peers.rounds import Entry, Place, RoundAttempt, Rounds, Standing
+from jaxtrain.planning.islands import priced_strategies
+from jaxtrain.planning.step_program import tree_bytes
 
 pytestmark = pytest.mark.timeout(120)
 DILOCO = {"strategy": "diloco", "every": 2, "outer": {"lr": 0.7, "momentum": 0.9}}
@@ -109,6 +111,19 @@ def test_an_island_that_dies_in_the_middle_of_an_exchange_leaves_nothing_behind(
         check_equal(*islands[:3])
         updates = [record["islands"] for record in server.log if record["event"] == "update"]
         assert updates == [(0, 1, 2)]
+
+
+def test_the_bytes_of_a_round_are_those_of_the_plan(time: Time) -> None:
+    run = run_config(4)
+    with LocalServer(run, time) as server:
+        islands = [OneIsland(server, run, index) for index in range(4)]
+        metrics = together(*(lambda each=each: each.step(2) for each in islands))
+        sizes = tree_bytes(islands[0].program)
+    (own, *_) = priced_strategies(run, sizes, tokens=1, seconds=None, rate=None)
+    for name, planned in (("exchanged_bytes", own.sent), ("received_bytes", own.received)):
+        found = [each[name] for each in metrics]
+        assert sum(found) == 4 * planned
+        assert max(found) < 1.2 * planned  # parts are of whole rows
 
 
 def test_a_value_that_is_lost_is_sent_again(time: Time) -> None:

@@ -76,6 +76,12 @@ def test_a_server_may_have_another_link_than_an_island(server: float, servers: i
     assert one.server_bytes * servers == 1000 * MB
 
 
+def test_islands_without_a_server_send_and_receive_at_the_same_time():
+    one = priced(servers=0, every=4)
+    assert (one.exchange_seconds, one.wait_seconds, one.step_seconds) == (1.0, 0.25, 2.25)
+    assert one.server_bytes == 0
+
+
 def test_an_island_alone_has_its_own_link():
     one = priced(250 * MB, 125 * MB, count=1)
     assert (one.exchange_seconds, one.tokens_per_second) == (3.0, 200.0)  # 2 s to push, 1 s to read
@@ -169,7 +175,7 @@ def island_plan(
     *overrides: str, plan: Plan | None = None, dcn: str | None = "1Gbit", server_dcn: str | None = None
 ) -> Plan:
     """The plan of `plan_examples.fitting`, whose steps take a second, as one of four islands."""
-    sizes = {"gradients": 250 * MB, "params": 125 * MB, "mutable": 0}
+    sizes = {"gradients": 250 * MB, "params": 125 * MB, "mutable": 0, "mean": 250 * MB}
     return islands.with_islands(config(*overrides), plan or fitting(tree_bytes=sizes), dcn, server_dcn)
 
 
@@ -200,6 +206,20 @@ def test_a_plan_with_a_link_of_the_server():
     assert Plan.from_dict(json.loads(json.dumps(plan.as_dict()))) == plan
     with pytest.raises(UserError, match="--server-dcn fast: no rate of a link"):
         island_plan(server_dcn="fast")
+
+
+def test_a_plan_without_a_server():
+    """Four islands: each sends three quarters of its parameters, and three times a quarter of the mean, in float32."""
+    plan = island_plan("sync.strategy=diloco", "sync.every=16", "islands.servers=0", "steps=1024")
+    own = plan.islands.own
+    assert own.sent == own.received == 3 * 125 * MB // 4 + 3 * 250 * MB // 4
+    assert own.exchange_seconds == pytest.approx(own.sent / RATE)
+    assert plan.step_seconds == pytest.approx(1.0 + own.sent / RATE / 16)
+    assert [each.name for each in plan.islands.choices] == [f"diloco, every {every}" for every in (16, 64, 256)]
+    for shown in (" ".join(text(plan).split()), page.page(plan, "my.yaml")):
+        assert "4 islands, no server; link 1Gbit of 125 MB/s each way" in shown
+        assert "each server is on a machine of its own" not in shown
+        assert "through its link" not in shown
 
 
 def test_the_choices_of_a_plan():
@@ -239,7 +259,7 @@ def test_a_plan_without_times_or_without_a_step():
 
 
 def fitting_bytes() -> dict[str, int]:
-    return {"gradients": 8, "params": 8, "mutable": 0}
+    return {"gradients": 8, "params": 8, "mutable": 0, "mean": 8}
 
 
 def test_advice_on_rows_is_on_those_of_the_run(monkeypatch):
@@ -353,6 +373,7 @@ def test_bytes_of_what_the_servers_hold(strategy: str, mutable: int):
     made = build_program(program_config(found), None, jax.devices()[:1], tiny_net.rows(0))
     sizes = step_program.tree_bytes(made)
     assert sizes.pop("mutable") == 32  # mean and variance
+    assert sizes.pop("mean") == 4 * sum(leaf.size for leaf in jax.tree.leaves(made.one["params"])) + 32
     assert set(sizes.values()) == {4 * 28}  # scale, bias, 16 + 4: too small for blocks
     assert {"gradients", "params", "changes int8", "message fp8"} <= set(sizes)
     assert sizes["params"] + mutable == sum(spec.nbytes for spec in tensors(found, made).values())
@@ -378,7 +399,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "data.global_batch" in line
-    with pytest.raises(UserError, match="--server-dcn: the run has no islands"):
+    with pytest.raises(UserError, match="--server-dcn: the run has no server"):
         jaxtrain.plan(TINY, "simulate:2", server_dcn="1Gbit")
     with pytest.raises(UserError, match="--server-dcn fast: no rate"):
         jaxtrain.plan(TINY, "simulate:2", "islands.count=2", server_dcn="fast")

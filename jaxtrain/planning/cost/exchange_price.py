@@ -11,6 +11,9 @@ many islands behind the one link of a server.
 - Each at another time (`ssp`, `asp`, `async_diloco`): the links of the servers carry reads of some while others push or
   compute. H steps take max(H C + (P + R) / r, M P / (S q), M R / (S q)), and wait for what that is longer than H C.
 
+- Without servers, where islands average among themselves (`islands.servers=0`): P and R are what an island sends and
+  receives at the same time, and an exchange takes max(P, R) / r.
+
 Islands are of one speed, so none waits for a slower one. Latency and the time of the servers' updates are not counted.
 
 Replicas exchange in a ring, at the same time and without a server: P is what each sends, R = 0, S = M and q = r.
@@ -42,7 +45,7 @@ def price(
         received: bytes of a read (R).
         every: steps between exchanges (H).
         count: islands (M).
-        servers: servers (S).
+        servers: servers (S); 0: there are none.
         is_lockstep: all exchange at the same time.
         rate: of the link of an island (r); None: unknown.
         server_rate: of the link of a server (q); None: that of an island.
@@ -51,12 +54,14 @@ def price(
     """
     total = sent + received
     priced = PricedStrategy(
-        name, keys, every, sent, received, sent / every, received / every, count * total / servers
+        name, keys, every, sent, received, sent / every, received / every, count * total / servers if servers else 0.0
     )  # fmt: skip
     if rate is None:
         return priced
     server_rate = servers * (server_rate or rate)
-    if is_lockstep:
+    if not servers:
+        exchange = max(sent, received) / rate
+    elif is_lockstep:
         exchange = max(total / rate, count * total / server_rate)
     elif seconds is None:
         return priced

@@ -16,7 +16,7 @@ from jaxtrain.planning.result import IslandsPlan
 
 def islands_note(islands: IslandsPlan) -> str:
     """Describes the servers and the links."""
-    servers = "1 server" if islands.servers == 1 else f"{islands.servers} servers"
+    servers = {0: "no server", 1: "1 server"}.get(islands.servers, f"{islands.servers} servers")
     rate = "of unknown rate" if islands.rate is None else f"of {format_si(islands.rate, 'B/s')} each way"
     line = f"{islands.count} islands, {servers}; link {islands.link} {rate}"
     if islands.server_rate is None:
@@ -27,13 +27,15 @@ def islands_note(islands: IslandsPlan) -> str:
 def islands_facts(islands: IslandsPlan) -> list[PlanFact]:
     """Bytes and times of the config's strategy."""
     own = islands.own
-    exchange = f"{own.name}: sends {format_bytes(own.sent)}, then receives {format_bytes(own.received)}"
+    order = "then" if islands.servers else "and"
+    exchange = f"{own.name}: sends {format_bytes(own.sent)}, {order} receives {format_bytes(own.received)}"
     mean = f"sends {format_bytes(own.sent_a_step)}, receives {format_bytes(own.received_a_step)}"
     rate = "unknown" if own.tokens_per_second is None else f"{own.tokens_per_second:,.0f}"
     link = "its link" if islands.servers == 1 else "the link of each"
+    through = f"through {link} in an exchange, of all islands, both ways"
     return [
         PlanFact("exchange", format_seconds(own.exchange_seconds), exchange),
-        PlanFact("server", format_bytes(own.server_bytes), f"through {link} in an exchange, of all islands, both ways"),
+        *([PlanFact("server", format_bytes(own.server_bytes), through)] if islands.servers else []),
         PlanFact("mean step", format_seconds(own.wait_seconds), f"{format_percent(own.wait_share)} waits; {mean}"),
         PlanFact("tokens/s", rate, "of all islands together"),
     ]
