@@ -246,9 +246,7 @@ class FaultyRun:
     def _watch(self, until: float) -> bool:
         """Lets things happen until all launchers have ended. Returns whether they have in time."""
         faults, looked = list(self.case.faults), 0.0
-        while faults or any(launcher.poll() is None for launcher in self._launchers):
-            if all(launcher.poll() is not None for launcher in self._launchers):
-                break
+        while any(launcher.poll() is None for launcher in self._launchers):
             if time.monotonic() > until:
                 return False
             time.sleep(0.02)
@@ -290,10 +288,8 @@ class FaultyRun:
         if fault.kind == "late":
             self.launch(str(fault.island))
         else:
-            self._left()
             wanted = ("ServerProcess",) if fault.island is None else ("jaxtrain.cli.worker", f"/island-{fault.island}")
-            found = [pid for pid in self._known if all(each in text_of(pid, "cmdline") for each in wanted)]
-            found = [pid for pid in found if pid in process_facts()]
+            found = [pid for pid in self._left() if all(each in text_of(pid, "cmdline") for each in wanted)]
             if not found:
                 return False
             os.kill(found[-1], signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL)
@@ -443,6 +439,8 @@ def main() -> None:
             runs.append(FaultyRun(case, folder).train())
         print(" ".join(f"{key} {value}" for key, value in rows(runs)[-1].items()), flush=True)
         common.report("islands_faults", args, {"table": rows(runs), "runs": runs}, about)
+    order = [(case.name, case.seed) for case in cases(args.seed, args.schedules, args.steps)]
+    runs.sort(key=lambda run: order.index((run["name"], run["seed"])) if (run["name"], run["seed"]) in order else -1)
     print(common.table(rows(runs)))
     common.report("islands_faults", args, {"table": rows(runs), "runs": runs}, about)
 
