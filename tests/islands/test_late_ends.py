@@ -40,12 +40,12 @@ class Islands:
         self.server = LocalServer(self.config(0), self.time)
 
     def config(self, index: int) -> Any:
-        text = str(self.folder / "texts")
+        text, devices = str(self.folder / "texts"), jax.device_count()
         return jaxtrain.load(None, base={
-            "name": f"island-{index}", "dir": str(self.folder), "steps": STEPS, "precision": "fp32", "simulate": 1,
-            "model": {"embed": 32, "layers": 2, "mlp": 64, "heads": 2}, "mesh": {"data": 1}, "layout": "ddp",
+            "name": f"island-{index}", "dir": str(self.folder), "steps": STEPS, "precision": "fp32", "simulate": devices,
+            "model": {"embed": 32, "layers": 2, "mlp": 64, "heads": 2}, "mesh": {"data": devices}, "layout": "ddp",
             "data": {
-                "sources": [{"path": text}], "sequence": 32, "global_batch": 4, "validation_fraction": 0.2,
+                "sources": [{"path": text}], "sequence": 32, "global_batch": 2 * devices, "validation_fraction": 0.2,
                 "cache_dir": str(self.folder / "cache"),
             },
             "sync": {"strategy": "diloco", "every": 2}, "islands": {"count": 2, "quorum": 1, "grace": 60},
