@@ -43,7 +43,8 @@ class Islands:
         text, devices = str(self.folder / "texts"), jax.device_count()
         return jaxtrain.load(None, base={
             "name": f"island-{index}", "dir": str(self.folder), "steps": STEPS, "precision": "fp32",
-            "simulate": devices, "model": {"embed": 32, "layers": 2, "mlp": 64, "heads": 2}, "mesh": {"data": devices}, "layout": "ddp",
+            "simulate": devices, "model": {"embed": 32, "layers": 2, "mlp": 64, "heads": 2},
+            "mesh": {"data": devices}, "layout": "ddp",
             "data": {
                 "sources": [{"path": text}], "sequence": 32, "global_batch": 2 * devices, "validation_fraction": 0.2,
                 "cache_dir": str(self.folder / "cache"),
