@@ -97,7 +97,7 @@ class IslandCallback(Callback):
         island = self._synchronizer
         if island is None or island.behind is None:
             return None
-        target, island.behind = min(island.behind, trainer.config.steps - 1), None
+        target, island.behind = min(island.behind, trainer.config.steps), None
         if target <= step:
             return None
         trainer.trackers.event("warning", step=step, text=f"the other islands are at step {target}: continues there")

@@ -40,7 +40,7 @@ class Progress:
 def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Iterator[None]:
     """Runs steps until `config.steps`, a signal or a request, which is `stopped_by` then. Yields after each step."""
     config, ledger, callbacks, first = trainer.config, trainer.ledger, trainer.callbacks, progress.step
-    progress.pending = None
+    progress.pending, is_end = None, trainer.checkpointer.latest() == first
     with trainer.batches() as batches:
         while progress.step < config.steps and progress.stopped_by is None:
             callbacks.each(Callback.on_step_begin, trainer, progress.step)
@@ -50,7 +50,8 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
             except (EndOfData, BatchError) as end:
                 if progress.step == 0:
                     raise
-                finish_early(trainer, progress, str(end))
+                progress.stopped_by = str(end)
+                finish(trainer, progress)
                 if isinstance(end, BatchError):
                     trainer.wait_for_checkpoints()
                     trainer.report_checkpoints()
@@ -101,13 +102,14 @@ def iterate(trainer: TrainingRun, progress: Progress, signals: Signals) -> Itera
                 raise
             if progress.scores:
                 finish_validation(trainer, progress)
+    if progress.stopped_by is None and not is_end:  # a callback has given it the state after the last step
+        finish(trainer, progress)
     log(trainer, progress, now=True)
     callbacks.each(Callback.on_train_end, trainer)
 
 
-def finish_early(trainer: TrainingRun, progress: Progress, reason: str) -> None:
-    """Logs, validates and saves the last state when the data ends before `config.steps`."""
-    progress.stopped_by = reason
+def finish(trainer: TrainingRun, progress: Progress) -> None:
+    """Logs, validates and saves the last state where no step has done so."""
     scores = progress.scores = trainer.evaluate(progress.state, progress.step) if trainer.eval_sets else {}
     log(trainer, progress, now=True)
     trainer.save(progress.state, progress.step, scores, is_last=True)

@@ -121,6 +121,29 @@ def test_a_late_island_begins_with_the_parameters_and_the_step_of_the_others(asy
     assert server.coordinator.version == 7
 
 
+def test_an_island_that_comes_again_in_a_round_takes_part_in_it(time: Time) -> None:
+    """Those that have pushed wait for it: it must not begin with their next round."""
+    run = config(LOCAL)
+    with LocalServer(run, time) as server, ThreadPoolExecutor(1) as pool:
+        first, killed = OneIsland(server, run, 0), OneIsland(server, run, 1)
+        first.state, killed.state = first.island.begun(first.state, 0), killed.island.begun(killed.state, 0)
+        waiting = pool.submit(first.step, 2)
+        killed.step(2)
+        waiting.result(60)
+        waiting = pool.submit(first.step, 2)
+        while len(server.pushes()) < 3:
+            assert not waiting.done()
+        again = OneIsland(server, run, 1)
+        assert again.clock == 2
+        again.state = again.island.with_values(again.state, again.island.client.read())
+        again.step(2)
+        waiting.result(60)
+        updates = [record["islands"] for record in server.log if record["event"] == "update"]
+        assert updates == [(0, 1), (0, 1)]
+        for name, expected in first.params.items():
+            np.testing.assert_array_equal(again.params[name], expected)
+
+
 def test_an_island_that_begins_further_than_the_bound_waits(time: Time) -> None:
     """One whose own checkpoint is ahead of the others."""
     run = config({"strategy": "ssp", "stale": {"bound": 2}})

@@ -141,9 +141,8 @@ class Coordinator:
             return Welcome(member.session, clock, self.servers.parts, given, self.version)
 
     def _arrive(self, island: int) -> int:
-        """Adds an island to the policy, at the clock of the slowest, before the first update at that of the start."""
-        completed = self.policy.completed.values() if self._has_started() else ()
-        clock = min(completed, default=self.clock)
+        """Adds an island to the policy, with the others, before the first update at the clock of the start."""
+        clock = self.policy.newcomer(self.clock) if self._has_started() else self.clock
         self.policy.join(island, clock)
         self._arrived.add(island)
         if self._starts_by is None:

@@ -49,6 +49,14 @@ class UpdatePolicy(ABC):
         """Adds an island that has read the parameters and begins step `clock`."""
         self.completed[island] = clock
 
+    def newcomer(self, newest: int) -> int:
+        """Returns the clock at which an island begins that joins now: that of the slowest.
+
+        Args:
+            newest: clock of the newest update.
+        """
+        return min(self.completed.values(), default=newest)
+
     def leave(self, island: int) -> None:
         """Removes an island; the others do not wait for it. Its last push still counts: it was acknowledged."""
         self.completed.pop(island, None)
@@ -111,6 +119,11 @@ class RoundPolicy(UpdatePolicy):
         self._quorum, self._grace, self.first_needs = quorum, grace, quorum or islands
         self._quorum_at: float | None = None
 
+    def newcomer(self, newest: int) -> int:
+        """Returns the clock at which the round has begun that waits for the newcomer, too."""
+        pushed = {island for island, _ in self._pushed}  # they are at its end
+        return min((clock for island, clock in self.completed.items() if island not in pushed), default=newest)
+
     def next(self, now: float) -> Due | None:
         """Returns those that have pushed nothing, at once; else the pushes of a round that is complete."""
         if self._waiting:
@@ -141,6 +154,10 @@ class PartialRoundPolicy(RoundPolicy):
 
     def __init__(self, quorum: int, grace: float) -> None:
         super().__init__(quorum or 1, grace, 1)
+
+    def newcomer(self, newest: int) -> int:
+        """Returns the clock of the slowest: no round waits for the newcomer."""
+        return UpdatePolicy.newcomer(self, newest)
 
 
 def make_policy(strategy: str, bound: int, islands: IslandsConfig) -> UpdatePolicy:
