@@ -31,6 +31,7 @@ ray = import_optional("ray", "an island", "islands")
 exceptions = ray.exceptions
 NAME = "coordinator"
 CALL_TIMEOUT = 300.0  # seconds of a call that waits for nobody: it copies or updates all parameters at most
+VALUE_TIMEOUT = 3600.0  # seconds of values on a slow link; Ray itself notices that their owner has ended
 LAUNCHER_SILENCE = 60.0  # seconds without islands and without a sign of a launcher
 CONNECT_TIMEOUT = 60.0  # seconds to connect to a cluster
 RESTART_WAIT = 60.0  # seconds that islands wait for a coordinator that Ray starts again
@@ -252,8 +253,8 @@ class RayDoor:
     def get(self, refs: list[Any]) -> list[Any]:
         """Reads values from Ray's store, without copying those that are on this machine."""
         try:
-            return ray.get(refs, timeout=CALL_TIMEOUT)
-        except (exceptions.ObjectLostError, exceptions.GetTimeoutError) as error:  # its owner has ended
+            return ray.get(refs, timeout=VALUE_TIMEOUT)
+        except (exceptions.ObjectLostError, exceptions.GetTimeoutError) as error:
             raise LostValueError(f"islands: a value is lost ({type(error).__name__})") from None
 
 

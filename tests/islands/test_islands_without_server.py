@@ -167,6 +167,27 @@ def test_an_island_that_comes_late_gets_the_values_of_another_one(time: Time) ->
         assert server.coordinator.version == 4
 
 
+def test_an_island_whose_stay_ends_while_it_waits_joins_again(time: Time) -> None:
+    run = run_config(2, heartbeat=START_WAIT)
+    with LocalServer(run, time) as server:
+        first = OneIsland(server, run, 0)
+        alone(first, 2, server, time)
+        late = OneIsland(server, run, 1)
+        for wait in (late.island.client.catch_up, lambda: late.island.client.start(4, dict, (1, 77))):
+            session = server.coordinator.members[1].session
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(wait)
+                sleep(0.3)
+                server.door.call("leave", 1, session)
+                while 1 not in server.coordinator.members or server.coordinator.members[1].session == session:
+                    sleep(0.02)
+                sleep(0.2)
+                first.step(2)
+                arrived = found.result(60)
+            assert arrived.clock == first.clock
+            assert arrived.place == first.island.place(first.state)
+
+
 def test_old_work_is_dropped_and_the_island_goes_on_where_the_others_are(time: Time) -> None:
     run = run_config(2)
     with LocalServer(run, time) as server:

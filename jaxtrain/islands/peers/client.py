@@ -39,12 +39,13 @@ class PeerClient(IslandClient):
 
     def catch_up(self) -> Arrived | None:
         """Returns the values of another island after its next round."""
-        if not self.has_values:
-            return None
         try:
-            return self._values(0)
+            return self._values(0) if self.has_values else None
         except NobodyError:
             return None
+        except SessionOverError:
+            self.join()
+            return self.catch_up()
 
     def start(self, clock: int, initial: Callable[[], Arrays], place: tuple[int, int]) -> Arrived:
         """Returns no values if the island begins where the others do, else those of another one, once it is as far."""
@@ -63,11 +64,10 @@ class PeerClient(IslandClient):
             except TryAgainError:
                 continue
             except LeftBehindError:
-                found = self._stand(clock)
+                pass
             except SessionOverError:
                 self.join(clock)
-                found = self._stand(clock)
-            if found is not None:
+            if (found := self._stand(clock)) is not None:
                 return found._replace(counts=False)
 
     def give(self, values: Mapping[Path, jax.Array]) -> None:
@@ -79,12 +79,12 @@ class PeerClient(IslandClient):
     def _stand(self, clock: int) -> Arrived | None:
         """Returns the values of another island, unless this one is where the others are."""
         while True:
-            if self._asked("start", self._place):
-                return None
             try:
-                return self._values(clock)
+                return None if self._asked("start", self._place) else self._values(clock)
             except NobodyError:
                 continue
+            except SessionOverError:
+                self.join(clock)
 
     def _values(self, clock: int) -> Arrived:
         """Returns the values of another island, once it has done as many steps."""
