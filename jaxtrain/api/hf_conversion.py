@@ -142,7 +142,7 @@ def export(
     """
     directory, target = Path(run), Path(to)
     max_bytes = _bytes(shard_size)
-    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False, checks=[check_config])
+    config, _ = resolve(saved_config(directory), *overrides, *WITHOUT_ROUNDS, paths=False, checks=[check_config])
     if not is_decoder(config.model):
         raise UserError(f"{directory}: model {config.model.type} has no Hugging Face architecture")
     store = CheckpointStore(directory / "checkpoints")

@@ -57,7 +57,7 @@ def evaluate_tasks(
         UserError: the package is missing, an unknown task, not a run, or not a language model.
     """
     harness = _require()
-    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False)
+    config, _ = resolve(saved_config(directory), *overrides, *WITHOUT_ROUNDS, paths=False)
     manager = harness.tasks.TaskManager(include_path=include_path)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown or not tasks:

@@ -35,7 +35,8 @@ from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
 MAX_BATCH = 32  # prompts of a batch
-WITHOUT_ROUNDS = "sync.strategy=bsp"  # what evaluates may have fewer replicas than the strategy needs
+# What evaluates may have fewer replicas than the strategy needs, and islands of `bsp` have a server.
+WITHOUT_ROUNDS = ("sync.strategy=bsp", "islands.servers=1")
 REPLACEMENT = "\ufffd"  # decoded from a character whose bytes are incomplete
 
 
@@ -48,7 +49,7 @@ def evaluate(
     Raises:
         UserError: not a run, no usable checkpoint, one that does not fit the config, or no validation data.
     """
-    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS)
+    config, _ = resolve(saved_config(directory), *overrides, *WITHOUT_ROUNDS)
     count = config.eval.batches if batches is None else batches
     if count < 1:
         raise UserError(f"eval: expected --batches >= 1; found {count}")
@@ -78,7 +79,7 @@ def load_model(
         folder = directory if directory.exists() else model_folder(directory)
         if (folder / "config.json").is_file():
             return _huggingface(folder, step, overrides)
-    config, _ = resolve(saved_config(directory), *overrides, WITHOUT_ROUNDS, paths=False)
+    config, _ = resolve(saved_config(directory), *overrides, *WITHOUT_ROUNDS, paths=False)
     tokenizer = text_tokenizer(config.model, config.data)
     vocab, devices = vocabulary_size(config.model, tokenizer.vocab), runtime.start(config.simulate)
     program = build_program(config, vocab, devices, components=components)

@@ -218,6 +218,10 @@ def test_islands_without_a_server_go_on_without_one_that_is_killed_and_take_it_i
     assert again.finish()[0] == 75
     steps = sorted(losses(launched.run, 0))
     assert steps == list(range(1, steps[-1] + 1))
+    for index in range(2):
+        command = [sys.executable, "-m", "jaxtrain.cli.main", "export", str(launched.run / f"island-{index}")]
+        done = subprocess.run([*command, "--to", str(launched.run / f"hf-{index}")], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_an_address_that_is_no_cluster_is_one_line() -> None:
