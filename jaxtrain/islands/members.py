@@ -1,13 +1,16 @@
-"""The islands that take part, and those that have left."""
+"""The islands that take part and those that have left, and what all coordinators do about them."""
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtrain.islands.messages import SessionOverError
 
+T = TypeVar("T")
 SILENCE = 2.0  # heartbeats without a sign of life after which an island has left
 LONGEST_WAIT = 2.0  # seconds of one call that waits
 START_WAIT = 120.0  # seconds after the first island is there that the first update waits for the others
@@ -117,3 +120,71 @@ class Members:
                 "seconds": member.totals.get("seconds", 0.0) + (now - member.joined if is_there else 0.0),
             }  # fmt: skip
         return found
+
+
+class BaseCoordinator(ABC):
+    """Islands come, give signs of life, wait, and go. Every method is called in one thread.
+
+    Args:
+        heartbeat: seconds between signs of life.
+        log: takes a record of each event.
+        now: clock, seconds.
+    """
+
+    def __init__(self, heartbeat: float, log: Callable[[dict[str, Any]], None], now: Callable[[], float]) -> None:
+        self._members = Members(heartbeat, now)
+        self._log, self._now = log, now
+        self._changed = asyncio.Condition()
+
+    @property
+    def members(self) -> dict[int, Member]:
+        """Islands that take part."""
+        return self._members.here
+
+    async def heartbeat(self, island: int, session: int) -> None:
+        """Takes a sign of life. Raises SessionOverError if the island has to join anew."""
+        self._members.find(island, session)
+
+    async def leave(self, island: int, session: int) -> None:
+        """Ends the stay of an island; the others go on without it."""
+        self._members.find(island, session)
+        self._leave(island, "leaves")
+        await self._advance()
+
+    async def check_silence(self, stood_still: float = 0.0) -> None:
+        """Lets those go that have given no sign of life, and does what time makes due.
+
+        Args:
+            stood_still: seconds since the last check in which this process did not run: it has read no signs of life.
+        """
+        for island in self._members.silent(stood_still):
+            self._leave(island, "is silent")
+        await self._advance()
+
+    @abstractmethod
+    def _leave(self, island: int, why: str) -> None:
+        """Ends the stay of an island, if it is there."""
+
+    @abstractmethod
+    async def _advance(self) -> None:
+        """Does what is due, and tells those that wait."""
+
+    async def _tell(self) -> None:
+        """Lets those look again that wait."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, found: Callable[[], T | None], island: int, session: int) -> T | None:
+        """Returns a value once there is one; None after `LONGEST_WAIT`, to be asked again."""
+        deadline = self._now() + LONGEST_WAIT
+        while (value := found()) is None:
+            remaining = deadline - self._now()
+            if remaining <= 0:
+                return None
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+                except TimeoutError:
+                    return None
+            self._members.find(island, session)
+        return value

@@ -12,7 +12,7 @@ from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.make import make_strategy
-from jaxtrain.sync.strategy import Strategy
+from jaxtrain.sync.strategy import Replicas, Strategy
 from jaxtrain.sync.synchronizer import State, Synchronizer
 
 RESIDUAL = "residual"
@@ -33,6 +33,22 @@ def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int) 
     if sync.strategy in AT_ROUNDS:
         return ConsensusSynchronizer(strategy, one, sync.has_island_residuals)
     return ResidualSynchronizer(strategy, one) if sync.has_island_residuals else Synchronizer(strategy)
+
+
+def exchange_by_mean(strategy: Strategy, own: Any, params: Any, mean: Any, weight: jax.Array) -> tuple[Any, Any]:
+    """Returns what a strategy of `PEERS` keeps, and the parameters from which all go on, after an exchange.
+
+    Args:
+        strategy: gets one average, and returns it for each.
+        own: what it keeps.
+        params: parameters before it.
+        mean: average of those that take part, float32.
+        weight: 1; 0 if nobody had finite values. Float32 [1].
+    """
+    replicas = Replicas(jax.tree.map(lambda p: p[None], params), weight, is_present=jnp.ones(1, bool))
+    replicas.receive(mean)
+    own, new = strategy.exchange(own, replicas, "all")
+    return own, jax.tree.map(lambda x: x[0], new)
 
 
 class ResidualSynchronizer(Synchronizer):

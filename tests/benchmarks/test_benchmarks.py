@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
 from jaxtrain.core.layout_check import check_layout
 from jaxtrain.core.resolve import resolve
@@ -38,14 +39,6 @@ def quick(tmp_path, name: str, *options: str) -> dict:
     return record | {"printed": done.stdout}
 
 
-def module(name: str):
-    """A file of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    made = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for their module
-    spec.loader.exec_module(made)
-    return made
-
-
 def test_overhead_trains_the_same_model(tmp_path):
     (result,) = quick(tmp_path, "overhead")["results"]
     assert result["steps_compared"] >= 9
@@ -56,7 +49,7 @@ def test_overhead_trains_the_same_model(tmp_path):
 
 def test_overhead_refuses_another_model(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    overhead = module("overhead")
+    overhead = load_benchmark("overhead")
 
     screen = SimpleNamespace(losses=[6.0, 5.9, 5.8], bare=SimpleNamespace(losses=[6.0, 5.9, 5.7]), times=[])
     with pytest.raises(SystemExit, match="not the same model"):
@@ -226,7 +219,7 @@ def test_islands_transport_moves_the_same_values(tmp_path):
 
 def test_rank_agreement(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    accuracy = module("plan_accuracy")
+    accuracy = load_benchmark("plan_accuracy")
     assert accuracy.tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
     assert accuracy.tau([1, 2, 3, 4], [40, 30, 20, 10]) == -1
     assert accuracy.tau([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
@@ -235,7 +228,7 @@ def test_rank_agreement(monkeypatch):
 
 def test_published_runs_are_configs_that_load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    published = module("published")
+    published = load_benchmark("published")
     runs = (*published.GPUS, *published.TPUS)
     assert len({(run.name, run.target) for run in runs}) == len(runs) >= 8
     for run in runs:
@@ -249,7 +242,7 @@ def test_published_runs_are_configs_that_load(monkeypatch):
 
 def test_worked_examples_are_configs_that_load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for target, file, *keys in module("plan_examples").EXAMPLES.values():
+    for target, file, *keys in load_benchmark("plan_examples").EXAMPLES.values():
         devices = targets.parse(target).devices
         checks = [lambda config, n=devices: check_layout(config, n)]
         resolve(str(BENCHMARKS.parent / "configs" / file), *keys, paths=False, checks=checks)
@@ -257,7 +250,7 @@ def test_worked_examples_are_configs_that_load(monkeypatch):
 
 def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name, (largest, target, file, *keys) in module("plan_pods").CASES.items():
+    for name, (largest, target, file, *keys) in load_benchmark("plan_pods").CASES.items():
         devices = targets.parse(target).devices
         config, _ = resolve(
             str(BENCHMARKS.parent / "configs" / file), *keys, paths=False,
@@ -270,7 +263,7 @@ def test_clusters_planned_from_pods_are_configs_that_have_some(monkeypatch):
 
 
 def test_packed_batch_equals_the_data_package():
-    batch = module("common").packed_batch(0, 3, 32, 100, 4)
+    batch = load_benchmark("common").packed_batch(0, 3, 32, 100, 4)
     for row in range(3):
         segments, positions = batch["segments"][row], batch["positions"][row]
         assert list(np.unique(segments)) == [1, 2, 3, 4]
@@ -285,7 +278,7 @@ def test_packed_batch_equals_the_data_package():
 def test_planted_bugs_are_in_the_parsers(monkeypatch):
     """Each text to be replaced is in its module exactly once, and each function to be measured exists."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    parsers = module("parser_coverage")
+    parsers = load_benchmark("parser_coverage")
     for name, target in parsers.TARGETS.items():
         path = BENCHMARKS.parent / target.module
         assert parsers.function_lines(path, target.functions), name
@@ -311,7 +304,7 @@ def test_sync_compares_ways_to_agree(tmp_path, monkeypatch):
     assert diloco["wall slow"] < bsp["wall slow"]
     assert bsp["loss"] < record["results"]["runs"][0]["unigram_entropy"]
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    sync, figure = module("sync"), module("sync_figure")
+    sync, figure = load_benchmark("sync"), load_benchmark("sync_figure")
     runs = {run["way"]: run for run in record["results"]["runs"]}
     for title in figure.AXES:
         lines = figure.panel(0, title, runs, False, 4.0)

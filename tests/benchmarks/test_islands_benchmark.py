@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from benchmark_modules import load_benchmark
 
 from jaxtrain.config.sections.island_config import program_config
 from jaxtrain.core.program import build_program
@@ -27,13 +26,7 @@ RESULTS = json.loads((BENCHMARKS / "results" / "cpu-islands.json").read_text())[
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("islands_benchmark", BENCHMARKS / "islands.py")
-    assert spec
-    assert spec.loader
-    made = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "islands_benchmark", made)
-    spec.loader.exec_module(made)
-    return made
+    return load_benchmark("islands", "islands_benchmark")
 
 
 def sample(time: float, sent: int, waited: float) -> dict[str, Any]:

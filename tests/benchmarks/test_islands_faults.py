@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmark_modules import load_benchmark
 
 from jaxtrain.core.resolve import resolve
 
@@ -19,13 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("islands_faults", BENCHMARKS / "islands_faults.py")
-    assert spec
-    assert spec.loader
-    made = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "islands_faults", made)
-    spec.loader.exec_module(made)
-    return made
+    return load_benchmark("islands_faults")
 
 
 def test_cases_are_functions_of_the_seed(faults: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
 import jaxtrain
 from jaxtrain.config.sections.sync import SyncConfig
@@ -21,19 +19,13 @@ from jaxtrain.sync.stale import StaleSynchronous
 from jaxtrain.sync.strategies import LocalSGD
 from jaxtrain.sync.strategy import StepPlan, Strategy
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PARAMS = {"w": jax.ShapeDtypeStruct((100,), jnp.float32)}
 TIMES = np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 1.0], [1.0, 5.0]])  # [steps, replicas]
 
 
 @pytest.fixture(scope="module")
 def times() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sync_times", BENCHMARKS / "sync_times.py")
-    assert spec
-    assert spec.loader
-    made = sys.modules["sync_times"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return load_benchmark("sync_times")
 
 
 def network(times: ModuleType, strategy: Strategy, steps: np.ndarray = TIMES) -> Any:

@@ -5,18 +5,15 @@ It holds no parameters: values go from island to island.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from jaxtrain.config.sections.islands import IslandsConfig
-from jaxtrain.islands.members import LONGEST_WAIT, START_WAIT, Member, Members
+from jaxtrain.islands.members import START_WAIT, BaseCoordinator, Member
 from jaxtrain.islands.messages import Hello, RefusedError, Welcome
 from jaxtrain.islands.peers.rounds import Entry, Place, RoundAttempt, Rounds, Standing
-
-T = TypeVar("T")
 
 
 class Ready(NamedTuple):
@@ -73,7 +70,7 @@ class NobodyError(Exception):
     """Nobody has values: all islands that had them have left."""
 
 
-class PeerCoordinator:
+class PeerCoordinator(BaseCoordinator):
     """State and decisions; every method is called in one thread.
 
     Args:
@@ -88,18 +85,12 @@ class PeerCoordinator:
         self, config: IslandsConfig, every: int, log: Callable[[dict[str, Any]], None],
         now: Callable[[], float] = time.monotonic, draw: Callable[[], int] = lambda: random.randrange(1, 1 << 32),
     ) -> None:  # fmt: skip
-        self.config, self._every, self._log, self._now = config, every, log, now
+        super().__init__(config.heartbeat, log, now)
+        self.config, self._every = config, every
         self.rounds = Rounds(config.quorum, config.grace, config.count, draw)
-        self._members = Members(config.heartbeat, now)
         self._first: Hello | None = None
         self._starts_by: float | None = None  # those that start wait no longer; None: nobody is there
         self._given: Given | None = None
-        self._changed = asyncio.Condition()
-
-    @property
-    def members(self) -> dict[int, Member]:
-        """Islands that take part."""
-        return self._members.here
 
     @property
     def version(self) -> int:
@@ -273,26 +264,6 @@ class PeerCoordinator:
             "share": len(islands) / max(len(self.members), 1), "step": self._clock(),
         })  # fmt: skip
 
-    async def heartbeat(self, island: int, session: int) -> None:
-        """Takes a sign of life. Raises SessionOverError if the island has to join anew."""
-        self._members.find(island, session)
-
-    async def leave(self, island: int, session: int) -> None:
-        """Ends the stay of an island; the others go on without it."""
-        self._members.find(island, session)
-        self._leave(island, "leaves")
-        await self._advance()
-
-    async def check_silence(self, stood_still: float = 0.0) -> None:
-        """Lets those go that have given no sign of life.
-
-        Args:
-            stood_still: seconds since the last check in which this process did not run.
-        """
-        for island in self._members.silent(stood_still):
-            self._leave(island, "is silent")
-        await self._advance()
-
     async def finish(self) -> None:
         """Does nothing: the islands save their values themselves."""
 
@@ -309,25 +280,6 @@ class PeerCoordinator:
         self.rounds.begin(self._starts_by is not None and self._now() >= self._starts_by)
         self.rounds.next(self._now())
         await self._tell()
-
-    async def _tell(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait(self, found: Callable[[], T | None], island: int, session: int) -> T | None:
-        """Returns a value once there is one; None after `LONGEST_WAIT`."""
-        deadline = self._now() + LONGEST_WAIT
-        while (value := found()) is None:
-            remaining = deadline - self._now()
-            if remaining <= 0:
-                return None
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-                except TimeoutError:
-                    return None
-            self._members.find(island, session)
-        return value
 
     def _clock(self) -> int:
         return self.rounds.place.number * self._every

@@ -17,10 +17,9 @@ from jaxtrain.islands.peers.client import PeerClient
 from jaxtrain.islands.pieces import place_tree
 from jaxtrain.islands.synchronizer import Batch, Metrics, RoundIsland, State, Step
 from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
-from jaxtrain.sync.island_state import PEERS
+from jaxtrain.sync.island_state import PEERS, exchange_by_mean
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.make import make_strategy
-from jaxtrain.sync.strategy import Replicas
 
 
 class PeerIsland(RoundIsland):
@@ -109,10 +108,7 @@ class PeerIsland(RoundIsland):
         """Returns what the strategy keeps, the parameters after an exchange, and these again, as agreed on."""
 
         def exchange(own: Any, agreed: Any, mean: Any, weight: jax.Array) -> tuple[Any, Any, Any]:
-            replicas = Replicas(jax.tree.map(lambda p: p[None], agreed), weight, is_present=jnp.ones(1, bool))
-            replicas.receive(mean)
-            own, new = self._rounds.exchange(own, replicas, "all")
-            params = jax.tree.map(lambda x: x[0], new)
+            own, params = exchange_by_mean(self._rounds, own, agreed, mean, weight)
             return own, params, jax.tree.map(jnp.copy, params)
 
         part = jax.tree.map(lambda leaf: leaf.sharding, self.abstract(self.one)[SYNC])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from jaxtrain.config.sections.islands import IslandsConfig
-from jaxtrain.islands.members import LONGEST_WAIT, START_WAIT, Member, Members
+from jaxtrain.islands.members import START_WAIT, BaseCoordinator, Member
 from jaxtrain.islands.messages import Hello, Pulled, Push, RefusedError, Welcome
 from jaxtrain.islands.partition import Parts
 from jaxtrain.islands.server.policies import PushId, UpdatePolicy
@@ -72,7 +72,7 @@ class Servers(Protocol):
         ...
 
 
-class Coordinator:
+class Coordinator(BaseCoordinator):
     """State and decisions; every method is called in one thread.
 
     Args:
@@ -88,11 +88,11 @@ class Coordinator:
         self, config: IslandsConfig, policy: UpdatePolicy, servers: Servers, save_every: int | None,
         log: Callable[[dict[str, Any]], None], now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        super().__init__(config.heartbeat, log, now)
         self.config, self.policy, self.servers = config, policy, servers
-        self._members = Members(config.heartbeat, now)
         self.version = 0
         self.clock = 0  # of the newest update: steps of the island that is furthest
-        self._save_every, self._log, self._now = save_every, log, now
+        self._save_every = save_every
         self._first: Hello | None = None
         self._has_values = False
         self._arrived: set[int] = set()  # islands that were ever there
@@ -104,13 +104,7 @@ class Coordinator:
         self._pushes: dict[PushId, tuple[Push, Held, float]] = {}  # push, where it is held, its scale
         self._metrics: dict[str, float] = {}
         self._messages = RecentMessages()
-        self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()  # of updates
-
-    @property
-    def members(self) -> dict[int, Member]:
-        """Islands that take part."""
-        return self._members.here
 
     async def join(self, hello: Hello, clock: int = 0) -> Welcome:
         """Lets an island take part.
@@ -165,10 +159,6 @@ class Coordinator:
             self._arrive(island)
             member.seen, member.read_at = self._now(), self.version
             return list(self.servers.given), self.version
-
-    async def heartbeat(self, island: int, session: int) -> None:
-        """Takes a sign of life. Raises SessionOverError if the island has to join anew."""
-        self._members.find(island, session)
 
     async def push(self, island: int, session: int, push: Push) -> bool:
         """Takes a push; when this returns, it is part of the next update that is due. Returns whether it counts.
@@ -239,17 +229,8 @@ class Coordinator:
             held: version of the values that it has read in this stay, to which messages add; None: it reads all.
         """
         member = self._members.find(island, session)
-        deadline = self._now() + LONGEST_WAIT
-        while not member.released:
-            remaining = deadline - self._now()
-            if remaining <= 0:
-                return None
-            async with self._changed:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-                except TimeoutError:
-                    return None
-            self._members.find(island, session)
+        if await self._wait(lambda: member.released or None, island, session) is None:
+            return None
         if member.waits_since is not None:
             member.count(waited=self._now() - member.waits_since)
         member.waits_since, member.read_at = None, self.version
@@ -260,22 +241,6 @@ class Coordinator:
             return Pulled([], self.version, clock, metrics, missed[0])
         member.count(received_bytes=self.servers.nbytes[0])
         return Pulled(list(self.servers.given), self.version, clock, metrics)
-
-    async def leave(self, island: int, session: int) -> None:
-        """Ends the stay of an island; the others go on without it."""
-        self._members.find(island, session)
-        self._leave(island, "leaves")
-        await self._advance()
-
-    async def check_silence(self, stood_still: float = 0.0) -> None:
-        """Lets those go that have given no sign of life, and makes updates that time makes due.
-
-        Args:
-            stood_still: seconds since the last check in which this process did not run: it has read no signs of life.
-        """
-        for island in self._members.silent(stood_still):
-            self._leave(island, "is silent")
-        await self._advance()
 
     def _leave(self, island: int, why: str) -> None:
         if (member := self._members.remove(island)) is not None:
@@ -295,8 +260,7 @@ class Coordinator:
                         member.released = True
                 if due.pushes:
                     await self._save_if_due()
-        async with self._changed:
-            self._changed.notify_all()
+        await self._tell()
 
     async def _update(self, numbers: list[PushId], readers: list[int]) -> None:
         chosen = [self._pushes.pop(number) for number in numbers]

@@ -19,8 +19,9 @@ import optax
 
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.optim.optimizers import clip_by_global_norm
+from jaxtrain.sync.island_state import PEERS, exchange_by_mean
 from jaxtrain.sync.make import make_strategy
-from jaxtrain.sync.strategy import Replicas, Strategy
+from jaxtrain.sync.strategy import Strategy
 
 Tree = Any
 State = dict[str, Tree]
@@ -189,7 +190,7 @@ class ExchangeRule(Rule):
 
     @cached_property
     def _strategy(self) -> Strategy:
-        return make_strategy(self.sync, 2)  # of at least as many; it gets one average, and returns it for each
+        return make_strategy(self.sync, PEERS)
 
     def init(self, params: Tree, names: Tree) -> State:
         """Returns the parameters, and what the strategy adds."""
@@ -210,10 +211,6 @@ class ExchangeRule(Rule):
     @cached_property
     def _exchange(self) -> Callable[..., tuple[Tree, Tree]]:
         def exchange(own: Tree, params: Tree, mean: Tree) -> tuple[Tree, Tree]:
-            one = jax.tree.map(lambda p: p[None], params)
-            replicas = Replicas(one, jnp.ones(1), is_present=jnp.ones(1, bool))
-            replicas.receive(mean)
-            own, new = self._strategy.exchange(own, replicas, "all")
-            return own, jax.tree.map(lambda x: x[0], new)
+            return exchange_by_mean(self._strategy, own, params, mean, jnp.ones(1))
 
         return jax.jit(exchange)
