@@ -25,8 +25,8 @@ def anonymous() -> int:
 @pytest.mark.skipif(not STATUS.is_file(), reason="needs Linux's /proc")
 def test_writing_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(orbax, "_WRITE", 1)  # the largest array is the bound
-    monkeypatch.setattr(orbax, "_CHUNK", 4 * MB)  # smaller than an array, so that chunks are copies
-    tree = {str(i): jax.block_until_ready(jnp.full((4, 1024, 1024), i, jnp.float32)) for i in range(10)}
+    monkeypatch.setattr(orbax, "_CHUNK", MB)  # smaller than an array, so that chunks are copies
+    tree = {str(i): jax.block_until_ready(jnp.full((4, 256, 1024), i, jnp.float32)) for i in range(40)}
     trim_heap()
     begun = highest = anonymous()
     done = threading.Event()
@@ -41,7 +41,7 @@ def test_writing_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     orbax.write(tmp_path / "one", tree, 60)
     done.set()
     thread.join()
-    assert highest - begun < 64 * MB, f"{(highest - begun) / MB:.0f} MB besides 160 MB"
+    assert highest - begun < 80 * MB, f"{(highest - begun) / MB:.0f} MB besides 160 MB"  # a copy of all takes 160 MB
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in tree.items()}
     back = orbax.read(tmp_path / "one", shapes, False)
     assert all(np.array_equal(back[name], tree[name]) for name in tree)
