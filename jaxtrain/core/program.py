@@ -112,7 +112,7 @@ class Program:
         sync = SyncConfig(**saved.get("sync", {}))
         islands = IslandsConfig(**saved.get("islands", {}))
         if islands.has_islands:
-            return island_form(make_strategy(SyncConfig(), 1), self.one, sync, islands.servers)
+            return island_form(make_strategy(SyncConfig(), 1), self.one, sync, islands.servers, self.model_def.names)
         sizes = manifest.get("mesh", {})
         return self.make_synchronizer(sync, sizes.get(sync.replica_axis(sizes), 1))
 

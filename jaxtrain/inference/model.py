@@ -30,7 +30,7 @@ from jaxtrain.interop.tensor_map import TENSOR_MAPPINGS
 from jaxtrain.io.terminal import plain_console
 from jaxtrain.models.spec import is_decoder, vocabulary_size
 from jaxtrain.optim.any_optax import is_schedule_free
-from jaxtrain.sync.island_state import ConsensusSynchronizer
+from jaxtrain.sync.island_state import ConsensusSynchronizer, StreamingPeerSynchronizer
 from jaxtrain.trackers.console import ConsoleTracker
 from jaxtrain.trainer.setup import open_data
 
@@ -162,7 +162,7 @@ def load_variables(directory: Path, step: int | None, program: Program) -> tuple
     found, saved = reader.restore(step, {"step": one["step"]}, partial=True)
     wanted = {kind: one[kind] for kind in (*evaluated_kinds(one), "mutable", "step") if kind in one}
     replicas = program.saved_synchronizer(saved)
-    if replicas.strategy.parameters_differ or isinstance(replicas, ConsensusSynchronizer):
+    if replicas.strategy.parameters_differ or isinstance(replicas, ConsensusSynchronizer | StreamingPeerSynchronizer):
         # what the others hold, or have agreed on, is needed, too
         wanted = replicas.abstract(wanted | {"params": one["params"]})
     done = int(jax.device_get(found["step"]))

@@ -22,7 +22,8 @@ from jaxtrain.islands.client import Door, IslandClient, ServerClient
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.peers.client import PeerClient
-from jaxtrain.islands.peers.synchronizer import PeerIsland
+from jaxtrain.islands.peers.streaming import StreamingIsland
+from jaxtrain.islands.peers.synchronizer import PeerRoundIsland
 from jaxtrain.islands.rows import IslandRows, WholeBatches
 from jaxtrain.islands.server.rule_of_config import learning_rate, rule_of
 from jaxtrain.islands.synchronizer import ChangeIsland, GradientIsland, IslandSynchronizer, RoundIsland
@@ -109,8 +110,8 @@ class IslandCallback(Callback):
 
     def close(self, trainer: TrainerView) -> None:
         """Says goodbye."""
-        if self._client is not None:
-            self._client.leave()
+        if self._synchronizer is not None:
+            self._synchronizer.close()
 
 
 def open_island(
@@ -136,7 +137,8 @@ def open_island(
     bits = BITS.get(config.sync.island_format, 0)
     hello = Hello(index, {**facts, **described}, specs, rule_of(config, program), bits)
     if not config.islands.servers:
-        return PeerIsland(program, PeerClient(door, hello, config.sync.every), config.sync)
+        peer = StreamingIsland if config.sync.strategy == "streaming_diloco" else PeerRoundIsland
+        return peer(program, PeerClient(door, hello, config.sync.interval), config.sync)
     client = ServerClient(door, hello)
     if config.sync.strategy in STALE:
         return GradientIsland(program, client, config.sync, learning_rate(config, program.components))

@@ -81,6 +81,7 @@ class IslandClient(ABC):
         self._door, self._hello = door, hello
         self._welcome: Welcome | None = None
         self._lock = threading.Lock()
+        self._has_left = False
         self.waited = 0.0
 
     @property
@@ -150,6 +151,7 @@ class IslandClient(ABC):
 
     def leave(self) -> None:
         """Says goodbye."""
+        self._has_left = True
         if self._welcome is not None:
             with suppress(SessionOverError, TrainingError):  # the others have noticed before
                 self._door.call("leave", self.index, self._welcome.session)

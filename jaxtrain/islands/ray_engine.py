@@ -127,7 +127,7 @@ class PeerCoordinatorActor(BaseActor):
     """The coordinator of islands without servers; arguments as those of `CoordinatorActor`."""
 
     def __init__(self, config: Config, folder: str, silence: float) -> None:
-        islands, every = config.islands, config.sync.every
+        islands, every = config.islands, config.sync.interval
         super().__init__(lambda log: PeerCoordinator(islands, every, log), islands, folder, silence)
 
 

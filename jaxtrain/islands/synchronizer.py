@@ -37,13 +37,15 @@ class IslandSynchronizer(Synchronizer, ABC):
         sync: section of the run's config.
 
     Attributes:
+        form: the form of its state.
         behind: steps after which the island has to go on, because the others went on without it; None: it is with them.
     """
 
     def __init__(self, program: Program, client: IslandClient, sync: SyncConfig) -> None:
-        servers = program.config.islands.servers
-        form = island_form(program.synchronizer.strategy, program.one, sync, servers)
+        servers, names = program.config.islands.servers, program.model_def.names
+        form = island_form(program.synchronizer.strategy, program.one, sync, servers, names)
         super().__init__(form.strategy)
+        self.form = form
         self.program, self.client, self.one = program, client, program.one
         self.abstract, self.start, self.merge, self.agreed = form.abstract, form.start, form.merge, form.agreed
         self.behind: int | None = None
@@ -67,6 +69,10 @@ class IslandSynchronizer(Synchronizer, ABC):
     def place(self, state: State) -> tuple[int, int]:
         """Returns the last round that counts in a state, if there is no server."""
         return 0, 0
+
+    def close(self) -> None:
+        """Says goodbye."""
+        self.client.leave()
 
     @abstractmethod
     def reads_first(self, step: int) -> bool:
@@ -94,6 +100,32 @@ class IslandSynchronizer(Synchronizer, ABC):
 
     def _placed(self, arrived: Arrived, like: State) -> State:
         return unflatten_dict(place_tree(arrived.values, flatten_dict(like)))
+
+    def counted(self, local: Step, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Returns the state after a step of the island alone, with its tokens counted in the part `sync`."""
+        sync = state[SYNC]
+        new, metrics = local(self.merge(state), batch)
+        tokens = self._count(sync["tokens"], metrics["skipped"], metrics["tokens"])
+        return {**new, SYNC: {**sync, "tokens": tokens}}, metrics
+
+    @cached_property
+    def _count(self) -> Callable[..., jax.Array]:
+        def count(before: jax.Array, skipped: jax.Array, tokens: jax.Array) -> jax.Array:
+            return before + jnp.where(skipped > 0, 0.0, tokens)
+
+        return jax.jit(count)
+
+    def float_mutable(self, state: State) -> Flat:
+        """Returns the mutable variables with fractions, which are averaged as parameters are."""
+        mutable = flatten_dict({"mutable": state.get("mutable", {})})
+        return {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+
+    def healed(self, state: State) -> State:
+        """Returns a state with initial moments in place of those that are not finite."""
+        fresh = self.program.init()
+        names = [name for name in ("opt_state", "ema") if name in state]
+        heal = jax.jit(lambda x, y: jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(a), a, b.astype(a.dtype)), x, y))
+        return {**state, **{name: heal(state[name], fresh[name]) for name in names}}
 
     def _note(self, arrived: Arrived, clock: int) -> Metrics:
         """Notes if the island was left behind. Returns metrics of the exchange."""
@@ -171,11 +203,7 @@ class RoundIsland(IslandSynchronizer):
         is_last = (step + 1) % self._sync.every == 0
 
         def run(state: State, batch: Batch) -> tuple[State, Metrics]:
-            state = self.begun(state, step)
-            sync = state[SYNC]
-            new, metrics = local(self.merge(state), batch)
-            tokens = self._count(sync["tokens"], metrics["skipped"], metrics["tokens"])
-            state = {**new, SYNC: {**sync, "tokens": tokens}}
+            state, metrics = self.counted(local, self.begun(state, step), batch)
             if not is_last:
                 return state, metrics
             state, more = self._exchange(state, step + 1, float(metrics["loss"]))
@@ -193,9 +221,7 @@ class RoundIsland(IslandSynchronizer):
 
     def pushed(self, state: State) -> Flat:
         """Returns parameters and mutable variables with fractions, which all are averaged."""
-        mutable = flatten_dict({"mutable": state.get("mutable", {})})
-        floats = {path: x for path, x in mutable.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        return flatten_dict({"params": state["params"]}) | floats
+        return flatten_dict({"params": state["params"]}) | self.float_mutable(state)
 
     def outgoing(self, state: State) -> Flat:
         """Returns what an exchange sends: parameters, and mutable variables."""
@@ -209,7 +235,7 @@ class RoundIsland(IslandSynchronizer):
         pushed, residual = self.encoded(values, state)
         arrived = self.client.exchange(pushed, lambda: self.initial(state), clock, tokens, loss)
         if not is_finite:
-            state = self._healed(state)
+            state = self.healed(state)
         new = self._with_residual(self.with_values(state, arrived), residual, arrived)
         return new, self._note(arrived, clock) | {DISTANCE: self._distance(state["params"], new["params"])}
 
@@ -230,22 +256,8 @@ class RoundIsland(IslandSynchronizer):
         return new
 
     @cached_property
-    def _count(self) -> Callable[..., jax.Array]:
-        def count(before: jax.Array, skipped: jax.Array, tokens: jax.Array) -> jax.Array:
-            return before + jnp.where(skipped > 0, 0.0, tokens)
-
-        return jax.jit(count)
-
-    @cached_property
     def _is_finite(self) -> Callable[[Any], jax.Array]:
         return jax.jit(lambda values: jnp.stack([jnp.isfinite(x).all() for x in values]).all())
-
-    def _healed(self, state: State) -> State:
-        """Returns a state with initial moments in place of those that are not finite."""
-        fresh = self.program.init()
-        names = [name for name in ("opt_state", "ema") if name in state]
-        heal = jax.jit(lambda x, y: jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(a), a, b.astype(a.dtype)), x, y))
-        return {**state, **{name: heal(state[name], fresh[name]) for name in names}}
 
 
 class ChangeIsland(RoundIsland):

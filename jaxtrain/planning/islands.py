@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.island_config import program_config
-from jaxtrain.config.sections.islands import AT_ROUNDS, STALE
+from jaxtrain.config.sections.islands import AT_ROUNDS, STALE, WITHOUT_SERVER
 from jaxtrain.config.sections.islands_checks import FORMATS
 from jaxtrain.config.sections.sync import STRATEGY_KEYS
 from jaxtrain.planning import advice
@@ -87,14 +87,17 @@ def priced_strategies(
             keys += f" sync.compress.{other}=none"
         form = getattr(sync.compress, own) if "compress" in STRATEGY_KEYS.get(strategy, ()) else "none"
         sent, received = _exchanged(sizes, form, is_stale, 1 if is_lockstep else count)
+        is_streaming, hidden = strategy == "streaming_diloco", 0
+        if is_streaming:
+            every, hidden = sync.interval, sync.streaming.tau
         if not servers:
-            sent = received = round((count - 1) / count * (sizes["params"] + sizes["mutable"] + sizes["mean"]))
+            sent = received = _averaged(sizes, count, sync.streaming.fragments if is_streaming else 0)
         return price(
-            name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, rate=rate,
+            name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, hidden=hidden, rate=rate,
             server_rate=server_rate, seconds=seconds, tokens=tokens,
         )  # fmt: skip
 
-    has_rounds = sync.strategy in AT_ROUNDS
+    has_rounds = sync.strategy in (*AT_ROUNDS, *WITHOUT_SERVER)
     rounds: list[int] = sorted({*ROUNDS, *([int(sync.every)] if has_rounds else [])})
     stale = sync.strategy if sync.strategy in ("ssp", "asp") else "ssp"
     own = at(sync.strategy, sync.every if has_rounds else 1)
@@ -116,6 +119,22 @@ def _exchanged(sizes: Mapping[str, int], form: str, is_stale: bool, updates: int
         return (sizes["gradients"] if is_stale else sizes["params"] + mutable), sizes["params"] + mutable
     sent = sizes[f"{'gradients' if is_stale else 'changes'} {form}"] + mutable
     return sent, min(updates * (sizes[f"message {form}"] + mutable), sizes[f"params {form}"] + mutable)
+
+
+def _averaged(sizes: Mapping[str, int], count: int, fragments: int) -> int:
+    """Returns the bytes that an island sends, and receives, where islands average among themselves.
+
+    Args:
+        sizes: of trees, see `step_program.tree_bytes`.
+        count: islands.
+        fragments: of which one travels, in float32 both times; 0: all travels as it is, then the mean in float32.
+    """
+    if not fragments:
+        whole = sizes["params"] + sizes["mutable"] + sizes["mean"]
+    else:
+        params = sizes["mean"] - sizes["mutable mean"]
+        whole = 2 * params / fragments + sizes["mutable"] + sizes["mutable mean"]
+    return round((count - 1) / count * whole)
 
 
 def _link(plan: Plan, dcn: str | None) -> tuple[str, float | None]:

@@ -81,9 +81,9 @@ def tree_bytes(program: Program) -> dict[str, int]:
 
     Returns:
         `gradients`: of a step, float32 if they are accumulated or scaled. `params`: the parameters. `mutable`: mutable
-        variables with fractions. `mean`: means of these and of the parameters, float32. And of each format of
-        `sync.compress`, such as `gradients int8`: `gradients` and `changes` of parameters in it, the `message` of an
-        update, and `params` that islands read at once.
+        variables with fractions. `mean`: means of these and of the parameters, float32; `mutable mean`: of these alone.
+        And of each format of `sync.compress`, such as `gradients int8`: `gradients` and `changes` of parameters in it,
+        the `message` of an update, and `params` that islands read at once.
     """
     one, gradients = program.one, program.gradients
     is_float32 = not gradients.is_one_pass or "scaling" in one
@@ -95,7 +95,7 @@ def tree_bytes(program: Program) -> dict[str, int]:
     params = one["params"]
     found = {
         "gradients": count(params, 4 if is_float32 else None), "params": count(params), "mutable": count(fractions),
-        "mean": count(params, 4) + count(fractions, 4),
+        "mean": count(params, 4) + count(fractions, 4), "mutable mean": count(fractions, 4),
     }  # fmt: skip
     for name, bits in BITS.items():
         if bits:

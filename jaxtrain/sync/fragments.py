@@ -124,6 +124,10 @@ class Parameter:
             over = [None, None, None]
         return PartitionSpec(*found[:dim], *over, *found[dim + 1 :])
 
+    def part_spec(self, sharding: Any) -> PartitionSpec:
+        """Returns the sharding of a part that is a single chunk."""
+        return PartitionSpec(*self.spec(sharding)[2:]) if self.cut else PartitionSpec()
+
 
 class Fragments:
     """The fragments of a model: layers of its stacks by turns, and other parameters so that fragments are equal.

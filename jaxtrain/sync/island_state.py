@@ -12,14 +12,15 @@ from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.make import make_strategy
-from jaxtrain.sync.strategy import Replicas, Strategy
+from jaxtrain.sync.strategy import Replicas, Strategy, like
+from jaxtrain.sync.streaming import StreamingDiLoCo
 from jaxtrain.sync.synchronizer import State, Synchronizer
 
 RESIDUAL = "residual"
 PEERS = 2  # islands of a strategy that gets one average, and returns it for each: any number makes the same state
 
 
-def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int) -> Synchronizer:
+def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int, names: Any) -> Synchronizer:
     """Returns the form of an island's state.
 
     Args:
@@ -27,12 +28,23 @@ def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int) 
         one: abstract state of that, with shardings.
         sync: section of the run's config.
         servers: their number.
+        names: logical names of the parameters.
     """
+    if not servers and sync.strategy == "streaming_diloco":
+        return StreamingPeerSynchronizer(strategy, one, _fragment_strategy(sync, one["params"], names))
     if not servers:
         return PeerSynchronizer(strategy, one, make_strategy(sync, PEERS))
     if sync.strategy in AT_ROUNDS:
         return ConsensusSynchronizer(strategy, one, sync.has_island_residuals)
     return ResidualSynchronizer(strategy, one) if sync.has_island_residuals else Synchronizer(strategy)
+
+
+def _fragment_strategy(sync: SyncConfig, params: Any, names: Any) -> StreamingDiLoCo:
+    """Returns the strategy of one replica, which keeps a fragment in flight whole, for an island that sends it."""
+    in_one = sync.streaming.model_copy(update={"tau": 0})
+    strategy = StreamingDiLoCo(sync.model_copy(update={"streaming": in_one}), 1)
+    strategy.prepare(params, names)
+    return strategy
 
 
 def exchange_by_mean(strategy: Strategy, own: Any, params: Any, mean: Any, weight: jax.Array) -> tuple[Any, Any]:
@@ -145,3 +157,35 @@ class PeerSynchronizer(ConsensusSynchronizer):
     def initial(self, params: Any) -> dict[str, Any]:
         """Returns the part at the start of a run."""
         return {**super().initial(params), "own": self.rounds.init(params), "place": jnp.zeros(2, jnp.uint32)}
+
+
+class StreamingPeerSynchronizer(ResidualSynchronizer):
+    """The part `sync` of streaming_diloco without a server has `own`, `place`, and two float32 scalars of tokens.
+
+    `own` is what the strategy keeps, with the fragment that the island has sent; `place` as of `PeerSynchronizer`;
+    `tokens` since the last event, and `sent_tokens`, those that the fragment in flight was trained on.
+
+    Args:
+        strategy: of one run alone, which the island's step is.
+        one: abstract state without the part, with shardings.
+        rounds: strategy by which the islands agree, of one replica.
+    """
+
+    def __init__(self, strategy: Strategy, one: State, rounds: StreamingDiLoCo) -> None:
+        super().__init__(strategy, one)
+        self.rounds = rounds
+
+    def added(self, params: Any) -> dict[str, Any]:
+        """Returns shapes, dtypes and shardings of the part, for abstract parameters."""
+        tokens = replicated(jax.ShapeDtypeStruct((), jnp.float32), params)
+        place = replicated(jax.ShapeDtypeStruct((2,), jnp.uint32), params)
+        return {"tokens": tokens, "sent_tokens": tokens, "own": placed_state(self.rounds, params), "place": place}
+
+    def initial(self, params: Any) -> dict[str, Any]:
+        """Returns the part at the start of a run."""
+        tokens = dict.fromkeys(("tokens", "sent_tokens"), jnp.float32(0))
+        return {**tokens, "own": self.rounds.init(params), "place": jnp.zeros(2, jnp.uint32)}
+
+    def agreed(self, state: State) -> State:
+        """Returns the variables that validation and export use: of each fragment those of its last exchange."""
+        return {**self.merge(state), "params": like(state[SYNC]["own"]["outer"], state["params"])}

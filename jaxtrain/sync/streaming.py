@@ -67,7 +67,8 @@ class StreamingDiLoCo(Strategy):
         self._prepared = Fragments(params, names, self._options.fragments, max(self._tau, 1))
 
     @property
-    def _fragments(self) -> Fragments:
+    def fragments(self) -> Fragments:
+        """The fragments of the parameters. Raises ValueError before `prepare`."""
         if self._prepared is None:
             raise ValueError("streaming_diloco parts parameters by their names; expected `prepare` before")
         return self._prepared
@@ -79,7 +80,7 @@ class StreamingDiLoCo(Strategy):
             due, rest = divmod(done, self._interval)
             return StepPlan(exchange=None if rest else Event(self._fragment(due), True, True))
         due, chunk = divmod(step + self._tau, self._interval)
-        send = Send(self._fragments.cut_paths(self._fragment(due))) if due and chunk < self._tau else None
+        send = Send(self.fragments.cut_paths(self._fragment(due))) if due and chunk < self._tau else None
         if done % self._interval == 0:
             return StepPlan(send=send, exchange=Event(self._fragment(done // self._interval), False, True))
         next_due, rest = divmod(done + self._tau, self._interval)
@@ -100,7 +101,7 @@ class StreamingDiLoCo(Strategy):
 
     def init(self, params: Tree) -> Own:
         """Returns the outer parameters and their velocity, nothing in flight, and residuals of zero."""
-        parts = self._fragments
+        parts = self.fragments
         outer = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         cut = {path: one for path, one in parts.parameters.items() if one.cut}
         flight = {path: jnp.zeros((self.replicas, *one.layout)) for path, one in cut.items()}
@@ -119,13 +120,13 @@ class StreamingDiLoCo(Strategy):
 
     def specs(self, params: Tree) -> dict[str, Tree]:
         """Returns the shardings of what is in flight and of the residuals."""
-        flight = self._fragments.specs()
+        flight = self.fragments.specs()
         mesh, server = jax.tree.leaves(params)[0].sharding.mesh, {}
         for path in flight if self._bits else ():
-            shape = server_shape(self._fragments.parameters[path].chunk, self.replicas, self._bits)
+            shape = server_shape(self.fragments.parameters[path].chunk, self.replicas, self._bits)
             server[path] = divided(shape, mesh, REPLICA_AXIS, None, None)
         flight_and_pack = flight | dict.fromkeys(self._pack, PartitionSpec(REPLICA_AXIS))
-        return {"flight": flight_and_pack, "worker": self._fragments.specs(None), "server": server}
+        return {"flight": flight_and_pack, "worker": self.fragments.specs(None), "server": server}
 
     def send(self, kind: Hashable, own: Own, step: jax.Array) -> Own:
         """Averages a chunk of the fragment in flight over the replicas, during the step after `step` finished ones."""
@@ -142,7 +143,7 @@ class StreamingDiLoCo(Strategy):
         if kind.captures:
             own = self._captured(own, replicas, kind.fragment)
         if kind.captures and kind.applies:
-            own = self._sent(own, self._fragments.cut_paths(kind.fragment), jnp.int32(kind.fragment), jnp.int32(0))
+            own = self._sent(own, self.fragments.cut_paths(kind.fragment), jnp.int32(kind.fragment), jnp.int32(0))
         if kind.applies:
             own, params = self._applied(own, replicas, kind.fragment)
         return own, choose(replicas.is_present, params, spread(like(own["outer"], params), self.replicas))
@@ -165,19 +166,19 @@ class StreamingDiLoCo(Strategy):
         if isinstance(kind, Send):
             return self._chunk_bytes(kind.paths)
         if isinstance(kind, Event):
-            return self._chunk_bytes(self._fragments.cut_paths(kind.fragment)) if kind.captures and kind.applies else 0
+            return self._chunk_bytes(self.fragments.cut_paths(kind.fragment)) if kind.captures and kind.applies else 0
         return super().sent_bytes(params, kind)
 
     def _chunk_bytes(self, paths: tuple[str, ...]) -> int:
         """Bytes of a chunk. In float32 each device of a replica sends its shard, and all what they all hold."""
         if self.replicas == 1:
             return 0
-        chunks = {path: self._fragments.parameters[path].chunk for path in paths}
-        mesh, of_device = self.replica_mesh, self._fragments.pack_width
+        chunks = {path: self.fragments.parameters[path].chunk for path in paths}
+        mesh, of_device = self.replica_mesh, self.fragments.pack_width
         inner = inner_devices(mesh)
         quantized = sent_bytes(chunks, self._bits, self.replicas, inner) if self._bits else 0
         if not self._bits:
-            shardings = {path: NamedSharding(mesh, self._fragments.chunk_spec(path)) for path in chunks}
+            shardings = {path: NamedSharding(mesh, self.fragments.chunk_spec(path)) for path in chunks}
             of_device += sum(prod(shardings[path].shard_shape(x.shape)) for path, x in chunks.items())
         return quantized + 2 * 4 * of_device * inner * (self.replicas - 1) // self.replicas
 
@@ -188,15 +189,15 @@ class StreamingDiLoCo(Strategy):
     @property
     def _pack(self) -> tuple[str, ...]:
         """Name of what is packed in what is in flight, if there is anything: arrays without values cannot be saved."""
-        return (PACK,) if self._fragments.pack_width else ()
+        return (PACK,) if self.fragments.pack_width else ()
 
     def _take(self, tree: Tree, fragment: int) -> Parts:
         """Returns parts in float32."""
-        return {path: x.astype(jnp.float32) for path, x in self._fragments.take(tree, fragment).items()}
+        return {path: x.astype(jnp.float32) for path, x in self.fragments.take(tree, fragment).items()}
 
     def _captured(self, own: Own, replicas: Replicas, fragment: int) -> Own:
         """Returns the state with a fragment in flight: weighted parameters, or changes if these travel in few bits."""
-        parts = self._fragments
+        parts = self.fragments
         weights = shares(own["tokens"][fragment], replicas.is_present)
         outer = self._take(own["outer"], fragment)
 
@@ -216,7 +217,7 @@ class StreamingDiLoCo(Strategy):
         """Returns what is in flight after a chunk has been summed, and its residuals."""
         if self.replicas == 1:
             return own
-        parameters, flight = self._fragments.parameters, own["flight"]
+        parameters, flight = self.fragments.parameters, own["flight"]
         turn = {path: fragment if parameters[path].fragments else jnp.int32(0) for path in paths}
         chunks = {path: _at(flight[path], chunk, 1 + parameters[path].axis) for path in paths}
         pack = {name: _at(flight[name], chunk, 1) for name in self._pack}
@@ -233,7 +234,7 @@ class StreamingDiLoCo(Strategy):
 
     def _sums(self, chunks: Parts) -> Parts:
         """Returns the sums over the replicas in float32: in one collective, in which devices send their shards."""
-        specs = {path: PartitionSpec() if path == PACK else self._fragments.chunk_spec(path) for path in chunks}
+        specs = {path: PartitionSpec() if path == PACK else self.fragments.chunk_spec(path) for path in chunks}
         stacked = {path: PartitionSpec(REPLICA_AXIS, *spec) for path, spec in specs.items()}
 
         def total(own: Parts) -> Parts:
@@ -247,7 +248,7 @@ class StreamingDiLoCo(Strategy):
 
     def _quantized(self, own: Own, chunks: Parts, turn: dict[str, jax.Array], chunk: jax.Array) -> tuple[Parts, Own]:
         """Returns the sums of chunks over the replicas, and the state with other residuals."""
-        axes = {path: 1 + self._fragments.parameters[path].axis for path in chunks}
+        axes = {path: 1 + self.fragments.parameters[path].axis for path in chunks}
         residuals, own = None, dict(own)
         if "worker" in own:
             worker = {path: _at(_at(own["worker"][path], turn[path], 1), chunk, axis) for path, axis in axes.items()}
@@ -266,7 +267,7 @@ class StreamingDiLoCo(Strategy):
 
     def _applied(self, own: Own, replicas: Replicas, fragment: int) -> tuple[Own, Tree]:
         """Returns the state after an outer step of a fragment, and the parameters, mixed with those of the replicas."""
-        parts, is_any = self._fragments, own["weights"].sum() > 0
+        parts, is_any = self.fragments, own["weights"].sum() > 0
         flight = self._of_one({path: own["flight"][path] for path in (*parts.cut_paths(fragment), *self._pack)})
         mean = parts.unpack(flight.pop(PACK), fragment) if self._pack else {}
         mean |= {path: parts.parameters[path].join(x) for path, x in flight.items()}

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_net
-from local_islands import LocalServer, Rows, island_program, train_islands
+from local_islands import LocalServer, Rows, agreed, island_program, train_islands
 
 from jaxtrain.core.placement import Placer
 from jaxtrain.core.program import build_program
@@ -45,8 +45,7 @@ def of_islands(meshes: list[dict[str, int]], sync: dict[str, Any], data: Rows, *
     config = tiny_net.config(sync=sync, islands=islands, steps=STEPS, **changes)
     with LocalServer(config) as server:
         found = train_islands(config, meshes, server, data)
-    agreed = [state["sync"]["agreed"] if "sync" in state else state["params"] for _, state in found]
-    return jax.device_get(agreed), np.mean([losses for losses, _ in found], 0)
+    return [agreed(state) for _, state in found], np.mean([losses for losses, _ in found], 0)
 
 
 def check(ours: Any, theirs: Any, rtol: float | None = None) -> None:
@@ -99,7 +98,7 @@ def test_rounds_are_those_of_one_program_bit_for_bit_when_compiled_as_in_use() -
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     differences = json.loads(done.stdout.splitlines()[-1])
-    assert len(differences) == 7
+    assert len(differences) == 9
     assert differences == dict.fromkeys(differences, 0.0)
 
 

@@ -58,6 +58,17 @@ def test_an_island_waits_for_the_one_whose_push_made_the_update_due(history: Isl
     assert wait_rows(history) == [("0", "1", "11 s"), ("0", "nobody: one left, or the grace was over", "4.5 s")]
 
 
+def test_one_that_trains_on_during_an_exchange_says_how_long_it_waited() -> None:
+    """With its next push; the time from a push to the update is none in which it waits."""
+
+    def event(time: float, island: int, waited: float) -> dict[str, Any]:
+        return push(time, island) | {"waited": waited}
+
+    events = [event(1.0, 0, 0.0), event(9.0, 1, 0.0), update(9.5, [0, 1]), event(20.0, 0, 2.5), event(21.0, 1, 0.25)]
+    history = IslandsHistory(Path("run"), {}, events, {})
+    assert history.waits() == {(0, 1): 2.5}
+
+
 def test_staleness_is_counted_by_island(history: IslandsHistory) -> None:
     assert history.staleness() == {0: {0: 2, 2: 1}, 1: {0: 1, 2: 1, 3: 1}}
 

@@ -195,10 +195,14 @@ def test_a_stopped_run_goes_on_by_the_same_command(launch: Callable[..., Launche
     assert steps == list(range(1, steps[-1] + 1))
 
 
+STREAMING = ("sync.strategy=streaming_diloco", "sync.every=8", "sync.streaming.fragments=2", "sync.streaming.tau=2")
+
+
+@pytest.mark.parametrize("strategy", [("sync.strategy=diloco", "sync.every=4"), STREAMING], ids=["rounds", "streaming"])
 def test_islands_without_a_server_go_on_without_one_that_is_killed_and_take_it_in_again(
-    launch: Callable[..., Launched],
+    launch: Callable[..., Launched], strategy: tuple[str, ...]
 ) -> None:
-    sync = ("sync.strategy=diloco", "sync.every=4", "islands.servers=0", "steps=800", "islands.heartbeat=1")
+    sync = (*strategy, "islands.servers=0", "steps=800", "islands.heartbeat=1")
     launched = launch(*sync)
     launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 3)
     assert not launched.children("ServerProcess")

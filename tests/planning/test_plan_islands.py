@@ -373,6 +373,7 @@ def test_bytes_of_what_the_servers_hold(strategy: str, mutable: int):
     made = build_program(program_config(found), None, jax.devices()[:1], tiny_net.rows(0))
     sizes = step_program.tree_bytes(made)
     assert sizes.pop("mutable") == 32  # mean and variance
+    assert sizes.pop("mutable mean") == 32
     assert sizes.pop("mean") == 4 * sum(leaf.size for leaf in jax.tree.leaves(made.one["params"])) + 32
     assert set(sizes.values()) == {4 * 28}  # scale, bias, 16 + 4: too small for blocks
     assert {"gradients", "params", "changes int8", "message fp8"} <= set(sizes)

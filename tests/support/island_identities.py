@@ -10,18 +10,23 @@ import jax
 import numpy as np
 import tiny_net
 from local_islands import LocalServer, Rows, train_islands
+from local_islands import agreed as on_host
 
 from jaxtrain.core.placement import Placer
 from jaxtrain.core.program import build_program
 
 STEPS = 12
 ADAMW = {"name": "adamw", "lr": 0.02, "weight_decay": 0.1}
+STREAMING = {"every": 6, "streaming": {"fragments": 2, "tau": 2}}
 CASES = {
-    f"{strategy} {count} {weights} {servers}": ({"strategy": strategy, "every": 3}, count, weights, servers)
+    f"{strategy} {count} {weights} {servers}": (
+        {"strategy": strategy, "every": 3} | (STREAMING if strategy == "streaming_diloco" else {}), count, weights, servers
+    )
     for strategy, count, weights, servers in [
         ("diloco", 2, "even", 2), ("diloco", 4, "uneven", 2), ("local_sgd", 4, "uneven", 2),
         ("bsp", 4, "even", 1),  # an optimizer is compiled for the tensors of its server
         ("diloco", 2, "even", 0), ("diloco", 4, "uneven", 0), ("local_sgd", 4, "uneven", 0),
+        ("streaming_diloco", 2, "even", 0), ("streaming_diloco", 4, "uneven", 0),
     ]
 }  # fmt: skip
 
@@ -39,7 +44,7 @@ def difference(sync: dict, count: int, weights: str, servers: int) -> float:
     config = tiny_net.config(islands={"count": count, "servers": servers}, **given)
     with LocalServer(config) as server:
         found = train_islands(config, [{}] * count, server, data)
-    ours = jax.device_get([state["sync"]["agreed"] if "sync" in state else state["params"] for _, state in found])
+    ours = [on_host(state) for _, state in found]
     return max(float(np.abs(each[name] - agreed[name]).max()) for each in ours for name in agreed)
 
 

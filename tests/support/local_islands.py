@@ -107,7 +107,7 @@ class LocalServer:
             policy = make_policy(sync.strategy, sync.stale.bound, islands)
             self.coordinator: Any = Coordinator(islands, policy, self.servers, save_every, self.log.append, now)
         else:
-            self.coordinator = PeerCoordinator(islands, sync.every, self.log.append, now)
+            self.coordinator = PeerCoordinator(islands, sync.interval, self.log.append, now)
         self._loop = asyncio.new_event_loop()
         self.door = LocalDoor(self.coordinator, self._loop)
 
@@ -132,6 +132,13 @@ def island_program(config: Config, mesh: Mapping[str, int], first: int) -> Progr
         count *= size
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update=dict(mesh))})
     return build_program(island_config(config), None, jax.devices()[first : first + count], tiny_net.rows(0))
+
+
+def agreed(state: dict[str, Any]) -> Any:
+    """What the islands agree on in the state of one, on the host."""
+    sync = state.get("sync", {})
+    found = sync["agreed"] if "agreed" in sync else sync["own"]["outer"] if "own" in sync else state["params"]
+    return jax.device_get(found)
 
 
 class Rows:

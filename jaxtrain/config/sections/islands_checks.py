@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, STALE, WITHOUT_SERVER
+from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, NEVER_WITH_SERVER, STALE, WITHOUT_SERVER
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.config.sections.sync_checks import KeysAndMessage
 from jaxtrain.errors import join_words
@@ -25,9 +25,13 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
             message = f"{sync.strategy} of replicas of one program sends float32; expected no compression, or islands"
             yield ("sync.compress", "sync.strategy", "islands.count"), message
         return
-    if sync.strategy not in (*STALE, *AT_ROUNDS):
+    known = [*STALE, *AT_ROUNDS, *NEVER_WITH_SERVER]
+    if sync.strategy not in known:
         message = f"{sync.strategy} is for replicas of one program; islands agree by"
-        yield ("sync.strategy", "islands.count"), f"{message} {join_words([*STALE, *AT_ROUNDS])}"
+        yield ("sync.strategy", "islands.count"), f"{message} {join_words(known)}"
+    elif islands.servers and sync.strategy in NEVER_WITH_SERVER:
+        message = f"{sync.strategy} is for islands without a server; expected 0"
+        yield ("islands.servers", "sync.strategy"), message
     elif not islands.servers and sync.strategy not in WITHOUT_SERVER:
         message = f"{sync.strategy} needs a server; expected at least 1, or {join_words(WITHOUT_SERVER)}"
         yield ("islands.servers", "sync.strategy"), message

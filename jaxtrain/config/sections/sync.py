@@ -203,6 +203,12 @@ class SyncConfig(Section):
         )
 
     @property
+    def interval(self) -> int:
+        """Steps from one exchange to the next: for streaming_diloco, from one fragment's to that of another."""
+        parts = self.streaming.fragments if "streaming" in self._read else 1
+        return int(self.every) // parts
+
+    @property
     def is_builtin(self) -> bool:
         """True if the strategy is one of ours, not a user's own."""
         return self.strategy in STRATEGY_KEYS

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -35,7 +35,7 @@ class PeerClient(IslandClient):
     def __init__(self, door: Door, hello: Hello, every: int) -> None:
         super().__init__(door, hello)
         self._every, self._place = every, Place()
-        self._parts = cache(lambda count: partition(_in_rows(hello.specs), count))
+        self._parts = cache(lambda specs, count: partition(_in_rows(dict(specs)), count))
 
     def catch_up(self) -> Arrived | None:
         """Returns the values of another island after its next round."""
@@ -56,17 +56,31 @@ class PeerClient(IslandClient):
         self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None
     ) -> Arrived:
         """Averages with the others, as often as islands leave in the middle of it; see `IslandClient`."""
+        return self.average(cast(Flat, arrays), clock, tokens, loss)  # none is in few bits
+
+    def average(
+        self, arrays: Flat, clock: int, tokens: float, loss: float | None = None, waited: float | None = None
+    ) -> Arrived:
+        """Averages as `exchange` does, for an island that waits meanwhile, or trains on.
+
+        Args:
+            arrays: values; those that are not finite are left out.
+            clock: steps of the island at the end of the round.
+            tokens: that the values were trained on.
+            loss: of its last step.
+            waited: seconds that it has waited for the exchange before this one; None: it waits meanwhile.
+        """
         own = [piece.values for pieces in pieces_of(arrays, _whole(arrays)).values() for piece in pieces]
         is_whole = is_finite(own)
         while True:
             try:
-                return self._averaged(arrays, Ready(self._place, tokens, is_whole, clock, loss))
+                return self._averaged(arrays, Ready(self._place, tokens, is_whole, clock, loss, waited))
             except TryAgainError:
                 continue
             except LeftBehindError:
                 pass
             except SessionOverError:
-                self.join(clock)
+                self._join_again(clock)
             if (found := self._stand(clock)) is not None:
                 return found._replace(counts=False)
 
@@ -84,7 +98,13 @@ class PeerClient(IslandClient):
             except NobodyError:
                 continue
             except SessionOverError:
-                self.join(clock)
+                self._join_again(clock)
+
+    def _join_again(self, clock: int) -> None:
+        """Joins the others, unless the island has said goodbye while it waited for them in another thread."""
+        if self._has_left:
+            raise SessionOverError(f"island {self.index} has left")
+        self.join(clock)
 
     def _values(self, clock: int) -> Arrived:
         """Returns the values of another island, once it has done as many steps."""
@@ -102,7 +122,7 @@ class PeerClient(IslandClient):
                 [(_whole(values), values)], place.number * self._every, 0, {}, _sizes(values), place=place
             )  # fmt: skip
 
-    def _averaged(self, arrays: Arrays, ready: Ready) -> Arrived:
+    def _averaged(self, arrays: Flat, ready: Ready) -> Arrived:
         attempt: RoundAttempt = self._asked("ready", ready)
         try:
             values, sent, received = self._mean(arrays, attempt)
@@ -118,15 +138,16 @@ class PeerClient(IslandClient):
             is_wanted=counted.is_wanted,
         )  # fmt: skip
 
-    def _mean(self, arrays: Arrays, attempt: RoundAttempt) -> tuple[list[Any], int, int]:
+    def _mean(self, arrays: Flat, attempt: RoundAttempt) -> tuple[list[Any], int, int]:
         """Returns (part, mean) of each island of an attempt, and the bytes sent and received."""
         islands, number = attempt.islands, attempt.number
-        own, parts = islands.index(self.index), self._parts(len(attempt.entries))
+        whole = {path: Spec(tuple(x.shape), x.dtype) for path, x in arrays.items()}
+        own, parts = islands.index(self.index), self._parts(tuple(whole.items()), len(attempt.entries))
         messages = [pieces_of(arrays, part) for part in parts]
         sent = sum(_nbytes(message) for i, message in enumerate(messages) if i != own)
         arrived = self._swapped(number, "values", [self._door.put(message) for message in messages])
         received = sum(_nbytes(pieces) for i, pieces in enumerate(arrived) if i != own)
-        specs = {path: part.spec(self._hello.specs[path]) for path, part in parts[own].items()}
+        specs = {path: part.spec(whole[path]) for path, part in parts[own].items()}
         header = Header(
             islands, tuple(entry.tokens for entry in attempt.entries), (1.0,) * len(islands), 0, 1.0,
             tuple(entry.is_finite for entry in attempt.entries),

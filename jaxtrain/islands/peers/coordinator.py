@@ -25,6 +25,8 @@ class Ready(NamedTuple):
         is_finite: all its values are finite.
         clock: its steps.
         loss: of its last step, for the status.
+        waited: seconds that it has waited for its exchange before this one, if it trains on during exchanges; None: it
+            waits from now on.
     """
 
     place: Place
@@ -32,6 +34,7 @@ class Ready(NamedTuple):
     is_finite: bool
     clock: int
     loss: float | None
+    waited: float | None = None
 
 
 class Given(NamedTuple):
@@ -170,12 +173,13 @@ class PeerCoordinator(BaseCoordinator):
         if rounds.attempt is None or island not in rounds.attempt.islands:
             self._check_place(island, rounds.ready(entry, ready.place), ready.clock, member)
         if before == Standing.TRAINS:
-            member.waits_since = self._now()
-            member.count(tokens=ready.tokens, pushes=1)
+            member.waits_since = self._now() if ready.waited is None else None
+            member.count(tokens=ready.tokens, pushes=1, waited=ready.waited or 0.0)
             member.totals |= {} if ready.loss is None else {"loss": ready.loss}
             self._log({
                 "event": "push", "island": island, "clock": ready.clock, "ahead": 0, "staleness": 0, "scale": 1.0,
                 "tokens": ready.tokens, "loss": ready.loss, "is_finite": ready.is_finite, "version": self.version,
+                **({} if ready.waited is None else {"waited": ready.waited}),
             })  # fmt: skip
         await self._advance()
 

@@ -1,7 +1,8 @@
-"""Rounds of an island without a server: it takes the step of the strategy itself, by the mean of all of the round."""
+"""Islands without a server: what all of them have in common, and those that exchange at the end of a round."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -15,15 +16,15 @@ from jaxtrain.core.program import Program
 from jaxtrain.islands.client import Arrived
 from jaxtrain.islands.peers.client import PeerClient
 from jaxtrain.islands.pieces import place_tree
-from jaxtrain.islands.synchronizer import Batch, Metrics, RoundIsland, State, Step
+from jaxtrain.islands.synchronizer import Batch, IslandSynchronizer, Metrics, RoundIsland, State, Step
 from jaxtrain.islands.trees import Flat, flatten_dict, unflatten_dict
 from jaxtrain.sync.island_state import PEERS, exchange_by_mean
 from jaxtrain.sync.local_step import SYNC
 from jaxtrain.sync.make import make_strategy
 
 
-class PeerIsland(RoundIsland):
-    """`local_sgd` and `diloco` without a server.
+class PeerIsland(IslandSynchronizer):
+    """Base of the islands that take the step of the strategy themselves, by the mean of all of a round.
 
     Args:
         program: the island's program, of a run alone.
@@ -33,16 +34,19 @@ class PeerIsland(RoundIsland):
 
     def __init__(self, program: Program, client: PeerClient, sync: SyncConfig) -> None:
         super().__init__(program, client, sync)
-        self._peers, self._rounds = client, make_strategy(sync, PEERS)
-        self._rounds.prepare(self.one["params"], program.model_def.names)
+        self._peers = client
+
+    @abstractmethod
+    def training_step(self, step: int, local: Step) -> Step:
+        """Returns a step of an island that has begun, with what is exchanged, as one function."""
 
     def reads_first(self, step: int) -> bool:
         """Returns True: what it gets has values only if it cannot go on from its own."""
         return True
 
     def step_at(self, step: int, local: Step) -> Step:
-        """Returns a step as in other rounds; none of an island that begins with the values of another at its step."""
-        following = super().step_at(step, local)
+        """Returns a step; of an island that begins with the values of another at that one's step it changes nothing."""
+        following = self.training_step(step, local)
 
         def run(state: State, batch: Batch) -> tuple[State, Metrics]:
             state = self.begun(state, step)
@@ -58,8 +62,8 @@ class PeerIsland(RoundIsland):
         before = self.place(state)
         state = super().begun(state, step)
         number, _ = self.place(state)
-        if (number, _) != before and number * self._sync.every > step:
-            self.behind = number * self._sync.every
+        if (number, _) != before and number * self._sync.interval > step:
+            self.behind = number * self._sync.interval
         return state
 
     def place(self, state: State) -> tuple[int, int]:
@@ -67,41 +71,56 @@ class PeerIsland(RoundIsland):
         number, token = np.asarray(state[SYNC]["place"])
         return int(number), int(token)
 
-    def with_values(self, state: State, arrived: Arrived) -> State:
-        """Returns a state that continues from the values of another island, or from the mean of the islands."""
-        if not arrived.is_mean:
-            return self._from_another(state, arrived) if arrived.values else state
-        sync = self._restarted(state[SYNC], arrived)
-        is_any = bool(arrived.values)
-        like = flatten_dict({"params": jax.tree.map(_in_float32, self.one["params"])})
-        mean = self._placed_as(arrived, like)["params"] if is_any else state["params"]
-        own, params, agreed = self._exchanged(sync["own"], sync["agreed"], mean, jnp.ones(1) * is_any)
-        new = {**state, "params": params, SYNC: {**sync, "own": own, "agreed": agreed}}
-        return self._with_mutable(new, arrived) if is_any else new
-
-    def _from_another(self, state: State, arrived: Arrived) -> State:
-        part = self.abstract(self.one)[SYNC]
-        like = flatten_dict({"params": self.one["params"], "own": part["own"]})
-        placed, again = self._placed_as(arrived, like), self._placed_as(arrived, like)
-        sync = self._restarted(state[SYNC], arrived)
-        sync |= {"own": placed.get("own", {}), "agreed": again["params"]}
-        return self._with_mutable({**state, "params": placed["params"], SYNC: sync}, arrived)
-
-    def _restarted(self, sync: State, arrived: Arrived) -> State:
+    def restarted(self, sync: State, arrived: Arrived) -> State:
+        """Returns the part `sync` after a round: no tokens since then, and its place."""
         part = self.abstract(self.one)[SYNC]
         tokens = jax.device_put(np.float32(0), part["tokens"].sharding)
         place = jax.device_put(np.asarray(arrived.place, np.uint32), part["place"].sharding)
         return {**sync, "tokens": tokens, "place": place}
 
-    def _with_mutable(self, state: State, arrived: Arrived) -> State:
-        like = {path: leaf for path, leaf in self.pushed(self.one).items() if path[0] == "mutable"}
-        if not like:
+    def with_mutable(self, state: State, arrived: Arrived) -> State:
+        """Returns a state with the mutable variables that arrived."""
+        if not (like := self.float_mutable(self.one)):
             return state
-        placed = self._placed_as(arrived, like)["mutable"]
+        placed = self.placed_as(arrived, like)["mutable"]
         return {**state, "mutable": unflatten_dict(flatten_dict(state["mutable"]) | flatten_dict(placed))}
 
-    def _placed_as(self, arrived: Arrived, like: Flat) -> State:
+    def placed_as(self, arrived: Arrived, like: Flat) -> State:
+        """Returns what arrived on the devices, as a tree."""
         return unflatten_dict(place_tree(arrived.values, like))
+
+
+class PeerRoundIsland(PeerIsland, RoundIsland):
+    """`local_sgd` and `diloco` without a server."""
+
+    def __init__(self, program: Program, client: PeerClient, sync: SyncConfig) -> None:
+        super().__init__(program, client, sync)
+        self._rounds = make_strategy(sync, PEERS)
+        self._rounds.prepare(self.one["params"], program.model_def.names)
+
+    def training_step(self, step: int, local: Step) -> Step:
+        """Returns a step of the island, and an exchange after the last one of a round, as one function."""
+        return RoundIsland.step_at(self, step, local)
+
+    def with_values(self, state: State, arrived: Arrived) -> State:
+        """Returns a state that continues from the values of another island, or from the mean of the islands."""
+        if not arrived.is_mean:
+            return self._from_another(state, arrived) if arrived.values else state
+        sync = self.restarted(state[SYNC], arrived)
+        is_any = bool(arrived.values)
+        like = flatten_dict({"params": jax.tree.map(_in_float32, self.one["params"])})
+        mean = self.placed_as(arrived, like)["params"] if is_any else state["params"]
+        own, params, agreed = self._exchanged(sync["own"], sync["agreed"], mean, jnp.ones(1) * is_any)
+        new = {**state, "params": params, SYNC: {**sync, "own": own, "agreed": agreed}}
+        return self.with_mutable(new, arrived) if is_any else new
+
+    def _from_another(self, state: State, arrived: Arrived) -> State:
+        part = self.abstract(self.one)[SYNC]
+        like = flatten_dict({"params": self.one["params"], "own": part["own"]})
+        placed, again = self.placed_as(arrived, like), self.placed_as(arrived, like)
+        sync = self.restarted(state[SYNC], arrived)
+        sync |= {"own": placed.get("own", {}), "agreed": again["params"]}
+        return self.with_mutable({**state, "params": placed["params"], SYNC: sync}, arrived)
 
     @cached_property
     def _exchanged(self) -> Callable[..., tuple[Any, Any, Any]]:

@@ -52,31 +52,48 @@ class IslandsHistory:
     def waits(self) -> dict[tuple[int, int], float]:
         """Returns (who waited, for whom) -> seconds, from a push to the update after which the island may read.
 
-        An island waits for the one whose push made the update due; `NOBODY` if none did.
+        An island waits for the one whose push made the update due; `NOBODY` if none did. One that trains on meanwhile
+        says with its next push how long it had to wait.
         """
         found: dict[tuple[int, int], float] = {}
-        for update, cause, pushed in _updates(self.events):
-            for island in set(update.get("readers", ())) & pushed.keys():
-                seconds = max(0.0, update["time"] - pushed.pop(island))
-                if island != cause:
-                    found[island, cause] = found.get((island, cause), 0.0) + seconds
+        causes: dict[int, int] = {}  # of the last update that an island read
+        for event, cause, pushed in _updates(self.events):
+            for island in set(event.get("readers", ())):
+                causes[island] = cause
+                if island in pushed:
+                    _add(found, (island, cause), max(0.0, event["time"] - pushed.pop(island)))
+            if event.get("waited"):
+                island = event["island"]
+                _add(found, (island, causes.get(island, NOBODY)), event["waited"])
         return found
 
 
 def _updates(events: Sequence[Event]) -> Iterator[tuple[Event, int, dict[int, float]]]:
-    """Yields each update, the island that it waited for, and the times of the pushes of islands that still wait."""
+    """Yields each update, and each push of an island that trains on, with who made the last update due, and who waits.
+
+    That is (event, island, time of the push by island that still waits).
+    """
     pushed: dict[int, float] = {}
     cause = NOBODY
     for event in events:
         if event["event"] == "push":
             cause = event["island"]
-            pushed[cause] = event["time"]
+            if "waited" in event:
+                yield event, cause, pushed
+            else:
+                pushed[cause] = event["time"]
         elif event["event"] == "update":
             yield event, cause, pushed
             cause = NOBODY
         elif event["event"] == "leave":
             pushed.pop(event["island"], None)
             cause = NOBODY
+
+
+def _add(found: dict[tuple[int, int], float], key: tuple[int, int], seconds: float) -> None:
+    """Adds the time for which an island waited for another one."""
+    if key[0] != key[1]:
+        found[key] = found.get(key, 0.0) + seconds
 
 
 def read_islands(directory: Path) -> IslandsHistory:

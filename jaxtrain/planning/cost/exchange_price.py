@@ -12,7 +12,8 @@ many islands behind the one link of a server.
   compute. H steps take max(H C + (P + R) / r, M P / (S q), M R / (S q)), and wait for what that is longer than H C.
 
 - Without servers, where islands average among themselves (`islands.servers=0`): P and R are what an island sends and
-  receives at the same time, and an exchange takes max(P, R) / r.
+  receives at the same time, and an exchange takes max(P, R) / r. With `streaming_diloco` it goes on for `tau` steps
+  meanwhile, and waits for the rest, max(0, max(P, R) / r - tau C).
 
 Islands are of one speed, so none waits for a slower one. Latency and the time of the servers' updates are not counted.
 
@@ -34,7 +35,8 @@ SMALL_WAIT = 0.1  # part of a step that may be waiting
 
 def price(
     name: str, keys: str, sent: int, received: int, every: int, count: int, servers: int, *, is_lockstep: bool = True,
-    rate: float | None = None, server_rate: float | None = None, seconds: float | None = None, tokens: int = 0,
+    hidden: int = 0, rate: float | None = None, server_rate: float | None = None, seconds: float | None = None,
+    tokens: int = 0,
 ) -> PricedStrategy:  # fmt: skip
     """Prices a strategy by the formulas above.
 
@@ -47,6 +49,7 @@ def price(
         count: islands (M).
         servers: servers (S); 0: there are none.
         is_lockstep: all exchange at the same time.
+        hidden: steps that an island takes during an exchange without a server.
         rate: of the link of an island (r); None: unknown.
         server_rate: of the link of a server (q); None: that of an island.
         seconds: of an island's own step (C); None: unknown.
@@ -60,7 +63,7 @@ def price(
         return priced
     server_rate = servers * (server_rate or rate)
     if not servers:
-        exchange = max(sent, received) / rate
+        exchange = max(0.0, max(sent, received) / rate - hidden * (seconds or 0.0))
     elif is_lockstep:
         exchange = max(total / rate, count * total / server_rate)
     elif seconds is None:
