@@ -108,6 +108,7 @@ def test_a_save_is_given_up_after_the_last_try(tmp_path, monkeypatch):
     assert [info.step for info in CheckpointStore(tmp_path).steps()] == [3]
 
 
+@pytest.mark.measures
 def test_a_newer_save_replaces_one_that_waits_for_its_retry(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, waits=(60.0,)) as checkpoints:
         with monkeypatch.context() as patch:
@@ -149,6 +150,7 @@ def test_a_slow_save_is_waited_for_and_reported_once(tmp_path, monkeypatch):
         assert all(event.fields()["waited"] > 0.5 for event in committed[1:])
 
 
+@pytest.mark.measures
 def test_a_save_that_hangs_costs_later_saves_and_not_the_run(tmp_path, monkeypatch):
     write, hangs = orbax.write, threading.Event()
     monkeypatch.setattr(orbax, "write", lambda *args: (hangs.wait(60), write(*args)))
@@ -165,6 +167,7 @@ def test_a_save_that_hangs_costs_later_saves_and_not_the_run(tmp_path, monkeypat
     assert [info.step for info in CheckpointStore(tmp_path).steps()] == [1, 3]
 
 
+@pytest.mark.measures
 def test_pauses_are_bounded_and_can_be_cut_short():
     stop, seen = threading.Event(), []
 

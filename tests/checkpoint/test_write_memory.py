@@ -22,6 +22,7 @@ def anonymous() -> int:
     return 1024 * int(line.split()[1])
 
 
+@pytest.mark.measures
 @pytest.mark.skipif(not STATUS.is_file(), reason="needs Linux's /proc")
 def test_writing_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(orbax, "_WRITE", 1)  # the largest array is the bound

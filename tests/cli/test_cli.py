@@ -58,6 +58,7 @@ def test_help_imports_nothing_heavy():
     assert "usage: jaxtrain" in out
 
 
+@pytest.mark.measures
 def test_help_answers_at_once():
     def seconds() -> float:
         begin = time.perf_counter()

@@ -104,6 +104,7 @@ def test_the_doctor_looks_at_this_machine(tmp_path: Path, capsys):
     assert not list(tmp_path.iterdir())  # leaves nothing
 
 
+@pytest.mark.measures
 def test_a_check_that_hangs_is_given_up():
     checks = {
         "quick": lambda: [Finding("ok", "fine")],

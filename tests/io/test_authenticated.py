@@ -135,6 +135,7 @@ def test_connections_pass_large_payloads_and_see_a_clean_and_a_broken_end():
     server.close()
 
 
+@pytest.mark.measures
 def test_a_handshake_byte_by_byte_ends_in_time(monkeypatch):
     monkeypatch.setattr(authenticated, "HANDSHAKE_TIMEOUT", 0.5)
     a, b = socket.socketpair()

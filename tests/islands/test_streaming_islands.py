@@ -73,6 +73,7 @@ def test_islands_of_different_layouts_exchange_fragments() -> None:
     check(mixed, alike[0], 2e-6)
 
 
+@pytest.mark.measures
 def test_an_island_trains_on_while_a_fragment_travels(time: Time) -> None:
     """Two steps from the capture on nothing has arrived; the step at which it is due waits for it."""
     run = run_config(2, tau=2)

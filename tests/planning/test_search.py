@@ -164,6 +164,7 @@ def test_ctrl_c_keeps_compiled_plans(tmp_path: Path, compiler: Compiler):
     assert len(compiler.asked) == before + 4
 
 
+@pytest.mark.measures
 def test_the_time_budget_ends_a_search(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(module, "MIN_SECONDS", 0.2)
 

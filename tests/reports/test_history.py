@@ -250,6 +250,7 @@ def test_a_metric_that_rises_has_its_highest_too(tmp_path: Path):
     assert found["loss"] == ("0.9000", "0.5000", "0.5000 at 8", "0.9000 at 4")
 
 
+@pytest.mark.measures
 @pytest.mark.chaos
 def test_a_million_steps_are_reported_within_five_seconds(tmp_path: Path):
     three_attempts(tmp_path)

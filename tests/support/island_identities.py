@@ -17,12 +17,13 @@ from jaxtrain.core.program import build_program
 
 STEPS = 12
 ADAMW = {"name": "adamw", "lr": 0.02, "weight_decay": 0.1}
-STREAMING = {"every": 6, "streaming": {"fragments": 2, "tau": 2}}
+SYNC = {
+    "local_sgd": {"every": 3}, "diloco": {"every": 3},
+    "streaming_diloco": {"every": 6, "streaming": {"fragments": 2, "tau": 2}},
+}  # fmt: skip
 CASES = {
-    f"{strategy} {count} {weights} {servers}": (
-        {"strategy": strategy, "every": 3} | (STREAMING if strategy == "streaming_diloco" else {}), count, weights, servers
-    )
-    for strategy, count, weights, servers in [
+    " ".join(map(str, (strategy, *case))): (SYNC.get(strategy, {}) | {"strategy": strategy}, *case)
+    for strategy, *case in [
         ("diloco", 2, "even", 2), ("diloco", 4, "uneven", 2), ("local_sgd", 4, "uneven", 2),
         ("bsp", 4, "even", 1),  # an optimizer is compiled for the tensors of its server
         ("diloco", 2, "even", 0), ("diloco", 4, "uneven", 0), ("local_sgd", 4, "uneven", 0),

@@ -45,6 +45,7 @@ def train(tmp_path, **options):
     return jaxtrain.train(jaxtrain.load(None, base=base), run_dir=tmp_path / "run", console=screen, **options)
 
 
+@pytest.mark.measures
 def test_a_run_that_fails_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Rows, "fails", 5)
     begun = time.monotonic()

@@ -78,6 +78,7 @@ def test_a_loop_stops_with_its_own_exit_code():
     assert process.returncode == SAVED == 75
 
 
+@pytest.mark.measures
 def test_the_second_signal_ends_the_process_at_once():
     process = start("stubborn")
     process.send_signal(signal.SIGINT)
