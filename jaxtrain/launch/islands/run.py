@@ -151,19 +151,21 @@ def open_run(options: IslandsOptions) -> tuple[Config, Path, tuple[int, ...]]:
         raise UserError("launch: --islands: expected their number")
     if existing is not None:
         directory = existing
-    elif options.continues and can_continue(config, config.run_dir):
-        directory = config.run_dir
+    elif options.continues:
+        can_continue(config, config.run_dir)  # raises if it holds another run
+        directory = config.run_dir  # others may make it at the same moment, with the same config
     else:
         directory = free_directory(config)
     directory = directory.absolute()
     here = tuple(range(config.islands.count)) if options.here is None else options.here
     if max(here) >= config.islands.count:
         raise UserError(f"launch: --here {max(here)}: expected an index below islands.count={config.islands.count}")
+    create_directory(directory)
+    write_config(directory, absolute(config))  # before all else, so that it is a run
     for index in here:
         folder = directory / ISLAND.format(index)
         create_directory(folder)
         write_config(folder, config.model_copy(update={"dir": str(directory), "name": folder.name}))
-    write_config(directory, absolute(config))
     return config, directory, here
 
 
