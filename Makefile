@@ -5,7 +5,8 @@
 # compares them with ones that nobody disturbed.
 # `make newest` runs a part of the tests on the newest JAX that installs, in a .venv-newest, so that what a release
 # breaks is seen the day it comes.
-# `make oldest` runs a part of them on the lowest versions that pyproject.toml allows, in a .venv-oldest.
+# `make oldest` runs a part of them on the lowest versions that pyproject.toml allows, in a .venv-oldest. Of both
+# ONE_IN=2 runs half, which SAMPLE chooses.
 # `make parsers` measures which lines of each parser its tests reach, and whether they find bugs planted in it.
 # `make docs` draws the pages of docs/ that follow from the code; `make site` builds docs/ as a site into build/site.
 # `make audit` compares the lock with known vulnerabilities, where a service that lists them is reachable.
@@ -48,10 +49,10 @@ test: $(VENV)/.installed-test lint
 	$(BIN)/$(PYTEST) --dist loadgroup tests
 
 newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/$(PYTEST) --dist loadgroup $(NEWEST_TESTS)
+	$(NEWEST)/bin/$(PYTEST) --dist loadgroup --one-in $(ONE_IN) --sample $(SAMPLE) $(NEWEST_TESTS)
 
 oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/$(PYTEST) --dist loadgroup $(OLDEST_TESTS)
+	$(OLDEST)/bin/$(PYTEST) --dist loadgroup --one-in $(ONE_IN) --sample $(SAMPLE) $(OLDEST_TESTS)
 
 audit:
 	$(PYTHON) -m venv $(AUDIT)

@@ -37,7 +37,7 @@ def test_a_requeued_job_of_islands_goes_on(tmp_path: Path, slurm: dict[str, str]
     text, config, job = tmp_path / "text.txt", tmp_path / "my.yaml", tmp_path / "job.sh"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     config.write_text(CONFIG.format(dir=tmp_path, text=text))
-    script = re.search(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", PAGE.read_text(), re.DOTALL)
+    script = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", PAGE.read_text(), re.DOTALL)
     assert script is not None
     line = script[1].replace("--islands 4", "--islands 2").replace("-N4", f"-N2 -o {tmp_path}/out")
     line = line.replace("PORT=6379", f"PORT={free_address().rpartition(':')[2]}")
