@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.sections.islands import AT_ROUNDS
+from jaxtrain.config.sections.islands import AT_ROUNDS, WITHOUT_MEAN
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SYNC
@@ -28,6 +28,8 @@ def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int) 
         sync: section of the run's config.
         servers: their number.
     """
+    if sync.strategy in WITHOUT_MEAN:
+        return Synchronizer(strategy)
     if not servers:
         return PeerSynchronizer(strategy, one, make_strategy(sync, PEERS))
     if sync.strategy in AT_ROUNDS:

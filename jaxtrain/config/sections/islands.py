@@ -9,7 +9,8 @@ from jaxtrain.config.section import Section, key
 
 STALE = ("bsp", "ssp", "asp")  # strategies whose islands push gradients
 AT_ROUNDS = ("local_sgd", "diloco", "async_diloco")  # strategies whose islands train alone for some steps
-WITHOUT_SERVER = ("local_sgd", "diloco")  # strategies of islands that average among themselves
+WITHOUT_SERVER = ("local_sgd", "diloco", "gossip")  # strategies of islands that may agree among themselves
+WITHOUT_MEAN = ("gossip",)  # those in which no island has what all agree on, so that they have no server
 AMONG_ISLANDS = ("async_diloco",)  # strategies that replicas of one program do not have
 
 
@@ -18,8 +19,8 @@ class IslandsConfig(Section):
 
     count: Count = key(0, "islands, each with its rows of the global batch; 0: one run alone")
     servers: Count = key(
-        1, "processes that hold the parameters, each an equal share of their bytes; 0: none, islands of local_sgd and "
-        "diloco average among themselves"
+        1, "processes that hold the parameters, each an equal share of their bytes; 0: none, islands of local_sgd, "
+        "diloco and gossip average among themselves"
     )  # fmt: skip
     quorum: Count = key(0, "islands that complete a round; 0: all that are there, for async_diloco one")
     grace: NonNegative = key(0.0, "seconds that a round waits for the others when it has its quorum")

@@ -12,7 +12,8 @@ many islands behind the one link of a server.
   compute. H steps take max(H C + (P + R) / r, M P / (S q), M R / (S q)), and wait for what that is longer than H C.
 
 - Without servers, where islands average among themselves (`islands.servers=0`): P and R are what an island sends and
-  receives at the same time, and an exchange takes max(P, R) / r.
+  receives at the same time, and an exchange takes max(P, R) / r. For `gossip` both are the largest number of messages
+  that an island sends in a round of the graph, times the bytes of one.
 
 Islands are of one speed, so none waits for a slower one. Latency and the time of the servers' updates are not counted.
 
