@@ -260,19 +260,22 @@ def test_one_that_is_killed_and_back_meets_the_others_again(time: Time) -> None:
 
 
 def test_one_that_was_silent_goes_on_from_its_own_values_if_the_others_are_no_further(time: Time) -> None:
-    run = run_config(2)
-    with LocalServer(run, time) as server:
-        islands = opened(server, run, 2)
-        session = server.coordinator.members[1].session
-        server.door.call("leave", 1, session)
+    run = run_config(3)
+    with LocalServer(run, time) as server, ThreadPoolExecutor(1) as pool:
+        islands = opened(server, run, 3)
         before = table(islands)
-        meet(islands[1])
+        first = pool.submit(meet, islands[0])
+        while not server.pushes():
+            sleep(0.02)
+        server.door.call("leave", 1, server.coordinator.members[1].session)
+        assert meet(islands[1])["pushing"] == 0  # the meeting goes on without it
         assert islands[1].island.behind is None
         np.testing.assert_array_equal(table(islands)[1], before[1])
-        assert server.coordinator.members[1].session != session
-        assert meet(islands[0])["pushing"] == 0  # its meeting had begun without it
-        np.testing.assert_array_equal(table(islands)[0], before[0])
-        assert [each["pushing"] for each in together(*(lambda each=each: meet(each) for each in islands))] == [1, 1]
+        assert not first.done()
+        assert meet(islands[2])["pushing"] == 1
+        assert first.result(60)["left_out"] == 1
+        metrics = together(*(lambda each=each: meet(each) for each in islands))
+        assert [each["pushing"] for each in metrics] == [2, 2, 2]
 
 
 def test_old_work_is_dropped_and_the_island_goes_on_where_the_others_are(time: Time) -> None:

@@ -174,7 +174,7 @@ class GossipCoordinator(BaseCoordinator):
     def _gathered(self, meeting: Meeting, island: int) -> Gathered:
         senders = meeting.senders(island)
         neighbours = [Neighbour(sender, share, meeting.sent.get(sender)) for sender, share in senders]
-        receivers = sum(receiver in meeting.present for receiver in meeting.receivers(island))
+        receivers = sum(each in meeting.present | meeting.has_sent for each in meeting.receivers(island))
         return Gathered(neighbours, meeting.shares(island), receivers)
 
     def _note_push(self, island: int, come: Come, member: Member) -> None:
