@@ -9,7 +9,7 @@ from jaxtrain.errors import join_words
 
 LEFT_OUT = "left_out"
 # Of the last exchange, also if its own step is not logged.
-LOGGED = ("consensus_distance", "exchanged_bytes", "received_bytes")
+LOGGED = ("consensus_distance", "mixing_distance", "exchanged_bytes", "received_bytes")
 
 
 class ExchangeMonitor(Callback):

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jaxtrain.callbacks.base import Callback, StateSource, TrainerView
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.island_config import island_config
-from jaxtrain.config.sections.islands import STALE
+from jaxtrain.config.sections.islands import STALE, WITHOUT_MEAN
 from jaxtrain.core.program import Program, State
 from jaxtrain.data.objects.iterables import IterableData
 from jaxtrain.errors import DataError, UserError
 from jaxtrain.islands.client import Door, IslandClient, ServerClient
+from jaxtrain.islands.gossip.client import GossipClient
+from jaxtrain.islands.gossip.synchronizer import GossipIsland
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Spec
 from jaxtrain.islands.peers.client import PeerClient
@@ -136,6 +138,8 @@ def open_island(
     }
     bits = BITS.get(config.sync.island_format, 0)
     hello = Hello(index, {**facts, **described}, specs, rule_of(config, program), bits)
+    if config.sync.strategy in WITHOUT_MEAN:
+        return GossipIsland(program, GossipClient(door, hello, config.sync.every), config.sync)
     if not config.islands.servers:
         peer = StreamingIsland if config.sync.strategy == "streaming_diloco" else PeerRoundIsland
         return peer(program, PeerClient(door, hello, config.sync.interval), config.sync)

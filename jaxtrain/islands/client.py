@@ -53,6 +53,7 @@ class Arrived(NamedTuple):
         is_mean: the values are the mean of the islands of a round, from which each takes the step of the strategy; none
             if no island had finite ones.
         is_wanted: others wait for the values that the island has after that.
+        weights: shares in gossip: that the island keeps of its own, and that each of `values` has of its sender's.
     """
 
     values: list[tuple[Parts, Mapping[Path, np.ndarray]]]
@@ -64,6 +65,7 @@ class Arrived(NamedTuple):
     place: tuple[int, int] = (0, 0)
     is_mean: bool = False
     is_wanted: bool = False
+    weights: tuple[float, ...] = ()
 
 
 class IslandClient(ABC):

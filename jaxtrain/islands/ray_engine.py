@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.islands import IslandsConfig
+from jaxtrain.config.sections.islands import WITHOUT_MEAN, IslandsConfig
 from jaxtrain.errors import TrainingError
 from jaxtrain.io.atomic import write_atomic
 from jaxtrain.io.jsonl import AppendedFile, PostponedError, encode_record
 from jaxtrain.io.packages import import_optional
+from jaxtrain.islands.gossip.coordinator import GossipCoordinator
 from jaxtrain.islands.messages import LostValueError
 from jaxtrain.islands.peers.coordinator import PeerCoordinator
 from jaxtrain.islands.server.coordinator import Coordinator
@@ -131,6 +132,14 @@ class PeerCoordinatorActor(BaseActor):
         super().__init__(lambda log: PeerCoordinator(islands, every, log), islands, folder, silence)
 
 
+class GossipCoordinatorActor(BaseActor):
+    """The coordinator of islands that gossip; arguments as those of `CoordinatorActor`."""
+
+    def __init__(self, config: Config, folder: str, silence: float) -> None:
+        islands, sync = config.islands, config.sync
+        super().__init__(lambda log: GossipCoordinator(islands, sync, log), islands, folder, silence)
+
+
 def connect(address: str, namespace: str, timeout: float, find: Callable[[], Any] = lambda: None) -> Any:
     """Connects this process to a Ray cluster, and returns what is found there.
 
@@ -207,8 +216,10 @@ def start_coordinator(config: Config, folder: Path, launcher: str, silence: floa
         launcher: name of the process that asks.
         silence: see `CoordinatorActor`.
     """
-    make: Any = ray.remote(CoordinatorActor if config.islands.servers else PeerCoordinatorActor)
-    options = make.options(
+    actor: Any = CoordinatorActor if config.islands.servers else PeerCoordinatorActor
+    if config.sync.strategy in WITHOUT_MEAN:
+        actor = GossipCoordinatorActor
+    options = ray.remote(actor).options(
         name=NAME, get_if_exists=True, lifetime="detached", num_cpus=0, resources=ON_HEAD, max_restarts=-1,
         max_concurrency=1000, runtime_env=ENVIRONMENT,
     )  # fmt: skip

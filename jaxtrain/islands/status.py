@@ -11,6 +11,7 @@ from typing import Any
 from jaxtrain.errors import UserError
 
 SERVER, LOG, STATUS = "server", "pushes.jsonl", "status.json"  # folder of the servers in that of a run, its files
+NOBODY = -1  # nobody's push ended a wait: an island left, or the grace was over
 STALE = 10.0  # seconds without a new status after which nobody seems to run
 COLUMNS = (
     "island",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from jaxtrain.config.schema import Config
 from jaxtrain.config.sections.island_config import program_config
-from jaxtrain.config.sections.islands import AT_ROUNDS, STALE, WITHOUT_SERVER
+from jaxtrain.config.sections.islands import AT_ROUNDS, STALE, WITHOUT_MEAN, WITHOUT_SERVER
 from jaxtrain.config.sections.islands_checks import FORMATS
 from jaxtrain.config.sections.sync import STRATEGY_KEYS
 from jaxtrain.planning import advice
@@ -21,7 +21,9 @@ from jaxtrain.planning.hardware.link_rate import parse_rate
 from jaxtrain.planning.hardware.network import DevicePosition, Fabric
 from jaxtrain.planning.report import values
 from jaxtrain.planning.result import Advice, IslandsPlan, Plan, PricedStrategy, Traffic
+from jaxtrain.sync.gossip.graphs import most_messages
 
+GRAPH = "exponential"  # of gossip, from which a plan chooses
 AXIS = "islands"  # in the rows of the plan's communication
 BATCH = "data.global_batch="
 OWN_MACHINE = "each server is on a machine of its own"
@@ -75,6 +77,8 @@ def priced_strategies(
     """
     sync = config.sync
     count, servers = config.islands.count, config.islands.servers
+    graph = sync.gossip.graph if sync.strategy in WITHOUT_MEAN else GRAPH
+    graph_key = "" if graph == sync.gossip.graph else f" sync.gossip.graph={graph}"
 
     def at(strategy: str, every: int = 1) -> PricedStrategy:
         is_stale = strategy in STALE
@@ -90,7 +94,10 @@ def priced_strategies(
         is_streaming, hidden = strategy == "streaming_diloco", 0
         if is_streaming:
             every, hidden = sync.interval, sync.streaming.tau
-        if not servers:
+        if strategy in WITHOUT_MEAN:
+            keys += graph_key
+            sent = received = most_messages(graph, count) * (sizes["params"] + sizes["mutable"])
+        elif not servers:
             sent = received = _averaged(sizes, count, sync.streaming.fragments if is_streaming else 0)
         return price(
             name, keys, sent, received, every, count, servers, is_lockstep=is_lockstep, hidden=hidden, rate=rate,
@@ -102,7 +109,8 @@ def priced_strategies(
     stale = sync.strategy if sync.strategy in ("ssp", "asp") else "ssp"
     own = at(sync.strategy, sync.every if has_rounds else 1)
     stricter = [at("bsp"), at(stale)] if servers else []
-    return [own, *stricter, *(at("diloco", every) for every in rounds)]
+    looser = [at("gossip", every) for every in rounds] if not servers and not config.islands.quorum else []
+    return [own, *stricter, *(at("diloco", every) for every in rounds), *looser]
 
 
 def _exchanged(sizes: Mapping[str, int], form: str, is_stale: bool, updates: int) -> tuple[int, int]:

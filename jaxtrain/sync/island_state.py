@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.sections.islands import AT_ROUNDS
+from jaxtrain.config.sections.islands import AT_ROUNDS, WITHOUT_MEAN
 from jaxtrain.config.sections.sync import SyncConfig
 from jaxtrain.sync.added_state import placed_state, replicated
 from jaxtrain.sync.local_step import SYNC
@@ -30,6 +30,8 @@ def island_form(strategy: Strategy, one: State, sync: SyncConfig, servers: int, 
         servers: their number.
         names: logical names of the parameters.
     """
+    if sync.strategy in WITHOUT_MEAN:
+        return Synchronizer(strategy)
     if not servers and sync.strategy == "streaming_diloco":
         return StreamingPeerSynchronizer(strategy, one, _fragment_strategy(sync, one["params"], names))
     if not servers:

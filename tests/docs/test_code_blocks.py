@@ -26,7 +26,7 @@ from jaxtrain.planning.target_config import config_for_target
 # Blocks in these pages are run by tests of their own.
 ELSEWHERE = {"docs/own-models.md": "flax_modules/test_own_models_page.py"}
 KINDS = {"python", "sh", "bash", "yaml", "toml", "mermaid", "text", ""}
-SCRIPTS = {"docs/islands.md": "islands/test_slurm_islands.py"}  # script (`bash`) -> its test
+SCRIPTS = {"docs/islands.md": "launch/test_slurm_islands.py"}  # script (`bash`) -> its test
 ALL_COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
 # In a folder with this file `quickstart` is a small config; the shipped one is the same but for sizes.
 SMALL = """

@@ -287,7 +287,8 @@ def test_numbers_that_are_not_finite_are_left_out(time: Time) -> None:
     [
         (
             ["sync.strategy=asp"],
-            "islands.servers: asp needs a server; expected at least 1, or local_sgd, diloco or streaming_diloco",
+            "islands.servers: asp needs a server; expected at least 1, or local_sgd, diloco, "
+            "streaming_diloco or gossip",
         ),
         (["sync.strategy=async_diloco"], "islands.servers: async_diloco needs a server"),
         (["sync.strategy=diloco", "islands.late=scale"], "islands.late: without a server late work is dropped"),

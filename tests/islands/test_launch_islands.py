@@ -228,6 +228,38 @@ def test_islands_without_a_server_go_on_without_one_that_is_killed_and_take_it_i
         assert done.returncode == 0, done.stderr
 
 
+def test_islands_gossip_without_one_that_is_killed_and_take_it_in_again(launch: Callable[..., Launched]) -> None:
+    sync = ("sync.strategy=gossip", "sync.every=4", "sync.gossip.graph=ring", "islands.servers=0")
+    launched = launch(*sync, "steps=600", "data.global_batch=12", "islands.heartbeat=1", islands=3)
+    launched.wait_for(lambda log: sum(record["event"] == "update" for record in log) > 9)
+    assert not launched.children("ServerProcess")
+    island = next(pid for pid in launched.children("cli.worker") if "island-1" in _arguments(pid))
+    os.kill(island, signal.SIGKILL)
+    seen = len(launched.log())
+    launched.wait_for(lambda log: [0, 2] in [record.get("islands") for record in log[seen:]])
+    without = len(launched.log())
+    launched.wait_for(lambda log: [0, 1, 2] in [record.get("islands") for record in log[without:]])
+    code, output = launched.finish()
+    assert code == 0, output
+    assert "island 1 was killed by signal 9" in output
+    table = status_table(read_status(launched.run))
+    assert "updates 150, step 600" in table
+    assert [line.split()[:3] for line in table.splitlines()[2:]] == [[str(i), "600", "0"] for i in range(3)]
+    last = [record for record in launched.log() if record["event"] == "update" and record["version"] == 150]
+    assert [record["islands"] for record in last] == [[0, 1, 2]] * 3  # those that end wait until all have read
+    history = read_islands(launched.run)
+    assert max(moved for _, moved in history.runs[0].series("mixing_distance")) > 0
+    assert len(history.waits()) >= 2
+    for index in range(3):
+        assert max(losses(launched.run, index)) == 600
+        assert losses(launched.run, index)[600] < 0.5 * losses(launched.run, 0)[1]
+    command = [sys.executable, "-m", "jaxtrain.cli.main"]
+    for more in (["export", str(launched.run / "island-1"), "--to", str(launched.run / "hf")],
+                 ["islands", "report", str(launched.run)]):  # fmt: skip
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_an_address_that_is_no_cluster_is_one_line() -> None:
     """A port that nobody listens on, and one whose owner never answers."""
     with socket.socket() as silent:

@@ -215,11 +215,40 @@ def test_a_plan_without_a_server():
     assert own.sent == own.received == 3 * 125 * MB // 4 + 3 * 250 * MB // 4
     assert own.exchange_seconds == pytest.approx(own.sent / RATE)
     assert plan.step_seconds == pytest.approx(1.0 + own.sent / RATE / 16)
-    assert [each.name for each in plan.islands.choices] == [f"diloco, every {every}" for every in (16, 64, 256)]
+    names = [f"{strategy}, every {every}" for strategy in ("diloco", "gossip") for every in (16, 64, 256)]
+    assert [each.name for each in plan.islands.choices] == names
     for shown in (" ".join(text(plan).split()), page.page(plan, "my.yaml")):
         assert "4 islands, no server; link 1Gbit of 125 MB/s each way" in shown
         assert "each server is on a machine of its own" not in shown
         assert "through its link" not in shown
+
+
+@pytest.mark.parametrize(
+    ("graph", "count", "messages"), [("ring", 4, 2), ("ring", 2, 1), ("exponential", 4, 1), ("matching", 4, 1)]
+)
+def test_a_plan_of_gossip(graph: str, count: int, messages: int):
+    """Each sends its parameters, and receives those of as many others, at the same time."""
+    gossip = ("sync.strategy=gossip", f"sync.gossip.graph={graph}", "sync.every=50", "islands.servers=0")
+    found = island_plan(*gossip, f"islands.count={count}", "steps=1000").islands
+    assert found is not None
+    own = found.own
+    assert (own.name, own.keys) == ("gossip, every 50", "sync.strategy=gossip sync.every=50")
+    assert own.sent == own.received == messages * 125 * MB
+    assert own.wait_seconds == pytest.approx(messages * 1.0 / 50)
+    assert own in found.choices
+
+
+def test_gossip_is_chosen_where_no_average_is_fast_enough():
+    plan = island_plan("sync.strategy=diloco", "islands.servers=0", "steps=512", "sync.every=256", dcn="8Mbit")
+    assert plan.islands is not None
+    chosen = "sync.strategy=gossip sync.every=256"
+    shares = [each.wait_share for each in plan.islands.choices]
+    assert min(shares) == shares[-1] == pytest.approx(125 / 256 / (1 + 125 / 256))
+    assert plan.islands.chosen == chosen  # none waits for less than a tenth, and it has the most tokens/s
+    ring = island_plan("sync.strategy=diloco", "islands.servers=0", "sync.gossip.graph=ring").islands
+    assert ring.choices[-1].keys == f"{chosen} sync.gossip.graph=exponential"
+    asked = island_plan("sync.strategy=diloco", "islands.servers=0", "islands.quorum=2").islands
+    assert not any("gossip" in each.keys for each in asked.choices)  # which has no quorum
 
 
 def test_the_choices_of_a_plan():

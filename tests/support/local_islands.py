@@ -18,6 +18,7 @@ from jaxtrain.config.sections.island_config import island_config
 from jaxtrain.core.placement import Placer
 from jaxtrain.core.program import Program, build_program
 from jaxtrain.islands.callback import open_island
+from jaxtrain.islands.gossip.coordinator import GossipCoordinator
 from jaxtrain.islands.messages import Hello
 from jaxtrain.islands.partition import Parts, partition
 from jaxtrain.islands.peers.coordinator import PeerCoordinator
@@ -103,9 +104,11 @@ class LocalServer:
         islands, sync = config.islands, config.sync
         self.log: list[dict[str, Any]] = []
         self.servers = LocalServers(islands.servers)
-        if islands.servers:
+        if sync.strategy == "gossip":
+            self.coordinator: Any = GossipCoordinator(islands, sync, self.log.append, now)
+        elif islands.servers:
             policy = make_policy(sync.strategy, sync.stale.bound, islands)
-            self.coordinator: Any = Coordinator(islands, policy, self.servers, save_every, self.log.append, now)
+            self.coordinator = Coordinator(islands, policy, self.servers, save_every, self.log.append, now)
         else:
             self.coordinator = PeerCoordinator(islands, sync.interval, self.log.append, now)
         self._loop = asyncio.new_event_loop()

@@ -9,8 +9,9 @@ from jaxtrain.config.section import Section, key
 
 STALE = ("bsp", "ssp", "asp")  # strategies whose islands push gradients
 AT_ROUNDS = ("local_sgd", "diloco", "async_diloco")  # strategies whose islands train alone for some steps
-WITHOUT_SERVER = ("local_sgd", "diloco", "streaming_diloco")  # strategies of islands that average among themselves
-NEVER_WITH_SERVER = ("streaming_diloco",)  # those of them that no server has
+WITHOUT_SERVER = ("local_sgd", "diloco", "streaming_diloco", "gossip")  # those that may agree among themselves
+NEVER_WITH_SERVER = ("streaming_diloco", "gossip")  # those of them that no server has
+WITHOUT_MEAN = ("gossip",)  # those in which no island has what all agree on
 AMONG_ISLANDS = ("async_diloco",)  # strategies that replicas of one program do not have
 
 
@@ -20,7 +21,7 @@ class IslandsConfig(Section):
     count: Count = key(0, "islands, each with its rows of the global batch; 0: one run alone")
     servers: Count = key(
         1, "processes that hold the parameters, each an equal share of their bytes; 0: none, islands of local_sgd, "
-        "diloco and streaming_diloco average among themselves"
+        "diloco, streaming_diloco and gossip average among themselves"
     )  # fmt: skip
     quorum: Count = key(0, "islands that complete a round; 0: all that are there, for async_diloco one")
     grace: NonNegative = key(0.0, "seconds that a round waits for the others when it has its quorum")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxtrain.config.schema import Config
-from jaxtrain.config.sections.islands import AMONG_ISLANDS, AT_ROUNDS, NEVER_WITH_SERVER, STALE, WITHOUT_SERVER
+from jaxtrain.config.sections.islands import (
+    AMONG_ISLANDS,
+    AT_ROUNDS,
+    NEVER_WITH_SERVER,
+    STALE,
+    WITHOUT_MEAN,
+    WITHOUT_SERVER,
+    IslandsConfig,
+)
 from jaxtrain.config.sections.sync import CompressConfig
 from jaxtrain.config.sections.sync_checks import KeysAndMessage
 from jaxtrain.errors import join_words
@@ -26,6 +34,8 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
             yield ("sync.compress", "sync.strategy", "islands.count"), message
         return
     known = [*STALE, *AT_ROUNDS, *NEVER_WITH_SERVER]
+    if sync.strategy in WITHOUT_MEAN:
+        yield from _gossip_problems(config)
     if sync.strategy not in known:
         message = f"{sync.strategy} is for replicas of one program; islands agree by"
         yield ("sync.strategy", "islands.count"), f"{message} {join_words(known)}"
@@ -51,6 +61,20 @@ def island_problems(config: Config) -> Iterator[KeysAndMessage]:
         )
     if islands.quorum > count:
         yield ("islands.quorum", "islands.count"), f"there are {count} islands; expected at most {count}"
+
+
+def _gossip_problems(config: Config) -> Iterator[KeysAndMessage]:
+    """Yields what islands that gossip do not have."""
+    islands, gossip, default = config.islands, config.sync.gossip, IslandsConfig()
+    if gossip.graph == "directed":
+        message = "islands have no weights of push-sum; expected ring, exponential or matching"
+        yield ("sync.gossip.graph", "islands.count"), message
+    if gossip.drop > 0:
+        yield ("sync.gossip.drop", "islands.count"), "islands have no weights of push-sum; expected 0"
+    for name in ("quorum", "grace"):
+        if getattr(islands, name) != getattr(default, name):
+            message = f"islands that gossip wait for their neighbours alone; expected {getattr(default, name):g}"
+            yield (f"islands.{name}", "sync.strategy"), message
 
 
 def _format_problems(config: Config) -> Iterator[KeysAndMessage]:

@@ -10,10 +10,9 @@ from typing import Any
 
 from jaxtrain.errors import UserError
 from jaxtrain.io.jsonl import read_records
-from jaxtrain.islands.status import LOG, SERVER, read_status
+from jaxtrain.islands.status import LOG, NOBODY, SERVER, read_status
 from jaxtrain.reports.history import RunHistory, read_history
 
-NOBODY = -1  # nobody's push ended the wait: an island left, or the grace was over
 Event = Mapping[str, Any]
 
 
@@ -83,7 +82,7 @@ def _updates(events: Sequence[Event]) -> Iterator[tuple[Event, int, dict[int, fl
             else:
                 pushed[cause] = event["time"]
         elif event["event"] == "update":
-            yield event, cause, pushed
+            yield event, event.get("cause", cause), pushed
             cause = NOBODY
         elif event["event"] == "leave":
             pushed.pop(event["island"], None)

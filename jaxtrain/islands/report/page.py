@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxtrain.io import html, svg
-from jaxtrain.islands.report.history import NOBODY, IslandsHistory
+from jaxtrain.islands.report.history import IslandsHistory
+from jaxtrain.islands.status import NOBODY
 from jaxtrain.reports import plots
 from jaxtrain.reports.history import RunHistory, format_seconds
 

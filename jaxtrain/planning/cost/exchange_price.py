@@ -13,7 +13,8 @@ many islands behind the one link of a server.
 
 - Without servers, where islands average among themselves (`islands.servers=0`): P and R are what an island sends and
   receives at the same time, and an exchange takes max(P, R) / r. With `streaming_diloco` it goes on for `tau` steps
-  meanwhile, and waits for the rest, max(0, max(P, R) / r - tau C).
+  meanwhile, and waits for the rest, max(0, max(P, R) / r - tau C). For `gossip` both are the largest number of messages
+  that an island sends in a round of the graph, times the bytes of one.
 
 Islands are of one speed, so none waits for a slower one. Latency and the time of the servers' updates are not counted.
 

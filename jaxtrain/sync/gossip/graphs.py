@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,15 @@ def rounds(graph: str, replicas: int) -> int:
     if graph == "exponential":
         return max(1, int(np.ceil(np.log2(replicas))))
     return replicas - 1 + replicas % 2 if graph == "matching" else 1
+
+
+def most_messages(graph: str, replicas: int) -> int:
+    """Returns the largest number of messages that a replica sends in a round of a graph without `edges`."""
+    if replicas == 1:
+        return 0
+    every = (messages_of(graph, replicas, number) for number in range(rounds(graph, replicas)))
+    counts = [Counter(sender for part in parts for sender, _ in part.edges) for parts in every]
+    return max(max(count.values()) for count in counts)
 
 
 def round_number(graph: str, replicas: int, exchange: int, seed: int) -> int:

@@ -133,8 +133,35 @@ def mix(tree: Tree, parts: Sequence[Messages], is_present: jax.Array, mesh: Mesh
 
     One that is not present is replaced: for itself by the mean of what it receives, for others by their own values.
     """
-    finite = jax.tree.map(lambda x: jnp.where(along(is_present, x), x.astype(jnp.float32), 0.0), tree)
+    finite = _finite(tree, is_present)
     sums, mass = push((finite, is_present.astype(jnp.float32)), parts, None, mesh)
+    return _completed(tree, finite, is_present, sums, mass)
+
+
+def mix_received(tree: Tree, is_present: jax.Array, shares: jax.Array, received: Sequence[Tree]) -> Tree:
+    """Returns what `mix` does for one replica, which has the messages that reached it.
+
+    Args:
+        tree: its values, [1, ...].
+        is_present: they are finite, bool [1].
+        shares: that it keeps of its values, and that each message has of those of its sender, float32 [1 + messages].
+        received: messages, shares of values, float32 [1, ...].
+    """
+    finite = _finite(tree, is_present)
+    sums = jax.tree.map(lambda x, *messages: sum(messages, shares[0] * x), finite, *received)
+    mass = shares[0] * is_present.astype(jnp.float32)
+    for share in shares[1:]:
+        mass = mass + share
+    return _completed(tree, finite, is_present, sums, mass)
+
+
+def _finite(tree: Tree, is_present: jax.Array) -> Tree:
+    """Returns the values of replicas in float32, and zeros of those that are not present."""
+    return jax.tree.map(lambda x: jnp.where(along(is_present, x), x.astype(jnp.float32), 0.0), tree)
+
+
+def _completed(tree: Tree, finite: Tree, is_present: jax.Array, sums: Tree, mass: jax.Array) -> Tree:
+    """Returns values by sums of what replicas keep and receive, and by the shares that these have in all."""
     lacks = jnp.where(is_present, jnp.where(mass < 1 - 1e-6, 1 - mass, 0.0), 0.0)
 
     def one(total: jax.Array, own: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,0 +1,152 @@
+"""An island that gossips: it sends its values to some others, and reads those of the islands that send to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+from jaxtrain.errors import TrainingError
+from jaxtrain.islands.client import Arrays, Arrived, Door, IslandClient
+from jaxtrain.islands.gossip.coordinator import Come, Gathered
+from jaxtrain.islands.gossip.meetings import Neighbour, Sent
+from jaxtrain.islands.messages import Hello, LostValueError, SessionOverError
+from jaxtrain.islands.partition import Part, Parts
+from jaxtrain.islands.peers.coordinator import NobodyError
+from jaxtrain.islands.pieces import assemble, pieces_of
+from jaxtrain.islands.trees import Flat, Path
+
+
+class GossipClient(IslandClient):
+    """Meets some of the other islands. Every island puts one message into the store, which its receivers read.
+
+    Args:
+        door: to the coordinator.
+        hello: says who the island is, and what it trains.
+        every: steps from one meeting to the next.
+    """
+
+    def __init__(self, door: Door, hello: Hello, every: int) -> None:
+        super().__init__(door, hello)
+        self._every, self._has_trained = every, False
+        self._whole: Parts = dict.fromkeys(hello.specs, Part())
+
+    def catch_up(self) -> Arrived | None:
+        """Returns the values of another island after its next meeting."""
+        try:
+            return self._values() if self.has_values else None
+        except NobodyError:
+            return None
+        except SessionOverError:
+            self.join()
+            return self.catch_up()
+
+    def start(self, clock: int, initial: Callable[[], Arrays], place: tuple[int, int]) -> Arrived:
+        """Returns no values if the island goes on from its own, else those of another one, after its next meeting."""
+        found = self._stand(clock // self._every, clock)
+        self._has_trained = True
+        return found or Arrived([], clock, 0, {})
+
+    def exchange(
+        self, arrays: Arrays, initial: Callable[[], Arrays], clock: int, tokens: float, loss: float | None = None,
+        is_finite: bool = True,
+    ) -> Arrived:  # fmt: skip
+        """Meets the others; see `IslandClient`.
+
+        Args:
+            arrays: all values of the island.
+            initial: not called.
+            clock: steps of the island.
+            tokens: that it has trained on since the last exchange.
+            loss: of its last step.
+            is_finite: all values are.
+        """
+        message = pieces_of(arrays, self._whole) if is_finite else {}  # which nobody reads
+        number = clock // self._every - 1
+        nbytes = sum(piece.values.nbytes for pieces in message.values() for piece in pieces)
+        come = Come(number, clock, tokens, loss, Sent([self._door.put(message)], is_finite))
+        while True:
+            try:
+                return self._met(self._asked("come", come), number, clock, nbytes)
+            except SessionOverError:
+                self.join(clock)
+            if (found := self._stand(number, clock)) is not None:
+                return found._replace(counts=False)
+
+    def give(self, values: Mapping[Path, jax.Array]) -> None:
+        """Gives values to the islands that wait for them, after a meeting."""
+        with suppress(SessionOverError):  # else they get them from another island
+            self._call("give", [self._door.put(pieces_of(values, self._whole))])
+
+    def linger(self) -> None:
+        """Waits until those that are there have read what the island has sent, which ends with its process."""
+        with suppress(SessionOverError, TrainingError):  # the others have noticed before
+            self._asked("is_read")
+
+    def _met(self, gathered: Gathered, number: int, clock: int, nbytes: int) -> Arrived:
+        heard, values, weights = [], [], [1 - sum(gathered.shares)]
+        for neighbour in gathered.neighbours:
+            if (found := self._read(neighbour)) is not None:
+                heard.append(neighbour.island)
+                values.append((self._whole, found))
+                weights.append(neighbour.share)
+        sent, received = nbytes * gathered.receivers, sum(_size(each) for _, each in values)
+        is_wanted = self._call("finish_meeting", number, (sent, received, heard))
+        missing = len(gathered.neighbours) - len(heard)
+        metrics = {"pushing": float(len(heard)), "left_out": float(missing)}
+        return Arrived(values, clock, sent, metrics, received, is_wanted=is_wanted, weights=tuple(weights))
+
+    def _read(self, neighbour: Neighbour) -> Flat | None:
+        """Returns the values of a neighbour, if they are there and finite."""
+        if neighbour.sent is None or not neighbour.sent.is_finite:
+            return None
+        try:
+            (message,) = self._door.get(neighbour.sent.refs)
+        except LostValueError:
+            return None
+        return assemble(message, self._hello.specs)
+
+    def _stand(self, number: int, clock: int) -> Arrived | None:
+        """Returns the values of another island, if others that are there are all further than this one.
+
+        Args:
+            number: of its next meeting.
+            clock: its steps.
+        """
+        while True:
+            try:
+                return None if self._asked("start", number, self._has_trained) else self._values()
+            except NobodyError:
+                continue
+            except SessionOverError:
+                self.join(clock)
+
+    def _values(self) -> Arrived:
+        """Returns the values of another island."""
+        while True:
+            self._call("ask")
+            clock, refs = self._asked("values")
+            with suppress(LostValueError):
+                (message,) = self._door.get(refs)
+                values = assemble(message, self._hello.specs)
+                return Arrived([(self._whole, values)], clock, 0, {}, _size(values))
+
+    def _asked(self, method: str, *args: Any) -> Any:
+        """Returns the answer of the coordinator to a question that it may have to be asked again and again."""
+        begin = time.monotonic()
+        try:
+            while (answer := self._call(method, *args)) is None:
+                pass
+        finally:
+            self.waited += time.monotonic() - begin
+        return answer
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._door.call(method, self.index, self._joined.session, *args)
+
+
+def _size(values: Flat) -> int:
+    return sum(value.nbytes for value in values.values())
