@@ -18,9 +18,9 @@ island pushes and reads crosses its link; ways without a server send between isl
 `lossy`  `loss` with links that lose 1% of the packets in each direction
 `cut`    `loss` with the link of one island cut for 30 s, once island 0 has done half of its steps
 
-tc drops packets by a filter of two instructions at the end of a link, at random and without a seed. For that links
-carry packets of at most 1500 bytes, where others carry up to 64 KB at once, which takes more processor time: {FREE}
-between two namespaces without a limit.
+tc drops packets by a filter of four instructions at both ends of a link, at random and without a seed. Lossy links carry
+packets of at most 1500 bytes, where others carry up to 64 KB at once, which takes more of the processor. What islands send
+each other crosses two of them. There is no delay but that of the queue of a link.
 
 Time begins when each island has done its first exchange, and ends when the first island has done its last one; in
 `loss`, `lossy` and `cut` it begins when each has done its first step. `waited` is the share of that time in which an
@@ -48,6 +48,8 @@ from islands_figures import POLL, figures, read, tables
 from islands_runs import PARTS, WAYS, Run, config_of, runs_of, with_defaults
 
 from jaxtrain.errors import UserError
+from jaxtrain.launch.islands.options import IslandsOptions
+from jaxtrain.launch.islands.run import open_run
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
@@ -58,8 +60,6 @@ LIMIT = 900.0  # seconds of a run
 
 def measure(run: Run, net: islands_network.Network) -> dict[str, Any]:
     """Runs the islands once, each by a launcher on its machine."""
-    from jaxtrain.launch.islands import IslandsOptions, open_run
-
     net.limit(run.mbit, run.head_mbit)
     net.lose(run.lost)
     with tempfile.TemporaryDirectory(prefix="islands", ignore_cleanup_errors=True) as folder:
