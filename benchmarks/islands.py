@@ -18,9 +18,9 @@ island pushes and reads crosses its link; ways without a server send between isl
 `lossy`  `loss` with links that lose 1% of the packets in each direction
 `cut`    `loss` with the link of one island cut for 30 s, once island 0 has done half of its steps
 
-tc drops packets by a filter of four instructions at both ends of a link, at random and without a seed. Lossy links carry
-packets of at most 1500 bytes, where others carry up to 64 KB at once, which takes more of the processor. What islands send
-each other crosses two of them. There is no delay but that of the queue of a link.
+tc drops packets by a filter of four instructions at both ends of a link, at random and without a seed. Lossy links
+carry packets of at most 1500 bytes, where others carry up to 64 KB at once, which takes more of the processor. What
+islands send each other crosses two links. There is no delay but that of the queue of a link.
 
 Time begins when each island has done its first exchange, and ends when the first island has done its last one; in
 `loss`, `lossy` and `cut` it begins when each has done its first step. `waited` is the share of that time in which an
